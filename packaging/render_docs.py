@@ -26,6 +26,7 @@ from llmbox.app.http.openai.request_types import (
 )
 from llmbox.app.http.openai.unsupported import HARMLESS
 from llmbox.app.main import cli
+from llmbox.app.text.output.format_table import OUTPUT_FORMATS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PART = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -46,6 +47,17 @@ def request_fields() -> str:
         f"| `{name}` | {support(chat.get(name))} | {support(completion.get(name))} |"
         for name in dict.fromkeys(names)
     ]
+    return "\n".join(lines) + "\n"
+
+
+def output_formats() -> str:
+    """A row for each format of tool calls."""
+    lines = ["| format | families | a call begins with |", "| --- | --- | --- |"]
+    for each in OUTPUT_FORMATS:
+        assert each.tools is not None
+        opener = f"`{each.tools.opener}`".replace("|", "\\|")
+        bare = ", or the call alone" if each.tools.bare else ""
+        lines.append(f"| `{each.name}` | {each.families} | {opener}{bare} |")
     return "\n".join(lines) + "\n"
 
 
@@ -184,6 +196,7 @@ def help_of(command: click.Command, name: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "request_fields": request_fields,
     "dialect_fields": dialect_fields,
+    "output_formats": output_formats,
     "settings": settings,
     "commands": commands,
 }

@@ -21,7 +21,8 @@ from llmbox.app.config.schema import SECTIONS
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.server.strict_json import load
 from llmbox.app.sandbox import grammar_worker, template_worker
-from llmbox.app.text.output_parser import parse_calls
+from llmbox.app.text.output.call_parsers import parse_calls
+from llmbox.app.text.output.format_table import OUTPUT_FORMATS
 from llmbox.app.text.tokenizer.detokenizer import decode
 from llmbox.app.text.tokenizer.text_encoder import TextEncoder, TokenizeError, load_tokenizer
 from llmbox.app.text.tokenizer.token_bytes import TokenBytes
@@ -68,9 +69,11 @@ def check_settings(text: str) -> None:
 
 
 def check_calls(text: str) -> None:
-    for call in parse_calls(text) or ():
-        msgspec.json.encode([call.name, call.arguments])
-        assert isinstance(msgspec.json.decode(call.arguments), dict)
+    for format_ in OUTPUT_FORMATS:
+        assert format_.tools is not None
+        for call in parse_calls(format_.tools, text) or ():
+            msgspec.json.encode([call.name, call.arguments])
+            assert isinstance(msgspec.json.decode(call.arguments), dict)
 
 
 # ---- files of models

@@ -132,6 +132,7 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
         "aliases": [name for name, each in program.names.aliases.items() if place.is_target(each.model)]
         or None,
         **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
+        **_output_format(place.path),
         "loaded": memory,
         "loads": _loads(program, place.name),
     }
@@ -145,6 +146,23 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
             output.write(f"{key.replace('_', ' '):16} {formatting.printable(str(value))}")
     if memory and memory["info"]:
         _print_info(memory)
+
+
+def _output_format(folder: Path) -> dict[str, str | None]:
+    """Describe how the model writes tool calls and thoughts, by its chat template."""
+    from llmbox.engine.errors import EngineError
+
+    from ...text.output.format_table import recognize_format
+    from ...text.tokenizer.tokenizer import read_template
+
+    try:
+        format_ = recognize_format(read_template(folder))
+    except (EngineError, OSError):
+        return {"tool_calls": None, "thoughts": None}
+    calls = f"{format_.name} ({format_.families})" if format_.tools else None
+    marks = format_.reasoning
+    thoughts = f"{marks.opener.strip()} … {marks.closer}" if marks else None
+    return {"tool_calls": calls, "thoughts": thoughts}
 
 
 _CONFIG_FACTS = {

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
-from ...text.output_parser import OutputParser, ParsedOutput
+from ...text.output.output_parser import OutputParser, ParsedOutput
 from ..openai.chat import ChatCall, heading_of
 from ..openai.chat_parts import call_id, reasoning_tokens
 from .prepare import MessageCall

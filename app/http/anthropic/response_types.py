@@ -8,7 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 from ...errors import ApiError
 from ...gateway.generation import TokenUsage
 from ...gateway.open_request import OpenRequest
-from ...text.output_parser import OutputParser
+from ...text.output.output_parser import OutputParser
 from ..server.errors import encode_error
 
 

@@ -9,7 +9,7 @@ import msgspec
 from ...errors import ApiError
 from ...gateway.generation import Generation
 from ..openai.chat import ChatCall
-from ..openai.chat_parts import Parsing
+from ..openai.chat_parts import PLAIN, Parsing
 from ..openai.completions import CompletionCall
 from ..openai.dialect import prepare_translated, prepare_translated_completion
 from ..openai.request_context import RequestContext
@@ -120,9 +120,6 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     return made
 
 
-_RAW = Parsing(
-    thinking="no", tools=None, names=frozenset(), custom=frozenset(), most_calls=None, tells_thoughts=False
-)
 _WITHOUT_EFFECT = [name for name, hint in Options.__annotations__.items() if hint is NoEffect]
 
 _REASONS = {
@@ -180,7 +177,7 @@ async def _prepare_raw(call: RequestContext, data: GenerateRequest, warnings: li
     )
     return OllamaCall(
         prepared=replace(raw, generation=generation, warnings=warnings + raw.warnings),
-        parsing=_RAW,
+        parsing=PLAIN,
         has_logprobs=bool(data.logprobs),
     )
 

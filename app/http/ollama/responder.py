@@ -11,7 +11,7 @@ from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, TokenEntry
 from ...gateway.open_request import OpenRequest
-from ...text.output_parser import ParsedOutput
+from ...text.output.output_parser import ParsedOutput
 from ...util.threads import off_loop
 from ..openai.logprobs import chat_logprobs
 from ..server.errors import encode_error

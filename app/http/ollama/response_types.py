@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from ...control.model_card import Card
-from ...text.output_parser import THOUGHT, tool_syntax
+from ...text.output.format_table import recognize_format
 
 _OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
 
@@ -107,9 +107,10 @@ def capabilities(card: Card) -> list[str]:
     if card.for_vectors:
         return ["embedding"]
     found = ["completion"]
-    if tool_syntax(card.template) is not None:
+    format_ = recognize_format(card.template)
+    if format_.tools is not None:
         found.append("tools")
-    if card.template is not None and THOUGHT in card.template:
+    if format_.reasoning is not None:
         found.append("thinking")
     return found
 

@@ -12,7 +12,8 @@ from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.chat_template import Chat
-from ...text.output_parser import OutputParser, ParsedToolCall
+from ...text.output.call_parsers import ParsedToolCall
+from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
 from .chat_messages import build_chat
 from .chat_parts import Parsing, call_id, final_reason, reasoning_tokens

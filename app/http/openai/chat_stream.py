@@ -9,7 +9,8 @@ from msgspec import UNSET
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta
 from ...gateway.open_request import OpenRequest
-from ...text.output_parser import ParsedOutput, ParsedToolCall
+from ...text.output.call_parsers import ParsedToolCall
+from ...text.output.output_parser import ParsedOutput
 from ...util.threads import off_loop
 from ..server.sse import data_event
 from .chat import ChatCall, build_logprobs, build_prompt_logprobs, heading_of, store_answer, whole_answer

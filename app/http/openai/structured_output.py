@@ -22,7 +22,7 @@ from ...text.grammar.grammars import (
     with_closed_objects,
     written,
 )
-from ...text.output_parser import Thinking, ToolSyntax
+from ...text.output.output_formats import Thinking, ToolSyntax
 from ...util.threads import off_loop
 from .request_types import (
     AllowedChoice,
@@ -139,12 +139,13 @@ async def add_grammar(
             followed, param = None, "tools"
         elif followed is None:
             followed = free_text(model.text, of_calls.syntax)
-    wanted = grammars(followed, made)
+    harmony = model.text if model.text.output_format.is_harmony else None
+    wanted = grammars(followed, made, harmony)
     if not limits.additional_properties:
         wanted = with_closed_objects(wanted)
     grammar = await gateway.grammars.compile_grammars(wanted, param)
     await _teach(model)
-    return replace(params, grammar=grammar, thinking=thinking)
+    return replace(params, grammar=grammar, thinking=thinking if harmony is None else "no")
 
 
 def unknown_inside(plain: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from ...errors import ApiError
-from ...text.output_parser import ParsedToolCall
+from ...text.output.call_parsers import ParsedToolCall
 from ..openai.sampling import invalid
 from ..openai.tools import input_of
 from ..openai.unsupported import refuse_unsupported, unknown_fields

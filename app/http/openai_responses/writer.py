@@ -6,7 +6,7 @@ from typing import Any
 
 from ...gateway.generation import TokenEntry
 from ...gateway.open_request import OpenRequest
-from ...text.output_parser import ParsedOutput
+from ...text.output.output_parser import ParsedOutput
 from ..openai.chat import ChatCall, heading_of
 from ..openai.chat_parts import call_id, reasoning_tokens
 from ..openai.logprobs import chat_logprobs

@@ -5,13 +5,16 @@ Texts may be written in any tokens (`no_forcing`): the next token depends on the
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from llmbox.engine.ipc.messages import Vocabulary
 
-from ..output_parser import ToolSyntax
+from ..output.output_formats import HARMONY, HARMONY_ANSWER, HARMONY_THOUGHTS, HARMONY_TURN, ToolSyntax
 from ..tokenizer.tokenizer import TextModel
+from .call_grammars import CallGrammars, Grammar, json_schema
+
+__all__ = ["Grammar", "json_schema"]
 
 _SAYS: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 _JOINS: Final = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
@@ -89,15 +92,7 @@ def _joined_references(schema: Any, *, joined: bool) -> Iterator[str]:
             yield from _joined_references(value, joined=False)
 
 
-Grammar = dict[str, Any]
-WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-"""White space between the parts of JSON: none, a blank, or a new line with its indent. Where more is allowed,
-weak models write nothing else.
-"""
-
-
-def json_schema(schema: dict[str, Any]) -> Grammar:
-    return {"json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}}
+__all__ = ["Grammar", "json_schema"]
 
 
 def regex(pattern: str) -> Grammar:
@@ -129,31 +124,34 @@ def calls(
     inputs: Mapping[str, list[Grammar]],
     *,
     several: bool,
+    opened: bool = False,
 ) -> list[Grammar]:
-    """Grammar of tool calls as the model writes them, arguments by their schemas; one, or `several`.
+    """Return the grammar of tool calls as the model writes them, with arguments by their schemas.
 
-    `inputs`: grammars that replace the schemas, by names of tools.
+    `inputs`: grammars that replace the schemas, by names of tools. `several`: more than one call.
+    `opened`: the opening mark was written.
     """
-    found: list[Grammar] = []
-    for number, tool in enumerate(tools):
-        first, *others = inputs.get(tool["function"]["name"]) or [
-            json_schema(tool["function"].get("parameters") or {"type": "object"})
-        ]
-        found += [{"name": f"arguments{number}", **first}, *others]
-    field = "parameters" if syntax.bare else "arguments"
-    names = [_quoted(f'{{"name": {json.dumps(tool["function"]["name"])}, "{field}": ') for tool in tools]
-    call = " | ".join(f'{name} @arguments{number} "}}"' for number, name in enumerate(names))
-    lark = f"start: {_around(text, syntax, several=several)}\ncall: {call}"
-    return [{"name": "calls", "lark_grammar": lark}, *found]
+    return CallGrammars(syntax, special_tokens(text), inputs).make(tools, several=several, opened=opened)
 
 
 def free_text(text: TextModel, syntax: ToolSyntax) -> Grammar:
-    """Grammar of free text without a tool call, perhaps with calls after it."""
+    """Return the grammar of free text without a tool call, perhaps with calls after it."""
     if syntax.bare:
-        return {"lark_grammar": r"start: WORDS?" + "\n" + r"WORDS: /\s*[^\s\{](?s:.)*/"}
-    if _mark(text, syntax.opener).startswith("<["):  # a token without a text
+        begin = "[" if syntax.style == "python" else "{"
+        return {"lark_grammar": "start: WORDS?\n" + rf"WORDS: /\s*[^\s\{begin}](?s:.)*/"}
+    if special_tokens(text)(syntax.opener) is not None:
         return {"lark_grammar": "start: WORDS? @calls?\nWORDS: /(?s:.)+/"}
     return {"lark_grammar": _words_before(syntax.opener)}
+
+
+def special_tokens(text: TextModel) -> Callable[[str], int | None]:
+    """Return the function that finds special tokens by their content. They have no text in grammars."""
+
+    def find(content: str) -> int | None:
+        token: int | None = text.tokenizer.token_to_id(content)
+        return token if token in text.tokens.special_ids else None
+
+    return find
 
 
 def _words_before(mark: str) -> str:
@@ -180,11 +178,25 @@ def with_closed_objects(found: Sequence[Grammar]) -> list[Grammar]:
     ]
 
 
-def grammars(answer: Grammar | None, of_calls: Sequence[Grammar] = ()) -> list[Grammar]:
-    """Combine the grammars of the answer and of calls: the answer, or calls, or either."""
+def grammars(
+    answer: Grammar | None, of_calls: Sequence[Grammar] = (), harmony: TextModel | None = None
+) -> list[Grammar]:
+    """Combine the grammars of the answer and of calls: the answer, or calls, or either. `harmony`: the model
+    writes both as messages, after others with its thoughts.
+    """
     starts = (["@answer"] if answer is not None else []) + (["@calls"] if of_calls else [])
-    top: Grammar = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: {" | ".join(starts)}'}
+    rules = f"start: {' | '.join(starts)}" if harmony is None else _messages(harmony, answer, of_calls)
+    top: Grammar = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}
     return [top, *([] if answer is None else [{"name": "answer", **answer}]), *of_calls]
+
+
+def _messages(text: TextModel, answer: Grammar | None, of_calls: Sequence[Grammar]) -> str:
+    marks = CallGrammars(HARMONY, special_tokens(text), {})
+    last = [f"{marks.text(HARMONY_ANSWER.removeprefix(HARMONY_TURN))} @answer"] if answer is not None else []
+    last += ["@calls"] if of_calls else []
+    thought = f"{marks.text(HARMONY_THOUGHTS.opener)} {marks.text_until('thought', HARMONY_THOUGHTS.closer)}"
+    rules = [f"start: thoughts* ({' | '.join(last)})", f"thoughts: {thought} {marks.text(HARMONY_TURN)}"]
+    return "\n".join([*rules, *marks.rules])
 
 
 def vocabulary(text: TextModel, vocab_size: int) -> Vocabulary:
@@ -192,25 +204,6 @@ def vocabulary(text: TextModel, vocab_size: int) -> Vocabulary:
     tokens = [text.tokens.compute(i) for i in range(min(vocab_size, text.vocab_size))]
     special = text.tokens.special_ids.union(text.eos_token_ids)
     return Vocabulary(data=b"".join(tokens), sizes=[len(token) for token in tokens], special=sorted(special))
-
-
-def _around(text: TextModel, syntax: ToolSyntax, *, several: bool) -> str:
-    """Return the rule of calls with their marks, in the model's syntax: `HERMES`, `MISTRAL` and `LLAMA` in
-    `output_parser.py`.
-    """
-    if syntax.closer:
-        one = f'{_mark(text, syntax.opener)} "\\n" call "\\n" {_mark(text, syntax.closer)}'
-        return f'{one} ("\\n" {one})*' if several else one
-    if not syntax.bare:
-        rest = '(", " call)*' if several else ""
-        return f'{_mark(text, syntax.opener)} "[" call {rest} "]"'
-    return "call"
-
-
-def _mark(text: TextModel, mark: str) -> str:
-    """Return a mark as a terminal. Special tokens have no text in grammars."""
-    token = text.tokenizer.token_to_id(mark)
-    return f"<[{token}]>" if token is not None and token in text.tokens.special_ids else _quoted(mark)
 
 
 def _quoted(text: str) -> str:

@@ -7,9 +7,11 @@ from tokenizers import Tokenizer
 
 from llmbox.engine.errors import ModelError
 
+from ..output.format_table import recognize_format
+
 END_OF_TURN: Final = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>",
-    "<|endofturn|>", "<|eot|>", "<|return|>", "<|call|>",
+    "<|endofturn|>", "<|eot|>", "<|return|>", "<|call|>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "[e~[",
 )  # fmt: skip
 """Turn ends that models emit although their configs may not list them; taken if the template writes them."""
 MOST: Final = 64
@@ -42,6 +44,9 @@ def end_token_ids(
     template.
     """
     names = [special_tokens.get("eos_token", "")]
-    names += [name for name in END_OF_TURN if template and name in template]
+    harmony = recognize_format(template).is_harmony  # there `<|end|>` ends a message, not the turn
+    names += [
+        name for name in END_OF_TURN if template and name in template and not (harmony and name == "<|end|>")
+    ]
     named = (tokenizer.token_to_id(name) for name in names)
     return tuple(dict.fromkeys((*declared, *(id_ for id_ in named if id_ is not None))))

@@ -26,7 +26,8 @@ from ..chat_template import (
     pick_template,
     render_chat,
 )
-from ..output_parser import tool_syntax
+from ..output.format_table import recognize_format
+from ..output.output_formats import OutputFormat
 from .detokenizer import Detokenizer, decode
 from .end_tokens import declared_ids, end_token_ids
 from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
@@ -72,6 +73,11 @@ class TextModel:
     def vocab_size(self) -> int:
         size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         return size
+
+    @property
+    def output_format(self) -> OutputFormat:
+        """Form of thoughts and tool calls in answers."""
+        return recognize_format(self.chat_template)
 
     def beside_embedding(self, rows: int) -> "TextModel":
         """Return a copy with warnings of tokens that an embedding of `rows` rows has no row for."""
@@ -147,7 +153,7 @@ class TextModel:
 
     def _check_tools(self, chat: Chat) -> None:
         """Refuse tools that the template would leave out."""
-        if tool_syntax(self.chat_template) is not None:
+        if self.output_format.tools is not None:
             return
         if chat.tools:
             raise _no_tools("tools")
@@ -160,7 +166,7 @@ def _no_tools(param: str) -> ApiError:
     return ApiError(
         400,
         "This model cannot call tools: its chat template has no place for them, or a form that is not read "
-        "here. Qwen2.5, Qwen3, Llama 3.1 and Mistral Instruct models can.",
+        "here. The forms that are stand under 'Output formats' in docs/api.md.",
         code="tools_not_supported",
         param=param,
     )

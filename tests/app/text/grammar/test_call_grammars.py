@@ -1,4 +1,4 @@
-"""Grammars of answers that may be words or calls, in each way of writing calls."""
+"""Grammars of answers that may be words or calls, in each output format."""
 
 import json
 from types import SimpleNamespace
@@ -8,8 +8,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llmbox.app.text.grammar.grammars import calls, free_text, grammars, json_input
 from llmbox.app.text.grammar.json_lark import lark_in_json
-from llmbox.app.text.output_parser import HERMES, LLAMA, MISTRAL, ToolSyntax
+from llmbox.app.text.output.output_formats import ToolSyntax
+from llmbox.app.text.output.output_parser import OutputParser
+from support.output_examples import ARGUMENTS, EXAMPLES, FORMATS, SCHEMAS
 
+HERMES, MISTRAL, LLAMA = (FORMATS[name].tools for name in ("hermes", "mistral_json", "llama3"))
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
 INPUTS = {"run": json_input("input0", lark_in_json("[ab]+\\n", "regex"), "input")}
 TEXT = SimpleNamespace(
@@ -17,13 +20,16 @@ TEXT = SimpleNamespace(
 )
 
 
-def takes(syntax: ToolSyntax, answer: str) -> bool:
-    made = calls(TEXT, syntax, [TOOL], INPUTS, several=syntax.most != 1)
-    grammar = json.dumps({"grammars": grammars(free_text(TEXT, syntax), made)})
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+def accepts(made, answer: str) -> bool:
+    matcher = LLMatcher(LLTokenizer("byte"), json.dumps({"grammars": made}), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = list(answer.encode())
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def takes(syntax: ToolSyntax, answer: str) -> bool:
+    made = calls(TEXT, syntax, [TOOL], INPUTS, several=syntax.most != 1)
+    return accepts(grammars(free_text(TEXT, syntax), made), answer)
 
 
 def called(field: str, text: str) -> str:
@@ -52,3 +58,101 @@ def test_words_or_calls_whose_input_follows(syntax: ToolSyntax, field: str, arou
 def test_several_calls_where_a_model_writes_several():
     one = "<tool_call>\n{}\n</tool_call>".format(called("arguments", "a\n"))
     assert takes(HERMES, f"{one}\n{one}")
+
+
+WEATHER = [
+    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("several", [False, True])
+def test_forced_calls_are_written_as_the_family_writes_them(name, several):
+    syntax = FORMATS[name].tools
+    made = grammars(None, calls(TEXT, syntax, WEATHER, {}, several=several))
+    answer = EXAMPLES[name]
+    if syntax.bare and answer.startswith(syntax.opener):  # forced, it stands alone
+        answer = answer.removeprefix(syntax.opener).removesuffix(syntax.closer)
+    assert accepts(made, answer), answer
+    assert not accepts(made, answer.replace("3", '"three"'))
+    assert not accepts(made, answer.replace("days", "days_of"))
+    assert not accepts(made, answer.replace("city", "town"))
+    assert not accepts(made, answer.replace("get_weather", "get_whether"))
+    assert not accepts(made, "It rains.")
+
+
+RICH = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["C", "F"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "place": {"$ref": "#/$defs/place"},
+        "note": {"type": "string", "maxLength": 4},
+        "deep": {"type": "boolean"},
+        "any": {},
+    },
+    "required": ["place"],
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+}
+MEANT = [
+    {"place": {"x": 1.5}},
+    {"unit": "F", "tags": ["a", "b"], "place": {"x": -2}, "note": "abcd", "deep": True},
+    {"place": {"x": 0}, "any": {"k": [None, "v"]}},
+]
+
+
+def write(name: str, values: dict) -> str:
+    """A call with these arguments in formats that mark parameters one by one."""
+    syntax = FORMATS[name].tools
+    if syntax.style == "xml":
+        before, middle, after = syntax.parameter
+        told = "".join(
+            before + key + middle.replace("{string}", "true" if isinstance(value, str) else "false")
+            + (value if isinstance(value, str) else json.dumps(value)) + after + syntax.after_parameter
+            for key, value in values.items()
+        )  # fmt: skip
+        call = f"{syntax.before_name}get_it{syntax.after_name}{told}{syntax.after_call}"
+        return f"{syntax.opener}{syntax.padding}{call}{syntax.padding}{syntax.closer}"
+    return f"{syntax.opener}call:get_it{gemma(values, syntax.quote)}{syntax.closer}"
+
+
+def gemma(value, quote: str) -> str:
+    match value:
+        case str():
+            return f"{quote}{value}{quote}"
+        case dict():
+            return "{" + ",".join(f"{key}:{gemma(each, quote)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(gemma(each, quote) for each in value) + "]"
+    return json.dumps(value)
+
+
+MARKED = [name for name, each in FORMATS.items() if each.tools.style in ("xml", "gemma")]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marked_parameters_follow_the_schema_and_are_read_back(name):
+    tools = [{"type": "function", "function": {"name": "get_it", "parameters": RICH}}]
+    made = grammars(None, calls(TEXT, FORMATS[name].tools, tools, {}, several=False))
+    for values in MEANT:
+        answer = write(name, values)
+        assert accepts(made, answer), answer
+        parser = OutputParser(FORMATS[name], "no", {"get_it": RICH})
+        (call,) = parser.push(answer).calls
+        assert json.loads(call.arguments) == values
+    for bad in ({"unit": "K", "place": {"x": 1}}, {"unit": "C"}, {"place": {"x": 1}, "deep": 1}):
+        assert not accepts(made, write(name, bad)), bad
+
+
+def test_harmony_answers_and_calls_come_after_the_thoughts():
+    harmony = SimpleNamespace(**vars(TEXT))
+    answer = {"lark_grammar": "start: /[a-z]+/"}
+    made = calls(TEXT, FORMATS["harmony"].tools, WEATHER, {}, several=False)
+    either = grammars(answer, made, harmony)
+    thought = "<|channel|>analysis<|message|>Hm, < well.<|end|><|start|>assistant"
+    for before in ("", thought, thought * 2):
+        assert accepts(either, f"{before}<|channel|>final<|message|>yes")
+        assert accepts(either, before + EXAMPLES["harmony"])
+        assert not accepts(either, f"{before}<|channel|>final<|message|>YES")
+    assert not accepts(grammars(None, made, harmony), "<|channel|>final<|message|>yes")
+    assert ARGUMENTS

@@ -8,7 +8,6 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import GrammarPool
 from llmbox.app.text.grammar.grammars import (
-    _around,
     calls,
     choice,
     grammars,
@@ -17,12 +16,14 @@ from llmbox.app.text.grammar.grammars import (
     vocabulary,
     written,
 )
-from llmbox.app.text.output_parser import HERMES, LLAMA, MISTRAL, parse_calls
+from llmbox.app.text.output.call_parsers import parse_calls
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.engine.core.structured_output import GrammarCompiler
 from llmbox.engine.sampling_params import SamplingParams
+from support.output_examples import FORMATS
 from support.tokenizers_zoo import FAMILIES, SPECIALS, write_text_files
 
+HERMES, MISTRAL, LLAMA = (FORMATS[name].tools for name in ("hermes", "mistral_json", "llama3"))
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"enum": [{"a": 1}]}}}
     for name in ("f", 'g"')
@@ -97,14 +98,14 @@ async def test_calls_are_what_the_parser_reads(pool, bytewise, syntax, several):
         assert follows(grammar, bytewise, written_as(call))
     assert follows(grammar, bytewise, written_as(one, other)) == (several and syntax != LLAMA)
     assert not follows(grammar, bytewise, written_as(one.replace("1", "2")))
-    (read,) = parse_calls(other)
+    (read,) = parse_calls(HERMES, other)
     assert read.name == 'g"'
 
 
 async def test_marks_that_are_special_tokens_are_these_tokens(pool, bytewise):
     number = bytewise.tokenizer.token_to_id(SPECIALS[0])
     syntax = replace(MISTRAL, opener=SPECIALS[0])
-    assert f"<[{number}]>" in _around(bytewise, syntax, several=False)
+    assert f"<[{number}]>" in calls(bytewise, syntax, TOOLS, {}, several=False)[0]["lark_grammar"]
     made = grammars({"lark_grammar": f'start: <[{number}]> "[" "x" "]"'})
     grammar = await pool.compile_grammars(made, "x")
     assert follows(grammar, bytewise, "[x]", special=[number])

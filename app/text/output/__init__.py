@@ -1,0 +1,1 @@
+"""Thoughts and tool calls in answers: formats of model families, and the parser of streams."""

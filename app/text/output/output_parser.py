@@ -1,0 +1,317 @@
+"""Incremental output parser: splits a streamed chat answer into reasoning, text and tool calls.
+
+The parts do not depend on where the pieces were cut. An incomplete call stays text: nothing is lost.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from .call_parsers import ParsedToolCall, Schemas, is_inside_value, parse_calls
+from .output_formats import OutputFormat, Thinking, ToolSyntax
+
+_Place = Literal["start", "thoughts", "text", "call", "header", "message"]
+_HEADER_END: Final = "<|message|>"
+_LONGEST_HEADER: Final = 256
+"""Characters of a harmony header; longer text is no header."""
+_HEADER_STARTS: Final = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "assistant", "to=")
+_MESSAGE_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_MOST_CLOSERS: Final = 64
+"""Closing marks inside values of one call; beyond them the call is text."""
+
+
+@dataclass(slots=True)
+class ParsedOutput:
+    reasoning: str = ""
+    content: str = ""
+    calls: list[ParsedToolCall] = field(default_factory=list)
+
+    def add(self, later: "ParsedOutput") -> None:
+        self.reasoning += later.reasoning
+        self.content += later.content
+        self.calls += later.calls
+
+
+class OutputParser:
+    """State of one answer. `schemas` are those of the offered tools, None without tools; `most_calls` bounds
+    the calls.
+    """
+
+    def __init__(
+        self,
+        format_: OutputFormat,
+        thinking: Thinking,
+        schemas: Schemas | None = None,
+        most_calls: int | None = None,
+    ) -> None:
+        self.thought = thinking == "inside"
+        """True once reasoning was begun."""
+        self.called = 0
+        """Number of calls returned so far."""
+        self._tools: ToolSyntax | None = format_.tools if schemas else None
+        self._schemas = schemas or {}
+        self._most = most_calls if self._tools is None else most_calls or self._tools.most
+        self.marks = format_.reasoning
+        """Marks around thoughts."""
+        self._wrapper = format_.wrapper
+        begins: dict[Thinking, _Place] = {"no": "text", "may": "start", "inside": "thoughts"}
+        self._place: _Place = begins[thinking]
+        self._harmony = format_.is_harmony
+        if self._harmony:
+            self._place = "header" if thinking == "may" else "message"
+        self._kind: Literal["thoughts", "text", "call"] = "text"
+        """Kind of the harmony message that is being read."""
+        self._held = ""
+        self._written = ""
+        """Beginning of the call that is being read."""
+        self._closer = ""
+        self._searched = 0
+        """Length of the held text that holds no closer that counts."""
+        self._closers = 0
+        self._lead = self.thought  # white space at the beginning of this part is layout
+        self._first = True
+        self._wrapped = False
+
+    def push(self, text: str) -> ParsedOutput:
+        self._held += text
+        parts = ParsedOutput()
+        while self._advance(parts):
+            pass
+        return parts
+
+    def finish(self) -> ParsedOutput:
+        """Return the held-back text, at the answer's end."""
+        parts = ParsedOutput()
+        while self._place == "call" and not self._end_last_call(parts):
+            while self._advance(parts):
+                pass
+        rest, self._held = self._held, ""
+        if self._place == "thoughts" or (self._place == "message" and self._kind == "thoughts"):
+            parts.reasoning += rest
+        elif self._place == "message" and self._kind == "call":
+            self._end_call(rest, "", parts)
+        elif self._place not in {"header", "call"}:
+            parts.content += rest
+        return parts
+
+    def _advance(self, parts: ParsedOutput) -> bool:
+        """Parse one step. Returns False when more text is needed."""
+        match self._place:
+            case "start":
+                return self._start()
+            case "thoughts":
+                return self._think(parts)
+            case "text":
+                return self._speak(parts)
+            case "call":
+                return self._call(parts)
+            case "header":
+                return self._head()
+            case "message":
+                return self._read_message(parts)
+
+    def _start(self) -> bool:
+        assert self.marks is not None
+        opener = self.marks.opener
+        seen = self._held.lstrip()
+        if seen.startswith(opener):
+            self._held = seen[len(opener) :]
+            self._place, self._lead, self.thought = "thoughts", True, True
+            return True
+        if opener.startswith(seen):
+            return False
+        self._place = "text"
+        return True
+
+    def _think(self, parts: ParsedOutput) -> bool:
+        assert self.marks is not None
+        tools = self._tools
+        marks = [self.marks.closer]
+        if tools is not None and tools.ends_thoughts:
+            marks.append(tools.opener)
+        text, found = self._until(marks)
+        parts.reasoning += text
+        if found == self.marks.closer:
+            self._place, self._lead = "text", True
+        elif found:
+            self._begin_call(found)
+        return bool(found)
+
+    def _speak(self, parts: ParsedOutput) -> bool:
+        tools = self._tools
+        if self._wrapper is not None and not self._wrapped and not self._unwrap():
+            return False
+        if tools is not None and tools.bare and self._first:
+            seen = self._held.lstrip()
+            if not seen:
+                return False
+            self._first = False
+            if seen.startswith("[" if tools.style == "python" else "{"):
+                self._begin_call("")
+                return True
+        marks = self._text_marks()
+        if not marks:
+            text, self._held = self._held.lstrip() if self._lead else self._held, ""
+            self._lead = self._lead and not text
+            parts.content += text
+            return False
+        text, found = self._until(marks)
+        parts.content += text
+        if not found:
+            return False
+        if self.marks is not None and found == self.marks.opener:
+            self._place, self._lead, self.thought = "thoughts", True, True
+        elif self._wrapper is not None and found == self._wrapper[1]:
+            self._wrapper, self._lead = None, True
+        else:
+            self._begin_call(found)
+        return True
+
+    def _text_marks(self) -> list[str]:
+        marks = []
+        if self._tools is not None:
+            marks += [self._tools.opener, *(opener for opener, _ in self._tools.other_marks)]
+        if self.marks is not None and self.marks.anywhere:
+            marks.append(self.marks.opener)
+        if self._wrapper is not None:
+            marks.append(self._wrapper[1])
+        return marks
+
+    def _unwrap(self) -> bool:
+        """Leave out the opening mark around the answer. Returns False when more text is needed."""
+        assert self._wrapper is not None
+        opener = self._wrapper[0]
+        seen = self._held.lstrip()
+        if seen.startswith(opener):
+            self._held, self._wrapped, self._lead = seen[len(opener) :], True, True
+        elif opener.startswith(seen):
+            return False
+        else:
+            self._wrapper = None
+        return True
+
+    # ------------------------------------------------------------------ calls
+
+    def _begin_call(self, opener: str) -> None:
+        assert self._tools is not None
+        pairs = {self._tools.opener: self._tools.closer, **dict(self._tools.other_marks)}
+        self._place, self._written, self._closer = "call", opener, pairs.get(opener, "")
+        self._searched = self._closers = 0
+
+    def _call(self, parts: ParsedOutput) -> bool:
+        assert self._tools is not None
+        closer = self._closer
+        at = self._held.find(closer, self._searched) if closer else -1
+        if at < 0:
+            self._searched = max(self._searched, len(self._held) - len(closer) + 1)
+            return False
+        raw = self._held[:at]
+        if self._closers < _MOST_CLOSERS and is_inside_value(self._tools, raw):
+            self._closers += 1
+            self._searched = at + 1
+            return True
+        self._close_call(at, parts)
+        return True
+
+    def _close_call(self, at: int, parts: ParsedOutput) -> None:
+        raw, self._held = self._held[:at], self._held[at + len(self._closer) :]
+        self._place = "text"
+        self._end_call(raw, self._closer, parts)
+
+    def _end_last_call(self, parts: ParsedOutput) -> bool:
+        """End a call whose closer never came. Returns False if text is left to parse: a closer that was taken
+        for the text of a value ends the call after all.
+        """
+        at = self._held.find(self._closer) if self._closers else -1
+        if at < 0 or self._parsed(self._held) is not None:
+            raw, self._held = self._held, ""
+            self._place = "text"
+            self._end_call(raw, "", parts)
+            return True
+        self._close_call(at, parts)
+        return False
+
+    def _parsed(self, raw: str) -> list[ParsedToolCall] | None:
+        assert self._tools is not None
+        if self._written not in ("", self._tools.opener):
+            raw = self._written + raw
+        return parse_calls(self._tools, raw, self._schemas)
+
+    def _end_call(self, raw: str, closer: str, parts: ParsedOutput) -> None:
+        calls = self._parsed(raw)
+        if calls is None:
+            parts.content += raw if self._harmony else self._written + raw + closer
+            self._lead = False
+            return
+        wanted = calls if self._most is None else calls[: max(0, self._most - self.called)]
+        parts.calls += wanted
+        self.called += len(wanted)
+        self._lead = True
+
+    # ------------------------------------------------------------------ harmony
+
+    def _head(self) -> bool:
+        """Read a message's header, which says what the message is."""
+        seen = self._held.lstrip()
+        at = self._held.find(_HEADER_END)
+        begins = seen.startswith(_HEADER_STARTS) or any(each.startswith(seen) for each in _HEADER_STARTS)
+        if not begins or (at < 0 and len(self._held) > _LONGEST_HEADER) or at > _LONGEST_HEADER:
+            self._place, self._kind = "message", "text"
+            return True
+        if at < 0:
+            return False
+        header, self._held = self._held[:at], self._held[at + len(_HEADER_END) :]
+        self._place, self._lead = "message", True
+        self._kind = "text"
+        if "to=functions." in header and self._tools is not None:
+            self._kind, self._written = "call", header + _HEADER_END
+        elif "analysis" in header:
+            self._kind, self.thought = "thoughts", True
+        return True
+
+    def _read_message(self, parts: ParsedOutput) -> bool:
+        if self._kind == "call":
+            found = [(at, mark) for mark in _MESSAGE_ENDS if (at := self._held.find(mark)) >= 0]
+            if not found:
+                return False
+            at, mark = min(found)
+            raw, self._held = self._held[:at], self._held[at:]
+            self._end_call(raw, "", parts)
+        else:
+            text, mark = self._until(_MESSAGE_ENDS)
+            if self._kind == "thoughts":
+                parts.reasoning += text
+            else:
+                parts.content += text
+            if not mark:
+                return False
+            self._held = mark + self._held
+        if mark in {"<|end|>", "<|call|>", "<|return|>"}:
+            self._held = self._held[len(mark) :]
+        self._place = "header"
+        return True
+
+    # ------------------------------------------------------------------ search
+
+    def _until(self, marks: list[str] | tuple[str, ...]) -> tuple[str, str]:
+        """Return the text before the first mark, without white space around it, and the mark; without a mark,
+        the text that is certain, and an empty text.
+        """
+        if self._lead:
+            self._held = self._held.lstrip()
+            self._lead = not self._held
+        held = self._held
+        found = [(at, mark) for mark in marks if (at := held.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            self._held = held[at + len(mark) :]
+            return held[:at].rstrip(), mark
+        keep = len(held) - max(_beginning_of(mark, held) for mark in marks)
+        keep = len(held[:keep].rstrip())
+        text, self._held = held[:keep], held[keep:]
+        return text, ""
+
+
+def _beginning_of(mark: str, text: str) -> int:
+    """Return the length of the longest beginning of `mark` that `text` ends with."""
+    most = min(len(mark) - 1, len(text))
+    return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)
