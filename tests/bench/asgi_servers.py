@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - en dashes in ranges
-"""Which ASGI server carries the event streams: measured, for docs/asgi-servers.md.
+"""Which ASGI server carries the event streams: measured, for docs/notes/asgi-servers.md.
 
     python -P tests/bench/asgi_servers.py [--rounds 5] [--streams 64] [--events 400] [--only NAME,NAME]
 

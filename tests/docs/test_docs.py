@@ -183,3 +183,26 @@ def test_settings_named_in_commands_exist(page):
     )
     named = re.findall(r"llmbox config (?:set|get|unset) ([a-z_]+\.[a-z_.]+)", page.read_text("utf-8"))
     assert set(named) <= known
+
+
+SHAPES = (ROOT / "docs/shapes.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([a-z_]+_(?:\d?[A-Zn]\d?)+)(?:`|\[)", SHAPES))))
+def test_tensors_named_in_the_shapes_exist(name):
+    sources = chain.from_iterable((ROOT / top).rglob("*.py") for top in ("engine", "kernels"))
+    assert any(re.search(rf"\b{name}\b", path.read_text("utf-8")) for path in sources)
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/notes/*.md")), ids=lambda path: path.name)
+def test_a_note_begins_with_its_result(page):
+    title, _, result = page.read_text("utf-8").splitlines()[:3]
+    assert title.startswith("# ")
+    assert result.startswith("**Result: ") or page.name == "README.md"
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/notes", "docs/decisions"])
+def test_the_index_lists_every_page(folder):
+    index = (ROOT / folder / "README.md").read_text("utf-8")
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    assert {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"} == linked

@@ -1,7 +1,7 @@
 """HTTP/1.1 protocol: uvicorn's httptools protocol, with the limits that it lacks.
 
 uvicorn's has no time-out for headers or bodies, takes header lines of any length, never gives up on a reader
-that does not read, and answers its own refusals in plain text. See docs/asgi-servers.md for the measurements.
+that does not read, and answers its own refusals in plain text. Measurements: docs/notes/asgi-servers.md.
 """
 
 import asyncio
