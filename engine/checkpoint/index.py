@@ -18,7 +18,9 @@ _LANGUAGE = {
     "model.language_model.": "model.",
 }
 """Prefixes of the language model in vision-language checkpoints (two styles), and of text-only ones."""
-_VISION = tuple(f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+_VISION = tuple(
+    f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
+)
 QUANTIZED_DTYPES = frozenset({"I8", "U8", "F8_E4M3"})
 """Dtypes of tensors that need scales."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -194,6 +194,9 @@ def state_shape(recurrent: RecurrentConfig, layers: int, plan: MemoryPlan, tp: i
         num_slots=plan.state_slots,
         channels=recurrent.channels // tp,
         conv_width=recurrent.conv_width,
+        heads=recurrent.heads // tp,
+        key_dim=recurrent.key_dim,
+        value_dim=recurrent.value_dim,
     )
 
 

@@ -37,20 +37,32 @@ class Attention:
         self.norms_after_rope = config.norms_after_rope
         self._order = config.ropes[self.rope].order(config.head_dim)
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
+        self.has_gate = config.has_attention_gate
+        """True if the rows of the stacked linear end with gates of the results."""
         self.qkv = weights.linear(
-            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            {"q_proj": rows_of(heads, 2 * self.head_dim) if self.has_gate else q, "k_proj": kv, "v_proj": kv},
             ShardSlice.whole(config.hidden_size),
             bias=config.qkv_bias,
-            order=self._order and self._rows_in_order(self._order),
+            order=self._rows_in_order(),
         )
         self.norm_nD = self._qk_norm(config, weights) if config.qk_norm == "heads" else None
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
 
-    def _rows_in_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the row order of the stacked linear: query and key heads reordered, values as stored."""
-        heads, width = self.heads + self.kv_heads, self.head_dim
-        turned = [head * width + dim for head in range(heads) for dim in order]
-        return (*turned, *range(heads * width, (heads + self.kv_heads) * width))
+    def _rows_in_order(self) -> tuple[int, ...] | None:
+        """Return the row order of the stacked linear: query and key heads reordered, values as stored, gates
+        last, which checkpoints have behind each query. None for the order of the checkpoint.
+        """
+        if self._order is None and not self.has_gate:
+            return None
+        width, gated = self.head_dim, self.has_gate
+        order = self._order or range(width)
+        queries = [head * width * (1 + gated) for head in range(self.heads)]
+        begin = self.heads * width * (1 + gated)
+        keys = [begin + head * width for head in range(self.kv_heads)]
+        values = range(begin + self.kv_heads * width, begin + 2 * self.kv_heads * width)
+        turned = [head + dim for head in (*queries, *keys) for dim in order]
+        gates = [head + width + dim for head in queries for dim in range(width)] if gated else []
+        return (*turned, *values, *gates)
 
     def _qk_norm(self, config: ModelConfig, weights: Weights) -> Tensor:
         """Stack one norm weight per head, so that queries and keys are normed in one operation."""
@@ -63,9 +75,13 @@ class Attention:
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
         """Return partial results for `TensorParallel.add_norm`, [T, E]."""
         ops, plan = self.ops, forward.plans[self.window]
-        qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
+        rows = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
+        qkv, gates = rows[:, : self.heads + 2 * self.kv_heads], rows[:, self.heads + 2 * self.kv_heads :]
         q_THD = self._rotate_and_write_kv(qkv, forward, plan)
         out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, self.softcap)
+        if self.has_gate:
+            assert ops.recurrent is not None
+            out = ops.recurrent.sigmoid_mul(out, gates.flatten(1))
         return self.rank.partial(ops, self.output, out, x_TE.shape[1])
 
     def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:

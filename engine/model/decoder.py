@@ -52,6 +52,7 @@ class Decoder:
         here = self.rank.layout.layers(config.num_layers)
         for i in set(range(config.num_layers)) - set(here):
             weights.skip(f"model.layers.{i}.")
+        weights.skip("mtp.")  # layers that draft tokens, which are not run
         if not self._has_table:
             weights.skip("model.embed_tokens.weight")
         if not self.is_last:

@@ -1,16 +1,20 @@
-"""Recurrent layers: short convolutions with gates (LFM2).
+"""Recurrent layers: short convolutions with gates (LFM2), gated delta nets (Qwen3-Next, Qwen3.5).
 
-T rows of the step, E hidden, C channels of the convolution on this rank, K inputs that it spans.
+T rows of the step, E hidden, C channels of the convolution on this rank, K inputs that it spans, H value
+heads of this rank, B numbers of a value.
 """
 
+import torch
 from torch import Tensor
 
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import Ops, PackedLinear
+from llmbox.kernels.recurrent import ScanShape, ScanWeights
 
 from ..model_config.config import ModelConfig
 from ..model_config.recurrent import RecurrentConfig
 from ..partition import ShardSlice
 from ..weights.source import Weights
+from .attention import rows_of
 from .forward_context import ForwardContext
 
 
@@ -52,3 +56,77 @@ class ShortConv(RecurrentLayer):
             bcx, self.weight_KC, self.bias_C, True, forward.states, self.layer, forward.layout
         )
         return self.rank.partial(self.ops, self.output, out_TC, x_TE.shape[1])
+
+
+class GatedDeltaNet(RecurrentLayer):
+    """Gated delta net: a short convolution of (q, k, v), the gated delta rule, and a gated norm.
+
+    Rows of the input linears are (q, k, v, z) and (b, a), whatever the order in the checkpoint.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+        super().__init__(config, layer, weights, ops)
+        recurrent, hidden = self.config, ShardSlice.whole(config.hidden_size)
+        keys, values = self.rank.part(recurrent.key_heads), self.rank.part(recurrent.heads)
+        self.shape = ScanShape(
+            "delta", values.size, keys.size, key_dim=recurrent.key_dim, value_dim=recurrent.value_dim
+        )
+        self.eps = config.rms_norm_eps
+        key_rows, value_rows = rows_of(keys, recurrent.key_dim), rows_of(values, recurrent.value_dim)
+        if recurrent.is_interleaved:
+            self.input, self.gates = self._interleaved(weights, keys, hidden)
+        else:
+            parts = {"in_proj_q": key_rows, "in_proj_k": key_rows, "in_proj_v": value_rows}
+            weights.split("in_proj_qkv", {name: rows.total for name, rows in parts.items()})
+            self.input = weights.linear({**parts, "in_proj_z": value_rows}, hidden, bias=False)
+            self.gates = weights.linear({"in_proj_b": values, "in_proj_a": values}, hidden, bias=False)
+        weight_C1K = weights.floats("conv1d.weight", recurrent.channels, 1, recurrent.conv_width)
+        starts = (0, key_rows.total, 2 * key_rows.total)
+        segments = zip(starts, (key_rows, key_rows, value_rows), strict=True)
+        mine = torch.cat([weight_C1K[at + rows.start : at + rows.stop, 0] for at, rows in segments])
+        self.weight_KC = mine.t().contiguous()
+        heads = slice(values.start, values.stop)
+        rate_H = -weights.floats("A_log", recurrent.heads)[heads].exp()
+        bias_H = weights.floats("dt_bias", recurrent.heads)[heads].contiguous()
+        self.weights = ScanWeights(rate_H, bias_H)
+        norm_B = weights.floats("norm.weight", recurrent.value_dim)
+        self.norm_HB = norm_B.expand(values.size, -1).contiguous()
+        self.output = weights.linear({"out_proj": hidden}, value_rows, bias=False)
+
+    def _interleaved(
+        self, weights: Weights, keys: ShardSlice, hidden: ShardSlice
+    ) -> tuple[PackedLinear, PackedLinear]:
+        """Read the linears whose rows are (q, k, v, z) and (b, a) of one key head after another."""
+        shape = self.shape
+        group = shape.heads // shape.key_heads
+        wide = group * shape.value_dim
+        qkvz = (shape.key_dim, shape.key_dim, wide, wide)
+        inputs = {"in_proj_qkvz": rows_of(keys, sum(qkvz))}
+        gates = {"in_proj_ba": rows_of(keys, 2 * group)}
+        return (
+            weights.linear(inputs, hidden, bias=False, order=_by_part(qkvz, shape.key_heads)),
+            weights.linear(gates, hidden, bias=False, order=_by_part((group, group), shape.key_heads)),
+        )
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        assert forward.states is not None
+        assert forward.layout is not None
+        ops, recurrent, shape = self.ops, self.recurrent, self.shape
+        at = forward.states, self.layer, forward.layout
+        qkvz, gates = ops.linear(self.input, x_TE), ops.linear(self.gates, x_TE)
+        qkv_TC = recurrent.short_conv(qkvz[:, : shape.width], self.weight_KC, None, False, *at)
+        out_THB = recurrent.scan(qkv_TC, gates, self.weights, shape, *at)
+        z_THB = qkvz[:, shape.width :].view(len(x_TE), shape.heads, shape.value_dim)
+        normed = recurrent.gated_norm(out_THB.view_as(z_THB), z_THB, self.norm_HB, self.eps, True)
+        return self.rank.partial(ops, self.output, normed, x_TE.shape[1])
+
+
+def _by_part(sizes: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """Return the order of rows that brings parts of these sizes, stored head by head, behind each other."""
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    return tuple(
+        head * sum(sizes) + start + row
+        for start, size in zip(starts, sizes, strict=True)
+        for head in range(heads)
+        for row in range(size)
+    )

@@ -26,13 +26,20 @@ from .gemma import (
 )
 from .moe import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
 from .multipliers import Scales
-from .recurrent import RecurrentRule, lfm2_recurrence, lfm2_sizes, no_recurrence
+from .recurrent import (
+    RecurrentRule,
+    lfm2_recurrence,
+    lfm2_sizes,
+    no_recurrence,
+    qwen3_5_recurrence,
+)
 from .rope import (
     MINISTRAL3_ROPE,
     RopeRule,
     interleaved_rope,
     olmo3_ropes,
     one_rope,
+    partial_rope,
     phi3_ropes,
     rope_of_alpha,
     rope_of_sliding_layers,
@@ -100,6 +107,8 @@ class Architecture:
     """True if checkpoints hold q, k and v as one tensor."""
     has_stacked_mlp: bool = False
     """True if checkpoints hold gate and up of MLPs as one tensor."""
+    has_attention_gate: bool = False
+    """True if attention's results are multiplied by the sigmoid of a gate, half of `q_proj` of each head."""
     windows: WindowRule = no_windows
     ropes: RopeRule = one_rope
     experts: ExpertRule = no_experts
@@ -233,6 +242,24 @@ _GEMMA3 = replace(
     refuse=refuse_gemma3,
 )
 
+_QWEN3_5 = Architecture(
+    model_type="qwen3_5_text",
+    defaults={
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    head_dim=256,
+    attention_bias=True,
+    qk_norm="heads",
+    norms_add_one=True,
+    has_attention_gate=True,
+    ropes=partial_rope,
+    recurrence=qwen3_5_recurrence,
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(model_type="llama", attention_bias=True, mlp_bias=True),
     "MistralForCausalLM": _MISTRAL,
@@ -325,6 +352,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows=exaone4_windows,
         ropes=rope_of_sliding_layers,
     ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, is_nested=True),
     "Lfm2ForCausalLM": Architecture(
         model_type="lfm2",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True},

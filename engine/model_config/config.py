@@ -114,6 +114,7 @@ class ModelConfig:
     norms_after_rope: bool = False
     """True if QK-norm comes after RoPE."""
     recurrent: RecurrentConfig | None = None
+    has_attention_gate: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules in the checkpoint, where they differ from those in `engine/model`."""
 
@@ -152,6 +153,7 @@ class ModelConfig:
         norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
         layer = (4 if self.block == "sandwich" else 2) * hidden
         attention = norms + hidden * (q + 2 * kv) + q * hidden
+        attention += q * (hidden + self.qkv_bias) * self.has_attention_gate
         attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
         mixers = self.layers_with(range(self.num_layers), state=False) * attention
         if self.recurrent is not None:
@@ -269,6 +271,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         experts=kind.experts(fields, layers),
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
+        has_attention_gate=kind.has_attention_gate,
         names=kind.names,
     )
 

@@ -1,4 +1,4 @@
-"""Recurrent layers of hybrid models: short convolutions in place of attention."""
+"""Recurrent layers of hybrid models, in place of attention: short convolutions and gated delta nets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .fields import Fields
 from .shape import RecurrentShape
 
 FULL = "full_attention"
-RecurrentKind = Literal["short_conv"]
+RecurrentKind = Literal["short_conv", "gated_delta"]
 STATE_BYTES = 4
 """Bytes of a number of recurrent state, which is float32 whatever the model's dtype."""
 
@@ -28,19 +28,39 @@ class RecurrentConfig:
     """Inputs that it spans."""
     bias: bool = False
     """True if the convolution and the linears around it have biases."""
+    heads: int = 0
+    """Value heads of the memory; 0: there is the convolution alone."""
+    key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    is_interleaved: bool = False
+    """True if checkpoints hold the input linears as two tensors, key head by key head."""
+
+    @property
+    def values(self) -> int:
+        """Numbers of the values of a row."""
+        return self.heads * self.value_dim
 
     def parameters(self, hidden: int) -> int:
         """Return the parameters of a layer, which has them in place of those of attention."""
+        conv = self.channels * self.conv_width
+        if self.kind == "gated_delta":
+            linears = hidden * (self.channels + 2 * self.values + 2 * self.heads)
+            return linears + conv + 2 * self.heads + self.value_dim
         biases = (3 * self.channels + self.channels + hidden) * self.bias
-        return 4 * hidden * self.channels + self.channels * self.conv_width + biases
+        return 4 * hidden * self.channels + conv + biases
 
     def shape(self) -> RecurrentShape:
+        conv = self.channels * (self.conv_width - 1)
+        shared = (("key heads of its recurrent layers", self.key_heads),)
+        if self.kind == "short_conv":
+            shared = (("channels of its convolutions", self.channels),)
         return RecurrentShape(
             is_recurrent=self.layers,
             layers=sum(self.layers),
             attention_layers=len(self.layers) - sum(self.layers),
-            layer_bytes=STATE_BYTES * self.channels * (self.conv_width - 1),
-            divisible=(("channels of its convolutions", self.channels),),
+            layer_bytes=STATE_BYTES * (conv + self.values * self.key_dim),
+            divisible=shared,
         )
 
 
@@ -67,6 +87,40 @@ def lfm2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
         channels=fields.integer("hidden_size"),
         conv_width=conv_width(fields, "conv_L_cache", 3),
         bias=fields.flag("conv_bias", default=False),
+    )
+    return found if any(found.layers) else None
+
+
+def qwen3_next_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    return gated_delta_nets(fields, layers, is_interleaved=True)
+
+
+def qwen3_5_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    return gated_delta_nets(fields, layers, is_interleaved=False)
+
+
+def gated_delta_nets(fields: Fields, layers: int, *, is_interleaved: bool) -> RecurrentConfig | None:
+    """Return the gated delta nets of `layer_types`, or of all layers but every fourth."""
+    types = fields.raw.get("layer_types")
+    if types is None:
+        interval = fields.integer("full_attention_interval", 4)
+        types = ["linear_attention" if (layer + 1) % interval else FULL for layer in range(layers)]
+    heads, key_heads = (fields.integer(f"linear_num_{what}_heads") for what in ("value", "key"))
+    key_dim, value_dim = (fields.integer(f"linear_{what}_head_dim") for what in ("key", "value"))
+    if heads % key_heads:
+        raise fields.error(
+            f"linear_num_value_heads {heads} is not a multiple of linear_num_key_heads {key_heads}"
+        )
+    found = RecurrentConfig(
+        kind="gated_delta",
+        layers=recurrent_layers(fields, types, layers, "linear_attention"),
+        channels=2 * key_heads * key_dim + heads * value_dim,
+        conv_width=conv_width(fields, "linear_conv_kernel_dim", 4),
+        heads=heads,
+        key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        is_interleaved=is_interleaved,
     )
     return found if any(found.layers) else None
 

@@ -89,6 +89,15 @@ def one_rope(
     return (parse_rope(fields, head_dim, positions),), (0,) * layers
 
 
+def partial_rope(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE over the first dimensions of a head."""
+    raw = raw_rope(fields)
+    rope = read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions)
+    return (rope,), (0,) * layers
+
+
 def interleaved_rope(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:

@@ -25,7 +25,16 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA,
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "conv"],
@@ -100,3 +109,22 @@ def spell_as_before(directory: Path) -> None:
     kind = rope.pop("rope_type", "default")
     raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     file.write_text(json.dumps(raw))
+
+
+def make_qwen_that_sees(directory: Path) -> Path:
+    """Write a Qwen3.5 with its vision tower and a layer that drafts tokens, as they are published."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"num_position_embeddings": 16, "patch_size": 4}
+    text = COMMON | DELTA
+    model = Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    )
+    randomize(model, 0)
+    model.save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["mtp.layers.0.input_layernorm.weight"] = torch.ones(64)
+    save_file(weights, directory / "model.safetensors")
+    return directory

@@ -7,7 +7,13 @@ import pytest
 
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.model_config.config import parse_config
-from support.families import FAMILIES, make_family, make_mistral_that_sees, spell_as_before
+from support.families import (
+    FAMILIES,
+    make_family,
+    make_mistral_that_sees,
+    make_qwen_that_sees,
+    spell_as_before,
+)
 from support.real_engines import ask, hf_tokens, load, tokens
 
 PROMPT = ask("a", range(3, 40), 6)
@@ -41,4 +47,12 @@ def test_the_language_part_of_a_mistral_3(tmp_path: Path, arch: str) -> None:
     model = make_mistral_that_sees(tmp_path, arch)
     assert parse_config(model).model_type == arch
     theirs = Mistral3ForConditionalGeneration.from_pretrained(model).eval()
+    assert tokens(load(model), [PROMPT])["a"] == hf_tokens(theirs, PROMPT.prompt_ids, 6)
+
+
+def test_the_language_part_of_a_qwen_3_5(tmp_path: Path) -> None:
+    from transformers import Qwen3_5ForConditionalGeneration
+
+    model = make_qwen_that_sees(tmp_path)
+    theirs = Qwen3_5ForConditionalGeneration.from_pretrained(model).eval()
     assert tokens(load(model), [PROMPT])["a"] == hf_tokens(theirs, PROMPT.prompt_ids, 6)
