@@ -1,7 +1,7 @@
 """Weight formats by name. Torch-free, as settings and memory estimates use them too."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["linear", "experts", "router", "head", "table", "tied"]
 """Kind of a weight matrix: a layer's linear, all experts of a layer in one, the MoE router, the output head,
@@ -29,6 +29,10 @@ class Quant:
                   by the checkpoint
         blocks    FP8 block: E4M3 with one float32 scale for `group` x `group` weights; activations one for
                   each row and group
+
+    Formats that other tools publish are `in_checkpoints_only`: their numbers are taken as they are stored
+    (`engine/checkpoint/formats`). With `has_zeros` a group of 4-bit weights has a zero point too: a weight is
+    its scale times (n - zero). With `is_e2m1` four bits are a small float, which times two is an integer.
     """
 
     name: str
@@ -41,11 +45,18 @@ class Quant:
     """True if some linears of the layers have the head's format; the engine's recipe says which."""
     step: int = 0
     """Inputs that share a step and a zero point; 0: the format has none."""
+    has_zeros: bool = False
+    """True if 4-bit groups have a zero point of 0 to 15 each."""
+    is_e2m1: bool = False
+    """True if four bits are floats of one sign, two exponent and one mantissa bit (MXFP4)."""
+    in_checkpoints_only: bool = False
+    """True if weights are never quantized to this format at load: only checkpoints hold it."""
 
     @property
     def bytes_per_weight(self) -> float:
         scales = 4 / self.group**2 if self.kind == "blocks" else 2 / self.group
-        return self.bits / 8 + scales + (1 / self.step if self.step else 0)
+        offsets = 1 / self.step if self.step else self.has_zeros / self.group
+        return self.bits / 8 + scales + offsets
 
     def head_bytes(self, wide: int) -> float:
         """Bytes of one weight of the output head; `wide` is the size of an unquantized one."""
@@ -63,14 +74,16 @@ class Quant:
         """True if all inputs of an output share a scale (per-channel scales)."""
         return self.kind in {"float", "given"}
 
-    @property
-    def in_checkpoints_only(self) -> bool:
-        """True if weights are never quantized to this format at load: only checkpoints hold it."""
-        return self.by_output and self.keeps_head
-
     def steps(self, inputs: int) -> int:
         """Number of steps of one output, with the padding of its last group."""
         return self.groups(inputs) * (self.group // self.step) if self.step else 0
+
+    def holds(self, other: "Quant") -> bool:
+        """Return whether weights of `other` are weights of this format as they are: int8 ones run as w8a8."""
+        kinds = {self.kind, other.kind}
+        return (self.bits, self.group, self.step) == (other.bits, other.group, other.step) and (
+            len(kinds) == 1 or kinds == {"integer", "rows"}
+        )
 
     @property
     def on_cpu(self) -> bool:
@@ -92,6 +105,10 @@ class Quant:
         return self if self.bits == 8 else QUANTS["int8"]
 
 
+def _stored(name: str, bits: int, group: int, **kind: Any) -> Quant:
+    return Quant(name, bits, group, keeps_head=True, in_checkpoints_only=True, **kind)
+
+
 QUANTS = {
     quant.name: quant
     for quant in (
@@ -103,7 +120,14 @@ QUANTS = {
         Quant("w8a8", 8, 128, "rows"),
         Quant("fp8", 8, 512, "float"),  # 512: counts the scales as for outputs of 1024 inputs
         Quant("fp8-block", 8, 128, "blocks", keeps_head=True),
-        Quant("fp8-dynamic", 8, 512, "float", keeps_head=True),
-        Quant("fp8-static", 8, 512, "given", keeps_head=True),
+        _stored("fp8-dynamic", 8, 512, kind="float"),
+        _stored("fp8-static", 8, 512, kind="given"),
+        _stored("w4a16-g128", 4, 128),
+        _stored("w4a16-g32", 4, 32),
+        _stored("w4a16-g128-zp", 4, 128, has_zeros=True),
+        _stored("w4a16-g32-zp", 4, 32, has_zeros=True),
+        _stored("w8a16-g128", 8, 128),
+        _stored("w8a16-g32", 8, 32),
+        _stored("mxfp4", 4, 32, is_e2m1=True),
     )
 }

@@ -11,12 +11,10 @@ unquantized layers are ignored: `unquantized_layers.py` finds these by their sto
 
 from typing import Any
 
+from .formats.weight_format import require
+
 DYNAMIC, STATIC, BLOCKS = "fp8-dynamic", "fp8-static", "fp8-block"
 SIZE = [128, 128]
-
-
-class NotReadable(ValueError):  # noqa: N818 - named for what it says
-    """Quantized weights are not supported; the message states the reason for the user."""
 
 
 def read_fp8(raw: dict[str, Any]) -> str:
@@ -101,8 +99,3 @@ def read_schemes(weights: dict[str, Any], rows: dict[str, Any]) -> str:
         return DYNAMIC
     require(dynamic is False and over == "tensor", "static input_activations of other than one scale")
     return STATIC
-
-
-def require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise NotReadable(problem)

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import ModelError
 from .json_file import MAX_BYTES, parse_json
+from .quantized_layout import STORED_BYTES
 from .regular_file import read_regular
 from .safetensors import FETCH_AGAIN, TensorEntry, read_header, shown
 
@@ -21,7 +22,7 @@ _LANGUAGE = {
 _VISION = tuple(
     f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
 )
-QUANTIZED_DTYPES = frozenset({"I8", "U8", "F8_E4M3"})
+QUANTIZED_DTYPES = frozenset(STORED_BYTES)
 """Dtypes of tensors that need scales."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 

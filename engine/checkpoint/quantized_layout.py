@@ -25,8 +25,6 @@ from typing import Any
 
 from llmbox.kernels.quant_formats import QUANTS, UNQUANTIZED_KINDS, Kind, Quant
 
-from .fp8_config import DYNAMIC, NotReadable, read_compressed, read_fp8, read_modelopt
-
 METHOD = "llmbox"
 MODELOPT_FILE = "hf_quant_config.json"
 """File with the quantization config of older versions of NVIDIA's Model Optimizer."""
@@ -38,11 +36,13 @@ BOUNDS = (".input_scale_ub", ".activation_scale_ub")
 """Suffixes of upper bounds of dynamic activation scales. Ignored: kernels here compute a scale per row."""
 OF_KEYS_AND_VALUES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 """Suffixes of static scales for an 8-bit KV cache. Ignored: the KV cache has a scale per token."""
-INTEGERS = {"I8": 1, "U8": 1}
-"""Sizes in bytes of dtypes that are allowed only for tensors with scales in the same file."""
-FLOATS = {"F8_E4M3": 1}
-"""Sizes in bytes of dtypes whose scales may be in another file."""
-FORMATS = tuple(name for name, quant in QUANTS.items() if quant.kind == "integer")
+STORED_BYTES = {"I8": 1, "U8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E8M0": 1}
+"""Sizes in bytes of dtypes that mean something only to a weight format (`formats/registry.py`)."""
+FLOATS = frozenset({"F8_E4M3"})
+"""Dtypes of 8-bit floats."""
+FORMATS = tuple(
+    name for name, quant in QUANTS.items() if quant.kind == "integer" and not quant.in_checkpoints_only
+)
 
 
 def entry_in_config(quant: Quant) -> dict[str, Any]:
@@ -53,29 +53,6 @@ def entry_in_config(quant: Quant) -> dict[str, Any]:
 def version_of(quant: Quant) -> int:
     """Return the layout version of a format: version 1 had no sub-block scales (steps)."""
     return 2 if quant.step else 1
-
-
-def read_entry(raw: Any) -> str:
-    """Return the format that a `quantization_config` describes. Raises NotReadable."""
-    if not isinstance(raw, dict):
-        raise NotReadable("not an object")
-    method, name = raw.get("quant_method"), raw.get("format")
-    match method:
-        case "fp8":
-            return read_fp8(raw)
-        case "fbgemm_fp8":
-            return DYNAMIC
-        case "compressed-tensors":
-            return read_compressed(raw)
-        case "modelopt":
-            return read_modelopt(raw)
-        case _ if method == METHOD and name in FORMATS:
-            if raw.get("version") == version_of(QUANTS[name]):
-                return str(name)
-            raise NotReadable(
-                f"{name} weights of another version of llmbox: make them again (llmbox quantize)"
-            )
-    raise NotReadable(f"weights of quant_method {method!r}" + (f" and format {name!r}" if name else ""))
 
 
 def scale_names(quant: Quant) -> tuple[str, ...]:

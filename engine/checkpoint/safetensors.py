@@ -7,7 +7,6 @@ Files are read and never mapped: one that shrinks later causes an error message 
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,26 +14,22 @@ from typing import Any, BinaryIO, TypeGuard
 
 from ..errors import ModelError
 from .json_file import parse_json
-from .quantized_layout import FLOATS, INTEGERS, SCALE, STEP
+from .quantized_layout import STORED_BYTES
 from .regular_file import open_regular
 
 FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
 MAX_HEADER = 100_000_000
 """Maximum header size in bytes, as the format defines it."""
 SUPPORTED = {"BF16": 2, "F16": 2, "F32": 4}
+SIZES = SUPPORTED | STORED_BYTES
+"""Bytes of one element."""
 OTHER_DTYPES = {
     "BOOL",
-    "U8",
-    "I8",
-    "F8_E4M3",
     "F8_E5M2",
-    "F8_E8M0",
     "F4",
     "I16",
     "U16",
-    "I32",
     "U32",
-    "I64",
     "U64",
     "F64",
     "C64",
@@ -100,41 +95,26 @@ def load_json(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], 
 
 
 def entries_of(file: Path, raw: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
-    """Return the tensors of a parsed header without its metadata. Integer tensors need scales in the same
-    file.
-
-    8-bit floats need scales too, which may be in another file: `Checkpoint` checks them.
+    """Return the tensors of a parsed header without its metadata. Whether quantized ones may be there is
+    checked with the weight format that config.json names (`formats/weight_format.py`).
     """
-    known = SUPPORTED | FLOATS
-    return [
-        entry(
-            file,
-            name,
-            value,
-            data_start,
-            size,
-            known | (INTEGERS if name.removesuffix(STEP) + SCALE in raw else {}),
-        )
-        for name, value in raw.items()
-    ]
+    return [entry(file, name, value, data_start, size) for name, value in raw.items()]
 
 
-def entry(
-    file: Path, name: str, value: Any, data_start: int, size: int, dtypes: Mapping[str, int] = SUPPORTED
-) -> TensorEntry:
+def entry(file: Path, name: str, value: Any, data_start: int, size: int) -> TensorEntry:
     where = f"{file}: tensor {shown(name)}"
     if len(name) > MAX_NAME or not NAME.fullmatch(name):
         raise ModelError(f"{where}: not a tensor name; refused, fetch another copy of the model")
     if not isinstance(value, dict):
         raise ModelError(f"{where}: its header entry is not an object; {FETCH_AGAIN}")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in dtypes:
+    if not isinstance(dtype, str) or dtype not in SIZES:
         known = "is not supported" if str(dtype) in OTHER_DTYPES else "is unknown"
         raise ModelError(f"{where}: dtype {dtype!r} {known}; supported: {', '.join(SUPPORTED)}")
     if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
         raise ModelError(f"{where}: bad shape {shape!r} or data_offsets {offsets!r}; {FETCH_AGAIN}")
     begin, end = offsets
-    need = math.prod(shape) * dtypes[dtype]
+    need = math.prod(shape) * SIZES[dtype]
     if end - begin != need:
         raise ModelError(
             f"{where}: shape {shape} needs {need} bytes, the header gives {end - begin}; {FETCH_AGAIN}"

@@ -13,7 +13,14 @@ from ..partition import ShardSlice
 from .safetensors import FETCH_AGAIN, TensorEntry, shown
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-ROUNDED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+ROUNDED_DTYPES = {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+}
 """Dtypes of quantized tensors, which need scales."""
 READ_CHUNK = 64 << 20
 

@@ -15,7 +15,7 @@ from .index import INDEX, SINGLE
 from .tensor_io import DTYPES, ROUNDED_DTYPES, bytes_of
 
 SHARD_BYTES: Final = 2 << 30
-_NAMES: Final = {dtype: name for name, dtype in (DTYPES | ROUNDED_DTYPES).items()}
+_NAMES: Final = {dtype: name for name, dtype in (ROUNDED_DTYPES | DTYPES).items() if name != "F8_E8M0"}
 
 
 class ShardWriter:

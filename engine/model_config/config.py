@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmbox.kernels.activation import Activation
-from llmbox.kernels.quant_formats import QUANTS
 
-from ..checkpoint.fp8_config import NotReadable, modelopt_entry
+from ..checkpoint.formats.floats import split_experts
+from ..checkpoint.formats.registry import READERS, find_weight_format
+from ..checkpoint.formats.weight_format import NotReadable, WeightFormat, check_tensors
 from ..checkpoint.index import list_tensors
 from ..checkpoint.json_file import read_json
-from ..checkpoint.quantized_layout import MODELOPT_FILE, read_entry
 from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
 from ..errors import ModelError, UnsupportedArchitecture
@@ -105,7 +105,9 @@ class ModelConfig:
     fits_float16: bool = True
     """True if the outputs of layers stay within the range of float16."""
     quant: str | None = None
-    """Format of a quantized checkpoint (`checkpoint/quantized_layout.py`)."""
+    """Kernels' format for the numbers of a quantized checkpoint; None: no kernel has such numbers."""
+    stored: WeightFormat | None = None
+    """Format of a quantized checkpoint (`checkpoint/formats/registry.py`)."""
     wide_params: int = 0
     """Parameters of its unquantized linears (`checkpoint/unquantized_layers.py`); 0 without its files."""
     has_head: bool = True
@@ -187,6 +189,7 @@ class ModelConfig:
             exact_params=self.num_parameters,
             fits_float16=self.fits_float16,
             quant=self.quant,
+            stored=None if self.stored is None else self.stored.label,
             wide_params=self.wide_params,
             experts=None if self.experts is None else expert_shape(self.experts),
             recurrent=None if self.recurrent is None else self.recurrent.shape(),
@@ -232,6 +235,7 @@ def parse_config(path: Path | str) -> ModelConfig:
     scales = kind.scales(fields)
     ropes, layer_ropes = kind.ropes(fields, head_dim, positions, layers)
     ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
+    stored = stored_format(fields, Path(path))
     if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
         raise fields.error(
             f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"
@@ -264,10 +268,9 @@ def parse_config(path: Path | str) -> ModelConfig:
         activation=kind.activation,
         norms_add_one=kind.norms_add_one,
         fits_float16=kind.fits_float16,
-        quant=(quant := stored_format(fields, Path(path))),
-        wide_params=count_unquantized_params(Path(path))
-        if quant is not None and QUANTS[quant].is_float
-        else 0,
+        quant=None if stored is None else stored.quant,
+        stored=stored,
+        wide_params=0 if stored is None else count_unquantized_params(Path(path), stored),
         experts=kind.experts(fields, layers),
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
@@ -343,20 +346,24 @@ def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     kind.refuse(fields)
 
 
-def stored_format(fields: Fields, directory: Path) -> str | None:
-    """Return the format of a quantized checkpoint; None if it is not quantized. Raises ModelError."""
-    entry = fields.raw.get("quantization_config")
-    beside = directory / MODELOPT_FILE
+def stored_format(fields: Fields, directory: Path) -> WeightFormat | None:
+    """Return the format of a quantized checkpoint; None if it is not quantized. Raises ModelError, also where
+    its files do not hold what the format needs.
+    """
     try:
-        if entry is None and beside.is_file():
-            entry = modelopt_entry(read_json(beside))
-        return None if entry is None else read_entry(entry)
+        form = find_weight_format(fields.raw, directory)
     except NotReadable as error:
         raise fields.error(
-            f"quantization_config: {error}, which cannot be read; of others' checkpoints only E4M3 (fp8) by "
-            "tensor, by output and in blocks of 128 x 128 can: use the bfloat16, float16 or float32 one, and "
-            "--quant or `llmbox quantize`"
+            f"quantization_config: {error}, which cannot be read; known are {', '.join(READERS)}, see "
+            "docs/models.md: use another checkpoint, or the bfloat16 one with --quant or `llmbox quantize`"
         ) from None
+    if form is not None:
+        try:
+            entries = list_tensors(directory)
+        except ModelError:  # loading says why
+            return form
+        check_tensors(form, split_experts(form, entries))
+    return form
 
 
 def checkpoint_dtype(fields: Fields) -> Dtype:

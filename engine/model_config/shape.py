@@ -76,7 +76,9 @@ class ModelShape:
     no_head: bool = False
     """True if the one table of a rank is the input embedding, and the output head is on another rank."""
     quant: str | None = None
-    """Format of a quantized checkpoint."""
+    """Kernels' format for the numbers of a quantized checkpoint."""
+    stored: str | None = None
+    """Name of the format in which such a checkpoint is stored."""
     wide_params: int = 0
     """Parameters of unquantized linears in such a checkpoint."""
     exact_params: int | None = None

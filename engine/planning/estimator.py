@@ -13,6 +13,9 @@ model that fits never runs out of memory later.
 from dataclasses import replace
 from typing import cast
 
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.support import KernelSite, why_no_quant
+
 from ..config import EngineConfig, QuantChoice
 from ..errors import DeviceError, DoesNotFit
 from ..model_config.shape import ModelShape
@@ -34,8 +37,9 @@ def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> M
 
 def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list[MemoryPlan]:
     """Return equally good plans, each on other GPUs. The first is that of `estimate`; raises as it does."""
-    if shape.quant is not None:
-        config = replace(config, quant=_stored_format(shape.quant, config.quant))
+    notes: tuple[str, ...] = ()
+    if shape.stored is not None or shape.quant is not None:
+        shape, config, notes = _resolve_stored(shape, budget, config)
     found: list[MemoryPlan] = []
     refusal: DoesNotFit | None = None
     for cut in candidate_placements(shape, budget.nvlink, 1 + len(budget.more_gpus), config, budget.device):
@@ -53,7 +57,8 @@ def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list
         assert refusal is not None
         raise refusal
     best = found[0]
-    return [plan for plan in found if (_rank(plan), plan.tp, plan.pp) == (_rank(best), best.tp, best.pp)]
+    equal = [plan for plan in found if (_rank(plan), plan.tp, plan.pp) == (_rank(best), best.tp, best.pp)]
+    return [replace(plan, notes=notes + plan.notes) for plan in equal] if notes else equal
 
 
 def _rank(plan: MemoryPlan) -> tuple[bool, int]:
@@ -93,6 +98,33 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
     raise AssertionError("one try is the last")
+
+
+def _resolve_stored(
+    shape: ModelShape, budget: MemoryBudget, config: EngineConfig
+) -> tuple[ModelShape, EngineConfig, tuple[str, ...]]:
+    """Resolve how a quantized checkpoint runs: in its own numbers where the kernels have them, else
+    dequantized at load, as if it were unquantized. Returns a note on the latter. Raises DeviceError for
+    another format than that of weights that can run.
+    """
+    reason = "no kernel has such weights"
+    if shape.quant is not None:
+        reason = _why_not_stored(shape, budget, config)
+        if not reason:
+            return shape, replace(config, quant=_stored_format(shape.quant, config.quant)), ()
+    name = shape.stored or shape.quant
+    note = f"{name} weights are dequantized at load: {reason}"
+    return replace(shape, quant=None, wide_params=0), config, (note,)
+
+
+def _why_not_stored(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> str:
+    assert shape.quant is not None
+    dtype, kv_dtype = resolve_dtypes(shape, budget.device, config, native_kernels=budget.native_kernels)
+    known = [each for each in budget.capabilities if each is not None]
+    site = KernelSite(
+        device=budget.device, has_native=budget.native_kernels, capability=min(known, default=None)
+    )
+    return why_no_quant(QUANTS[shape.quant], dtype, kv_dtype, site)
 
 
 def _stored_format(stored: str, asked: QuantChoice) -> QuantChoice:

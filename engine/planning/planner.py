@@ -46,6 +46,8 @@ def resolve_dtypes(
     if dtype == "auto":
         dtype = shape.dtype if shape.fits_float16 or shape.dtype != "float16" else "bfloat16"
         stock = device == "cpu" and not (native_kernels and dtype != "float16")
+        if stock and native_kernels and shape.quant is not None:
+            dtype = "bfloat16"  # float16 has no kernels for the integers that the checkpoint holds
         if stock and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO:
             dtype = "float32"
     if dtype == "float16" and not shape.fits_float16:

@@ -83,8 +83,10 @@ def quantize(
     `writing`: calibrate, and report progress of the calibration text. Raises EngineError and OSError.
     """
     config = parse_config(source)
-    if config.quant is not None:
-        raise ModelError(f"{source} holds {config.quant} weights already: take the checkpoint it was made of")
+    if config.stored is not None:
+        raise ModelError(
+            f"{source} holds {config.stored.label} weights already: take the checkpoint it was made of"
+        )
     if writing is not None and config.experts is not None:
         raise ModelError(
             "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "

@@ -8,7 +8,7 @@ Peak memory beyond the model is one stacked linear and one tensor of it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -17,10 +17,19 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
-from llmbox.kernels.quant_formats import OF_LAYERS, Quant
-from llmbox.kernels.weight_packing import Kind, StoredWeights
+from llmbox.kernels.quant_formats import OF_LAYERS, QUANTS, Quant
+from llmbox.kernels.weight_packing import Kind, QuantizedWeight
 
-from ..checkpoint.index import QUANTIZED_DTYPES, list_tensors, refuse_undeclared
+from ..checkpoint.formats.floats import split_experts
+from ..checkpoint.formats.registry import find_weight_format
+from ..checkpoint.formats.weight_format import (
+    NativeFormat,
+    StoredTensor,
+    WeightFormat,
+    is_quantized,
+)
+from ..checkpoint.index import list_tensors, refuse_undeclared
+from ..checkpoint.json_file import read_json
 from ..checkpoint.quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
 from ..checkpoint.regular_file import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, shown
@@ -33,11 +42,12 @@ from ..checkpoint.tensor_io import (
     refuse_non_finite,
     split_rows,
 )
-from ..checkpoint.unquantized_layers import holds_floats, is_unquantized
+from ..checkpoint.unquantized_layers import is_unquantized
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
 from ..partition import ShardSlice
 from .quantized import read_quantized, select_rows
+from .stored import StoredReader
 
 
 def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
@@ -55,6 +65,7 @@ def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> Pack
             return ops.pack_embedding(weight_OI, kind == "tied")
 
 
+LAYERS = "model.layers."
 NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
 """Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
 config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
@@ -225,7 +236,11 @@ class Checkpoint:
         self.device = device
         self._directory = directory
         self._entries = list_tensors(directory)
-        self._of_floats = holds_floats(self._entries)
+        self._form = find_weight_format(read_json(directory / "config.json"), directory)
+        self._reader: StoredReader | None = None
+        if self._form is not None and not isinstance(self._form, NativeFormat):
+            self._entries = split_experts(self._form, self._entries)
+            self._reader = StoredReader(self._form, self)
         self._progress = progress
         self._keeper = keeper
         self._done = self._told = 0
@@ -245,44 +260,73 @@ class Checkpoint:
         return target
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
-        if self._of_floats and asked.kind in OF_LAYERS and is_unquantized(asked.outputs, self._entries):
-            asked = replace(asked, kind="head")  # such formats leave the head unquantized
-        stored = self.ops.packing or self.ops.stored
-        quant = None if stored is None else stored.format(asked.kind)
-        entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
-        rounded = entry is not None and entry.dtype in QUANTIZED_DTYPES
-        if stored is not None and quant is not None and (rounded or quant.in_checkpoints_only):
-            packed, bias_O = self._pack_quantized(asked, stored, quant)
+        form = self._form
+        if form is None or not any(is_quantized(form, name, self._entries) for name in asked.outputs):
+            packed, bias_O = self._pack_wide(asked)
         else:
-            if entry is not None:
-                refuse_undeclared(entry)
-            packed, bias_O = self._pack(asked)
+            is_unquantized(form, asked.outputs, self._entries)  # raises where only some are
+            packed, bias_O = self._pack_quantized(asked, form)
         if self._keeper is not None:
             self._keeper.packed(asked, packed, bias_O)
         return packed
 
-    def _pack(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
+    def _pack_wide(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
+        """Read and pack unquantized weights. Formats of checkpoints leave them as they are."""
+        entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
+        if entry is not None:
+            refuse_undeclared(entry)
         weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device)
         row = 0
         for name, rows in asked.outputs.items():
             end = row + rows.size
             self.take_into(f"{name}.weight", weight_OI[row:end], rows, asked.inputs)
             row = end
+        return self._pack(asked, weight_OI)
+
+    def _pack(self, asked: WeightRequest, weight_OI: Tensor) -> tuple[PackedLinear, Tensor | None]:
+        stored = self.ops.packing or self.ops.stored
+        quant = None if stored is None else stored.format(asked.kind)
+        kind = asked.kind
+        if self._form is not None and kind in OF_LAYERS and quant is not None and quant.keeps_head:
+            kind = "head"  # such formats leave it unquantized
         if asked.order is not None:
             weight_OI = weight_OI[list(asked.order)]
         bias_O = self._bias(asked)
-        return pack(self.ops, asked.kind, weight_OI, bias_O), bias_O
+        return pack(self.ops, kind, weight_OI, bias_O), bias_O
 
-    def _pack_quantized(
-        self, asked: WeightRequest, stored: StoredWeights, quant: Quant
-    ) -> tuple[PackedLinear, Tensor | None]:
-        rounded = read_quantized(self, asked.outputs, asked.inputs, quant)
-        if asked.kind == "experts" and self.ops.pack_experts is not None:
-            return self.ops.pack_experts(rounded), None
+    def _pack_quantized(self, asked: WeightRequest, form: WeightFormat) -> tuple[PackedLinear, Tensor | None]:
+        """Pack weights in the format that they are stored in, or dequantize them where the kernels have
+        another one.
+        """
+        stored = self.ops.packing or self.ops.stored
+        running = None if stored is None else stored.format(asked.kind)
+        weight = self._read_quantized(asked, form, running)
+        if isinstance(weight, Tensor):
+            return self._pack(asked, weight.to(self.dtype))
+        assert stored is not None
         if asked.order is not None:
-            rounded = select_rows(rounded, list(asked.order))
+            weight = select_rows(weight, list(asked.order))
+        if asked.kind == "experts" and self.ops.pack_experts is not None:
+            return self.ops.pack_experts(weight), None
         bias_O = self._bias(asked)
-        return stored.pack_quantized(rounded, self.dtype, bias_O), bias_O
+        return stored.pack_quantized(weight, self.dtype, bias_O), bias_O
+
+    def _read_quantized(
+        self, asked: WeightRequest, form: WeightFormat, running: Quant | None
+    ) -> QuantizedWeight | Tensor:
+        """Read in the format that is `running` if it holds the numbers of the files, else in float32."""
+        if self._reader is not None:
+            holds = running is not None and running.name == form.quant
+            return self._reader.read(asked.outputs, asked.inputs, running if holds else None)
+        assert form.quant is not None
+        native = QUANTS[form.quant]
+        name = next(iter(asked.outputs))
+        if native.is_float and not name.startswith(LAYERS):
+            refuse_undeclared(self._entries[f"{name}.weight"])
+        native = native if asked.kind in OF_LAYERS else native.head
+        if running is not None and running.holds(native):
+            return read_quantized(self, asked.outputs, asked.inputs, running)
+        return read_quantized(self, asked.outputs, asked.inputs, native).floats()
 
     def _bias(self, asked: WeightRequest) -> Tensor | None:
         if not asked.bias:
@@ -333,8 +377,19 @@ class Checkpoint:
             raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
         return entry
 
+    def take_stored(self, linear: str, tensors: tuple[StoredTensor, ...]) -> dict[str, TensorEntry]:
+        found = {each.suffix: self._entries.pop(linear + each.suffix, None) for each in tensors}
+        return {suffix: entry for suffix, entry in found.items() if entry is not None}
+
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        for suffix in (".weight", ".bias", *(f".weight{scale}" for scale in SCALES)):
+        form, suffixes = self._form, [".weight", ".bias", *(f".weight{scale}" for scale in SCALES)]
+        if form is not None and self._reader is not None and is_quantized(form, name, self._entries):
+            self._reader.split(name, parts)
+            self._entries |= dict.fromkeys(
+                (part + form.main.suffix for part in parts), self._entries[name + form.main.suffix]
+            )
+            suffixes = [".bias"]
+        for suffix in suffixes:
             if entry := self._entries.pop(f"{name}{suffix}", None):
                 self._entries |= {f"{part}{suffix}": cut for part, cut in split_rows(entry, parts).items()}
 
@@ -347,6 +402,9 @@ class Checkpoint:
     def finish(self) -> None:
         for name in [name for name in self._entries if name.endswith(NOT_NEEDED)]:
             self.skip(name)
+        if self._reader is not None:
+            for name in [name for name in self._entries if name.endswith(".bias")]:
+                self._skip_zeros(name)
         if self._entries:
             name, entry = next(iter(self._entries.items()))
             more = f" and {len(self._entries) - 1} more" if len(self._entries) > 1 else ""
@@ -354,6 +412,13 @@ class Checkpoint:
                 f"{entry.file}: tensor {shown(name)}{more} has no place in the architecture that config.json "
                 "names: config and weights are not of the same model"
             )
+
+    def _skip_zeros(self, name: str) -> None:
+        """Skip a bias of zeros, which AutoGPTQ writes for linears without a bias."""
+        entry = self._entries[name]
+        is_vector = entry.dtype in DTYPES and len(entry.shape) == 1 and entry.nbytes
+        if is_vector and not bool(self.read(entry, (ShardSlice.whole(entry.shape[0]),)).any()):
+            del self._entries[name]
 
     def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
         runs, shape = byte_runs(entry, parts)

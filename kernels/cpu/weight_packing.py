@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quant_formats import UNQUANTIZED_KINDS, Quant
+from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Quant
 from ..weight_packing import Kind, QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -57,7 +57,9 @@ class Packer:
     def format(self, kind: Kind) -> Quant | None:
         if self.quant is None or kind in UNQUANTIZED_KINDS:
             return None
-        return self.quant if kind == "linear" else self.quant.head
+        if kind in OF_LAYERS:
+            return self.quant
+        return None if self.quant.keeps_head else self.quant.head
 
     def pack(self, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None = None) -> CPULinear:
         outputs, inputs = weight_OI.shape

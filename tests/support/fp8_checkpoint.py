@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+PLANNED_WITHOUT_KERNELS = "llmbox.engine.planning.estimator.why_no_quant"
+"""What keeps formats of GPUs from being dequantized on a CPU; tests replace it where kernels are in torch."""
 BLOCK = 128
 ENTRY: dict[str, Any] = {
     "quant_method": "fp8",

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from llmbox.engine.checkpoint.fp8_config import NotReadable
-from llmbox.engine.checkpoint.quantized_layout import read_entry
+from llmbox.engine.checkpoint.formats.registry import read_weight_format
+from llmbox.engine.checkpoint.formats.weight_format import NotReadable
 from llmbox.kernels.quant_formats import QUANTS
 from support.fp8_checkpoint import ENTRY, SCHEME, compressed
 
@@ -73,7 +73,7 @@ def layered(*algorithms: str) -> dict[str, Any]:
     ],
 )
 def test_what_is_read(entry: dict[str, Any], name: str) -> None:
-    assert read_entry(entry) == name
+    assert read_weight_format(entry).quant == name
     assert QUANTS[name].keeps_head
 
 
@@ -87,8 +87,8 @@ def changed(part: str, **change: Any) -> dict[str, Any]:
     ("entry", "says"),
     [
         (None, "not an object"),
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+        ({"quant_method": "vptq", "bits": 4}, "'vptq'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, "quant_algo"),
         ({"quant_method": "llmbox", "version": 2, "format": "int5"}, "'llmbox' and format 'int5'"),
         ({"quant_method": "llmbox", "version": 1, "format": "int4"}, "int4 weights of another version"),
@@ -117,7 +117,7 @@ def changed(part: str, **change: Any) -> dict[str, Any]:
         (blocks(strategy="token"), "128 inputs"),
         (blocks(group_size=64), "128 inputs"),
         (compressed("tensor", "group"), "'group'"),
-        (changed("weights", num_bits=4), "weights that are not symmetric 8-bit floats"),
+        (changed("weights", num_bits=4), "'float-quantized'"),
         (changed("weights", dynamic=True), "dynamic"),
         (changed("input_activations", type="int"), "input_activations that are not"),
         (changed("input_activations", dynamic=False), "one scale"),
@@ -126,7 +126,7 @@ def changed(part: str, **change: Any) -> dict[str, Any]:
 )
 def test_what_is_not(entry: Any, says: str) -> None:
     with pytest.raises(NotReadable, match=says):
-        read_entry(entry)
+        read_weight_format(entry)
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_schemes_that_are_missing_or_too_many(part: str, value: Any, says: str) 
     entry = compressed()
     entry["config_groups"]["group_0"][part] = value
     with pytest.raises(NotReadable, match=says):
-        read_entry(entry)
+        read_weight_format(entry)

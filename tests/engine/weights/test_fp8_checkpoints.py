@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmbox.engine.errors import DeviceError, ModelError
+from llmbox.engine.errors import ModelError
 from llmbox.engine.executor import build as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.partition import ShardSlice
@@ -21,7 +21,7 @@ from llmbox.kernels.quant_formats import QUANTS, Kind, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.weight_packing import QuantizedWeight
-from support.fp8_checkpoint import compressed, round_by_output
+from support.fp8_checkpoint import PLANNED_WITHOUT_KERNELS, compressed, round_by_output
 from support.rank_threads import load_threads
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -140,6 +140,7 @@ def test_ranks_answer_as_one(
         (quant,) = (each for each in told if isinstance(each, Quant))
         return ops(quant)
 
+    monkeypatch.setattr(PLANNED_WITHOUT_KERNELS, lambda *_: "")
     monkeypatch.setattr(loader, "backend", backend)
     requests = [ask("a", range(5, 25), 6), ask("b", [7, 8], 6)]
     wanted = tokens(load(model, dtype="float32"), requests)
@@ -153,6 +154,7 @@ def test_scales_of_keys_and_values_are_left_alone(tmp_path: Path, monkeypatch: p
     for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale"):
         weights[f"{LAYER}.{name}"] = torch.tensor(0.5)
     save_file(weights, model / "model.safetensors")
+    monkeypatch.setattr(PLANNED_WITHOUT_KERNELS, lambda *_: "")
     monkeypatch.setattr(loader, "backend", lambda *_, **__: fake_quantized_ops(QUANTS["fp8-static"]))
     assert len(tokens(load(model, dtype="float32"), [ask("a", [7, 8], 2)])["a"]) == 2
 
@@ -193,19 +195,26 @@ def test_scales_of_activations_that_nobody_asked_for_are_refused(
 ) -> None:
     model = tiny(tmp_path)
     round_by_output(model, DYNAMIC, given={})
+    monkeypatch.setattr(PLANNED_WITHOUT_KERNELS, lambda *_: "")
     monkeypatch.setattr(loader, "backend", lambda *_, **__: fake_quantized_ops(QUANTS["fp8-dynamic"]))
     with pytest.raises(ModelError, match=r"input_scale.* has no place"):
         load(model, dtype="float32")
 
 
 @pytest.mark.parametrize(("entry", "given"), [(DYNAMIC, None), (STATIC, {})])
-def test_they_need_a_gpu(tmp_path: Path, entry: dict[str, Any], given: dict[str, float] | None) -> None:
-    model = tiny(tmp_path)
-    round_by_output(model, entry, given=given)
-    with pytest.raises(DeviceError, match=r"fp8-(dynamic|static) weights run on NVIDIA GPUs"):
-        load(model)
-    with pytest.raises(DeviceError, match=r"this checkpoint holds fp8-.*, int4 was asked for"):
-        load(model, quant="int4")
+def test_a_cpu_dequantizes_them(
+    tmp_path: Path, entry: dict[str, Any], given: dict[str, float] | None
+) -> None:
+    model = tiny(tmp_path / "model")
+    wide = round_by_output(model, entry, given=given)
+    engine = load(model, dtype="float32")
+    assert any("dequantized at load" in note for note in engine.info.notes)
+    assert engine.info.quant == "none"
+    same = tiny(tmp_path / "wide")
+    save_file(load_file(same / "model.safetensors") | wide, same / "model.safetensors")
+    requests = [ask("a", range(5, 25), 6)]
+    assert tokens(engine, requests) == tokens(load(same, dtype="float32"), requests)
+    assert load(model, quant="int4").info.quant == "int4", "rounded as any other weights, if asked to"
 
 
 MODELOPT = {
@@ -239,7 +248,10 @@ def test_a_rounded_cache_alone_rounds_no_weights_and_other_algorithms_are_refuse
     model = tiny(tmp_path)
     move_beside(model, {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
     assert parse_config(model).quant is None
-    for told, says in (({"quantization": {"quant_algo": "NVFP4"}}, "'NVFP4'"), ({}, "without an object")):
+    for told, says in (
+        ({"quantization": {"quant_algo": "W4A8_AWQ"}}, "'W4A8_AWQ'"),
+        ({}, "without an object"),
+    ):
         move_beside(model, told)
         with pytest.raises(ModelError, match=says):
             parse_config(model)

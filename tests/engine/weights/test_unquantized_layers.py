@@ -18,7 +18,13 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.reference.elementwise import ReferenceLinear
 from llmbox.kernels.reference.rounded import QuantizedLinear, fake_quantized_ops
-from support.fp8_checkpoint import ENTRY, compressed, round_by_output, round_to_blocks
+from support.fp8_checkpoint import (
+    ENTRY,
+    PLANNED_WITHOUT_KERNELS,
+    compressed,
+    round_by_output,
+    round_to_blocks,
+)
 from support.rank_threads import load_threads
 from support.real_engines import ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
@@ -58,6 +64,7 @@ def _plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         (quant,) = (each for each in given if isinstance(each, Quant))
         return fake_quantized_ops(quant)
 
+    monkeypatch.setattr(PLANNED_WITHOUT_KERNELS, lambda *_: "")
     monkeypatch.setattr(loader, "backend", backend)
 
 

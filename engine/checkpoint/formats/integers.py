@@ -1,0 +1,165 @@
+"""Integer formats: AWQ, GPTQ, AutoRound, and those of compressed-tensors.
+
+A weight is scale * (q - zero), with a scale, and perhaps a zero point, for each output and group of inputs:
+
+    AWQ (gemm)    .qweight I32 [I, O/8], .qzeros I32 [I/g, O/8], .scales [I/g, O]: eight outputs a word, in
+                  the order 0 2 4 6 1 3 5 7
+    GPTQ          .qweight I32 [I*bits/32, O], .qzeros I32 [I/g, O*bits/32], .scales [I/g, O], .g_idx I32 [I]:
+                  bits of inputs one after the other. Version 1 stores zero - 1. g_idx is the group of each
+                  input, in any order after act-order
+    compressed    .weight_packed I32 [O, I*bits/32], .weight_scale [O, I/g], .weight_zero_point I32
+                  [O*bits/32, I/g], .weight_shape, .weight_g_idx: q and zero plus half their range
+                  or .weight I8 [O, I] with .weight_scale and .weight_zero_point I8 of any of these shapes
+
+No torch.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from ..safetensors import TensorEntry
+from .weight_format import HALVES, StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integers:
+    """Bits, groups and zeros that all integer formats have."""
+
+    bits: int
+    group: int
+    """Inputs that share a scale; 0: all of them."""
+    is_symmetric: bool
+
+    def groups(self, inputs: int) -> int:
+        return -(-inputs // self.group) if self.group else 1
+
+    @property
+    def quant(self) -> str | None:
+        """Numbers q - zero fit 4 bits beside their zero, or 8 bits, in groups of the kernels or several."""
+        if not self.group or self.group % 128 == 0:
+            size = 128
+        elif self.group % 32 == 0:
+            size = 32
+        else:
+            return None
+        if self.bits < 4 or (self.bits == 4 and self.is_symmetric):
+            return f"w4a16-g{size}"
+        return f"w8a16-g{size}" if self.is_symmetric or self.bits < 8 else None
+
+    @property
+    def words(self) -> str:
+        zeros = "" if self.is_symmetric else " with zeros"
+        groups = f"groups of {self.group}" if self.group else "one scale an output"
+        return f"{self.bits}-bit, {groups}{zeros}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwqFormat(Integers):
+    @property
+    def label(self) -> str:
+        return f"AWQ ({self.words})"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(".qweight", ("I32",))
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return inputs, outputs // 8
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        return (entry.shape[1] * 8, entry.shape[0]) if len(entry.shape) == 2 else None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
+        groups = self.groups(inputs)
+        return (
+            StoredTensor(".qzeros", ("I32",), ((groups, outputs // 8),)),
+            StoredTensor(".scales", HALVES, ((groups, outputs),)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqFormat(Integers):
+    method: str = "GPTQ"
+    zero_offset: int | None = 1
+    """What is added to a stored zero; None: 1 or 0, whichever gives the middle of the range."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} ({self.words})"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(".qweight", ("I32",))
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return -(-inputs * self.bits // 32), outputs
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        return (entry.shape[1], entry.shape[0] * 32 // self.bits) if len(entry.shape) == 2 else None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
+        groups = self.groups(inputs)
+        return (
+            StoredTensor(".qzeros", ("I32",), ((groups, -(-outputs * self.bits // 32)),)),
+            StoredTensor(".scales", HALVES, ((groups, outputs),)),
+            StoredTensor(".g_idx", ("I32",), ((inputs,),), is_optional=True),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedWords(Integers):
+    """compressed-tensors `pack-quantized`."""
+
+    @property
+    def label(self) -> str:
+        return f"compressed-tensors ({self.words})"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(".weight_packed", ("I32",))
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, -(-inputs * self.bits // 32)
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        return (entry.shape[0], entry.shape[1] * 32 // self.bits) if len(entry.shape) == 2 else None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
+        groups = self.groups(inputs)
+        zeros = StoredTensor(".weight_zero_point", ("I32",), ((-(-outputs * self.bits // 32), groups),))
+        return (
+            StoredTensor(".weight_scale", HALVES, ((outputs, groups),)),
+            StoredTensor(".weight_shape", ("I64", "I32"), ((2,),), is_optional=True),
+            StoredTensor(".weight_g_idx", ("I32",), ((inputs,),), is_optional=True),
+            *(() if self.is_symmetric else (zeros,)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedBytes(Integers):
+    """compressed-tensors `int-quantized`: an int8 a weight. Activations are quantized as kernels do it."""
+
+    @property
+    def label(self) -> str:
+        return f"compressed-tensors int8 ({self.words})"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(".weight", ("I8",))
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, inputs
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        return (entry.shape[0], prod(entry.shape[1:])) if entry.shape else None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
+        shapes: tuple[tuple[int, ...], ...] = ((outputs, self.groups(inputs)),)
+        if not self.group:
+            shapes += ((outputs,), (1,), (1, 1), ())
+        optional = (".input_scale", ".input_zero_point")
+        return (
+            StoredTensor(".weight_scale", HALVES, shapes),
+            StoredTensor(".weight_zero_point", ("I8",), shapes, is_optional=self.is_symmetric),
+            *(StoredTensor(end, (*HALVES, "I8"), is_optional=True) for end in optional),
+        )

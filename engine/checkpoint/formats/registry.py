@@ -1,0 +1,240 @@
+"""Registry of weight formats: the `quantization_config` of config.json, mapped to a `WeightFormat`. No torch.
+
+    "quant_method": "llmbox"               `llmbox quantize` of earlier versions
+    "quant_method": "awq"                  AutoAWQ, gemm layout
+    "quant_method": "gptq"                 AutoGPTQ, GPTQModel, optimum
+    "quant_method": "auto-round"           AutoRound in the layouts of the two before
+    "quant_method": "compressed-tensors"   llm-compressor: integers, FP8, NVFP4, MXFP4
+    "quant_method": "bitsandbytes"         NF4, FP4 and int8
+    "quant_method": "mxfp4"                gpt-oss
+    "quant_method": "quark"                AMD Quark, MXFP4
+    "quant_method": "fp8", "fbgemm_fp8", "modelopt"   FP8 (`fp8_config.py`), and modelopt's NVFP4
+
+A format is one reader in `READERS`, one class, and one decoder in `engine/weights/decoders.py`. Lists of
+unquantized layers are ignored: the stored tensors say which linears are quantized.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from llmbox.kernels.quant_formats import QUANTS
+
+from ..fp8_config import DYNAMIC, modelopt_entry, read_compressed, read_fp8, read_modelopt
+from ..json_file import read_json
+from ..quantized_layout import FORMATS, METHOD, MODELOPT_FILE, version_of
+from .floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
+from .integers import AwqFormat, CompressedBytes, CompressedWords, GptqFormat
+from .weight_format import NativeFormat, NotReadable, WeightFormat, require
+
+Config = Mapping[str, Any]
+_GPTQ_BITS: Final = (2, 3, 4, 8)
+
+
+def read_weight_format(raw: Any) -> WeightFormat:
+    """Return the format that a `quantization_config` describes. Raises NotReadable."""
+    require(isinstance(raw, dict), "not an object")
+    method = raw.get("quant_method")
+    if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
+        method = "bitsandbytes"
+    read = READERS.get(str(method))
+    if read is None:
+        name = raw.get("format")
+        raise NotReadable(f"weights of quant_method {method!r}" + (f" and format {name!r}" if name else ""))
+    return read(raw)
+
+
+def find_weight_format(raw: Config, directory: Path) -> WeightFormat | None:
+    """Return the format of a checkpoint from its parsed config.json, or from modelopt's file beside it; None
+    if it is not quantized. Raises NotReadable and ModelError.
+    """
+    text = raw.get("text_config")
+    for place in (raw, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if place.get(key) is not None:
+                return read_weight_format(place[key])
+    beside = directory / MODELOPT_FILE
+    entry = modelopt_entry(read_json(beside)) if beside.is_file() else None
+    return None if entry is None else read_weight_format(entry)
+
+
+def _read_llmbox(raw: Config) -> WeightFormat:
+    name = raw.get("format")
+    require(name in FORMATS, f"weights of quant_method {METHOD!r} and format {name!r}")
+    quant = QUANTS[str(name)]
+    if raw.get("version") != version_of(quant):
+        raise NotReadable(f"{name} weights of another version of llmbox: make them again (llmbox quantize)")
+    return NativeFormat(quant=quant.name, dtypes=("I8", "U8"))
+
+
+def _float8(name: str) -> WeightFormat:
+    return NativeFormat(quant=name, dtypes=("F8_E4M3",))
+
+
+def _group_of(raw: Config, *keys: str) -> int:
+    value = next((raw[key] for key in keys if raw.get(key) is not None), 128)
+    require(type(value) is int and (value == -1 or value > 0), f"group_size {value!r}")
+    return 0 if value == -1 else int(value)
+
+
+def _read_awq(raw: Config) -> WeightFormat:
+    bits = raw.get("bits", raw.get("w_bit", 4))
+    layout = str(raw.get("version", raw.get("format", "gemm"))).lower()
+    require(bits == 4, f"AWQ weights of {bits!r} bits, only 4 are known")
+    require(layout == "gemm", f"AWQ weights of version {layout!r}, only gemm is known")
+    require(raw.get("zero_point", True) is True, "AWQ weights without zero points")
+    return AwqFormat(bits=4, group=_group_of(raw, "group_size", "q_group_size"), is_symmetric=False)
+
+
+def _read_gptq(raw: Config) -> WeightFormat:
+    bits, layout = raw.get("bits"), raw.get("checkpoint_format") or raw.get("format") or "gptq"
+    require(bits is not None, "GPTQ weights without `bits`")
+    require(bits in _GPTQ_BITS, f"GPTQ weights of {bits!r} bits, only 2, 3, 4 and 8 are known")
+    offsets = {"gptq": 1, "gptq_v2": 0}
+    require(layout in offsets, f"GPTQ weights of checkpoint_format {layout!r}, known are gptq and gptq_v2")
+    require(raw.get("pack_dtype", "int32") == "int32", f"GPTQ weights in {raw.get('pack_dtype')!r} words")
+    _refuse_mixed(raw, "dynamic", bits)
+    symmetric = raw.get("sym", True) is True
+    return GptqFormat(
+        bits=int(bits or 0),
+        group=_group_of(raw, "group_size"),
+        is_symmetric=symmetric,
+        zero_offset=offsets[layout],
+    )
+
+
+def _refuse_mixed(raw: Config, key: str, bits: Any) -> None:
+    """Refuse rules by layer that ask for other bits or groups. Rules that leave layers out are fine."""
+    rules = raw.get(key) or {}
+    require(isinstance(rules, dict), f"{key} that is no object")
+    group = raw.get("group_size", 128)
+    for rule in rules.values():
+        if isinstance(rule, dict) and rule.get("bits", bits) < 16:
+            same = rule.get("bits", bits) == bits and rule.get("group_size", group) == group
+            require(same, f"weights whose bits or groups differ by layer ({key})")
+
+
+def _read_auto_round(raw: Config) -> WeightFormat:
+    bits, kind = raw.get("bits"), raw.get("data_type", "int")
+    layout = str(raw.get("packing_format", raw.get("backend", "auto_round:auto_gptq"))).lower()
+    require(kind == "int", f"AutoRound weights of data_type {kind!r}")
+    _refuse_mixed(raw, "extra_config", bits)
+    group, symmetric = _group_of(raw, "group_size"), raw.get("sym", True) is True
+    if "awq" in layout:
+        return _read_awq(raw)
+    require(bits is not None, "AutoRound weights without `bits`")
+    require(bits in _GPTQ_BITS, f"AutoRound weights of {bits!r} bits, only 2, 3, 4 and 8 are known")
+    known = "gptq" in layout or layout in {"auto_round", "auto_round:tritonv2"}
+    require(known, f"AutoRound weights of packing_format {layout!r}")
+    offset = None if symmetric else 1 if "gptq" in layout else 0
+    return GptqFormat(
+        bits=int(bits or 0), group=group, is_symmetric=symmetric, zero_offset=offset, method="AutoRound"
+    )
+
+
+def _read_compressed(raw: Config) -> WeightFormat:
+    form, groups = raw.get("format"), raw.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, dict) else []
+    schemes = [each.get("weights") for each in found if isinstance(each, dict)]
+    if not found or len(schemes) < len(found) or not all(isinstance(each, dict) for each in schemes):
+        return _float8(read_compressed(dict(raw)))
+    if all(each["weights"].get("type") == "float" and each["weights"].get("num_bits") == 8 for each in found):
+        return _float8(read_compressed(dict(raw)))
+    sparsity = raw.get("sparsity_config") or {}
+    require(isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense", "sparse weights")
+    require(not raw.get("transform_config"), "weights that were transformed (transform_config)")
+    formats = [_compressed_group(each, each.get("format") or form) for each in found]
+    labels = sorted({each.label for each in formats})
+    require(len(labels) == 1, f"config_groups that mix {' and '.join(labels)}")
+    return formats[0]
+
+
+def _compressed_group(group: Config, form: Any) -> WeightFormat:
+    weights = group["weights"]
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    size = weights.get("group_size")
+    require(not weights.get("dynamic"), "weights with dynamic scales")
+    if (kind, bits) == ("float", 4):
+        return _compressed_fp4(form, size)
+    require(
+        kind == "int" and type(bits) is int and 2 <= bits <= 8, f"weights of {bits!r} bits, type {kind!r}"
+    )
+    require(strategy in ("group", "channel", "tensor"), f"weights of strategy {strategy!r}")
+    inputs = 0
+    if strategy == "group":
+        require(type(size) is int and size > 0, f"weights with a group_size of {size!r}")
+        inputs = int(size)
+    symmetric = weights.get("symmetric", True) is True
+    match form:
+        case "pack-quantized":
+            require(strategy != "tensor", "packed weights of strategy 'tensor'")
+            return CompressedWords(bits=bits, group=inputs, is_symmetric=symmetric)
+        case "int-quantized" | "naive-quantized":
+            return CompressedBytes(bits=8, group=inputs, is_symmetric=symmetric)
+    raise NotReadable(f"compressed-tensors of format {form!r}")
+
+
+def _compressed_fp4(form: Any, size: Any) -> WeightFormat:
+    match form:
+        case "nvfp4-pack-quantized":
+            require(size in (None, NV_GROUP), f"NVFP4 weights with a group_size of {size!r}")
+            return NvFp4Format(
+                method="compressed-tensors",
+                main_suffix=".weight_packed",
+                global_suffix=".weight_global_scale",
+                divides=True,
+            )
+        case "mxfp4-pack-quantized":
+            require(size in (None, MX_GROUP), f"MXFP4 weights with a group_size of {size!r}")
+            return MxFp4Format(
+                method="compressed-tensors", main_suffix=".weight_packed", scale_suffix=".weight_scale"
+            )
+    raise NotReadable(f"compressed-tensors of format {form!r}")
+
+
+def _read_bitsandbytes(raw: Config) -> WeightFormat:
+    if raw.get("load_in_8bit") or raw.get("_load_in_8bit"):
+        return Bnb8Format()
+    kind = raw.get("bnb_4bit_quant_type", "fp4")
+    require(kind in ("nf4", "fp4"), f"bitsandbytes weights of bnb_4bit_quant_type {kind!r}")
+    return Bnb4Format(kind=str(kind))
+
+
+def _read_quark(raw: Config) -> WeightFormat:
+    whole = raw.get("global_quant_config")
+    weight = whole.get("weight") if isinstance(whole, dict) else None
+    require(isinstance(weight, dict), "quark weights without a global_quant_config")
+    assert isinstance(weight, dict)
+    require(not raw.get("layer_quant_config"), "quark weights whose format differs by layer")
+    told = weight.get("dtype"), weight.get("group_size"), weight.get("scale_format")
+    known = told == ("fp4", MX_GROUP, "e8m0")
+    require(known, f"quark weights of dtype {told[0]!r}, only fp4 in groups of 32 (MXFP4) is known")
+    return MxFp4Format(method="quark", main_suffix=".weight", scale_suffix=".weight_scale")
+
+
+def _read_modelopt(raw: Config) -> WeightFormat:
+    if raw.get("quant_algo") != "NVFP4":
+        return _float8(read_modelopt(dict(raw)))
+    size = raw.get("group_size", NV_GROUP)
+    require(size == NV_GROUP, f"NVFP4 weights with a group_size of {size!r}")
+    return NvFp4Format(
+        method="modelopt", main_suffix=".weight", global_suffix=".weight_scale_2", divides=False
+    )
+
+
+READERS: Final[Mapping[str, Callable[[Config], WeightFormat]]] = {
+    METHOD: _read_llmbox,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
+    "intel/auto-round": _read_auto_round,
+    "compressed-tensors": _read_compressed,
+    "bitsandbytes": _read_bitsandbytes,
+    "mxfp4": lambda _raw: MxFp4Format(
+        method="gpt-oss", main_suffix="_blocks", scale_suffix="_scales", is_blocked=True
+    ),
+    "quark": _read_quark,
+    "fp8": lambda raw: _float8(read_fp8(dict(raw))),
+    "fbgemm_fp8": lambda _raw: _float8(DYNAMIC),
+    "modelopt": _read_modelopt,
+}

@@ -1,0 +1,190 @@
+"""Interface of a weight format: how to recognize its linears in a checkpoint, and which tensors they need.
+
+A format is one class here and one decoder in `engine/weights/decoders.py`. No torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from ...errors import ModelError
+from ..index import QUANTIZED_DTYPES
+from ..safetensors import FETCH_AGAIN, TensorEntry, shown
+
+HALVES = ("F16", "BF16", "F32")
+"""Dtypes that scales may have."""
+
+
+class NotReadable(ValueError):  # noqa: N818 - named for what it says
+    """Quantized weights are not supported; the message states the reason for the user."""
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise NotReadable(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Tensor that a quantized linear has in the files."""
+
+    suffix: str
+    """End of its name, behind the linear's."""
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Allowed shapes; none: any."""
+    is_optional: bool = False
+
+
+class WeightFormat(Protocol):
+    """Format of a checkpoint's quantized linears. O outputs, I inputs."""
+
+    @property
+    def label(self) -> str:
+        """Name for the user: the format with its bits and group."""
+        ...
+
+    @property
+    def quant(self) -> str | None:
+        """Format of `kernels/quant_formats.py` that holds the same numbers; None: no kernel has one, and
+        weights are dequantized at load.
+        """
+        ...
+
+    @property
+    def main(self) -> StoredTensor:
+        """Tensor that only a quantized linear has."""
+        ...
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        """Return O and I of a linear by its `main` tensor; None: the shape does not say."""
+        ...
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
+        """Return the tensors of a linear besides `main`."""
+        ...
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Return the shape of the `main` tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeFormat:
+    """Format whose linears are `NAME.weight` with scales, read as `quantized_layout.py` describes: those of
+    `llmbox quantize`, and E4M3 (FP8).
+    """
+
+    quant: str
+    dtypes: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        return self.quant
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(".weight", self.dtypes)
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:  # noqa: ARG002
+        return None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:  # noqa: ARG002
+        return ()
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, inputs
+
+
+def is_quantized(form: WeightFormat, linear: str, entries: Mapping[str, TensorEntry]) -> bool:
+    entry = entries.get(linear + form.main.suffix)
+    return entry is not None and entry.dtype in form.main.dtypes
+
+
+def quantized_linears(form: WeightFormat, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Yield the names of all quantized linears."""
+    suffix = form.main.suffix
+    for name in entries:
+        if name.endswith(suffix) and is_quantized(form, name.removesuffix(suffix), entries):
+            yield name.removesuffix(suffix)
+
+
+def check_tensors(form: WeightFormat, entries: Mapping[str, TensorEntry]) -> None:
+    """Raise ModelError, with the tensor's name, where the files do not hold what config.json says."""
+    if isinstance(form, NativeFormat):
+        return
+    linears = set(quantized_linears(form, entries))
+    known: set[str] = set()
+    suffixes = {form.main.suffix, *(tensor.suffix for tensor in form.tensors(0, 0))}
+    for linear in linears:
+        entry = entries[linear + form.main.suffix]
+        outputs, inputs = form.size(entry) or (0, 0)
+        needed = (form.main, *form.tensors(outputs, inputs))
+        for tensor in needed:
+            check_tensor(form, linear, tensor, entries, has_size=outputs > 0)
+        known |= {linear + tensor.suffix for tensor in needed}
+    _refuse_others(form, entries, known, tuple(sorted(suffixes - {".weight"})))
+    if not linears:
+        raise ModelError(
+            f"config.json names {form.label} weights, but no tensor ends in {form.main.suffix!r}: config and "
+            "weights are not of the same model"
+        )
+
+
+def check_tensor(
+    form: WeightFormat,
+    linear: str,
+    tensor: StoredTensor,
+    entries: Mapping[str, TensorEntry],
+    *,
+    has_size: bool = True,
+) -> None:
+    """Raise ModelError where a tensor of a quantized linear is missing, or has another dtype or shape."""
+    name, main = linear + tensor.suffix, linear + form.main.suffix
+    entry = entries.get(name)
+    if entry is None:
+        if tensor.is_optional:
+            return
+        file = entries[main].file if main in entries else "the checkpoint"
+        raise ModelError(
+            f"{file}: tensor {shown(name)} is missing, which {form.label} weights need; {FETCH_AGAIN}"
+        )
+    if entry.dtype not in tensor.dtypes:
+        raise ModelError(
+            f"{entry.file}: tensor {shown(name)} is {entry.dtype}, {form.label} weights have "
+            f"{' or '.join(tensor.dtypes)}: config and weights are not of the same model"
+        )
+    if has_size and tensor.shapes and entry.shape not in tensor.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in tensor.shapes)
+        raise ModelError(
+            f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, {form.label} weights need "
+            f"{wanted}: config and weights are not of the same model"
+        )
+
+
+def _refuse_others(
+    form: WeightFormat, entries: Mapping[str, TensorEntry], known: set[str], suffixes: tuple[str, ...]
+) -> None:
+    """Raise ModelError for a part of a linear without the rest, and for tensors of another format."""
+    for name, entry in entries.items():
+        if name in known:
+            continue
+        if entry.dtype in QUANTIZED_DTYPES and prod(entry.shape) > 1 and not name.endswith(suffixes):
+            raise ModelError(
+                f"{entry.file}: tensor {shown(name)} is {entry.dtype} and no part of the {form.label} "
+                "weights that config.json names: its shards are of another quantization; fetch the model "
+                "again"
+            )
+        if name.endswith(suffixes):
+            suffix = next(suffix for suffix in suffixes if name.endswith(suffix))
+            main = name.removesuffix(suffix) + form.main.suffix
+            if main == name:
+                raise ModelError(
+                    f"{entry.file}: tensor {shown(name)} is {entry.dtype}, {form.label} weights have "
+                    f"{' or '.join(form.main.dtypes)}: config and weights are not of the same model"
+                )
+            raise ModelError(
+                f"{entry.file}: tensor {shown(main)} is missing, to which {shown(name)} belongs; "
+                f"{FETCH_AGAIN}"
+            )

@@ -1,0 +1,255 @@
+"""Decoders of published weight formats (`checkpoint/formats`): stored tensors to numbers with scales.
+
+A decoder gets the whole tensors of one linear and returns a `DecodedLinear`; ranks take their part of it. The
+numbers are exact: what a kernel multiplies, or `floats` returns, are the weights that the format's own
+library computes. O outputs, I inputs, G groups of inputs that share a scale.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.formats.floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
+from ..checkpoint.formats.integers import AwqFormat, CompressedBytes, CompressedWords, GptqFormat, Integers
+from ..checkpoint.formats.weight_format import WeightFormat
+
+E2M1_DOUBLED: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Values of E2M1, times two."""
+_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in a word of AWQ for each of eight outputs."""
+
+Tensors = Mapping[str, Tensor]
+"""Tensors of one linear by the end of their names, whole, as they are stored."""
+
+
+class BadTensor(ValueError):  # noqa: N818 - named for what it says
+    """Content of a tensor that its format does not allow: the end of its name, and the reason."""
+
+    def __init__(self, suffix: str, reason: str) -> None:
+        super().__init__(reason)
+        self.suffix = suffix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedLinear:
+    """Weights of a linear: numbers [O, I] times the scale of their output and group."""
+
+    numbers_OI: Tensor
+    """Integers (int8 or int16), or float32 weights where there are no scales."""
+    scales_OG: Tensor | None = None
+    """Float32. One column: all inputs of an output share a scale."""
+    group: int = 0
+    """Inputs that share a scale; 0: all of them."""
+    zeros_OG: Tensor | None = None
+    """Zero points that the numbers are differences from, uint8, where a kernel stores them."""
+    groups_I: Tensor | None = None
+    """Group of each input, where groups are not inputs next to each other (act-order)."""
+
+    def floats(self) -> Tensor:
+        """Return the weights [O, I] in float32."""
+        if self.scales_OG is None:
+            return self.numbers_OI.float()
+        inputs = self.numbers_OI.shape[1]
+        if self.groups_I is not None:
+            return self.numbers_OI.float() * self.scales_OG[:, self.groups_I]
+        if not self.group:
+            return self.numbers_OI.float() * self.scales_OG
+        return self.numbers_OI.float() * self.scales_OG.repeat_interleave(self.group, 1)[:, :inputs]
+
+
+def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
+    """Unpack the last dimension, a stream of numbers of `bits` bits, lowest bits first, to `count` int32."""
+    stream = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return stream[..., :count].int()
+    if bits == 4:
+        return torch.stack((stream & 15, stream >> 4), -1).flatten(-2)[..., :count].int()
+    # Eight numbers take `bits` bytes.
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % bits)).long()
+    joined = (stream.view(*stream.shape[:-1], -1, bits) << (8 * torch.arange(bits))).sum(-1, keepdim=True)
+    numbers = (joined >> (bits * torch.arange(8))) & ((1 << bits) - 1)
+    return numbers.flatten(-2)[..., :count].int()
+
+
+def decode_awq(form: AwqFormat, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    def unpack(words: Tensor) -> Tensor:
+        return unpack_bits(words, 4, outputs).view(len(words), -1, 8)[..., list(_AWQ_ORDER)].flatten(1)
+
+    q_IO, zeros_GO = unpack(stored[".qweight"]), unpack(stored[".qzeros"])
+    return _grouped(form, q_IO.T, zeros_GO.T, stored[".scales"].T, inputs)
+
+
+def decode_gptq(form: GptqFormat, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    q_OI = unpack_bits(stored[".qweight"].T, form.bits, inputs)
+    zeros_GO = unpack_bits(stored[".qzeros"], form.bits, outputs)
+    middle = 1 << (form.bits - 1)
+    offset = form.zero_offset
+    if offset is None:
+        offset = 0 if bool((zeros_GO == middle).all()) else 1
+    zeros_GO = (zeros_GO + offset) & ((1 << form.bits) - 1)  # a zero of 0 is stored as -1 in version 1
+    if form.is_symmetric and form.bits in (4, 8) and not bool((zeros_GO == middle).all()):
+        raise BadTensor(".qzeros", f"has other zeros than {middle}, but config.json says `sym`: true")
+    return _grouped(form, q_OI, zeros_GO.T, stored[".scales"].T, inputs, stored.get(".g_idx"), ".g_idx")
+
+
+def decode_compressed_words(
+    form: CompressedWords, stored: Tensors, outputs: int, inputs: int
+) -> DecodedLinear:
+    shape = stored.get(".weight_shape")
+    if shape is not None and shape.tolist() != [outputs, inputs]:
+        raise BadTensor(".weight_shape", f"holds {shape.tolist()}, config.json asks for {[outputs, inputs]}")
+    q_OI = unpack_bits(stored[".weight_packed"], form.bits, inputs)
+    middle = 1 << (form.bits - 1)
+    if form.is_symmetric:
+        zeros_OG = torch.full((outputs, form.groups(inputs)), middle, dtype=torch.int32)
+    else:
+        zeros_OG = unpack_bits(stored[".weight_zero_point"].T, form.bits, outputs).T
+    g_idx = stored.get(".weight_g_idx")
+    return _grouped(form, q_OI, zeros_OG, stored[".weight_scale"], inputs, g_idx, ".weight_g_idx")
+
+
+def decode_compressed_bytes(
+    form: CompressedBytes, stored: Tensors, outputs: int, inputs: int
+) -> DecodedLinear:
+    groups = form.groups(inputs)
+    scales_OG = stored[".weight_scale"].reshape(-1, groups).float().expand(outputs, groups)
+    zeros = None if form.is_symmetric else stored.get(".weight_zero_point")
+    q_OI = stored[".weight"]
+    if zeros is not None:
+        zeros_OG = zeros.reshape(-1, groups).short().expand(outputs, groups)
+        q_OI = q_OI.short() - _spread(zeros_OG, form.group, inputs)
+    return DecodedLinear(numbers_OI=q_OI, scales_OG=scales_OG, group=form.group)
+
+
+def _grouped(
+    form: Integers,
+    q_OI: Tensor,
+    zeros_OG: Tensor,
+    scales_OG: Tensor,
+    inputs: int,
+    g_idx: Tensor | None = None,
+    suffix: str = "",
+) -> DecodedLinear:
+    """Subtract the zeros of each group. `g_idx` is the group of each input."""
+    groups_I = None
+    if g_idx is not None and form.group:
+        if not bool(((g_idx >= 0) & (g_idx < scales_OG.shape[1])).all()):
+            raise BadTensor(suffix, f"names groups outside 0 to {scales_OG.shape[1] - 1}")
+        if not torch.equal(g_idx, torch.arange(inputs, dtype=g_idx.dtype) // form.group):
+            groups_I = g_idx.long()
+    zeros_OI = zeros_OG[:, groups_I] if groups_I is not None else _spread(zeros_OG, form.group, inputs)
+    numbers_OI = q_OI.short() - zeros_OI.short()
+    if form.quant is not None:
+        numbers_OI = numbers_OI.to(torch.int8)
+    return DecodedLinear(
+        numbers_OI=numbers_OI,
+        scales_OG=scales_OG.float(),
+        group=form.group,
+        zeros_OG=zeros_OG.to(torch.uint8),
+        groups_I=groups_I,
+    )
+
+
+def _spread(values_OG: Tensor, group: int, inputs: int) -> Tensor:
+    return values_OG.repeat_interleave(group, 1)[:, :inputs] if group else values_OG
+
+
+def unpack_e2m1(stored: Tensor) -> Tensor:
+    """Unpack pairs of E2M1 numbers, low half first, to their values times two: int8 [..., 2 x bytes]."""
+    table = torch.tensor(E2M1_DOUBLED, dtype=torch.int8)
+    halves = torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+    return table[halves.long()]
+
+
+def decode_mxfp4(form: MxFp4Format, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    """Decode E2M1 with E8M0 scales: the numbers are doubled, and the scales halved."""
+    numbers_OI = unpack_e2m1(stored[form.main_suffix].reshape(outputs, -1))[:, :inputs]
+    exponents_OG = stored[form.scale_suffix].reshape(outputs, -1)
+    if bool((exponents_OG == 255).any()):
+        raise BadTensor(form.scale_suffix, "holds 255, which is no power of two")
+    scales_OG = torch.ldexp(torch.full(exponents_OG.shape, 0.5), exponents_OG.int() - 127)
+    return DecodedLinear(numbers_OI=numbers_OI, scales_OG=scales_OG, group=MX_GROUP)
+
+
+def decode_nvfp4(
+    form: NvFp4Format,
+    stored: Tensors,
+    outputs: int,  # noqa: ARG001
+    inputs: int,
+) -> DecodedLinear:
+    whole = stored[form.global_suffix].reshape(1, 1)
+    if not bool((whole > 0).all() and whole.isfinite().all()):
+        raise BadTensor(form.global_suffix, f"is {whole.item()}, no scale")
+    scales_OG = stored[".weight_scale"].float()
+    scales_OG = scales_OG / whole if form.divides else scales_OG * whole
+    values_OI = unpack_e2m1(stored[form.main_suffix])[:, :inputs].float() / 2
+    return DecodedLinear(numbers_OI=values_OI * _spread(scales_OG, NV_GROUP, inputs))
+
+
+def decode_bnb4(form: Bnb4Format, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    """Decode NF4 or FP4: places in a table of 16 times the largest weight of a block of inputs."""
+    state_suffix = f".weight.quant_state.bitsandbytes__{form.kind}"
+    state = _bnb_state(stored[state_suffix], state_suffix)
+    if list(state.get("shape", ())) != [outputs, inputs]:
+        raise BadTensor(state_suffix, f"names a shape of {state.get('shape')}, not {[outputs, inputs]}")
+    block = state.get("blocksize")
+    if type(block) is not int or block <= 0:
+        raise BadTensor(state_suffix, f"names blocks of {block!r}")
+    packed, table = stored[".weight"].flatten(), stored[".weight.quant_map"]
+    count = outputs * inputs
+    absmax = stored[".weight.absmax"]
+    if len(packed) != -(-count // 2) or absmax.numel() != -(-count // block) or table.numel() != 16:
+        raise BadTensor(".weight.absmax", f"has {absmax.numel()} scales, not one for each {block} weights")
+    if absmax.dtype == torch.uint8:
+        absmax = _nested_absmax(stored, state, state_suffix)
+    places = torch.stack((packed >> 4, packed & 15), -1).flatten()[:count].long()
+    weights = table[places] * absmax.float().repeat_interleave(block)[:count]
+    return DecodedLinear(numbers_OI=weights.view(outputs, inputs))
+
+
+def _bnb_state(stored: Tensor, suffix: str) -> dict[str, Any]:
+    try:
+        state = json.loads(bytes(stored.flatten().tolist()))
+    except ValueError:
+        state = None
+    if not isinstance(state, dict):
+        raise BadTensor(suffix, "is not valid JSON")
+    return state
+
+
+def _nested_absmax(stored: Tensors, state: Mapping[str, Any], suffix: str) -> Tensor:
+    places, offset = stored[".weight.absmax"].long(), state.get("nested_offset")
+    scales, table = stored.get(".weight.nested_absmax"), stored.get(".weight.nested_quant_map")
+    block = state.get("nested_blocksize", 256)
+    if scales is None or table is None or table.numel() != 256 or type(block) is not int or block <= 0:
+        raise BadTensor(".weight.absmax", "has 8 bits, but there are no nested_absmax and nested_quant_map")
+    if not isinstance(offset, int | float) or scales.numel() != -(-places.numel() // block):
+        raise BadTensor(suffix, "does not fit nested_absmax")
+    return table[places] * scales.repeat_interleave(block)[: places.numel()] + offset
+
+
+def decode_bnb8(form: Bnb8Format, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:  # noqa: ARG001
+    if ".weight_format" in stored and bool(stored[".weight_format"].any()):
+        raise BadTensor(".weight_format", "names another order of weights than by row, which is not known")
+    return DecodedLinear(numbers_OI=stored[".weight"], scales_OG=(stored[".SCB"] / 127).view(-1, 1))
+
+
+DECODERS: Final[Mapping[type, Callable[[Any, Tensors, int, int], DecodedLinear]]] = {
+    AwqFormat: decode_awq,
+    GptqFormat: decode_gptq,
+    CompressedWords: decode_compressed_words,
+    CompressedBytes: decode_compressed_bytes,
+    MxFp4Format: decode_mxfp4,
+    NvFp4Format: decode_nvfp4,
+    Bnb4Format: decode_bnb4,
+    Bnb8Format: decode_bnb8,
+}
+
+
+def decode(form: WeightFormat, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    """Decode the tensors of one linear, which `check_tensor` has seen. Raises BadTensor."""
+    return DECODERS[type(form)](form, stored, outputs, inputs)

@@ -1,0 +1,202 @@
+"""Tiny checkpoints in the formats that other tools publish, and the weights that they stand for.
+
+Written from the published definitions, with the formats' own libraries where these run on a CPU
+(compressed-tensors, bitsandbytes), and not with the code that reads them.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Stored = tuple[dict[str, Tensor], Tensor]
+"""Tensors of a linear by the end of their names, and its dequantized weight, float32."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def pack_words(numbers: Tensor, bits: int) -> Tensor:
+    """Rows as streams of bits, lowest first, in int32 words."""
+    rows = numbers.numpy().astype(np.uint64)
+    spread = (rows[:, :, None] >> np.arange(bits, dtype=np.uint64)) & 1
+    stream = spread.reshape(len(rows), -1).astype(np.uint8)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
+
+
+def round_groups(
+    weight_OI: Tensor, bits: int, group: int, *, symmetric: bool, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Round to nearest: numbers [O, I] from 0 on, zeros [O, G] and scales [O, G]."""
+    outputs, inputs = weight_OI.shape
+    size = group or inputs
+    x = weight_OI.float().view(outputs, -1, size)
+    most = (1 << bits) - 1
+    if symmetric:
+        scales = (2 * x.abs().amax(-1) / most).to(dtype)
+        zeros = torch.full_like(scales, (most + 1) // 2, dtype=torch.int32)
+    else:
+        low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+        scales = ((high - low) / most).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, most).int()
+    numbers = (x / scales.float()[..., None]).round() + zeros[..., None]
+    return numbers.clamp(0, most).int().view(outputs, inputs), zeros, scales
+
+
+def widen(numbers: Tensor, zeros: Tensor, scales: Tensor, groups_I: Tensor) -> Tensor:
+    return (numbers - zeros[:, groups_I]).float() * scales.float()[:, groups_I]
+
+
+def awq(weight: Tensor, group: int = 128) -> Stored:
+    numbers, zeros, scales = round_groups(weight, 4, group, symmetric=False)
+
+    def pack(rows: Tensor) -> Tensor:
+        eight = rows.view(len(rows), -1, 8)[..., list(AWQ_ORDER)]
+        return pack_words(eight.flatten(1), 4)
+
+    groups = torch.arange(weight.shape[1]) // (group or weight.shape[1])
+    stored = {
+        ".qweight": pack(numbers.T.contiguous()),
+        ".qzeros": pack(zeros.T.contiguous()),
+        ".scales": scales.T.contiguous(),
+    }
+    return stored, widen(numbers, zeros, scales, groups)
+
+
+def gptq(
+    weight: Tensor,
+    bits: int = 4,
+    group: int = 128,
+    *,
+    symmetric: bool = True,
+    version: int = 1,
+    order: bool = False,
+) -> Stored:
+    inputs = weight.shape[1]
+    groups = torch.arange(inputs) // (group or inputs)
+    shuffled = weight
+    if order:  # the same for linears that read the same inputs
+        places = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        shuffled, g_idx = weight[:, places], torch.empty_like(groups)
+        g_idx[places] = groups
+        groups = g_idx
+    numbers, zeros, scales = round_groups(shuffled, bits, group, symmetric=symmetric)
+    if order:
+        numbers = torch.empty_like(numbers).index_copy_(1, places, numbers)
+    kept = (zeros.T - int(version == 1)) & ((1 << bits) - 1)
+    stored = {
+        ".qweight": pack_words(numbers.contiguous(), bits).T.contiguous(),
+        ".qzeros": pack_words(kept.contiguous(), bits),
+        ".scales": scales.T.contiguous(),
+        ".g_idx": groups.int(),
+        ".bias": torch.zeros(len(weight), dtype=torch.float16),
+    }
+    return stored, widen(numbers, zeros, scales, groups)
+
+
+def compressed(weight: Tensor, scheme: Mapping[str, Any], form: str) -> Stored:
+    """By the compressors of compressed-tensors."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    known = QuantizationScheme(targets=["Linear"], **scheme)
+    weight = weight.float()  # the library multiplies in the dtype of the scales
+    state, args = {"weight": weight}, known.weights
+    assert args is not None
+    x = weight.view(len(weight), -1, args.group_size or weight.shape[1])
+    if args.type == "float" and args.num_bits == 4:
+        most = x.abs().amax(-1)
+        if args.group_size == 32:
+            state["weight_scale"] = torch.exp2(torch.floor(torch.log2(most)) - 2)
+        else:
+            state["weight_global_scale"] = (448 * 6 / weight.abs().amax()).reshape(1).float()
+            state["weight_scale"] = most / 6 * state["weight_global_scale"]
+    elif args.type == "float":
+        state["weight_scale"] = x.abs().amax(-1) / 448
+    else:
+        symmetric = bool(args.symmetric)
+        _, zeros, scales = round_groups(weight, args.num_bits, args.group_size or 0, symmetric=symmetric)
+        state["weight_scale"] = scales.float()
+        state["weight_zero_point"] = (zeros - (1 << (args.num_bits - 1))).to(torch.int8)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    packed = compressor.compress(state, known)
+    wide = compressor.decompress(dict(packed), known)["weight"]
+    if "weight_global_scale" in packed:  # it rounds to bfloat16 at the end
+        rounded, wide = wide, nvfp4_weights(packed)
+        assert torch.equal(wide.bfloat16(), rounded)
+    return {f".{name}": tensor.contiguous() for name, tensor in packed.items()}, wide.float()
+
+
+def nvfp4_weights(packed: Mapping[str, Tensor]) -> Tensor:
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    outputs, half = packed["weight_packed"].shape
+    values = unpack_fp4_from_uint8(packed["weight_packed"], outputs, 2 * half, dtype=torch.float32)
+    scales = packed["weight_scale"].float() / packed["weight_global_scale"]
+    return values * scales.repeat_interleave(16, 1)
+
+
+def bnb4(weight: Tensor, kind: str = "nf4", *, nested: bool = False) -> Stored:
+    import bitsandbytes.functional as F
+
+    packed, state = F.quantize_4bit(weight.float(), quant_type=kind, blocksize=64, compress_statistics=nested)
+    wide = F.dequantize_4bit(packed, state)
+    parts = {f".weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+    return {".weight": packed, **parts}, wide.float()
+
+
+def bnb8(weight: Tensor) -> Stored:
+    most = weight.float().abs().amax(1)
+    numbers = (weight.float() * (127 / most)[:, None]).round().to(torch.int8)
+    wide = numbers.float() * (most / 127)[:, None]
+    return {".weight": numbers, ".SCB": most, ".weight_format": torch.zeros((), dtype=torch.uint8)}, wide
+
+
+def mxfp4_blocks(weight: Tensor) -> Stored:
+    """As gpt-oss stores an expert: bytes of 32 inputs apart."""
+    scheme = {"weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}}
+    stored, wide = compressed(weight, scheme, "mxfp4-pack-quantized")
+    outputs, inputs = weight.shape
+    blocks = stored[".weight_packed"].view(outputs, inputs // 32, 16)
+    return {"_blocks": blocks, "_scales": stored[".weight_scale"]}, wide
+
+
+def publish(
+    directory: Path,
+    entry: Mapping[str, Any],
+    store: Callable[[Tensor], Stored],
+    keeps: tuple[str, ...] = (),
+) -> dict[str, Tensor]:
+    """Turn a tiny model into a quantized one. Returns the weights that it stands for, by name, float32."""
+    weights = load_file(directory / "model.safetensors")
+    wide = {name: tensor.float() for name, tensor in weights.items()}
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        if any(kept in name for kept in keeps):
+            continue
+        stored, wide[name] = store(weights.pop(name))
+        linear = name.removesuffix(".weight")
+        weights |= {linear + end: tensor for end, tensor in stored.items()}
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": dict(entry)}))
+    return wide
+
+
+def scheme_of(bits: int, group: int = 0, *, symmetric: bool = True, **more: Any) -> dict[str, Any]:
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    return {"weights": {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy, **more}}
+
+
+def compressed_entry(scheme: Mapping[str, Any], form: str) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "input_activations": None, "output_activations": None, **scheme}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
