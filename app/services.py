@@ -12,8 +12,7 @@ from .engines.loaded_model import LoadedModel
 from .engines.manager import EngineManager
 from .events import Events
 from .gateway.gateway import Gateway
-from .lifecycle.background_tasks import Background
-from .lifecycle.drain import Drain
+from .lifecycle.drain import Background, Drain
 from .metrics.metrics import Metrics
 from .models.registry import Alias
 from .security.security import Security

@@ -16,7 +16,7 @@ from litestar.routes import HTTPRoute
 
 from llmbox.app.cli.root import COMMANDS
 from llmbox.app.config.schema import schema
-from llmbox.app.http.dialects import DIALECTS
+from llmbox.app.http.app import DIALECTS
 from llmbox.app.http.openai.request_types import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..errors import ApiError
 from ..store.batches import Batch, BatchItem, BatchKind, BatchStore
-from ..store.errors import StoreError
+from ..store.record import StoreError
 
 log = logging.getLogger(__name__)
 

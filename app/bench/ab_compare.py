@@ -10,9 +10,8 @@ from typing import Any, Protocol
 from llmbox.engine.config import BLOCK_SIZE
 
 from ..errors import CliError
-from .client import Target
+from .client import Prompts, Target, Workload, heavy_tail, long_arrival, shared_prefix, uniform
 from .measure import BenchRun, Ratio, percentile, ratio, run
-from .workload import Prompts, Workload, heavy_tail, long_arrival, shared_prefix, uniform
 
 
 @dataclass(frozen=True, slots=True)

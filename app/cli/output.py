@@ -1,4 +1,4 @@
-"""Output of the command line: data to stdout, messages to stderr.
+"""Output of the command line: data to stdout, messages and questions to stderr.
 
 JSON is one object with a `schema` field, never coloured. Without a terminal there are no spinners and at most
 one progress line every 5 s.
@@ -13,7 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import CliError
+import click
+
+from ..errors import CliError, Exit
 from ..util.formatting import printable
 
 PLAIN_INTERVAL = 5.0
@@ -146,3 +148,15 @@ class ProgressLine:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
             self._open = False
+
+
+def require_consent(question: str, nothing: str, *, yes: bool, as_json: bool) -> None:
+    """Ask on a terminal, unless `yes` answers already; refuse where nobody can be asked.
+
+    `nothing` says what was left undone. Raises CliError, click.Abort.
+    """
+    if yes:
+        return
+    if as_json or not sys.stdin.isatty():
+        raise CliError(nothing, f"nobody can be asked here: {question}", "say it with --yes", Exit.USAGE)
+    click.confirm(question, abort=True, err=True)

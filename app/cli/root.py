@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import click
 
-from ..util.suggest import nearest
+from ..util.formatting import nearest
 from .context import location_options
 
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -8,14 +8,17 @@ An invalid key or value is an error that names its place and the nearest valid k
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+import tomlkit
+
 from ..errors import CliError, Exit
-from .paths import Paths
+from ..util.atomic_file import write_whole
+from .paths import Paths, private_dir
 from .schema import SECTIONS, Scalar, Settings, SettingSpec, schema
 
 Source = Literal["flag", "env", "user", "system", "default"]
@@ -251,3 +254,59 @@ def _line_of(text: str, section: str, attribute: str | None) -> int | None:
         if attribute is not None and full == f"{section}.{attribute}":
             return number
     return None
+
+
+TEMPLATE_HEAD = """\
+# Settings of llmbox. A line that begins with # shows a default; remove the # to change it.
+# Precedence: flag, LLMBOX_SECTION_KEY, this file, /etc/llmbox/config.toml, built-in.
+"""
+
+
+def set_value(path: Path, row: SettingSpec, value: Scalar) -> None:
+    """Write one checked value. Raises CliError if the file was invalid before."""
+    text = path.read_text("utf-8") if path.exists() else ""
+    parse(text, path)
+    document = tomlkit.parse(text)
+    section, _, attribute = row.name.partition(".")
+    if section not in document:
+        document.add(section, tomlkit.table())
+    table = document[section]
+    assert isinstance(table, MutableMapping)  # a table or an inline one: `parse` let nothing else pass
+    table[attribute] = "auto" if value is None else list(value) if isinstance(value, tuple) else value
+    text = tomlkit.dumps(document)
+    parse(text, path)
+    write_atomic(path, text)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write the file atomically: it has the old content or the new, never half of it."""
+    if not path.parent.is_dir():
+        private_dir(path.parent)
+    target = path.resolve()  # a link (dotfiles under version control) stays a link
+    try:
+        write_whole(target, text.encode())
+    except OSError as error:
+        raise CliError(
+            f"cannot write {path}",
+            error.strerror or str(error),
+            "free some space or check the folder",
+            Exit.FAILED,
+        ) from error
+
+
+def template() -> str:
+    """Template with every key, its meaning and default, all commented out."""
+    lines = [TEMPLATE_HEAD]
+    section = ""
+    for row in schema().values():
+        if row.section != section:
+            section = row.section
+            lines.append(f"[{section}]")
+        lines += [f"# {row.doc}", f"# {row.name.partition('.')[2]} = {toml_text(row.default)}", ""]
+    return "\n".join(lines)
+
+
+def toml_text(value: Scalar) -> str:
+    if value is None:
+        return '"auto"'
+    return tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()

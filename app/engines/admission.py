@@ -1,6 +1,8 @@
-"""Admission errors: refusals of a model that cannot take a request now, with their `Retry-After`."""
+"""Admission: places in a model's queue, and the refusals of a model that cannot take a request now."""
 
+import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -108,3 +110,41 @@ def require_same(have: EngineConfig, wanted: EngineConfig) -> None:
 def model_not_found(name: str) -> ApiError:
     """Error 404 of an unknown model."""
     return ApiError(404, f"The model {name!r} does not exist here.", code="model_not_found", param="model")
+
+
+class QueueReservations:
+    """Places of one model reserved by requests that are not submitted yet."""
+
+    def __init__(self) -> None:
+        self.places = 0
+        self.of_tenant: Counter[str] = Counter()
+
+    def hold(self, places: int, tenant: str = "") -> "QueueReservation":
+        """Reserve places until they are released or the running task ends, whichever is first."""
+        return QueueReservation(self, places, tenant)
+
+    def add(self, places: int, tenant: str) -> None:
+        """Count reserved places. `places` is negative when they are given back."""
+        self.places += places
+        self.of_tenant[tenant] += places
+        if not self.of_tenant[tenant]:
+            del self.of_tenant[tenant]
+
+
+class QueueReservation:
+    """Reservation of one request. `release` gives it back, once."""
+
+    __slots__ = ("_of", "_places", "_tenant")
+
+    def __init__(self, of: QueueReservations, places: int, tenant: str) -> None:
+        self._of = of
+        self._places = places
+        self._tenant = tenant
+        of.add(places, tenant)
+        task = asyncio.current_task()
+        assert task is not None, "requests are prepared on the event loop"
+        task.add_done_callback(lambda _: self.release())
+
+    def release(self) -> None:
+        self._of.add(-self._places, self._tenant)
+        self._places = 0

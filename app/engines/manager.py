@@ -14,9 +14,8 @@ from llmbox.engine.ipc.spawn import Launch, Spawned
 from ..errors import ApiError
 from ..text.tokenizer.tokenizer import TextModel, load_model_text
 from .admission import draining, load_failed, model_loading, model_not_found, require_same
-from .loaded_model import LoadedModel
-from .prewarmed_process import PrewarmedProcess
-from .readiness import ModelReadiness, Readiness, judge_readiness
+from .engine_process import PrewarmedProcess
+from .loaded_model import LoadedModel, ModelReadiness, Readiness, judge_readiness
 from .restart_policy import RestartLimits
 from .supervisor import Supervisor, SupervisorOptions
 from .watchdog import WatchLimits

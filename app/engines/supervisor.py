@@ -30,14 +30,11 @@ from llmbox.engine.ipc.messages import (
 from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 
 from ..errors import ApiError
-from .admission import Pace, State, queue_full, refuse_by_state
-from .engine_process import BlockMapQuery, EngineProcess, ProcessExit
-from .load_words import ENGINE_READY, STARTING, format_load_progress
-from .prewarmed_process import PrewarmedProcess
-from .request_journal import RequestJournal
-from .reservation import QueueReservation, QueueReservations
+from ..util.formatting import ENGINE_READY, STARTING, format_load_progress
+from .admission import Pace, QueueReservation, QueueReservations, State, queue_full, refuse_by_state
+from .engine_process import BlockMapQuery, EngineProcess, PrewarmedProcess, ProcessExit
+from .request_journal import RequestJournal, TokenStream
 from .restart_policy import RestartBreaker, RestartLimits, RestartPolicy
-from .token_stream import TokenStream
 from .watchdog import Watchdog, WatchLimits, processor_seconds
 
 _STOP_GRACE: Final = 2.0

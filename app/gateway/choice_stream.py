@@ -1,12 +1,23 @@
-"""Stream of one choice: token ids in, text deltas out."""
+"""Outputs of one choice: token ids to text deltas, hashes of outputs, embeddings of length 1."""
 
+import base64
+import hashlib
+import hmac
+import logging
+import math
+import secrets
+import sys
+from array import array
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 
 from llmbox.engine.ipc.messages import RequestOutput, TokenLogprobs
 
-from ..engines.token_stream import TokenStream
+from ..engines.request_journal import TokenStream
 from ..text.stop_strings import StopStrings
 from ..text.tokenizer.detokenizer import Detokenizer
+from ..util.atomic_file import write_whole
 from .generation import Delta, Generation, TokenEntry
 
 
@@ -128,3 +139,67 @@ class AnswerBuffer:
     @property
     def texts(self) -> list[str]:
         return ["".join(pieces) for pieces in self._pieces]
+
+
+log = logging.getLogger(__name__)
+
+_BYTES = 32
+
+
+class OutputHasher:
+    """Hasher of token ids, keyed by this installation's secret."""
+
+    def __init__(self, file: Path) -> None:
+        self._secret = _read(file)
+
+    def of(self, outputs: Sequence[Sequence[int]]) -> str:
+        """Hash the token ids of every choice. Empty where there are none, or where no secret can be kept."""
+        if not self._secret or not any(outputs):
+            return ""
+        keyed = hmac.new(self._secret, digestmod="sha256")
+        for output in outputs:
+            keyed.update(len(output).to_bytes(8, "little"))
+            keyed.update(array("I", output).tobytes())
+        return f"{hashlib.sha256(self._secret).hexdigest()[:8]}:{keyed.hexdigest()}"
+
+
+def _read(file: Path) -> bytes:
+    """Read the secret, creating it at the first start. Empty while the disk cannot hold it."""
+    try:
+        if not file.exists():
+            write_whole(file, secrets.token_bytes(_BYTES))
+        secret = file.read_bytes()
+    except OSError as error:
+        log.warning("answers cannot be compared with later ones: %s: %s", file, error.strerror)
+        return b""
+    if len(secret) != _BYTES:
+        log.warning("answers cannot be compared with later ones: %s is damaged; remove it", file)
+        return b""
+    return secret
+
+
+def same(one: str, other: str) -> bool | None:
+    """Compare two hashes. None when unknown: a hash is missing, or the secret has changed since."""
+    if not one or not other or one.partition(":")[0] != other.partition(":")[0]:
+        return None
+    return hmac.compare_digest(one, other)
+
+
+def unit_vector(pooled: bytes, dimensions: int | None) -> "array[float]":
+    """Truncate and normalize a vector. `pooled`: little-endian float32 of any length. A vector of zeros stays
+    zero.
+    """
+    numbers = array("f", pooled)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    numbers = numbers[:dimensions]
+    length = math.hypot(*numbers)
+    return array("f", [number / length for number in numbers]) if length else numbers
+
+
+def as_base64(vector: "array[float]") -> str:
+    """Encode as base64 of little-endian float32, as OpenAI's library reads it."""
+    if sys.byteorder == "big":
+        vector = vector[:]
+        vector.byteswap()
+    return base64.b64encode(vector).decode()

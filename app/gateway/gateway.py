@@ -22,14 +22,11 @@ from ..sandbox.pool import GrammarPool, TemplatePool
 from ..security.keys import tier_of
 from ..security.rate_limit import TokenReservation
 from ..store import RequestLog
-from ..store.content import ContentDraft
-from ..store.record import RequestRecord
-from .choice_stream import AnswerBuffer, ChoiceStream
+from ..store.record import ContentDraft, RequestRecord
+from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, sequence_id
-from .open_request import OpenRequest
-from .output_hash import OutputHasher
+from .open_request import OpenRequest, RevocationWatcher
 from .request_events import LiveRequest, NullObserver, RequestObserver
-from .revocation import RevocationWatcher
 
 
 def check_kind(generation: Generation) -> None:

@@ -1,16 +1,19 @@
-"""Types that HTTP dialects exchange with the gateway. They use no dialect's names and none of the
-engine's.
+"""Types that HTTP dialects exchange with the gateway, and time limits. They use no dialect's names and none
+of the engine's.
 """
 
+import asyncio
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llmbox.engine.ipc.messages import TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
 
+from ..engines.admission import QueueReservation
 from ..engines.loaded_model import LoadedModel
-from ..engines.reservation import QueueReservation
+from ..errors import ApiError
 from ..security.rate_limit import Meter
 
 
@@ -145,3 +148,55 @@ def choice_seed(seed: int, index: int) -> int:
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     z ^= z >> 31
     return z - (1 << 64) if z >= 1 << 63 else z
+
+
+def deadline_error(what: str, code: str) -> ApiError:
+    """Error 503 of a missed deadline, so that a client may retry here or elsewhere."""
+    return ApiError(
+        503,
+        f"The time limit of this request was over before {what}. Ask again later, or for a longer limit "
+        "('timeout', 'first_token_timeout').",
+        code=code,
+        type="server_error",
+        headers={"Retry-After": "2"},
+    )
+
+
+class TimeLimits:
+    """Timers of one open request. Use them only from the event loop."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._has_tokens = False
+        self.has_ended_answer = False
+        """The answer was cut at `finish_by`: its streams end by `abort`, which is then no error."""
+
+    def start(self, cancel: Callable[[ApiError | None], None]) -> None:
+        """Start the timers. `cancel` ends the request's streams, with this error or with none."""
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        for name, at in (
+            ("finish", self._generation.finish_by),
+            ("first_token", self._generation.first_token_by),
+        ):
+            if at is not None:
+                self._timers[name] = loop.call_later(max(0.0, at - now), self._expire, name, cancel)
+
+    def note_token(self) -> None:
+        self._has_tokens = True
+        if (timer := self._timers.pop("first_token", None)) is not None:
+            timer.cancel()
+
+    def stop(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _expire(self, name: str, cancel: Callable[[ApiError | None], None]) -> None:
+        if name == "first_token":
+            cancel(deadline_error("its first token came", "first_token_timeout"))
+        elif not self._has_tokens:
+            cancel(deadline_error("its answer began", "request_timeout"))
+        else:
+            self.has_ended_answer = True
+            self._generation.remarks.append("The answer was ended by the time limit of this request.")
+            cancel(None)

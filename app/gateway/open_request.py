@@ -1,8 +1,10 @@
-"""Open request, from submission to its end: its streams, its timestamps, its one log record."""
+"""Open request, from submission to its end: its streams, timestamps and one log record; the end of requests
+whose key is revoked.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import TracebackType
@@ -13,9 +15,8 @@ from llmbox.engine.ipc.messages import RequestOutput
 from ..errors import ApiError
 from ..security.rate_limit import TokenReservation
 from .choice_stream import AnswerBuffer, ChoiceStream
-from .generation import Delta, Generation, TokenUsage
+from .generation import Delta, Generation, TimeLimits, TokenUsage
 from .request_events import LiveRequest
-from .time_limits import TimeLimits
 
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client disconnected; never sent."""
@@ -250,3 +251,43 @@ class OpenRequest:
         if code == "engine_failed" and seconds is not None:
             error.headers = {"Retry-After": str(seconds)}
         return error
+
+
+INTERVAL = 0.25
+"""Seconds between two checks. A check costs one stat of the key file and a dictionary look-up per request."""
+
+
+class RevocationWatcher:
+    """Periodic check of the open requests. Use it only from the daemon's event loop."""
+
+    def __init__(self, requests: Mapping[str, OpenRequest]) -> None:
+        """`requests`: the open requests; the mapping is owned and kept up to date by the caller."""
+        self._requests = requests
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, request: OpenRequest) -> None:
+        if request.generation.still_authorized is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(INTERVAL, self._check)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        self._timer = None
+        for request in list(self._requests.values()):
+            allowed = request.generation.still_authorized
+            if allowed is not None and not allowed():
+                request.cancel(_no_longer())
+        for request in self._requests.values():
+            self.watch(request)
+
+
+def _no_longer() -> ApiError:
+    return ApiError(
+        401,
+        "The credentials of this request hold no longer: the key was revoked or has expired.",
+        "invalid_api_key",
+        None,
+        "authentication_error",
+    )

@@ -1,4 +1,4 @@
-"""Open requests as the dashboards and `llmbox requests` show them. Cheap to import."""
+"""Open requests as the dashboards show them. Cheap to import."""
 
 from dataclasses import dataclass
 from typing import Protocol

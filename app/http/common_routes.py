@@ -13,7 +13,7 @@ from litestar.types import ControllerRouterHandler
 from msgspec import Struct
 
 from ..control.controller import DaemonController, Failure
-from ..engines.readiness import Readiness
+from ..engines.loaded_model import Readiness
 from ..errors import ApiError
 from ..gateway.gateway import context_limit
 from ..metrics.metrics import CONTENT_TYPE

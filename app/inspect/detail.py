@@ -8,8 +8,7 @@ from ..errors import ApiError
 from ..gateway.request_events import LiveRequest
 from ..security.identity import Identity
 from ..services import Services
-from ..store.content import Content
-from ..store.record import RequestRecord
+from ..store.record import Content, RequestRecord
 from .snippets import as_curl, as_python
 
 _MORE = {

@@ -8,19 +8,18 @@ from typing import Any
 import msgspec
 
 from ..errors import ApiError
+from ..gateway.choice_stream import same
 from ..gateway.gateway import system_fingerprint
 from ..gateway.generation import Generation
 from ..gateway.open_request import OpenRequest
-from ..gateway.output_hash import same
 from ..http.openai.chat import prepare_chat
 from ..http.openai.completions import prepare_completion
 from ..http.openai.request_context import RequestContext
 from ..http.openai.request_types import ChatCompletionRequest, CompletionRequest
-from ..http.server import strict_json
+from ..http.server import request as strict_json
 from ..security.identity import Identity
 from ..services import Services
-from ..store.content import Content
-from ..store.record import RequestRecord
+from ..store.record import Content, RequestRecord
 from .detail import content_note, find_logged
 from .snippets import is_chat, is_pooled
 

@@ -4,8 +4,7 @@ import json
 import shlex
 from typing import Any
 
-from ..store.content import Content
-from ..store.record import RequestRecord
+from ..store.record import Content, RequestRecord
 
 PROMPT = "…"
 _CHATS = ("chat", "messages", "responses", "generate")

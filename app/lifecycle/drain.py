@@ -1,7 +1,9 @@
-"""Drain at the end of serving: open work may finish for a while, then it ends with an error object."""
+"""Drain at the end of serving, and the background tasks that it waits for."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ApiError
 
@@ -44,3 +46,54 @@ def shutting_down() -> ApiError:
     return ApiError(
         503, "llmbox is shutting down.", "shutting_down", None, "server_error", {"Retry-After": "5"}
     )
+
+
+@dataclass(slots=True)
+class _Running:
+    task: asyncio.Task[None]
+    look: Callable[[], Any]
+
+
+class Background:
+    """Background tasks by owner and id. Use it only from the daemon's event loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str], _Running] = {}
+
+    def start(self, place: tuple[str, str], work: Coroutine[Any, Any, None], look: Callable[[], Any]) -> None:
+        """Start a task. `look` reports its progress. `work` stores its own result, also when it is
+        cancelled.
+        """
+        task = asyncio.create_task(work)
+        self._running[place] = _Running(task, look)
+        task.add_done_callback(lambda _: self._running.pop(place, None))
+
+    def look(self, place: tuple[str, str]) -> Any | None:
+        """Progress of a task; None if no such task runs."""
+        found = self._running.get(place)
+        return None if found is None else found.look()
+
+    async def cancel(self, place: tuple[str, str]) -> None:
+        """Cancel a task and return when it has ended; at once if no such task runs."""
+        found = self._running.get(place)
+        if found is not None:
+            found.task.cancel()
+            await asyncio.wait((found.task,))
+
+    async def finish(self, drain: Drain, patience: float) -> None:
+        """Wait for the drain. Running tasks may then go on for `patience` seconds, or until the drain
+        expires.
+        """
+        await drain.begun.wait()
+        hurry = asyncio.create_task(drain.hurried.wait())
+        ended = asyncio.gather(*(each.task for each in self._running.values()), return_exceptions=True)
+        await asyncio.wait((hurry, ended), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel all running tasks."""
+        tasks = [each.task for each in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

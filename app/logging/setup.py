@@ -1,5 +1,5 @@
-"""Logging set-up: one JSON object per line, rotated, mode 0600; in the foreground also readable lines on
-stderr.
+"""Log of the daemon, written and read: one JSON object per line, rotated, mode 0600; in the foreground also
+readable lines on stderr.
 
 A background daemon's stdout and stderr lead into the same file, so that a library's crash is found there.
 """
@@ -9,9 +9,13 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
 
 from ..config.schema import LogSettings
 
@@ -98,3 +102,49 @@ def set_up(path: Path, settings: LogSettings, *, background: bool) -> None:
 def set_level(settings: LogSettings) -> None:
     """Apply the log level of the settings."""
     logging.getLogger().setLevel(LEVELS[settings.level])
+
+
+LEVEL_NAMES: Final = ("debug", "info", "warning", "error", "critical")
+_MOST_BYTES = 4_000_000
+
+
+class LogEntry(Struct, frozen=True):
+    """`time` is Unix seconds, 0 for lines that are not ours (a crash, a library)."""
+
+    time: float
+    level: str
+    component: str
+    message: str
+    trace: str = ""
+
+
+def tail(path: Path, count: int, level: str = "debug", component: str | None = None) -> list[LogEntry]:
+    """Read the last `count` entries, oldest first, from at most the last 4 MB. Empty without a log."""
+    wanted = LEVEL_NAMES[LEVEL_NAMES.index(level) :]
+    kept: deque[LogEntry] = deque(maxlen=count)
+    for raw in _last_bytes(path).splitlines():
+        entry = _entry(raw)
+        if entry is not None and entry.level in wanted and component in {None, entry.component}:
+            kept.append(entry)
+    return list(kept)
+
+
+def _last_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(0, size - _MOST_BYTES)
+            file.seek(start)
+            data = file.read(_MOST_BYTES)
+    except OSError:
+        return b""
+    return data.partition(b"\n")[2] if start else data  # the first line would be half a line
+
+
+def _entry(raw: bytes) -> LogEntry | None:
+    if not raw.strip():
+        return None
+    try:
+        return msgspec.json.decode(raw, type=LogEntry)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return LogEntry(0.0, "error", "stderr", raw.decode("utf-8", "replace"))

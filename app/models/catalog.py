@@ -22,7 +22,7 @@ from llmbox.engine.checkpoint.regular_file import read_regular
 from llmbox.engine.gguf.reader import is_gguf
 
 from ..errors import CliError, Exit
-from ..util.suggest import did_you_mean
+from ..util.formatting import did_you_mean
 from .registry import NameLookup
 
 Source = Literal["builtin", "directory", "hub"]

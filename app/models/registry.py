@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import CliError, Exit
 from ..util.atomic_file import locked
-from ..util.suggest import did_you_mean
+from ..util.formatting import did_you_mean
 
 log = logging.getLogger("llmbox.daemon")
 

@@ -18,7 +18,7 @@ import msgspec
 
 from ..errors import CliError, Exit
 from ..util.atomic_file import locked, write_whole
-from ..util.suggest import did_you_mean
+from ..util.formatting import did_you_mean
 from .keys import ApiKey, KeySpec, digest_of, display_of, is_name, new_id, new_secret
 
 log = logging.getLogger("llmbox.security")
@@ -273,3 +273,29 @@ class LastUsed:
             except (OSError, msgspec.MsgspecError, UnicodeError):
                 self._times = {}
         return self._times
+
+
+class KeyView(msgspec.Struct, kw_only=True):
+    """Fields of a key that may be shown. Times are Unix seconds."""
+
+    id: str
+    name: str
+    display: str
+    scopes: tuple[str, ...]
+    models: tuple[str, ...]
+    expires: float | None
+    expired: bool
+    rpm: int | None
+    tpm: int | None
+    priority: int
+    log_content: bool
+    created: float
+    rotated: float | None
+    last_used: float | None
+
+
+def view(key: ApiKey, used: LastUsed) -> KeyView:
+    """Make the view of a key."""
+    fields = msgspec.structs.asdict(key)
+    del fields["digest"]
+    return KeyView(**fields, expired=key.is_expired(), last_used=used.of(key.id))

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import first_line
+from .record import first_line
 from .writer import RequestLog
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from sqlalchemy.pool import NullPool
 
 import llmbox.migrations
 
-from .errors import StoreError
+from .record import StoreError
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Literal
 from sqlalchemy import Engine
 
 from .database import erase_damaged, give_back_space, size_on_disk
-from .errors import StoreError
 from .queries import batches as batch_queries
 from .queries import requests as queries
 from .queries import stored_answers as stored_queries
+from .record import StoreError
 from .trimming import Retention
 
 _DAY_S = 86_400

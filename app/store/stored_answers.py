@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from .errors import first_line
+from .record import first_line
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

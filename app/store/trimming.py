@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import first_line
+from .record import first_line
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

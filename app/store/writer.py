@@ -19,9 +19,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from .content import Content, ContentBudget, ContentDraft, make_content
-from .errors import StoreError, first_line
-from .record import RecordFilter, RequestRecord
+from .record import (
+    Content,
+    ContentBudget,
+    ContentDraft,
+    RecordFilter,
+    RequestRecord,
+    StoreError,
+    first_line,
+    make_content,
+)
 from .trimming import Retention, Trimmer
 
 if TYPE_CHECKING:

@@ -110,15 +110,15 @@ def _write(engine: "Engine | None", mark: Annotation, oldest: float) -> None:
     if engine is None:
         return
     try:
-        from ..store.queries import annotations as mark_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+        from ..store.queries import telemetry as mark_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
-        mark_queries.add(engine, mark.time, mark.kind, mark.model, mark.text, oldest)
+        mark_queries.add_annotation(engine, mark.time, mark.kind, mark.model, mark.text, oldest)
     except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: a mark is lost, no more
         log.debug("telemetry mark lost: %s", str(error).splitlines()[0])
 
 
 def _find(engine: "Engine", begin: float, most: int) -> list[Annotation]:
-    from ..store.queries import annotations as mark_queries  # noqa: PLC0415 - as above
+    from ..store.queries import telemetry as mark_queries  # noqa: PLC0415 - as above
 
-    rows = mark_queries.find(engine, begin, most)
+    rows = mark_queries.find_annotations(engine, begin, most)
     return [Annotation(time=at, kind=kind, model=model, text=text) for at, kind, model, text in rows]

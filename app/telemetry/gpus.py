@@ -1,18 +1,24 @@
-"""NVIDIA GPUs through NVML (`pynvml`, the module of nvidia-ml-py). Blocks: only called through `TimedReader`.
+"""Readings of the host, and of NVIDIA GPUs through NVML (`pynvml`, the module of nvidia-ml-py).
 
-A device may refuse any single value (N/A) or be lost while others work, and the driver may be missing or
-fail. Each of these is reported in the reading; none is an exception.
+NVML blocks: it is only called through `TimedReader`. A device may refuse any single value (N/A) or be lost
+while others work, and the driver may be missing or fail. Each of these is reported in the reading; none is an
+exception.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import combinations
+from pathlib import Path
+from threading import get_ident
 from typing import Any, Final
 
+import psutil
 from msgspec.structs import replace
 
-from .snapshot import NA, GpuLink, GpuProcess, GpuReading, Gpus, Number
+from llmbox.engine.hardware.machine import read_memory
+
+from .snapshot import NA, GpuLink, GpuProcess, GpuReading, Gpus, Host, Number, OwnProcess
 
 _REASONS = {
     0x04: "power cap",
@@ -234,3 +240,52 @@ def _without_owners(gpu: GpuReading) -> GpuReading:
 
 def _text(value: str | bytes) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+class HostReader:
+    """Host reader. Call `read` from one thread: CPU shares are measured between two calls."""
+
+    def __init__(self, disk: Path) -> None:
+        self._disk = disk
+        self._processes: dict[int, psutil.Process] = {}
+        self._cores = psutil.cpu_count() or 1
+        self._thread: int | None = None
+
+    def read(self, pids: Mapping[int, str]) -> Host:
+        """Read the machine. `pids`: our processes and their roles."""
+        self._processes = {pid: process for pid, process in self._processes.items() if pid in pids}
+        memory = read_memory()
+        disk = psutil.disk_usage(str(self._disk))
+        return Host(
+            cpu=self._busy(),
+            cores=self._cores,
+            memory_total=float(memory.total),
+            memory_available=float(memory.available),
+            disk_total=float(disk.total),
+            disk_free=float(disk.free),
+            processes=tuple(
+                found for pid, role in pids.items() if (found := self._process(pid, role)) is not None
+            ),
+        )
+
+    def _busy(self) -> Number:
+        """CPU share since the last call. psutil keeps its reference per thread, so a thread's first call has
+        none.
+        """
+        share = psutil.cpu_percent(None) / 100
+        first, self._thread = self._thread != get_ident(), get_ident()
+        return NA if first else share
+
+    def _process(self, pid: int, role: str) -> OwnProcess | None:
+        try:
+            process = self._processes.get(pid)
+            first = process is None
+            if process is None:
+                process = self._processes[pid] = psutil.Process(pid)
+            with process.oneshot():
+                share = process.cpu_percent(None) / 100
+                memory = float(process.memory_info().rss)
+        except psutil.Error:
+            self._processes.pop(pid, None)
+            return None
+        return OwnProcess(pid=pid, role=role, memory=memory, cpu=NA if first else share)

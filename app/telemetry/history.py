@@ -139,7 +139,7 @@ def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) ->
     if engine is None:
         return False
     try:
-        telemetry_queries.add(engine, rows, KEEP, now)
+        telemetry_queries.add_telemetry(engine, rows, KEEP, now)
     except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: points are lost, no more
         log.debug("telemetry history: %d points lost: %s", len(rows), str(error).splitlines()[0])
         return False
@@ -149,7 +149,7 @@ def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) ->
 def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
     from ..store.queries import telemetry as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
-    return telemetry_queries.find(engine, step, since)
+    return telemetry_queries.find_telemetry(engine, step, since)
 
 
 def step_for(seconds: float) -> int:

@@ -23,11 +23,9 @@ from ..events import Events
 from ..gateway.gateway import Gateway
 from .alerts import find_alerts
 from .engine_rates import EngineReader
-from .error_rates import ErrorRates, total_rate
-from .gpus import GpuReader
+from .gpus import GpuReader, HostReader
 from .history import History, series_of
-from .host import HostReader
-from .latencies import Latencies
+from .latencies import ErrorRates, Latencies, total_rate
 from .snapshot import MOST_REQUESTS, NA, EngineSnapshot, ErrorRate, Gpus, Host, Number, Tick, Totals
 
 T = TypeVar("T")

@@ -17,12 +17,10 @@ from ..logging.setup import component
 from ..store import RequestLog
 from ..store.record import RequestRecord
 from .annotations import Annotations
-from .error_rates import ErrorRates
-from .gpus import GpuReader
+from .gpus import GpuReader, HostReader
 from .history import History
-from .host import HostReader
 from .kv_cache_map import BlockReader
-from .latencies import Latencies
+from .latencies import ErrorRates, Latencies
 from .poller import Poller
 from .snapshot import Tick
 

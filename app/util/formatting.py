@@ -1,6 +1,12 @@
-"""Formatting of sizes, times and text for people: CLI, dashboard and panel."""
+"""Formatting of sizes, times, progress and suggestions for people: CLI, dashboard and panel."""
 
+from collections.abc import Iterable
 from datetime import datetime
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmbox.engine.ipc.messages import Progress
 
 
 def printable(text: str) -> str:
@@ -41,3 +47,34 @@ def span(seconds: float | None) -> str:
 def clock(unix: float) -> str:
     """Format a Unix time as local time."""
     return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Nearest name, ignoring case; None if nothing is similar."""
+    by_lower = {name.lower(): name for name in names}
+    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return `did you mean NAME? `, or an empty string."""
+    found = nearest(word, names)
+    return f"did you mean {found}? " if found else ""
+
+
+STARTING = "starting its engine"
+ENGINE_READY = "reading its tokenizer"
+
+
+def format_load_progress(progress: "Progress") -> str:
+    """Format the progress of a load: kernels being compiled, or weights being read."""
+    if progress.phase == "kernels":
+        return format_compile_progress(progress.done, progress.total)
+    return f"reading weights: {progress.done / progress.total:.0%}" if progress.total else "reading weights"
+
+
+def format_compile_progress(done: int, total: int) -> str:
+    """Format the progress of compiling. The steps run in parallel, so none is named."""
+    if not total:
+        return "waiting for the CPU kernels, which another process compiles"
+    return f"compiling the CPU kernels (once): {done} of {total} steps"

@@ -26,9 +26,8 @@ from typing import Any
 
 import psutil
 
-from llmbox.app.bench.client import Target, complete
+from llmbox.app.bench.client import Prompts, Target, Workload, complete, shared_prefix, uniform
 from llmbox.app.bench.measure import BenchRun, run, summarise
-from llmbox.app.bench.workload import Prompts, Workload, shared_prefix, uniform
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

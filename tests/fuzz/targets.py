@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from llmbox.app.config.loader import parse
 from llmbox.app.config.schema import SECTIONS
 from llmbox.app.errors import ApiError, CliError
-from llmbox.app.http.server.strict_json import load
+from llmbox.app.http.server.request import load
 from llmbox.app.sandbox import grammar_worker, template_worker
 from llmbox.app.text.output.call_parsers import parse_calls
 from llmbox.app.text.output.format_table import OUTPUT_FORMATS

@@ -12,8 +12,7 @@ from textual.screen import Screen
 
 from llmbox.app.errors import CliError
 
-from .data.api import Api
-from .data.feed import Feed
+from .data.api import Api, Feed
 from .data.state import MODEL_CHANGES, State
 from .messages import (
     Changed,
@@ -26,7 +25,7 @@ from .messages import (
     RunAction,
     TickReceived,
 )
-from .rendering import ASCII, UNICODE
+from .rendering import ASCII, THEMES, UNICODE
 from .screens.base import View
 from .screens.bench import BenchScreen
 from .screens.logs import LogsScreen
@@ -34,9 +33,8 @@ from .screens.memory import MemoryScreen
 from .screens.models import ModelsScreen
 from .screens.overview import OverviewScreen
 from .screens.requests import RequestsScreen
-from .theme import THEMES
 from .widgets.dialogs import AskLine, Confirm, Help, KeyValueDialog
-from .widgets.key_help import key_lines
+from .widgets.header import key_lines
 from .widgets.key_value import fact_lines, fit_lines, request_lines
 from .widgets.lines import LineWidget
 

@@ -5,7 +5,6 @@ from litestar.types import ControllerRouterHandler
 
 from llmbox.app.http.auth.guard import Access
 
-from .forms import show_error
 from .live import live
 from .pages.first_run import first_run_page
 from .pages.keys import add_key, keys_page, revoke_key, rotate_key
@@ -32,8 +31,8 @@ from .pages.requests import (
     requests_page,
 )
 from .pages.settings import review_settings, save_settings, settings_page
-from .pages.system import backup, bundle, checks_piece, purge, system_page
-from .pages.telemetry import telemetry_page
+from .pages.system import backup, bundle, checks_piece, purge, system_page, telemetry_page
+from .render import show_error
 from .static_files import static_file
 
 panel_routes: list[ControllerRouterHandler] = [

@@ -9,10 +9,8 @@ from typing import Any
 import click
 
 from ...bench.ab_compare import SCALES, SCENARIOS
-from ...bench.client import Target
-from ...bench.measure import Summary, run, summarise
-from ...bench.results import Levels, bench_folder, keep_run, ratios, read_levels
-from ...bench.workload import Prompts, uniform
+from ...bench.client import Prompts, Target, uniform
+from ...bench.measure import Levels, Summary, bench_folder, keep_run, ratios, read_levels, run, summarise
 from ...errors import CliError
 from .. import output
 from ..context import Program, pass_program

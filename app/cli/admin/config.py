@@ -80,7 +80,7 @@ def get(program: Program, key: str) -> None:
 @pass_program
 def set_(program: Program, key: str, value: str) -> None:
     """Write one value to the user's file; comments stay. Lists are separated by commas."""
-    from ...config.toml_file import set_value
+    from ...config.loader import set_value
 
     row = _key(key)
     checked = check_value(row, value, key, from_text=True)
@@ -97,7 +97,7 @@ def set_(program: Program, key: str, value: str) -> None:
 @pass_program
 def edit(program: Program) -> None:
     """Open the file in $EDITOR, then check it."""
-    from ...config.toml_file import template, write_atomic
+    from ...config.loader import template, write_atomic
 
     path = program.paths.config_file
     if not path.exists():

@@ -102,7 +102,7 @@ def _as_dict(program: Program, client: str, guide: Guide, at: Endpoint) -> dict[
 
 
 def _print(program: Program, guide: Guide, at: Endpoint, *, quiet: bool) -> None:
-    from ...integrations.config_files import as_text
+    from ...integrations.guides import as_text
 
     if guide.settings is not None and guide.file is not None:
         if not quiet:
@@ -124,7 +124,7 @@ def _hint(guide: Guide, at: Endpoint) -> None:
 
 
 def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json: bool) -> None:
-    from ...integrations.config_files import difference, merge_settings, replace
+    from ...integrations.guides import difference, merge_settings, replace
 
     if guide.file is None or guide.settings is None:
         raise CliError(

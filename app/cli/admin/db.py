@@ -131,7 +131,7 @@ def back_up(path: Path, target: Path) -> None:
 def migrate(program: Program) -> None:
     """Bring it to this version's schema, as a whole or not at all. Every start of the daemon does so too."""
     from ...store.database import open_database
-    from ...store.errors import StoreError
+    from ...store.record import StoreError
 
     path = _present(program)
     running = find_running(program.paths)

@@ -14,8 +14,8 @@ import click
 from ...errors import CliError, Exit
 from ...util import formatting
 from .. import output
-from ..confirm import require_consent
 from ..context import Program, pass_program
+from ..output import require_consent
 from ..root import Command, CommandGroup
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
 def _view(key: "ApiKey", used: "LastUsed") -> dict[str, Any]:
     import msgspec
 
-    from ...security.key_view import view
+    from ...security.key_store import view
 
     told: dict[str, Any] = msgspec.to_builtins(view(key, used))
     return told

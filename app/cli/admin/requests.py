@@ -12,8 +12,8 @@ import click
 from ...errors import CliError, Exit
 from ...util import formatting
 from .. import output
-from ..confirm import require_consent
 from ..context import Program, pass_program
+from ..output import require_consent
 from ..root import Command, CommandGroup
 
 MARGIN = 20

@@ -25,10 +25,9 @@ from llmbox.engine.ipc.spawn import Launch
 
 from ...config.schema import CacheSettings
 from ...daemon.run import with_caches
-from ...engines.load_words import format_compile_progress
 from ...errors import CliError, Exit
 from ...util import formatting
-from ...util.suggest import did_you_mean
+from ...util.formatting import did_you_mean, format_compile_progress
 from .. import output
 from ..context import Program, pass_program
 from ..root import Command

@@ -19,7 +19,7 @@ from ...admin_client import TIMEOUT, ApiRefusal
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...models.load_request import ModelRequest
-from ...util.suggest import did_you_mean
+from ...util.formatting import did_you_mean
 from ..options import checked_alias, model_options, read_flags
 from ..server.daemon_starter import Started, wait_for_models
 

@@ -18,7 +18,7 @@ from .. import output
 from ..context import Program
 from ..options import as_arguments
 from ..output import ProgressLine
-from .log_lines import error_in, last_lines
+from .logs import error_in, last_lines
 
 POLL = 0.1
 """Seconds between two looks at a daemon that starts."""

@@ -13,8 +13,8 @@ from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...util import formatting
 from .. import output
-from ..confirm import require_consent
 from ..context import Program, pass_program
+from ..output import require_consent
 from ..root import Command
 from .lifecycle import stop
 from .service import remove as remove_service

@@ -16,8 +16,7 @@ from .library import (
     resume,
     search,
 )
-from .models import load_model, models, pin_model, unload_model
-from .query import require_known_parameters
+from .models import config, load_model, models, pin_model, stats, status, unload_model
 from .requests import (
     cancel_request,
     forget_stored,
@@ -27,7 +26,7 @@ from .requests import (
     requests,
     stored,
 )
-from .status import config, stats, status
+from .schema import require_known_parameters
 from .telemetry import bench_runs, blocks, doctor, events, history, log_lines, marks, newest_tick
 
 admin_router = Router(

@@ -12,12 +12,12 @@ from msgspec import Struct
 
 from ...control.controller import DaemonController
 from ...errors import ApiError, CliError, Exit
-from ...security.key_view import KeyView, view
+from ...security.key_store import KeyView, view
 from ...security.keys import ApiKey, KeySpec
 from ...security.security import Security
 from ...security.sessions import TOKEN_LIFE
 from ...services import Services
-from ...store.errors import StoreError
+from ...store.record import StoreError
 from ...store.stored_answers import KeyUsage, usage_by_key
 
 log = logging.getLogger(__name__)

@@ -12,13 +12,11 @@ from ...errors import ApiError
 from ...inspect.detail import Detail, detail_of
 from ...inspect.replay import Replayed, replay
 from ...services import Services
-from ...store.errors import StoreError
-from ...store.record import RecordFilter, RequestRecord
+from ...store.record import RecordFilter, RequestRecord, StoreError
 from ...store.stored_answers import Kind
 from ..auth.credentials import identity_of
 from ..server.sse import while_connected
-from .query import Before, Since, Status
-from .schema import Cancelled, Purged, PurgeRequest, RequestPage
+from .schema import Before, Cancelled, HttpStatus, Purged, PurgeRequest, RequestPage, Since
 
 MOST_ROWS = 1000
 
@@ -28,7 +26,7 @@ async def requests(
     request: Request[Any, Any, State],
     model: FromQuery[str | None] = None,
     key: FromQuery[str | None] = None,
-    status: Status = None,
+    status: HttpStatus = None,
     errors: FromQuery[bool] = False,
     since: Since = None,
     before: Before = None,

@@ -1,12 +1,16 @@
-"""Answer types of the admin API. Times: `*_s` are seconds, `*_at` Unix seconds."""
+"""Parameters and answer types of the admin API. Times: `*_s` are seconds, `*_at` Unix seconds."""
 
 from typing import Annotated, Any, Literal
 
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+from litestar.params import QueryParameter
 from msgspec import Meta, Struct, field
 
 from llmbox.engine.ipc.messages import EngineStats, ModelInfo, Progress
 
 from ...config.schema import Scalar
+from ...errors import ApiError
 from ...gateway.request_events import LiveRequest
 from ...telemetry.snapshot import ErrorRate
 
@@ -168,3 +172,24 @@ class Purged(Struct):
 
 class Cancelled(Struct):
     cancelled: str
+
+
+_LATEST = 1e11
+Since = Annotated[float | None, QueryParameter(ge=0, le=_LATEST, description="Unix seconds.")]
+Before = Annotated[int | None, QueryParameter(ge=0, le=2**63 - 1, description="A `seq`, for the next page.")]
+HttpStatus = Annotated[int | None, QueryParameter(ge=100, le=599)]
+
+
+def require_known_parameters(
+    connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
+) -> None:
+    """Route guard. Raises ApiError 400: a misspelled filter must not answer with everything."""
+    known = handler.parsed_fn_signature.parameters
+    for name in connection.query_params:
+        if name not in known or name in {"request", "data"}:
+            shown = name[:64]
+            others = ", ".join(sorted(set(known) - {"request", "data"} - set(connection.path_params)))
+            takes = f"It takes {others}." if others else "It takes none."
+            raise ApiError(
+                400, f"This route has no query parameter {shown!r}. {takes}", "unknown_parameter", shown
+            )

@@ -16,7 +16,7 @@ from msgspec import Struct
 from ...control.controller import DaemonController
 from ...errors import ApiError
 from ...events import Event, Events
-from ...logging.tail import LEVELS, LogEntry, tail
+from ...logging.setup import LEVEL_NAMES, LogEntry, tail
 from ...services import Services
 from ...telemetry.annotations import MOST, Annotation
 from ...telemetry.history import KEEP, is_series, step_for
@@ -24,7 +24,7 @@ from ...telemetry.kv_cache_map import Blocks
 from ...telemetry.snapshot import Tick
 from ..auth.credentials import identity_of
 from ..server.sse import EventStreamResponse, SseOptions
-from .query import Since
+from .schema import Since
 
 OPTIONS = SseOptions(endless=True, last=b"")
 
@@ -160,8 +160,8 @@ async def log_lines(
 ) -> LogLines:
     """Return the newest lines of the daemon's log, oldest first."""
     services: Services = request.app.state.services
-    if level not in LEVELS:
-        raise ApiError(400, f"level must be one of {', '.join(LEVELS)}.", "invalid_value", "level")
+    if level not in LEVEL_NAMES:
+        raise ApiError(400, f"level must be one of {', '.join(LEVEL_NAMES)}.", "invalid_value", "level")
     found = await asyncio.to_thread(tail, services.paths.log_file, lines, level, component)
     return LogLines(found)
 
@@ -187,6 +187,6 @@ async def bench_runs(request: Request[Any, Any, State]) -> dict[str, list[dict[s
 
 
 def _runs(services: Services) -> list[dict[str, Any]]:
-    from ...bench.results import bench_folder, read_runs  # noqa: PLC0415
+    from ...bench.measure import bench_folder, read_runs  # noqa: PLC0415
 
     return [msgspec.to_builtins(run) for run in read_runs(bench_folder(services.paths))]

@@ -10,9 +10,9 @@ from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
 from ...text.output.output_parser import OutputParser, ParsedOutput
 from ..openai.chat import ChatCall, heading_of
-from ..openai.chat_parts import call_id, reasoning_tokens
-from .prepare import MessageCall
+from ..openai.chat_messages import call_id, reasoning_tokens
 from .response_types import AnthropicMessage, MessageUsage, named_event, stop_reason
+from .translate import MessageCall
 
 
 async def complete_message(gateway: Gateway, call: MessageCall) -> AnthropicMessage:

@@ -10,10 +10,10 @@ from ..auth.guard import Access
 from ..openai.request_context import HttpRequest, RequestContext
 from ..server.sse import EventStreamResponse, SseOptions, while_connected
 from .batches import batches_router
-from .prepare import count_prompt_tokens, prepare_message
 from .request_types import CountTokensRequest, MessagesRequest
 from .responder import complete_message, stream_message
 from .response_types import AnthropicMessage, TokenCount, error_event, named_event
+from .translate import count_prompt_tokens, prepare_message
 
 _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
 

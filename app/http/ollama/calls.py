@@ -9,7 +9,7 @@ import msgspec
 from ...errors import ApiError
 from ...gateway.generation import Generation
 from ..openai.chat import ChatCall
-from ..openai.chat_parts import PLAIN, Parsing
+from ..openai.chat_messages import PLAIN, Parsing
 from ..openai.completions import CompletionCall
 from ..openai.dialect import prepare_translated, prepare_translated_completion
 from ..openai.request_context import RequestContext

@@ -12,8 +12,7 @@ from litestar.params import Body
 from litestar.types import ControllerRouterHandler
 
 from ...control.controller import DaemonController
-from ...control.library import STATUS_OF_EXIT
-from ...control.model_card import Card, read_card
+from ...control.library import STATUS_OF_EXIT, Card, read_card
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError, CliError
 from ...gateway.gateway import context_limit
@@ -30,8 +29,8 @@ from ..openai.unsupported import unknown_fields
 from ..server.errors import error_type
 from ..server.sse import EventStreamResponse, while_connected
 from .request_types import CopyRequest, DeleteRequest, OllamaPullRequest, ShowRequest, normalize_name
-from .responder import LINES, line, stamp
-from .response_types import (
+from .responder import (
+    LINES,
     Listed,
     OllamaVersion,
     Running,
@@ -40,8 +39,10 @@ from .response_types import (
     Tags,
     capabilities,
     details_of,
+    line,
     model_info,
     parameters,
+    stamp,
 )
 
 _SHA256_DIGITS = 64

@@ -15,7 +15,7 @@ from ...errors import ApiError
 from ...services import Services
 from ...store.batches import Batch, BatchItem, BatchPage, BatchResult
 from ..auth.guard import Access
-from ..server import strict_json
+from ..server import request as strict_json
 from .request_context import HttpRequest
 from .request_types import MetadataKey, MetadataValue
 from .stored import services_and_owner

@@ -15,13 +15,9 @@ from ...text.chat_template import Chat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
-from .chat_messages import build_chat
-from .chat_parts import Parsing, call_id, final_reason, reasoning_tokens
+from .chat_messages import Parsing, build_chat, call_id, final_reason, reasoning_tokens, with_effort
 from .completions import check_prompts, truncate_prompts
-from .deadlines import Deadlines
-from .logprobs import chat_logprobs, prompt_logprobs
-from .prepared_request import CheckedRequest
-from .reasoning_effort import with_effort
+from .prepared_request import CheckedRequest, Deadlines
 from .request_context import ChunkHeader, RequestContext
 from .request_types import ChatCompletionRequest, FunctionTool, Message
 from .response_types import (
@@ -37,10 +33,12 @@ from .response_types import (
 )
 from .sampling import (
     Logprobs,
+    chat_logprobs,
     check_alternatives,
     check_common,
     check_max_tokens,
     invalid,
+    prompt_logprobs,
     public_id,
     sampling_params,
     stop_strings,

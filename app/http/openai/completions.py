@@ -15,18 +15,19 @@ from ...gateway.open_request import OpenRequest
 from ...text.fim import fim_prompt, fim_stop_ids
 from ...util.threads import off_loop
 from ..server.sse import data_event
-from .deadlines import Deadlines
-from .logprobs import append_completion_entry, completion_logprobs, prompt_logprobs
-from .prepared_request import CheckedRequest
+from .prepared_request import CheckedRequest, Deadlines
 from .request_context import ChunkHeader, RequestContext
 from .request_types import CompletionRequest
 from .response_types import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (
     Logprobs,
+    append_completion_entry,
     check_alternatives,
     check_common,
     check_max_tokens,
+    completion_logprobs,
     invalid,
+    prompt_logprobs,
     public_id,
     sampling_params,
     stop_strings,

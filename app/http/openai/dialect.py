@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ApiError
-from ..server.strict_json import invalid
+from ..server.request import invalid
 from .chat import ChatCall, prepare_chat
 from .completions import CompletionCall, prepare_completion
 from .request_context import RequestContext

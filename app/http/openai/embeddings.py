@@ -9,15 +9,15 @@ from msgspec import UNSET
 
 from llmbox.engine.sampling_params import Pooling, SamplingParams
 
+from ...engines.admission import QueueReservation
 from ...engines.loaded_model import LoadedModel
-from ...engines.reservation import QueueReservation
 from ...errors import ApiError
-from ...gateway.embeddings import as_base64, unit_vector
+from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, TokenUsage
 from ...util.threads import off_loop
 from .completions import prompt_ids, prompt_items, truncate_prompts
-from .deadlines import Deadlines
+from .prepared_request import Deadlines
 from .request_context import RequestContext
 from .request_types import EmbeddingRequest
 from .response_types import Embedding, EmbeddingList, EmbeddingUsage

@@ -13,14 +13,14 @@ from llmbox.engine.sampling_params import Pooling
 
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
-from ...gateway.embeddings import as_base64, unit_vector
+from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.generation import Generation
 from ...text.classifier import Classifier, not_a_classifier, read_classifier
 from ...text.reranker import Reranker, build_rerank_prompts
 from ...util.threads import off_loop
 from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
-from .deadlines import Deadlines
 from .embeddings import build_pooling_generation, check_dimensions, check_inputs, pool, pooled
+from .prepared_request import Deadlines
 from .request_context import RequestContext
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
 from .rerank import find_reranker

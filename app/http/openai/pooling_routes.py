@@ -7,7 +7,6 @@ from litestar.params import Body
 
 from ..auth.guard import Access
 from ..server.sse import while_connected
-from .deadlines import Deadlines
 from .embeddings import embed, prepare_embeddings
 from .pooling import (
     ClassifyRequest,
@@ -22,6 +21,7 @@ from .pooling import (
     run_pooling,
     run_score,
 )
+from .prepared_request import Deadlines
 from .request_context import HttpRequest, RequestContext
 from .request_types import EmbeddingRequest, RerankRequest
 from .rerank import prepare_rerank, rank

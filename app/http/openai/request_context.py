@@ -12,12 +12,11 @@ from litestar import Request
 from litestar.datastructures import State
 
 from ...config.schema import LimitSettings
+from ...engines.admission import QueueReservation
 from ...engines.loaded_model import LoadedModel
-from ...engines.reservation import QueueReservation
 from ...errors import ApiError
 from ...gateway.gateway import Gateway, max_in_engine, system_fingerprint
-from ...gateway.generation import ContentRetention
-from ...gateway.time_limits import deadline_error
+from ...gateway.generation import ContentRetention, deadline_error
 from ...security.identity import Identity
 from ...services import Services
 from ..auth.credentials import identity_of

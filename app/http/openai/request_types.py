@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from .reasoning_effort import Effort
-
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -44,6 +42,7 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 Salt = Annotated[str, Meta(min_length=1, max_length=512)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
 Later = Annotated[Any, Meta(description="Not supported yet: a value other than the default gets 400.")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Never = Annotated[Any, Meta(description="Not supported: a value other than the default gets 400.")]
 NoEffect = Annotated[Any, Meta(description="Taken, and without effect here.")]
 

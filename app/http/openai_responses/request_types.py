@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from ..openai.reasoning_effort import Effort
 from ..openai.request_types import (
     Count,
+    Effort,
     Later,
     Name,
     Never,

@@ -8,9 +8,8 @@ from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
 from ..server.sse import SseOptions
-from .item_writer import Event
 from .response_types import ResponseObject
-from .writer import PreparedResponse, Writer, run
+from .writer import Event, PreparedResponse, Writer, run
 
 
 async def complete_response(gateway: Gateway, prepared: PreparedResponse) -> ResponseObject:

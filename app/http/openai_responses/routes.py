@@ -9,19 +9,18 @@ from msgspec import UNSET, Struct, UnsetType
 
 from ...gateway.gateway import Gateway
 from ..auth.guard import Access
-from ..openai.chat_parts import reasoning_tokens
+from ..openai.chat_messages import reasoning_tokens
 from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.stored import Store
 from ..openai.unsupported import refuse_unsupported
 from ..server.sse import EventStreamResponse, while_connected
-from .background import check_background, start_background
 from .conversations import conversations_router
 from .items import summary_item
 from .prepare import count_input_tokens, prepare_response
 from .request_types import CompactRequest, InputTokensRequest, ResponseRequest
 from .responder import STREAM, complete_response, stream_response
 from .response_types import InputTokens, ResponseObject, ResponseUsage
-from .stored import stored_responses_router
+from .stored import check_background, start_background, stored_responses_router
 from .translate import items_of
 from .writer import PreparedResponse
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import ApiError
 from ...services import Services
 from ...store.stored_answers import StoredAnswer, StoredAnswers
-from ..openai.reasoning_effort import thinks
+from ..openai.chat_messages import thinks
 from ..openai.request_context import RequestContext
 from ..openai.sampling import invalid
 from ..openai.stored import not_found

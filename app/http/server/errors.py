@@ -12,7 +12,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 
 from ...errors import ApiError
-from ...store.errors import StoreError
+from ...store.record import StoreError
 from ..model_pages import is_anthropic_client
 
 logger = logging.getLogger(__name__)

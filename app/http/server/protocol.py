@@ -20,9 +20,9 @@ from uvicorn.server import ServerState
 
 from ...config.schema import LimitSettings
 from ...errors import ApiError
-from .connections import ConnectionLimiter
 from .errors import encode_error
 from .request import LOCAL
+from .sockets import ConnectionLimiter
 
 _DISCARD_BODIES = 8
 """Bound on bytes discarded after an early answer, in bodies of the largest size: a reset would destroy the

@@ -15,9 +15,8 @@ from uvicorn.server import ServerState
 
 from ...config.schema import LimitSettings
 from ...lifecycle.drain import Drain
-from .connections import ConnectionLimiter
 from .protocol import DatedState, LimitedProtocol
-from .sockets import BACKLOG
+from .sockets import BACKLOG, ConnectionLimiter
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 

@@ -8,8 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, text
 from sqlmodel import Session, col, select
 
-from ..content import Content, to_json
-from ..record import RecordFilter, RequestRecord
+from ..record import Content, RecordFilter, RequestRecord, to_json
 from ..tables import ContentRow, RequestRow
 
 _FIELDS = tuple(f.name for f in fields(RequestRecord))

@@ -12,7 +12,7 @@ from llmbox.app.batches import runner as runner_module
 from llmbox.app.errors import ApiError
 from llmbox.app.store import RequestLog
 from llmbox.app.store.batches import BatchItem, BatchPage, BatchStore
-from llmbox.app.store.errors import StoreError
+from llmbox.app.store.record import StoreError
 from support.engines import until
 
 

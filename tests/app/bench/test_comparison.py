@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from llmbox.app.bench.results import ratios, read_levels
+from llmbox.app.bench.measure import ratios, read_levels
 from llmbox.app.errors import CliError
 
 

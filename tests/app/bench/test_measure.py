@@ -1,8 +1,14 @@
 import pytest
 
-from llmbox.app.bench.client import RequestTiming
+from llmbox.app.bench.client import (
+    BenchRequest,
+    Prompts,
+    RequestTiming,
+    heavy_tail,
+    long_arrival,
+    shared_prefix,
+)
 from llmbox.app.bench.measure import BenchRun, percentile, ratio, summarise
-from llmbox.app.bench.workload import BenchRequest, Prompts, heavy_tail, long_arrival, shared_prefix
 
 
 def sample(start: float, times: list[float]) -> RequestTiming:

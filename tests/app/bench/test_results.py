@@ -1,4 +1,4 @@
-from llmbox.app.bench import results as runs
+from llmbox.app.bench import measure as runs
 
 
 def test_runs_are_kept_newest_first_up_to_a_limit(tmp_path, monkeypatch):

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.config.loader import check_value, load_settings, parse
+from llmbox.app.config.loader import check_value, load_settings, parse, set_value, template
 from llmbox.app.config.paths import Paths, find_paths
 from llmbox.app.config.schema import SECTIONS, Settings, schema
-from llmbox.app.config.toml_file import set_value, template
 from llmbox.app.errors import CliError, Exit
 
 

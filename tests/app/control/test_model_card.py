@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from llmbox.app.control.model_card import read_card
-from llmbox.app.http.ollama.response_types import capabilities
+from llmbox.app.control.library import read_card
+from llmbox.app.http.ollama.responder import capabilities
 from support.hub_models import model_files
 
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.daemon.notify import format_status, notify
-from llmbox.app.engines.readiness import ModelReadiness, Readiness
+from llmbox.app.daemon.serve import format_status, notify
+from llmbox.app.engines.loaded_model import ModelReadiness, Readiness
 
 
 def test_the_service_manager_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmbox.app.engines.load_words import STARTING, format_load_progress
 from llmbox.app.engines.supervisor import Supervisor
+from llmbox.app.util.formatting import STARTING, format_load_progress
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import Progress
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.engines import prewarmed_process as module
-from llmbox.app.engines.prewarmed_process import PrewarmedProcess
+from llmbox.app.engines import engine_process as module
+from llmbox.app.engines.engine_process import PrewarmedProcess
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 from support.engines import assert_undisturbed, config, go_on, is_running, kill, request, until

@@ -1,6 +1,6 @@
 """Hashes of answers: the same ids give the same one, in this installation only."""
 
-from llmbox.app.gateway.output_hash import OutputHasher, same
+from llmbox.app.gateway.choice_stream import OutputHasher, same
 
 
 def test_the_same_tokens_have_the_same_hash_across_restarts(tmp_path):

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from llmbox.app.engines.readiness import ModelReadiness
+from llmbox.app.engines.loaded_model import ModelReadiness
 from llmbox.app.http.server.request import is_local_socket
 from llmbox.app.security.keys import KeySpec
 from support.http_app import client, fake_services, guarded, make_app

@@ -5,8 +5,7 @@ import typing
 import pytest
 
 from llmbox.app.inspect.detail import content_note, prefix_note
-from llmbox.app.store.content import Content
-from llmbox.app.store.record import RequestRecord
+from llmbox.app.store.record import Content, RequestRecord
 from llmbox.engine.ipc.messages import PrefixMissReason
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.integrations.config_files import as_text, merge_settings
-from llmbox.app.integrations.guides import GUIDES, Endpoint
+from llmbox.app.integrations.guides import GUIDES, Endpoint, as_text, merge_settings
 from support.cli_call import Call, FakeClient, call, home
 
 __all__ = ["call", "home"]

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from llmbox.app.lifecycle.background_tasks import Background
-from llmbox.app.lifecycle.drain import Drain
+from llmbox.app.lifecycle.drain import Background, Drain
 from support.cli_box import PATIENCE
 
 PLACE = ("key_1", "resp-1")

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention
-from llmbox.app.store.content import ContentBudget, ContentDraft, cut_texts, make_content
-from llmbox.app.store.errors import StoreError
+from llmbox.app.store.record import ContentBudget, ContentDraft, StoreError, cut_texts, make_content
 
 SECRET = "the-secret-of-the-pudding"
 

@@ -10,7 +10,7 @@ from sqlalchemy import create_engine, text
 
 from llmbox.app.store import RequestLog, RequestRecord, Retention
 from llmbox.app.store.database import open_database, upgrade
-from llmbox.app.store.errors import StoreError
+from llmbox.app.store.record import StoreError
 from llmbox.app.store.stored_answers import StoredAnswer, StoredAnswers, StoredFilter, encode_json
 
 SECRET = "the-secret-of-the-pudding"

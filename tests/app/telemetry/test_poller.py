@@ -4,15 +4,13 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
-from llmbox.app.engines.readiness import Readiness
+from llmbox.app.engines.loaded_model import Readiness
 from llmbox.app.events import Events
 from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.store.record import RequestRecord
-from llmbox.app.telemetry.error_rates import ErrorRates
-from llmbox.app.telemetry.gpus import GpuReader
+from llmbox.app.telemetry.gpus import GpuReader, HostReader
 from llmbox.app.telemetry.history import History
-from llmbox.app.telemetry.host import HostReader
-from llmbox.app.telemetry.latencies import Latencies
+from llmbox.app.telemetry.latencies import ErrorRates, Latencies
 from llmbox.app.telemetry.poller import Poller
 from llmbox.app.telemetry.snapshot import NA, Tick
 from llmbox.engine.ipc.messages import EngineStats

@@ -9,7 +9,7 @@ from llmbox.app.cli.context import Program
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.main import run
 from llmbox.app.security.key_store import KeyStore
-from llmbox.app.util.suggest import nearest
+from llmbox.app.util.formatting import nearest
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from textual.widgets import Footer, Input
 from ..data.state import State
 from ..messages import Changed, Fetch
 from ..rendering import Glyphs
-from ..widgets.compact import compact_lines
-from ..widgets.header import alert_line, bar_line
+from ..widgets.header import alert_line, bar_line, compact_lines
 from ..widgets.lines import Lines
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, Tick
 from ..data.state import State
 from ..messages import Fetch
 from ..rendering import Glyphs, Line, Span, bar, clean, count, heading, percent, seconds, size
-from ..widgets.kv_cache_strip import prefix_lines, strip_lines
-from ..widgets.lines import Lines, cut
+from ..widgets.lines import Lines, cut, prefix_lines, strip_lines
 from .base import View
 
 CELLS = 1024

@@ -1,4 +1,4 @@
-"""Header of two lines: screens and the daemon's health, then the first alert."""
+"""Header of two lines (screens and health, then the first alert), key help, and the compact view."""
 
 import time
 from typing import TYPE_CHECKING
@@ -8,6 +8,13 @@ from .lines import cut
 
 if TYPE_CHECKING:
     from ..app import Dashboard
+from collections.abc import Callable, Iterable
+
+from textual.app import App
+from textual.binding import ActiveBinding, Binding
+
+from ..data.state import State
+from ..rendering import Glyphs, count, percent, seconds
 
 TITLES = ("Overview", "Requests", "Models", "Memory", "Logs", "Bench & Doctor")
 SHORT = ("Over", "Req", "Mod", "Mem", "Log", "Bench")
@@ -74,3 +81,69 @@ def alert_line(app: "Dashboard", width: int) -> Line:
     fix = f"  {glyphs.rule} {clean(first.fix)}" if first.fix else ""
     tone = "bad" if first.level == "failure" else "warn"
     return cut(((f" {glyphs.warning} {clean(first.text)}", tone), (fix + more, "muted")), width, glyphs)
+
+
+_TEXTUALS = ("scroll_", "page_", "app.focus_", "screen.copy_", "help_quit")
+"""Actions of every Textual program that have no use here."""
+_GROUPS = ("Screens", "On this screen", "Moving", "Everywhere")
+
+
+def key_lines(active: Iterable[ActiveBinding], display: Callable[[Binding], str]) -> list[Line]:
+    """Format the active bindings in groups; keys of the same action share a line."""
+    groups: dict[str, dict[str, list[str]]] = {name: {} for name in _GROUPS}
+    for each in active:
+        binding = each.binding
+        if binding.description and not binding.system and not binding.action.startswith(_TEXTUALS):
+            keys = groups[_group(each)].setdefault(_sentence(binding.description), [])
+            keys.append(display(binding))
+    joined = {
+        name: [(" ".join(dict.fromkeys(keys)), text) for text, keys in rows.items()]
+        for name, rows in groups.items()
+    }
+    width = max((len(keys) for rows in joined.values() for keys, _ in rows), default=0)
+    lines: list[Line] = []
+    for name, rows in joined.items():
+        if rows:
+            lines += [*([()] if lines else []), ((name, "title"),)]
+            lines += [((f"{keys:>{width}}", "accent"), (f"   {text}", "")) for keys, text in rows]
+    return lines
+
+
+def _group(active: ActiveBinding) -> str:
+    if active.binding.action.startswith("switch_mode"):
+        return "Screens"
+    if isinstance(active.node, App):
+        return "Everywhere"
+    is_move = active.binding.action.startswith(("move(", "scroll("))
+    return "Moving" if is_move else "On this screen"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def compact_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
+    tick = state.tick
+    if state.lost:
+        return [cut(((f"{glyphs.warning} daemon gone", "bad"),), width, glyphs)]
+    if tick is None:
+        return [(("waiting", "muted"),)]
+    totals = tick.totals
+    facts: list[tuple[str, str]] = [
+        ("out", f"{count(totals.tokens_out)} tok/s"),
+        ("in", f"{count(totals.tokens_in)} tok/s"),
+        ("requests", f"{totals.running} run, {totals.waiting} wait"),
+        ("failed", percent(totals.error_rate)),
+        ("TTFT p95", seconds(totals.ttft_p95)),
+        ("KV", percent(totals.kv_used)),
+        ("CPU", percent(tick.host.cpu)),
+    ]
+    facts += [(f"GPU {gpu.index}", gpu.problem or percent(gpu.utilisation)) for gpu in tick.gpus.devices]
+    facts += [(engine.state, engine.model) for engine in tick.engines]
+    lines: list[tuple[Span, ...]] = [
+        ((f"{glyphs.warning} {clean(each.text)}", "bad" if each.level == "failure" else "warn"),)
+        for each in tick.attention
+    ]
+    lines += [((f"{name:<9}", "muted"), (clean(text), "")) for name, text in facts]
+    lines += [((f"{request.id}", ""), (f" {request.state}", "muted")) for request in tick.requests]
+    return [cut(line, width, glyphs) for line in lines]

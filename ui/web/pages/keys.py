@@ -10,12 +10,11 @@ from litestar.params import FromPath
 from llmbox.app.errors import ApiError
 from llmbox.app.http.admin.keys import changing, revoke
 from llmbox.app.http.server.request import form_of
-from llmbox.app.security.key_view import view
+from llmbox.app.security.key_store import view
 from llmbox.app.security.keys import ApiKey, KeySpec
 from llmbox.app.store.stored_answers import usage_by_key
 
-from ..forms import done
-from ..render import PanelRequest, page, panel_of
+from ..render import PanelRequest, done, page, panel_of
 
 BACK = "/admin/keys"
 DAY = 86400.0

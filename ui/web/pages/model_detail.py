@@ -29,8 +29,7 @@ from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import MemoryPlan
 
-from ..forms import done, is_fragment
-from ..render import Panel, PanelRequest, page, panel_of, render
+from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
 
 CHOICES: Final = ("ctx", "memory", "dtype", "quant", "kv_dtype", "max_running", "tp")
 """Settings of a plan by short key: in the page's URL and in the form that loads the model."""

@@ -14,8 +14,7 @@ from llmbox.app.http.server.request import form_of
 from llmbox.app.hub.errors import HubError
 from llmbox.app.models.catalog import DiskModel, on_disk
 
-from ..forms import done
-from ..render import Panel, PanelRequest, page, panel_of, render
+from ..render import Panel, PanelRequest, done, page, panel_of, render
 from .model_detail import chosen_settings, options_of
 
 BACK = "/admin/models"

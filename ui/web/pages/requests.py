@@ -21,8 +21,7 @@ from llmbox.app.inspect.detail import detail_of
 from llmbox.app.inspect.replay import replay
 from llmbox.app.store.record import RecordFilter, RequestRecord
 
-from ..forms import done, is_fragment
-from ..render import Panel, PanelRequest, page, panel_of, render
+from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
 
 ROWS = 50
 SINCE = (("", "All time"), ("3600", "Last hour"), ("86400", "Last day"), ("604800", "Last week"))

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 
 from litestar import Response, get, post
 
-from llmbox.app.config.loader import SettingOrigin, check_value
+from llmbox.app.config.loader import SettingOrigin, check_value, set_value
 from llmbox.app.config.schema import Scalar, SettingSpec, schema
-from llmbox.app.config.toml_file import set_value
 from llmbox.app.control.controller import DaemonController
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.server.request import form_of
 from llmbox.app.http.server.sockets import is_loopback
 
 from .. import render as show
-from ..forms import done
-from ..render import PanelRequest, page, panel_of
+from ..render import PanelRequest, done, page, panel_of
 
 BACK = "/admin/settings"
 LOCKED = {"env": "set in the environment", "flag": "set on the command line"}

@@ -1,4 +1,4 @@
-"""System page: checks, versions, files and their sizes, the log, backups and erasure."""
+"""System and telemetry pages: checks, versions, files and their sizes, the log, backups and erasure."""
 
 import asyncio
 import os
@@ -7,6 +7,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,11 +24,11 @@ from llmbox.app.diagnostics.checks import run_checks
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.auth.credentials import identity_of
 from llmbox.app.http.server.request import form_of
-from llmbox.app.logging.tail import LEVELS, tail
+from llmbox.app.logging.setup import LEVEL_NAMES, tail
 from llmbox.app.services import Services
+from llmbox.app.telemetry.snapshot import NA, GpuReading
 
-from ..forms import done
-from ..render import Panel, PanelRequest, page, panel_of, render
+from ..render import Panel, PanelRequest, done, page, panel_of, render
 
 BACK = "/admin/system"
 LINES = 60
@@ -39,7 +40,7 @@ async def system_page(
     request: PanelRequest, level: FromQuery[str] = "info", checks: FromQuery[int] = 0
 ) -> Response[str]:
     panel = panel_of(request)
-    level = level if level in LEVELS else "info"
+    level = level if level in LEVEL_NAMES else "info"
     services = panel.services
     return page(
         request,
@@ -53,7 +54,7 @@ async def system_page(
         service=await asyncio.to_thread(_service, services),
         settings=services.settings,
         lines=await asyncio.to_thread(tail, services.paths.log_file, LINES, level),
-        levels=LEVELS[:4],
+        levels=LEVEL_NAMES[:4],
         level=level,
         findings=await _findings(panel) if checks else None,
         brief=False,
@@ -157,3 +158,72 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0
+
+
+MOST_MARKS = 50
+RANGES = (("600", "10 min"), ("3600", "1 h"), ("21600", "6 h"), ("86400", "24 h"), ("604800", "7 d"))
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Plot of time series. `series` holds names of the history with labels; `unit` is the format of
+    values.
+    """
+
+    title: str
+    unit: str
+    series: tuple[tuple[str, str], ...]
+    note: str = ""
+    """Reason why there is no recent data."""
+
+
+PLOTS = (
+    Plot("Tokens a second", "rate", (("tokens_out", "out"), ("tokens_in", "in"))),
+    Plot("Requests", "count", (("running", "running"), ("waiting", "waiting"))),
+    Plot("Time to first token", "seconds", (("ttft_p50", "p50"), ("ttft_p95", "p95"))),
+    Plot("Time per output token", "seconds", (("tpot_p50", "p50"), ("tpot_p95", "p95"))),
+    Plot("KV cache and prefix cache", "share", (("kv_used", "KV in use"), ("prefix_hit", "prefix hits"))),
+    Plot("Failed requests, over five minutes", "share", (("error_rate", "failed"),)),
+    Plot("Processor", "share", (("cpu", "CPU"),)),
+    Plot("Memory and disk left", "bytes", (("memory_available", "memory"), ("disk_free", "disk"))),
+)
+GPU_PLOTS = (
+    ("utilisation", "share", "utilisation"),
+    ("memory held by us", "bytes", "memory_ours"),
+    ("memory held by others", "bytes", "memory_others"),
+    ("temperature", "degrees", "temperature"),
+    ("power", "watts", "power"),
+    ("clock", "megahertz", "clock_sm"),
+    ("PCIe in, a second", "bytes", "pcie_in"),
+    ("PCIe out, a second", "bytes", "pcie_out"),
+    ("NVLink in, a second", "bytes", "nvlink_in"),
+    ("NVLink out, a second", "bytes", "nvlink_out"),
+)
+"""(title, unit, series) of plots with one line for each GPU."""
+
+
+@get("/telemetry", name="panel_telemetry")
+async def telemetry_page(request: PanelRequest, range: FromQuery[str] = "600") -> Response[str]:  # noqa: A002 - as in the URL
+    telemetry = panel_of(request).services.telemetry
+    tick = await telemetry.newest()
+    chosen = range if range in dict(RANGES) else RANGES[0][0]
+    marks = await telemetry.marks.since(tick.time - int(chosen))
+    return page(
+        request,
+        "telemetry.html",
+        "telemetry",
+        plots=[*PLOTS, *_gpu_plots(tick.gpus.devices)],
+        ranges=RANGES,
+        chosen=chosen,
+        tick=tick,
+        marks=marks[:MOST_MARKS],
+    )
+
+
+def _gpu_plots(gpus: tuple[GpuReading, ...]) -> Iterator[Plot]:
+    for title, unit, name in GPU_PLOTS if gpus else ():
+        lines = tuple((f"gpu{gpu.index}.{name}", f"GPU {gpu.index}") for gpu in gpus)
+        known = any(getattr(gpu, name) is not NA for gpu in gpus)
+        problem = next((f"GPU {gpu.index}: {gpu.problem}." for gpu in gpus if gpu.problem), "")
+        note = "" if known else problem or f"{gpus[0].name} does not report it."
+        yield Plot(f"GPU {title}", unit, lines, note)

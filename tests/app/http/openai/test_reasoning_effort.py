@@ -2,7 +2,8 @@
 
 import pytest
 
-from llmbox.app.http.openai.reasoning_effort import Effort, with_effort
+from llmbox.app.http.openai.chat_messages import with_effort
+from llmbox.app.http.openai.request_types import Effort
 from llmbox.app.text.chat_template import Chat
 
 SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}<think></think>{%- endif %}"

@@ -4,9 +4,9 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.gateway.generation import TokenEntry
-from llmbox.app.http.openai.logprobs import LOWEST, append_completion_entry, chat_logprobs, token_label
 from llmbox.app.http.openai.request_types import ChatCompletionRequest, CompletionRequest, Message
 from llmbox.app.http.openai.response_types import CompletionLogprobs
+from llmbox.app.http.openai.sampling import LOWEST, append_completion_entry, chat_logprobs, token_label
 from llmbox.app.http.openai.unsupported import refuse_unsupported, unknown_fields
 from llmbox.engine.ipc.messages import TokenLogprobs
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.http.server import connections
-from llmbox.app.http.server.connections import ConnectionLimiter
+from llmbox.app.http.server import sockets as connections
 from llmbox.app.http.server.server import serve
-from llmbox.app.http.server.sockets import listen_tcp, listen_unix
+from llmbox.app.http.server.sockets import ConnectionLimiter, listen_tcp, listen_unix
 from support.clock import Clock
 from support.http_app import fake_services, make_app
 from support.http_server import running

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbox.app.errors import ApiError
-from llmbox.app.http.server.strict_json import decode, load
+from llmbox.app.http.server.request import decode, load
 
 
 class Message(msgspec.Struct):
