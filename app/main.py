@@ -18,14 +18,20 @@ INTERRUPTED = 130
 @click.group(
     cls=LazyGroup,
     table=COMMANDS,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="llmbox", prog_name="llmbox", message="%(prog)s %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Serve language models on one box.
 
     Start with `llmbox up`, then point any OpenAI client at the printed URL.
     """
+    if context.invoked_subcommand is None:
+        from .cli.server.lifecycle import print_overview  # noqa: PLC0415 - keeps `llmbox --help` fast
+
+        print_overview(context.ensure_object(Program))
 
 
 def main(arguments: Sequence[str] | None = None, program: Program | None = None) -> None:

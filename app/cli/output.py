@@ -150,7 +150,7 @@ class ProgressLine:
             self._open = False
 
 
-def require_consent(question: str, nothing: str, *, yes: bool, as_json: bool) -> None:
+def require_consent(question: str, nothing: str, *, yes: bool, as_json: bool = False) -> None:
     """Ask on a terminal, unless `yes` answers already; refuse where nobody can be asked.
 
     `nothing` says what was left undone. Raises CliError, click.Abort.

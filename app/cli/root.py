@@ -1,5 +1,6 @@
 """List of commands: name, module, and line in `llmbox --help`."""
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, Final
 
@@ -57,6 +58,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "uninstall": (".server.uninstall:uninstall", "Remove what llmbox has put on this box; models stay."),
 }
 
+
+SECTIONS: Final = {
+    "The first day": ("up", "run", "search", "pull", "top", "down"),
+    "Models": (
+        *("ls", "show", "fit", "ps", "load", "unload", "pin", "unpin", "alias"),
+        *("adopt", "import", "quantize", "rm", "df"),
+    ),
+    "Daemon": ("status", "restart", "serve", "service", "logs", "stats", "dash"),
+    "Requests and access": ("requests", "key", "connect", "bench"),
+}
+"""Commands by group, in the order of `llmbox --help`. The others stand in a group at the end."""
 
 SYNONYMS: Final = {
     "list": ("ls", "show"),
@@ -158,5 +170,17 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in self.table.items()])
+        if self.table is not COMMANDS:
+            _write_section(formatter, "Commands", self.table, self.table)
+            return
+        for title, names in SECTIONS.items():
+            _write_section(formatter, title, self.table, names)
+        rest = [name for name in self.table if not any(name in names for names in SECTIONS.values())]
+        _write_section(formatter, "This program", self.table, rest)
+
+
+def _write_section(
+    formatter: click.HelpFormatter, title: str, table: dict[str, tuple[str, str]], names: Iterable[str]
+) -> None:
+    with formatter.section(title):
+        formatter.write_dl([(name, table[name][1]) for name in names])

@@ -8,22 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import EngineError
+from llmbox.engine.errors import DeviceError, EngineError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.pooling import is_declared
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
 
+from ..engines.eviction import usable_device
 from ..errors import ApiError, CliError, Exit
-from ..fit.fit import plan_alone
+from ..fit.bandwidth import device_bandwidth
+from ..fit.fit import default_engine, plan_alone
+from ..fit.recommendations import Recommendation, recommend
 from ..hub.download import Setup
 from ..hub.download_queue import Downloads
 from ..hub.remove import Removable, Removed, find_removable, remove
 from ..hub.repo_files import Hub
 from ..hub.search import Hit, search
-from ..models.catalog import ModelRef, find_served, hub_cache
+from ..models.catalog import ModelRef, find_served, hub_cache, on_disk
 from ..models.registry import Registry
 from ..services import Services
 from ..text.tokenizer.tokenizer import read_generation_defaults, read_template
@@ -58,17 +60,29 @@ class Library:
         served. May be called from any thread.
         """
         settings = self._services.settings
-        model = settings.model
-        engine = EngineConfig(
-            model_path="",
-            name="",
-            device=model.device,
-            dtype=model.dtype,
-            kv_dtype=model.kv_dtype,
-            quant=model.quant,
-            context=model.ctx,
+        return plan_alone(config, read_machine(), default_engine(settings.model), settings.memory.budget)
+
+    async def recommend(self) -> list[Recommendation]:
+        """Plan the recommended models on this machine. The hub is not asked."""
+        return await asyncio.to_thread(self._recommend)
+
+    def _recommend(self) -> list[Recommendation]:
+        settings = self._services.settings
+        machine = read_machine()
+        engine = default_engine(settings.model)
+        try:
+            device = usable_device(machine, engine.device)
+        except DeviceError:
+            return []
+        file = self._services.paths.bandwidth_file
+        return recommend(
+            machine,
+            engine,
+            budget_gb=settings.memory.budget,
+            disk=hub_cache(os.environ),
+            bandwidth=device_bandwidth(machine, device, file, engine.threads),
+            present={model.ref.name for model in on_disk(os.environ, self.registry.read_or_nothing())},
         )
-        return plan_alone(config, read_machine(), engine, settings.memory.budget)
 
     async def search(self, text: str, limit: int) -> list[Hit]:
         return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))

@@ -40,6 +40,7 @@ from ..errors import ApiError
 from ..events import Events
 from ..models.catalog import ModelRef
 from ..models.load_request import ModelRequest
+from ..models.recommended import full_name
 from ..models.registry import Alias, Registry
 from .evicted_models import EvictedModel, EvictedModels
 from .memory_estimate import Sizes, note_load, sizes
@@ -119,7 +120,7 @@ class ModelScheduler:
         target = name if alias is None else alias.model
         place = names.directories.get(target, target if alias is not None else None)
         if place is None or self._engines.knows(target):  # clients may not name paths
-            return target
+            return target if self._engines.knows(target) else full_name(target)
         return (
             self._engines.find_name_by_path(Path(place))
             or self.evicted.find_name_by_path(Path(place))

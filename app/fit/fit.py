@@ -17,6 +17,7 @@ from llmbox.engine.planning.roofline import decode_tokens_per_second
 from llmbox.engine.planning.runnable import RunnablePlan, kernel_site, require_runnable
 from llmbox.kernels.quant_formats import QUANTS
 
+from ..config.schema import ModelSettings
 from ..engines.eviction import CUDA_SHARE, Place, total_budget, usable_device
 from ..hub.model_info import ModelFacts
 from ..hub.transfer import free_space
@@ -149,6 +150,19 @@ def plan_within_budget(
     except (DoesNotFit, DeviceError, ParallelError) as error:
         return None, str(error)
     return plan, ""
+
+
+def default_engine(settings: ModelSettings) -> EngineConfig:
+    """Return the engine options of a model that is loaded without flags."""
+    return EngineConfig(
+        model_path="",
+        name="",
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        quant=settings.quant,
+        context=settings.ctx,
+    )
 
 
 def plan_alone(

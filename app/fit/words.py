@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from llmbox.engine.planning.estimator import MemoryPlan, show_bytes
 
+from ..util.formatting import rate_range
 from .fit import SUSTAINED, Fit, Speed
 
 
@@ -46,7 +47,7 @@ def _states(plan: MemoryPlan) -> str:
 
 
 def _speed_rows(speed: Speed) -> Iterator[tuple[str, str]]:
-    one, many = f"{_range(*speed.one_stream)} tok/s for one stream", _range(*speed.all_streams)
+    one, many = f"{rate_range(*speed.one_stream)} tok/s for one stream", rate_range(*speed.all_streams)
     yield "speed", one + (f", {many} for {speed.streams}" if speed.streams > 1 else "")
     memory, share = speed.bandwidth, f"{SUSTAINED:.0%}"
     if memory.probed_at is None:
@@ -58,11 +59,6 @@ def _speed_rows(speed: Speed) -> Iterator[tuple[str, str]]:
         yield "memory", f"{read}; the speed is that of {share} of the first to all of the second"
     if speed.sums_bytes:
         yield "scaling", f"{speed.scaling:.2f} times one rank; each sends {_size(speed.sums_bytes)} a token"
-
-
-def _range(low: float, high: float) -> str:
-    digits = 1 if high < 20 else 0
-    return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def _size(count: float) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 from ..errors import ApiError
 from ..events import Events
 from ..models.catalog import HUB_ID, likely_id
+from ..models.recommended import full_name, short_names
+from ..util.formatting import did_you_mean
 from . import errors
 from .cache_layout import Repo, clean_up
 from .download import Download, Fetching, Setup, State
@@ -126,13 +128,14 @@ class Downloads:
         return list(self._all.values())
 
     def get(self, model: str) -> Download:
-        found = self._all.get(model)
+        found = self._all.get(full_name(model))
         if found is None:
             raise ApiError(404, f"No download of {model!r} is known.", "download_not_found", "model")
         return found
 
     def start(self, model: str, *, anyway: bool = False) -> Download:
         """Start a download, resume a paused or failed one, or return the one under way."""
+        model = full_name(model)
         found = self._all.get(model)
         if found is not None and (found.active or found.state == "paused"):
             found.anyway |= anyway
@@ -142,7 +145,7 @@ class Downloads:
             raise ApiError(
                 400,
                 f"{model[:200]!r} is not a model of the hub: it is written org/name or org/name@revision"
-                + (f"; {hint.strip()}" if (hint := likely_id(model)) else "."),
+                + (f"; {hint.strip()}" if (hint := _meant(model)) else "."),
                 "invalid_value",
                 "model",
             )
@@ -364,3 +367,7 @@ def _not_now(download: Download, what: str) -> ApiError:
     return ApiError(
         409, f"The download of {download.model} is {download.state}: it cannot be {what}.", "download_state"
     )
+
+
+def _meant(text: str) -> str:
+    return likely_id(text) or did_you_mean(text[:100], short_names())

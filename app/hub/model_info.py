@@ -17,6 +17,7 @@ from llmbox.engine.model_config.config import ModelConfig, parse_config
 
 from ..errors import CliError, Exit
 from ..models.catalog import HUB_ID, ModelRef, hub_cache, resolve
+from ..models.recommended import full_name
 from ..models.registry import NameLookup
 from .errors import HubError
 from .repo_files import CONFIG_LIMIT, Hub, Listing, RepoFile, choose_files
@@ -83,19 +84,26 @@ def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
     choose_config(listing)
     names = [name for name in ("config.json", MODELOPT_FILE) if listing.file(name) is not None]
     found = {name: hub.read_json(listing, name, CONFIG_LIMIT) for name in names}
+    try:
+        return parse_config_files(found)
+    except EngineError as error:
+        raise HubError(
+            "unsupported_model",
+            f"{listing.repo} cannot be served",
+            str(error),
+            "look for another model: llmbox search TEXT",
+        ) from None
+
+
+def parse_config_files(files: Mapping[str, object]) -> ModelConfig:
+    """Parse config.json and its companions, given as JSON values by file name. Raises EngineError."""
     with tempfile.TemporaryDirectory(prefix="llmbox-") as folder:
-        for name, raw in found.items():
+        for name, raw in files.items():
             (Path(folder) / name).write_text(json.dumps(raw))
         try:
             return parse_config(Path(folder))
         except EngineError as error:
-            why = str(error).replace(f"{folder}/", "")
-            raise HubError(
-                "unsupported_model",
-                f"{listing.repo} cannot be served",
-                why,
-                "look for another model: llmbox search TEXT",
-            ) from None
+            raise type(error)(str(error).replace(f"{folder}/", "")) from None
 
 
 def choose_config(listing: Listing) -> None:
@@ -152,6 +160,7 @@ def find_facts(
         ref = resolve(model, environ, names, memory)
         return local_facts(ref), ref
     except CliError as error:
+        model = full_name(model)
         match = HUB_ID.fullmatch(model)
         if error.exit != Exit.NOT_FOUND or match is None:
             raise

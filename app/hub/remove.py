@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import CliError, Exit
 from ..models.catalog import BUILTIN, HUB_ID, commit_of, hub_cache
+from ..models.recommended import full_name
 from ..models.registry import NameLookup, Registry
 from .cache_layout import INCOMPLETE, Repo, repositories
 
@@ -40,7 +41,7 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
         )
     if (place := names.directories.get(name)) is not None:
         return Removable(name, Path(place), None)
-    match = HUB_ID.fullmatch(name)
+    match = HUB_ID.fullmatch(full_name(name))
     if match is None or ".." in name or "--" in name:
         if "/" not in name:
             raise _not_found(name)

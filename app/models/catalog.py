@@ -3,6 +3,7 @@
 `builtin`              the demo model inside the package
 an alias               its model; an adopted folder's name: that folder (`registry`)
 a directory            served under its folder's name
+a short name           `qwen3:4b`: the repository that `recommended` names
 `org/name[@revision]`  a snapshot in the Hugging Face cache or in an adopted one, laid out as huggingface_hub
                        does (importing that library takes 0.3 s: the few lines that read it are ours)
 
@@ -23,6 +24,7 @@ from llmbox.engine.gguf.reader import is_gguf
 
 from ..errors import CliError, Exit
 from ..util.formatting import did_you_mean
+from .recommended import full_name, short_names
 from .registry import NameLookup
 
 Source = Literal["builtin", "directory", "hub"]
@@ -111,13 +113,14 @@ def resolve(
         or (text.lower().endswith(WEIGHT_SUFFIXES) and Path(text).exists())
     ):
         return directory(Path(text))
+    asked, text = text, full_name(text)
     match = HUB_ID.fullmatch(text)
     if match is None or ".." in text or "--" in text:
         raise CliError(
             f"{text!r} does not name a model",
-            "a name is builtin, a directory, or org/name[@revision]",
+            "a name is builtin, a directory, org/name[@revision], or a short name such as qwen3:4b",
             f"{likely_id(text) or did_you_mean(text, _all_names(environ, names, memory))}"
-            "see what is on disk: llmbox ls",
+            "see what is on disk: llmbox ls; what suits this machine: llmbox search",
             Exit.USAGE if "/" in text else Exit.NOT_FOUND,
         )
     caches = [hub_cache(environ), *map(Path, names.caches)]
@@ -125,7 +128,8 @@ def resolve(
         return _in_caches(text, match["repo"], match["revision"], caches)
     except CliError as error:
         if error.exit == Exit.NOT_FOUND:
-            error.fix = did_you_mean(match["repo"], _all_names(environ, names, memory)) + error.fix
+            meant = did_you_mean(match["repo"], _all_names(environ, names, memory)) if asked == text else ""
+            error.fix = meant + error.fix
         raise
 
 
@@ -136,7 +140,7 @@ def _all_names(
     caches = [hub_cache(environ), *map(Path, names.caches)]
     repos = (repo.name for cache in caches if cache.is_dir() for repo in cache.glob("models--*--*"))
     fetched = {repo.removeprefix("models--").replace("--", "/", 1) for repo in repos}
-    return {BUILTIN, *names.aliases, *names.directories, *(memory or ()), *fetched}
+    return {BUILTIN, *names.aliases, *names.directories, *(memory or ()), *fetched, *short_names()}
 
 
 def likely_id(text: str) -> str:
@@ -151,6 +155,7 @@ def find_served(name: str, environ: Mapping[str, str], names: NameLookup) -> Mod
     try:
         if name in names.aliases or name in names.directories or name == BUILTIN:
             return resolve(name, environ, names)
+        name = full_name(name)
         match = HUB_ID.fullmatch(name)
         if match is None or ".." in name or "--" in name:
             return None

@@ -78,3 +78,9 @@ def format_compile_progress(done: int, total: int) -> str:
     if not total:
         return "waiting for the CPU kernels, which another process compiles"
     return f"compiling the CPU kernels (once): {done} of {total} steps"
+
+
+def rate_range(low: float, high: float) -> str:
+    """Format a range of tokens a second, without its unit."""
+    digits = 1 if high < 20 else 0
+    return f"{low:.{digits}f} to {high:.{digits}f}"

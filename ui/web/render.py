@@ -56,6 +56,10 @@ def rate(number: Number | None) -> str:
     return NONE if value is None else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
+def rate_range(rates: tuple[float, float]) -> str:
+    return formatting.rate_range(*rates)
+
+
 def count(number: Number | None) -> str:
     value = known(number)
     return NONE if value is None else f"{value:,.0f}"
@@ -158,6 +162,7 @@ def environment() -> "Environment":
         "count": count,
         "percent": percent,
         "rate": rate,
+        "rate_range": rate_range,
         "size": size,
         "span": span,
         "value": value,

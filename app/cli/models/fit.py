@@ -16,11 +16,12 @@ from llmbox.engine.planning.estimator import MemoryPlan
 from ...engines.eviction import usable_device
 from ...errors import CliError, Exit
 from ...fit.bandwidth import device_bandwidth
-from ...fit.fit import Fit, plan_alone
+from ...fit.fit import Fit, default_engine, plan_alone
 from ...fit.fit import fit as check_fit
+from ...fit.recommendations import Recommendation, recommend, smaller_models
 from ...fit.words import fit_rows, verdict
 from ...hub.model_info import ModelFacts, find_facts
-from ...models.catalog import hub_cache
+from ...models.catalog import hub_cache, on_disk
 from ...models.load_request import ModelRequest
 from .. import output
 from ..context import Program, pass_program
@@ -73,6 +74,9 @@ def report(
         output.write_json("fit", result.as_dict())
     else:
         _print(result)
+        if result.plan is None:
+            for text in smaller_models(result.name, recommendations(program, config)):
+                output.write(f"  {'fits here':10} {text}")
     return Exit.OK if result.fits else Exit.DOES_NOT_FIT
 
 
@@ -80,16 +84,26 @@ def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None
     """Return a function that plans a model with the default settings, alone on this machine."""
     settings = program.settings().settings
     machine = read_machine()
-    engine = EngineConfig(
-        model_path="",
-        name="",
-        device=settings.model.device,
-        dtype=settings.model.dtype,
-        kv_dtype=settings.model.kv_dtype,
-        quant=settings.model.quant,
-        context=settings.model.ctx,
-    )
+    engine = default_engine(settings.model)
     return lambda config: plan_alone(config, machine, engine, settings.memory.budget)
+
+
+def recommendations(program: Program, config: EngineConfig | None = None) -> list[Recommendation]:
+    """Plan the recommended models on this machine. Raises CliError where there is no such device."""
+    settings = program.settings().settings
+    machine, config = read_machine(), config or default_engine(settings.model)
+    try:
+        device = usable_device(machine, config.device)
+    except DeviceError as error:
+        raise CliError("no model can be served", str(error), "llmbox doctor") from error
+    return recommend(
+        machine,
+        config,
+        budget_gb=settings.memory.budget,
+        disk=hub_cache(program.environ),
+        bandwidth=device_bandwidth(machine, device, program.paths.bandwidth_file, config.threads),
+        present={model.ref.name for model in on_disk(program.environ, program.names)},
+    )
 
 
 def _print(result: Fit) -> None:

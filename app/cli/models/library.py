@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("text")
+@click.argument("text", required=False)
 @click.option("--limit", type=click.IntRange(1, 50), default=15, show_default=True, help="Most results.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Names only.")
 @pass_program
-def search(program: Program, *, text: str, limit: int, as_json: bool, quiet: bool) -> None:
-    """Search the hub for models, with whether they fit on this machine."""
+def search(program: Program, *, text: str | None, limit: int, as_json: bool, quiet: bool) -> None:
+    """Search the hub for models, with whether they fit on this machine.
+
+    Without TEXT: recommended models by purpose, from a list inside llmbox. Nothing is asked of the hub then.
+    """
+    if text is None:
+        _list_recommended(program, as_json=as_json, quiet=quiet)
+        return
     from ...hub.errors import HubError
     from ...hub.repo_files import Hub
     from ...hub.search import search as search_hub
@@ -65,6 +71,40 @@ def search(program: Program, *, text: str, limit: int, as_json: bool, quiet: boo
         output.table(
             ("NAME", "PARAMS", "FITS", "CONTEXT", "MEMORY", "DOWNLOADS", ""), rows, right=(1, 3, 4, 5)
         )
+
+
+def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
+    from .fit import recommendations
+
+    found = recommendations(program)
+    if as_json:
+        output.write_json("recommended", {"models": [each.as_dict() for each in found]})
+        return
+    if quiet:
+        for each in found:
+            output.write(each.model.name)
+        return
+    rows = []
+    for each in found:
+        model, plan, speed = each.model, each.fit.plan, each.fit.speed
+        rows.append(
+            (
+                model.name + (" *" if model.default else ""),
+                model.purpose,
+                _count(model.params),
+                ("yes" if each.fit.fits else "no") + (", here" if each.here else ""),
+                plan.context if plan else "-",
+                formatting.size(plan.total_bytes if plan else None),
+                formatting.rate_range(*speed.one_stream) if speed else "-",
+                formatting.size(each.fit.disk_need or None),
+                model.license + (", gated" if model.gated else ""),
+            )
+        )
+    heads = ("NAME", "FOR", "PARAMS", "FITS", "CONTEXT", "MEMORY", "TOK/S", "FETCH", "LICENSE")
+    output.table(heads, rows, right=(2, 4, 5, 6, 7))
+    output.say(
+        "* is what the name before the colon means. Try one: llmbox run NAME. All others: llmbox search TEXT"
+    )
 
 
 @click.command(cls=Command)
@@ -261,4 +301,4 @@ def as_cli(error: Any) -> CliError:
 def _count(params: int | None) -> str:
     if params is None:
         return "-"
-    return f"{params / 1e9:.1f}B" if params >= 10**9 else f"{params / 1e6:.0f}M"
+    return f"{params / 1e9:.1f}B" if params >= 999.5e6 else f"{params / 1e6:.0f}M"

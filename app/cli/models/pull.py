@@ -4,21 +4,27 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
+from ...config.schema import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
+from ...models.catalog import HUB_ID
+from ...models.recommended import full_name
 from ...util import formatting
 from .. import output
+from ..output import require_consent
 from ..context import Program, pass_program
 from ..root import Command
 
 LOOK = 0.25
 """Seconds between two looks at the download."""
 BAR = 24
+USUAL_RATE = 10e6
+"""Bytes a second of a usual connection, for the time that a question names."""
 
 
 @click.command(cls=Command)
@@ -44,7 +50,7 @@ def pull(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Fetch a model from the hub: REF is org/name or org/name@revision.
+    """Fetch a model from the hub: REF is org/name, org/name@revision, or a short name such as qwen3:4b.
 
     It is checked first that the model fits in memory and on the disk. The daemon fetches: Ctrl-C ends only
     the view, and what was fetched counts when it goes on later, even after a restart.
@@ -63,7 +69,7 @@ def pull(
         if act != "resume":
             return
     else:
-        _start_daemon_if_needed(program)
+        _start_daemon_if_needed(program, {})
         found = program.client.post("/admin/api/downloads", {"model": ref, "anyway": anyway})["download"]
     if not wait:
         _print_result(found, as_json=as_json)
@@ -75,12 +81,44 @@ def pull(
         raise
 
 
-def _start_daemon_if_needed(program: Program) -> None:
+def fetch_missing(program: Program, models: Sequence[str], flags: Mapping[str, Scalar], *, yes: bool) -> None:
+    """Pull those of `models` that are on the hub only, after asking with size and time; `yes` answers.
+
+    `flags` are those of a daemon that has to be started. Raises CliError: as `Program.resolve` for names that
+    are not on the hub, and where nobody can be asked.
+    """
+    for text in models:
+        try:
+            program.resolve(text)
+        except CliError as error:
+            name = full_name(text)
+            on_hub = error.exit == Exit.NOT_FOUND and HUB_ID.fullmatch(name) is not None
+            if not on_hub or not (yes or sys.stdin.isatty()):
+                raise
+            _fetch(program, name, flags, yes=yes)
+
+
+def _fetch(program: Program, name: str, flags: Mapping[str, Scalar], *, yes: bool) -> None:
+    from ...hub.model_info import find_facts
+
+    facts, _ = find_facts(name, program.environ, program.names)
+    size = formatting.size(facts.missing_bytes)
+    wait = formatting.span(max(1.0, facts.missing_bytes / USUAL_RATE))
+    said = f"{name} is not on this disk. Fetch {size}, about {wait} at {formatting.size(USUAL_RATE)}/s?"
+    require_consent(said, f"{name} was not fetched", yes=yes)
+    if yes:
+        output.say(f"Fetching {name}: {size}, about {wait} at {formatting.size(USUAL_RATE)}/s.")
+    _start_daemon_if_needed(program, flags)
+    found = program.client.post("/admin/api/downloads", {"model": name})["download"]
+    _follow(program, found, as_json=False)
+
+
+def _start_daemon_if_needed(program: Program, flags: Mapping[str, Scalar]) -> None:
     from ..server.daemon_starter import start_daemon
 
     if find_running(program.paths) is None:
         output.say("Starting the daemon…")
-        start_daemon(program, [], None, {})
+        start_daemon(program, [], None, flags)
 
 
 def _follow(program: Program, found: dict[str, Any], *, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from ..context import Program, pass_program
 from ..root import Command
 from ..server.daemon_starter import Started, start_daemon, wait_for_models
 from ..server.up import load_missing
+from .pull import fetch_missing
 
 HELP = "Commands: /clear forgets the conversation, /bye ends it. Ctrl-C stops an answer."
 HISTORY_LINES = 1000
@@ -30,19 +31,29 @@ HISTORY_LINES = 1000
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="X")
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Longest answer.")
 @click.option("--seed", type=int, metavar="N", help="Same seed, same answer.")
+@click.option("--yes", is_flag=True, help="Fetch the model without asking, if it is not on this disk.")
 @pass_program
 def run(
-    program: Program, /, model: str, prompt: tuple[str, ...], system: str | None, **sampling: Any
+    program: Program,
+    /,
+    model: str,
+    prompt: tuple[str, ...],
+    system: str | None,
+    *,
+    yes: bool,
+    **sampling: Any,
 ) -> None:
     """Chat with a model, or ask it one thing with PROMPT or from stdin.
 
-    Starts the daemon if it does not run.
+    MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). What is not on this disk is
+    fetched first, after a question. Starts the daemon if it does not run.
     """
     question = " ".join(prompt)
     if not sys.stdin.isatty():
         question = "\n\n".join(part for part in (question, _piped()) if part)
         if not question:
             raise CliError("nothing was asked", "stdin is empty", f"llmbox run {model} 'Hello'", Exit.USAGE)
+    fetch_missing(program, [model], {}, yes=yes)
     served = _ensure_loaded(program, model)
     talk = ChatSession(
         program, served, system, {key: value for key, value in sampling.items() if value is not None}

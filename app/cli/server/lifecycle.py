@@ -69,6 +69,33 @@ def _print(answer: dict[str, Any]) -> None:
             output.write(formatting.printable(f"\n{name} has failed. Start it again: {again}; or unload it."))
 
 
+def print_overview(program: Program) -> None:
+    """Print where one is and what can be done next: `llmbox` without a command."""
+    running = find_running(program.paths)
+    steps = {"llmbox search": "recommended models, with how each fits this machine"}
+    if running is None:
+        from ...models.catalog import on_disk
+
+        models = [each.ref.name for each in on_disk(program.environ, program.names) if each.servable]
+        first = next((name for name in models if name != "builtin"), models[0] if models else "qwen3:0.6b")
+        output.write(f"The daemon does not run. Models on this disk: {', '.join(models) or 'none'}.")
+        steps = {f"llmbox up {shlex.quote(first)}": "start it with a model"} | steps
+        steps["llmbox run qwen3:0.6b"] = "fetch a small model and chat with it"
+    else:
+        status = program.client.get("/admin/api/status")
+        ready = [model["name"] for model in status["models"] if model["state"] == "ready"]
+        output.write(f"The daemon runs (pid {running.pid}). API: {running.url}/v1")
+        output.write(f"Models in memory: {', '.join(ready) or 'none'}.")
+        if ready:
+            steps = {f"llmbox run {shlex.quote(ready[0])}": "chat with it"} | steps
+        steps |= {"llmbox top": "watch requests, speed and memory", "llmbox down": "stop it"}
+    output.write("")
+    wide = max(map(len, steps))
+    for command, what in steps.items():
+        output.write(formatting.printable(f"  {command:{wide}}  {what}"))
+    output.write("\nAll commands: llmbox --help")
+
+
 def _print_failing(rate: Mapping[str, Any]) -> None:
     """Print a model's share of failed requests, in the words of the alerts of `llmbox top` and the panel."""
     from ...telemetry.alerts import errors_command

@@ -17,6 +17,7 @@ from ...models.load_request import ModelRequest
 from .. import output
 from ..admin.config import format_setting
 from ..context import Program, pass_program
+from ..models.pull import fetch_missing
 from ..options import checked_alias, daemon_options, flag, model_options, parameter, read_flags
 from ..root import Command
 from .daemon_starter import Started, start_daemon, wait_for_models
@@ -37,6 +38,7 @@ def sign_in_link(program: Program) -> str:
 @model_options
 @click.option("--wait/--no-wait", default=True, help="Wait until the models are ready (default).")
 @click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
+@click.option("--yes", is_flag=True, help="Fetch models that are not on this disk without asking.")
 @click.option("--open", "open_panel", is_flag=True, help="Open the panel in the browser, signed in.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
@@ -48,18 +50,21 @@ def up(
     *,
     wait: bool,
     timeout: float,
+    yes: bool,
     open_panel: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
     """Start the daemon in the background and wait until it is ready.
 
-    Doing it twice changes nothing. A MODEL is builtin, a directory, or org/name from the Hugging Face cache.
+    Doing it twice changes nothing. A MODEL is builtin, a directory, org/name, or a short name such as
+    qwen3:4b; one that is not on this disk is fetched first, after a question.
     """
     given_flags = read_flags(flags)
     alias = checked_alias(alias)
     program.settings(given_flags)
     names: list[str] = []
+    fetch_missing(program, models, _server_flags(given_flags), yes=yes)
     started = _find_or_start(program, models, alias, given_flags)
     if started.process is not None:
         names = [model.served_name for model in program.find_models(models, alias, given_flags)]
@@ -74,6 +79,10 @@ def up(
         _print(program, started.running, ready, panel, waited=wait)
     if open_panel:
         _open(panel)
+
+
+def _server_flags(flags: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    return {name: value for name, value in flags.items() if name.startswith("server.")}
 
 
 def _open(link: str) -> None:

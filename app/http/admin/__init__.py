@@ -13,6 +13,7 @@ from .library import (
     fit,
     pause,
     pull,
+    recommended,
     resume,
     search,
 )
@@ -59,6 +60,7 @@ admin_router = Router(
         pull,
         purge_requests,
         newest_tick,
+        recommended,
         replay_request,
         request_detail,
         requests,

@@ -163,6 +163,12 @@ async def search(
     return {"models": [asdict(hit) for hit in hits]}
 
 
+@get("/recommended", name="admin_recommended")
+async def recommended(request: Request[Any, Any, State]) -> dict[str, Any]:
+    """List recommended models by short name, with how each fits this machine. The hub is not asked."""
+    return {"models": [each.as_dict() for each in await _library(request).recommend()]}
+
+
 def _library(request: Request[Any, Any, State]) -> Library:
     control: DaemonController = request.app.state.control
     return control.library

@@ -102,3 +102,34 @@ def watched(box: Box) -> str:
     until(lambda: child.poll() is not None)
     os.close(ours)
     return shown
+
+
+def test_run_fetches_a_model_by_its_short_name_and_chats(box: Box, hub: StubHub):
+    box.environ["HF_ENDPOINT"] = hub.url
+    refused = box.run("run", "qwen3:0.6b", "Hello")
+    assert refused.code == 4
+    assert "not on this disk" in refused.err
+    assert "llmbox pull Qwen/Qwen3-0.6B" in refused.err
+    done = box.run("run", "--yes", "qwen3:0.6b", "Hello")
+    assert done.code == 0, done.err
+    assert "Fetching Qwen/Qwen3-0.6B" in done.err
+    assert done.out
+    again = box.run("run", "qwen3:0.6b", "Hello")
+    assert again.code == 0, again.err
+    assert "Fetching" not in again.err
+    body = {"model": "qwen3:0.6b", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    assert box.client.post("/v1/chat/completions", body)["choices"]
+    assert box.run("ps", "-q").out.split() == [HUB_NAME]
+
+
+def test_llmbox_alone_says_where_one_is_and_what_comes_next(box: Box):
+    before = box.run()
+    assert before.code == 0
+    assert "The daemon does not run" in before.out
+    assert "llmbox search" in before.out
+    assert box.run("up", "builtin").code == 0
+    after = box.run()
+    assert "Models in memory: builtin" in after.out
+    assert "llmbox top" in after.out
+    sections = re.findall(r"^([A-Z][^:]+):$", box.run("--help").out, re.MULTILINE)
+    assert sections[:3] == ["Options", "The first day", "Models"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from litestar import Response, get
 
+from llmbox.app.fit.recommendations import first_choices
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.http.admin.schema import ModelStatus
 from llmbox.app.http.server.sockets import is_loopback
@@ -33,6 +34,7 @@ class Candidate:
 async def first_run_page(request: PanelRequest) -> Response[str]:
     panel = panel_of(request)
     machine, candidates = await asyncio.to_thread(_look, panel)
+    choices = first_choices(await panel.control.library.recommend())
     loaded = describe_all(panel.control)
     server = panel.services.settings.server
     return page(
@@ -41,6 +43,7 @@ async def first_run_page(request: PanelRequest) -> Response[str]:
         "overview",
         machine=machine,
         candidates=candidates,
+        choices=choices,
         models=loaded,
         downloads=downloads_of(panel),
         names=_names(loaded, candidates),

@@ -83,17 +83,36 @@ async def _rows(panel: Panel) -> list[ModelRow]:
 
 ACTIVITY = "/admin/models/activity"
 HITS = 20
+PURPOSES = {
+    "chat": "Chat",
+    "code": "Code",
+    "embedding": "Embeddings",
+    "reranking": "Reranking",
+    "tiny": "Tiny: for trials and small machines",
+}
+"""Headings of the recommended models, in their order on the page."""
 
 
 @get("/models/discover", name="panel_discover")
 async def discover_page(request: PanelRequest, text: FromQuery[str] = "") -> Response[str]:
-    hits, problem = [], ""
-    if text.strip():
+    hits, problem, recommended = [], "", []
+    if not text.strip():
+        recommended = await panel_of(request).control.library.recommend()
+    else:
         try:
             hits = await panel_of(request).control.library.search(text.strip(), HITS)
         except HubError as error:
             problem = " ".join(part for part in (f"{error.what}: {error.why}.", error.fix) if part)
-    return page(request, "discover.html", "models", text=text, hits=hits, problem=problem)
+    return page(
+        request,
+        "discover.html",
+        "models",
+        text=text,
+        hits=hits,
+        problem=problem,
+        recommended=recommended,
+        purposes=PURPOSES,
+    )
 
 
 @get("/models/activity", sync_to_thread=False, name="panel_activity")

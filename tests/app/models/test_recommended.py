@@ -1,0 +1,108 @@
+"""Recommended models: their data, the names that mean them, their plans, and what is offered in place of one."""
+
+import json
+
+import pytest
+
+from llmbox.app.errors import CliError, Exit
+from llmbox.app.fit.bandwidth import Bandwidth
+from llmbox.app.fit.recommendations import Recommendation, first_choices, recommend, smaller_models
+from llmbox.app.hub.model_info import parse_config_files
+from llmbox.app.models.catalog import HUB_ID, resolve
+from llmbox.app.models.recommended import family_of, full_name, recommended, short_names
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.hardware.machine import Cpu, Machine, Memory
+
+CONFIG = EngineConfig(model_path="", name="", device="cpu")
+
+
+def machine(gigabytes: float) -> Machine:
+    size = int(gigabytes * 1e9)
+    memory = Memory(size, size, limited_by_cgroup=False)
+    return Machine(Cpu("A CPU", 8, 8, ("avx2",)), memory, (), "no driver")
+
+
+def planned(gigabytes: float, tmp_path, **options) -> list[Recommendation]:
+    bandwidth = Bandwidth.exact(50e9)
+    return recommend(
+        machine(gigabytes), CONFIG, budget_gb=None, disk=tmp_path, bandwidth=bandwidth, **options
+    )
+
+
+@pytest.mark.parametrize("model", recommended(), ids=lambda model: model.name)
+def test_the_config_describes_the_published_number_of_parameters(model):
+    assert parse_config_files({"config.json": model.config}).num_parameters == model.params
+
+
+def test_names_are_unique_and_each_family_has_one_default():
+    models = recommended()
+    assert len({model.name for model in models}) == len(models)
+    assert len({model.repo for model in models}) == len(models)
+    assert all(HUB_ID.fullmatch(model.repo) for model in models)
+    families = {model.family for model in models}
+    assert sorted(model.family for model in models if model.default) == sorted(families)
+
+
+@pytest.mark.parametrize(
+    ("text", "repo"),
+    [
+        ("qwen3:0.6b", "Qwen/Qwen3-0.6B"),
+        ("QWEN3:0.6B", "Qwen/Qwen3-0.6B"),
+        ("qwen3", "Qwen/Qwen3-4B"),
+        ("llama3.2:1b", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("gemma3", "google/gemma-3-1b-it"),
+        ("org/name", "org/name"),
+        ("qwen3:5b", "qwen3:5b"),
+    ],
+)
+def test_a_short_name_means_its_repository(text, repo):
+    assert full_name(text) == repo
+
+
+def test_a_short_name_resolves_as_its_repository_and_a_typo_gets_a_suggestion(tmp_path):
+    environ = {"HF_HOME": str(tmp_path)}
+    with pytest.raises(CliError) as missing:
+        resolve("qwen3:0.6b", environ)
+    assert missing.value.exit == Exit.NOT_FOUND
+    assert "llmbox pull Qwen/Qwen3-0.6B" in missing.value.fix
+    with pytest.raises(CliError) as typo:
+        resolve("qwen3:0.6", environ)
+    assert "did you mean qwen3:0.6b?" in typo.value.fix
+
+
+def test_a_larger_machine_takes_more_and_the_hub_is_not_asked(tmp_path):
+    small = {each.model.name for each in planned(4, tmp_path) if each.fit.plan}
+    large = {each.model.name for each in planned(400, tmp_path) if each.fit.plan}
+    assert "smollm2:135m" in small
+    assert "qwen3:32b" not in small
+    assert large == {model.name for model in recommended()}
+
+
+def test_what_is_on_this_disk_needs_no_download(tmp_path):
+    found = {each.model.name: each for each in planned(64, tmp_path, present={"Qwen/Qwen3-0.6B"})}
+    assert found["qwen3:0.6b"].here
+    assert found["qwen3:0.6b"].fit.disk_need == 0
+    assert found["qwen3:1.7b"].fit.disk_need == 2 * 1720574976
+    json.dumps([each.as_dict() for each in found.values()])
+
+
+def test_a_model_that_does_not_fit_is_answered_with_smaller_ones_of_its_family(tmp_path):
+    found = planned(24, tmp_path)
+    names = [text.partition(": ")[0] for text in smaller_models("Qwen/Qwen3-32B", found)]
+    assert names == ["qwen3:8b", "qwen3:4b"]
+    assert family_of("Qwen/Qwen3-32B") == "qwen3"
+    others = [text.partition(": ")[0] for text in smaller_models("org/huge", found)]
+    assert others
+    assert set(others) <= short_names()
+
+
+def test_a_newcomer_is_offered_distinct_models_that_fit_without_a_license_to_accept(tmp_path):
+    choices = first_choices(planned(64, tmp_path))
+    assert list(choices) == ["Quick", "Balanced", "Best that fits"]
+    assert len({each.model.name for each in choices.values()}) == 3
+    params = [each.model.params for each in choices.values()]
+    assert params == sorted(params)
+    assert all(each.fit.fits and not each.model.gated for each in choices.values())
+    assert first_choices(planned(0.2, tmp_path)) == {}
+
+
