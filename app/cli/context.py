@@ -107,11 +107,16 @@ class Program:
 
         options = {name: value for name, value in flags.items() if name.startswith("model.")}
         texts = models or self.settings(flags).settings.server.models
-        if alias is not None and len(texts) != 1:
-            raise CliError(
-                "--alias names one model", f"{len(texts)} models are given", "give one MODEL", Exit.USAGE
-            )
+        require_single(texts, alias)
         return [ModelRequest(self.resolve(text), alias, options) for text in texts]
+
+
+def require_single(models: Sequence[str], alias: str | None) -> None:
+    """Check that an alias is given to one model. Raises CliError (exit 2)."""
+    if alias is not None and len(models) != 1:
+        raise CliError(
+            "--alias names one model", f"{len(models)} models are given", "give one MODEL", Exit.USAGE
+        )
 
 
 pass_program = click.make_pass_decorator(Program)

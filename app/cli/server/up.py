@@ -16,7 +16,7 @@ from ...lifecycle.instance import RunningDaemon, find_running
 from ...models.load_request import ModelRequest
 from .. import output
 from ..admin.config import format_setting
-from ..context import Program, pass_program
+from ..context import Program, pass_program, require_single
 from ..models.pull import fetch_missing
 from ..options import checked_alias, daemon_options, flag, model_options, parameter, read_flags
 from ..root import Command
@@ -64,7 +64,9 @@ def up(
     alias = checked_alias(alias)
     program.settings(given_flags)
     names: list[str] = []
-    fetch_missing(program, models, _server_flags(given_flags), yes=yes)
+    if models:
+        require_single(models, alias)
+        fetch_missing(program, models, _server_flags(given_flags), yes=yes)
     started = _find_or_start(program, models, alias, given_flags)
     if started.process is not None:
         names = [model.served_name for model in program.find_models(models, alias, given_flags)]

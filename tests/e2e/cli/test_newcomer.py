@@ -119,7 +119,7 @@ def test_run_fetches_a_model_by_its_short_name_and_chats(box: Box, hub: StubHub)
     assert "Fetching" not in again.err
     body = {"model": "qwen3:0.6b", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     assert box.client.post("/v1/chat/completions", body)["choices"]
-    assert box.run("ps", "-q").out.split() == [HUB_NAME]
+    assert HUB_NAME in box.run("ps", "-q").out.split()
 
 
 def test_llmbox_alone_says_where_one_is_and_what_comes_next(box: Box):
