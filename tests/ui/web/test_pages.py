@@ -309,3 +309,16 @@ def test_a_failed_download_is_dismissed(panel, signed_in):
     done = signed_in.post("/admin/models/download/dismiss", data={"model": "org/typo", "csrf_token": token})
     assert done.status_code == 200
     assert "org/typo was not found" not in signed_in.get("/admin/models/activity").text
+
+
+def test_discover_and_first_run_offer_models_that_fit_without_asking_the_hub(panel, signed_in):
+    before = len(panel.hub.seen)
+    page = signed_in.get("/admin/models/discover").text
+    assert "qwen3:0.6b" in page
+    assert "Embeddings" in page
+    assert page.count("/admin/models/pull") > 3
+    first = signed_in.get("/admin/first-run").text
+    assert re.search(r"<h3>(Quick|Balanced|Best that fits): ", first)
+    rows = signed_in.get("/admin/api/recommended").json()["models"]
+    assert {row["purpose"] for row in rows} >= {"chat", "code", "embedding"}
+    assert len(panel.hub.seen) == before
