@@ -108,6 +108,7 @@ def first_choices(found: list[Recommendation]) -> dict[str, Recommendation]:
     chosen: dict[str, Recommendation] = {}
     for label, rate in FIRST_CHOICES.items():
         fast = [each for each in fitting if each.fit.speed is None or each.fit.speed.one_stream[1] >= rate]
-        best = (fast or fitting[:1])[-1:]
-        chosen |= {label: each for each in best if each not in chosen.values()}
+        best = (fast or fitting or [None])[-1 if fast else 0]
+        if best is not None and best not in chosen.values():
+            chosen[label] = best
     return chosen

@@ -16,8 +16,8 @@ from ...models.catalog import HUB_ID
 from ...models.recommended import full_name
 from ...util import formatting
 from .. import output
-from ..output import require_consent
 from ..context import Program, pass_program
+from ..output import require_consent
 from ..root import Command
 
 LOOK = 0.25

@@ -1,4 +1,4 @@
-"""Recommended models: their data, the names that mean them, their plans, and what is offered in place of one."""
+"""Recommended models: their data, names and plans, and what is offered in place of one that does not fit."""
 
 import json
 
@@ -104,5 +104,3 @@ def test_a_newcomer_is_offered_distinct_models_that_fit_without_a_license_to_acc
     assert params == sorted(params)
     assert all(each.fit.fits and not each.model.gated for each in choices.values())
     assert first_choices(planned(0.2, tmp_path)) == {}
-
-
