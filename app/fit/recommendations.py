@@ -106,9 +106,11 @@ def first_choices(found: list[Recommendation]) -> dict[str, Recommendation]:
     ]
     fitting.sort(key=lambda each: each.model.params)
     chosen: dict[str, Recommendation] = {}
+    if not fitting:
+        return chosen
     for label, rate in FIRST_CHOICES.items():
         fast = [each for each in fitting if each.fit.speed is None or each.fit.speed.one_stream[1] >= rate]
-        best = (fast or fitting or [None])[-1 if fast else 0]
-        if best is not None and best not in chosen.values():
+        best = fast[-1] if fast else fitting[0]
+        if best not in chosen.values():
             chosen[label] = best
     return chosen
