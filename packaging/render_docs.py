@@ -152,7 +152,7 @@ def parts_of(hint: Any) -> Iterator[Any]:
 def ranges(meta: msgspec.Meta) -> Iterator[str]:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     for name, sign in signs.items():
-        bound = getattr(meta, name)
+        bound = (meta.extra or {}).get(name, getattr(meta, name))
         if bound is not None and abs(bound) < 2**31 - 1:
             yield f"{sign} {bound:g}"
 

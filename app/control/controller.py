@@ -269,6 +269,7 @@ class DaemonController:
         self.loaded = loaded
         self.services.settings = loaded.settings
         logs.set_level(loaded.settings.log)
+        self.residency.failed.clear()
         waiting = self.pending_restart()
         log.info("configuration reloaded%s", f"; after a restart: {', '.join(waiting)}" if waiting else "")
 

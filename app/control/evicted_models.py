@@ -1,6 +1,10 @@
-"""Evicted models of the box's owner: how each was loaded, so that a request can bring it back."""
+"""What requests may load again: evicted models of the box's owner with their options, and models whose load
+failed, after a wait.
+"""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
@@ -61,3 +65,64 @@ class EvictedModels:
 
     def all(self) -> list[EvictedModel]:
         return list(self._by_name.values())
+
+
+FIRST_WAIT = 5.0
+LONGEST_WAIT = 60.0
+"""Seconds between a failed load and the next one that a request may begin; each failure doubles the wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedLoad:
+    error: ApiError
+    files: object
+    """Stamp of the folder's files at the load."""
+    until: float
+    wait: float
+
+
+class FailedLoads:
+    """Back-off of loads that requests begin. A change of the model's files, or its owner, ends the wait."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_name: dict[str, _FailedLoad] = {}
+
+    def require_retry(self, config: EngineConfig) -> None:
+        """Raise the error of the last load, with `Retry-After`, while the model must wait for the next."""
+        failed = self._by_name.get(config.name)
+        if failed is None:
+            return
+        left = failed.until - self._clock()
+        if left <= 0 or failed.files != _stamp(config):
+            return
+        seconds = math.ceil(left)
+        message = (
+            f"{failed.error.message} (Requests may load it again in {seconds} s, or once its files change.)"
+        )
+        headers = failed.error.headers | {"Retry-After": str(seconds)}
+        raise replace(failed.error, message=message, headers=headers)
+
+    def add(self, config: EngineConfig, error: ApiError) -> None:
+        """Count a failed load. One that was refused for a while already waits no longer."""
+        if "Retry-After" in error.headers or error.code == "model_unloaded":
+            return
+        before = self._by_name.get(config.name)
+        files = _stamp(config)
+        wait = FIRST_WAIT if before is None or before.files != files else min(LONGEST_WAIT, 2 * before.wait)
+        self._by_name[config.name] = _FailedLoad(error, files, self._clock() + wait, wait)
+
+    def forget(self, name: str) -> None:
+        self._by_name.pop(name, None)
+
+    def clear(self) -> None:
+        self._by_name.clear()
+
+
+def _stamp(config: EngineConfig) -> object:
+    """Names, sizes and times of the files in a model's folder; None if it cannot be read."""
+    try:
+        status = [(path.name, path.stat()) for path in Path(config.model_path).iterdir()]
+    except OSError:
+        return None
+    return sorted((name, each.st_size, each.st_mtime_ns) for name, each in status)

@@ -42,7 +42,8 @@ from ..models.catalog import ModelRef
 from ..models.load_request import ModelRequest
 from ..models.recommended import full_name
 from ..models.registry import Alias, Registry
-from .evicted_models import EvictedModel, EvictedModels
+from ..util.formatting import hide_folders
+from .evicted_models import EvictedModel, EvictedModels, FailedLoads
 from .memory_estimate import Sizes, note_load, sizes
 
 log = logging.getLogger("llmbox.daemon")
@@ -87,6 +88,7 @@ class ModelScheduler:
         self._timer: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self.evicted = EvictedModels()
+        self.failed = FailedLoads(deps.clock)
         engines.admit = self.admit
         engines.clock = deps.clock
 
@@ -173,6 +175,7 @@ class ModelScheduler:
         return model
 
     async def _load_config(self, config: EngineConfig) -> LoadedModel:
+        await asyncio.to_thread(self.failed.require_retry, config)
         log.info("%s is loaded because a request names it", config.name)
         self._events.publish("model.loading", {"model": config.name, "reason": "a request names it"})
         try:
@@ -180,7 +183,8 @@ class ModelScheduler:
         except ApiError as error:
             with contextlib.suppress(ApiError):  # a failed request must not count as a failure of the daemon
                 await self._engines.unload(config.name)
-            error.message = error.message.replace(f"{config.model_path}/", "")  # no paths to clients
+            error.message = hide_folders(error.message, config.model_path)
+            await asyncio.to_thread(self.failed.add, config, error)
             raise
 
     def _loaded(self, name: str, task: "asyncio.Task[LoadedModel]") -> None:
@@ -194,6 +198,7 @@ class ModelScheduler:
         """Set the time to live of a model that was just loaded."""
         model.ttl = ttl
         self.evicted.forget(model.name)
+        self.failed.forget(model.name)
         if self._deps.loads_file is not None:
             note_load(self._deps.loads_file, model)
         self._arm()

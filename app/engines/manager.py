@@ -150,8 +150,8 @@ class EngineManager:
                 group.create_task(self._start(loading))
                 text = group.create_task(self._load_text_beside(supervisor, path))
         except BaseExceptionGroup as failures:
-            await supervisor.stop()
             error = _as_api_error(failures.exceptions[0])
+            await supervisor.stop(error.code or "load_failed", error.message)  # nobody unloaded it
             self._failures[config.name] = error.message
             log.error("%s could not be loaded: %s", config.name, error.message)  # noqa: TRY400
             raise error from failures

@@ -19,6 +19,7 @@ from ..gateway.gateway import context_limit
 from ..metrics.metrics import CONTENT_TYPE
 from ..security.identity import Identity
 from ..services import Services
+from ..util.formatting import hide_folders
 from .admin.models import begin_load
 from .admin.schema import LoadRequest, Unloaded
 from .auth.credentials import identity_of
@@ -128,7 +129,7 @@ def ready(request: Request[Any, Any, State]) -> Response[ReadyAnswer]:
 
 
 def _ready_answer(readiness: Readiness, caller: Identity) -> ReadyAnswer:
-    """Build the answer of `ready` with the models that the caller may use."""
+    """Build the answer of `ready` with the models that the caller may use. Only admins see paths."""
     shown = [model for model in readiness.models if caller.may_use_model(model.name)]
     cause = readiness.cause
     if len(shown) < len(readiness.models):
@@ -136,10 +137,11 @@ def _ready_answer(readiness: Readiness, caller: Identity) -> ReadyAnswer:
         cause = next((model.problem for model in shown if model.problem), hidden)
     if not readiness.models:
         cause = cause or "no model is loaded"
+    show = str if caller.may("admin") else hide_folders
     return ReadyAnswer(
         "ready" if readiness.ready else "not_ready",
-        cause,
-        [ModelAnswers(model.name, model.state, model.cause) for model in shown],
+        show(cause),
+        [ModelAnswers(model.name, model.state, show(model.cause)) for model in shown],
     )
 
 
@@ -171,7 +173,7 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
     wanted, loading = await begin_load(control, data)
     failure = await while_connected(request.receive, _outcome(loading))
     if failure is not None:
-        cause = failure.cause.replace(f"{wanted.ref.path}/", "")  # no paths to clients
+        cause = hide_folders(failure.cause, wanted.ref.path)
         kind, headers = error_type(failure.status), dict(failure.headers)
         raise ApiError(failure.status, cause, failure.code, "model", kind, headers)
     model = control.services.engines.find(wanted.served_name)

@@ -1,5 +1,6 @@
 """Formatting of sizes, times, progress and suggestions for people: CLI, dashboard and panel."""
 
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from difflib import get_close_matches
@@ -15,6 +16,17 @@ def printable(text: str) -> str:
         char if char in "\n\t" or char.isprintable() else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+_FOLDERS = re.compile(r"(?<![\w:/.])(?:/[^\s/:,;'\"()]+)+/(?=[^\s/])")
+
+
+def hide_folders(text: str, folder: object = None) -> str:
+    """Return text for callers who may not see this box's paths: absolute paths keep their last name, those
+    below `folder` what follows it.
+    """
+    known = text if folder is None else text.replace(f"{folder}/", "")
+    return _FOLDERS.sub("", known)
 
 
 def size(count: float | None) -> str:

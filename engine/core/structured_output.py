@@ -193,7 +193,12 @@ class GrammarState:
             return mask
         found = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.problem = f"The grammar is too complex to follow: {_format_error(self._matcher)}"
+            error = _format_error(self._matcher)
+            self.problem = (
+                "No text can follow the grammar: a '$ref' that leads only back to itself describes nothing."
+                if error.startswith("NoExtensionBias")
+                else f"The grammar is too complex to follow: {error}"
+            )
             return mask
         mask[:] = found[: len(mask)]
         _clear_after(mask, self._tokens.size)

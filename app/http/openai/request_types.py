@@ -22,8 +22,15 @@ Count = Annotated[int, Meta(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Meta(ge=0, lt=2**31)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 TopLogprobsOrAll = Annotated[
-    int, Meta(ge=-1, le=20, description="0 to 20; -1, the whole vocabulary, gets 400 with the reason.")
+    int,
+    Meta(
+        ge=-1,
+        le=20,
+        extra={"ge": 0},
+        description="0 to 20; -1, the whole vocabulary, gets 400 with the reason.",
+    ),
 ]
+"""`extra`: the bound that the documentation names."""
 TruncateTo = Annotated[
     int,
     Meta(
@@ -275,7 +282,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    logprobs: Annotated[int, Meta(ge=-1, le=5)] | None = None
+    logprobs: Annotated[int, Meta(ge=-1, le=5, extra={"ge": 0})] | None = None
     best_of: Count | None = None
     suffix: str | None = None
     """Text after the gap that a model made for that fills."""

@@ -258,6 +258,30 @@ async def test_a_load_that_fails_is_the_requests_failure_only(tmp_path: Path):
         await house.ask("bad")
 
 
+async def test_a_load_that_failed_is_not_begun_again_by_every_request(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        place = house.model("bad", load_error=("bad_model", "broken weights"))
+
+        async def refusal() -> tuple[int, str | None]:
+            begun = len(house.told("model.loading"))
+            with pytest.raises(ApiError, match="broken weights") as refused:
+                await house.residency.find("bad")
+            return len(house.told("model.loading")) - begun, refused.value.headers.get("Retry-After")
+
+        assert await refusal() == (1, None)
+        assert await refusal() == (0, "5")
+        house.now += 4.5
+        assert await refusal() == (0, "1")
+        house.now += 1
+        assert await refusal() == (1, None)
+        assert await refusal() == (0, "10")
+        (place / "model.safetensors").write_bytes(b"other")
+        assert await refusal() == (1, None)
+        assert await refusal() == (0, "5")
+        house.residency.failed.clear()  # as a reload of the settings does
+        assert await refusal() == (1, None)
+
+
 async def test_loading_on_request_can_be_switched_off(tmp_path: Path):
     async with opened(tmp_path) as house:
         house.settings = replace(house.settings, memory=MemorySettings(load_on_request=False))

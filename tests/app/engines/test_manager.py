@@ -169,6 +169,19 @@ async def test_a_missing_tokenizer_ends_the_engine_too(tmp_path):
         assert supervisor.pid is None
 
 
+async def test_what_ends_a_load_is_its_failure_alone(tmp_path):
+    causes = []
+
+    def missing(path):
+        raise ModelError(f"{path.name}/tokenizer.json is nested too deeply")
+
+    async with managing(missing, on_change=lambda supervisor: causes.append(supervisor.cause)) as manager:
+        with pytest.raises(ApiError, match="too deeply"):
+            await manager.load(config(tmp_path, load_delay=30))
+    assert "too deeply" in causes[-1]
+    assert not any("unloaded" in cause for cause in causes)
+
+
 async def test_unload_stops_a_load(tmp_path):
     async with managing() as manager:
         manager.begin_load(config(tmp_path, load_delay=30))

@@ -62,6 +62,22 @@ async def test_readiness_names_only_models_that_the_key_may_use(tmp_path: Path) 
     assert [model["name"] for model in seen[free]["models"]] == ["secret", "open"]
 
 
+async def test_readiness_shows_folders_to_admins_only(tmp_path: Path) -> None:
+    cause = "m could not be loaded: /srv/models/m/config.json is not JSON"
+    services = guarded(tmp_path, require_key=True)
+    services.engines.state = (False, cause)
+    services.engines.models = [ModelReadiness("m", "failed", cause)]
+    _, user = services.security.keys.add(KeySpec(name="user"))
+    _, admin = services.security.keys.add(KeySpec(name="admin", scopes=("admin",)))
+    async with client(make_app(services=services)) as http:
+        seen = {
+            secret: (await http.get("/ready", headers={"authorization": f"Bearer {secret}"})).json()
+            for secret in (user, admin)
+        }
+    for secret, said in ((user, "m could not be loaded: config.json is not JSON"), (admin, cause)):
+        assert (seen[secret]["cause"], seen[secret]["models"][0]["cause"]) == (said, said)
+
+
 async def test_health_version_metrics() -> None:
     async with client(make_app()) as http:
         assert (await http.get("/health")).json() == {"status": "ok"}

@@ -179,6 +179,12 @@ def test_one_that_grows_too_complex_fails_alone(model):
     assert seen["b"][-1].finish_reason == "stop"
 
 
+def test_a_schema_that_only_refers_to_itself_is_named_as_such(model):
+    outputs = run(learned(load(model)), [constrained("a", wrapped({"json_schema": {"$ref": "#"}}))])["a"]
+    assert outputs[-1].error_code == "grammar_error"
+    assert "'$ref' that leads only back to itself" in outputs[-1].error_message
+
+
 def test_any_stop_token_ends_an_answer(model):
     engine = learned(load(model))
     ends = {
