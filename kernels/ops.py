@@ -23,9 +23,7 @@ from .sampling_types import (
     CandidateRanks,
     DecodeInputs,
     DecodeRows,
-    DrawResult,
     DrawRow,
-    PartOps,
     PenaltyState,
     Sampled,
     SampleRows,
@@ -255,11 +253,12 @@ class Ops:
     NaN anywhere in a row gives NaN.
     """
 
-    draw: Callable[[Tensor, Sequence[DrawRow]], list[DrawResult]] | None = None
+    draw: Callable[[Tensor, Sequence[DrawRow]], Tensor] | None = None
     """Sample on the host: (logits_RV as for `best_of`, in rows that do not overlap; parameters of each row)
-    -> result of each row.
+    -> float64 [R, 3]: id, the model's largest logit, the largest after the edits.
 
-    Follows the rules of `engine/sampling` to the last bit. Logits are edited in place and restored.
+    A largest logit that is NaN or infinite means that the row has no valid id. Follows
+    `kernels/reference/sampling.py` bit by bit. Logits are edited in place and restored.
     """
 
     rank: Callable[[Tensor, Sequence[int], Sequence[int], int], CandidateRanks] | None = None
@@ -269,8 +268,11 @@ class Ops:
 
     sample: Sample | None = None
 
-    parts: PartOps | None = None
-    """Sampling over a vocabulary that several ranks share; set where there is `sample`."""
+    count_last_tokens: Callable[[Tensor, PenaltyState], None] | None = None
+    """(position_S, rules): count each row's last token, unless `sample` or this counted it at this position.
+
+    For rows that another rank samples; set where there is `sample`.
+    """
 
     prepare_decode_inputs: Callable[[DecodeRows, Tensor | None, DecodeInputs, int], None] | None = None
     """Prepare decode inputs: (rows, sampled ids_R or None, inputs, block_size).

@@ -4,9 +4,9 @@ R rows, S of them sampled in this step, V vocabulary, B blocks of the longest co
 penalty lists, W bad words of a step. Used by backends with `Ops.sample` and `Ops.prepare_decode_inputs`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Sampling parameters of each row, all [R]; `engine/sampling` defines their meaning."""
+    """Sampling parameters of each row, all [R]; `kernels/reference/sampling.py` defines their meaning."""
 
     temperature: Tensor
     """float64; below 1e-5: greedy."""
@@ -147,16 +147,6 @@ class DrawRow(NamedTuple):
     edits: LogitEdits | None
 
 
-class DrawResult(NamedTuple):
-    """Result of one row of `Ops.draw`."""
-
-    id: float
-    raw_best: float
-    """The model's largest logit. NaN, inf or -inf: the row has no valid id."""
-    best: float
-    """Largest logit after the edits."""
-
-
 class CandidateRanks(NamedTuple):
     """Logprob statistics of S rows with N alternatives each, from `Ops.rank`."""
 
@@ -169,42 +159,3 @@ class CandidateRanks(NamedTuple):
     """int64: the N likeliest ids, in order."""
     logits_SN: Tensor
     """float32: their logits."""
-
-
-class PartWeights(Protocol):
-    """Integer softmax weights of a rank's part of the vocabulary (`engine/sampling/integer_softmax.py`)."""
-
-    @property
-    def total_R(self) -> Tensor:  # noqa: N802
-        """int64."""
-        ...
-
-    def columns(self, point_R: Tensor) -> Tensor:
-        """Return the column at which the cumulative sum of weights first exceeds the point, int64; any column
-        if it never does.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PartOps:
-    """Sampling over one rank's part of the vocabulary."""
-
-    count: Callable[[Tensor, PenaltyState], None]
-    """(position_S, rules): count each row's last token, unless it was counted at this position before."""
-
-    candidates: Callable[[Tensor, SampleRows, int, int], Tensor]
-    """Top candidates of each row: (logits_RV, rows, K, first id) -> int64 [R, K].
-
-    One candidate where sampling is greedy, otherwise as many as top-k keeps, at most K, in the order of ids
-    and followed by minus infinity. The upper 32 bits are those of the float32 logit, the lower ones the id. A
-    row with NaN or infinity has that first.
-    """
-
-    weigh: Callable[[Tensor, Tensor, SampleRows], PartWeights]
-    """(logits_RV, best_R float32 over all parts, rows) -> weights at each row's temperature, 0 where min-p
-    cuts.
-    """
-
-    noise: Callable[[SampleRows], Tensor]
-    """(rows) -> float64 [R]: `uniform` of seed and position (`engine/sampling/philox.py`)."""

@@ -8,6 +8,5 @@
     socket_link.py            control messages between rank 0 and a worker
 
 Elsewhere: `planning/placement.py` chooses GPUs, `model_config/parallel_layout.py` says which rank holds which
-shard, `executor/` starts the workers and runs steps, `sampling/tp_sampler.py` and
-`sampling/tp_gpu_sampler.py` sample from sharded logits. docs/parallelism.md describes it for users.
+shard, `executor/` starts the workers and runs steps. docs/parallelism.md describes it for users.
 """

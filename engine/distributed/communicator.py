@@ -3,6 +3,7 @@
 T rows of the step, E hidden, I inputs of a linear, R rows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -142,6 +143,24 @@ class TensorParallel:
         if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
             ops.host_callback(self.collective.sum, (x_TE,))
         return x_TE
+
+    def map_whole_rows(
+        self, shard_RV: Tensor, columns: int, compute: Callable[[Tensor, slice], Tensor]
+    ) -> Tensor:
+        """Compute float64 [R, columns] from logits [R, V of this rank]; every rank gets all of it.
+
+        The rows are divided among the ranks. `compute` gets this rank's rows, whole but for padding at their
+        end, and the slice of R that they are.
+        """
+        rows, tp = len(shard_RV), self.layout.tp
+        if tp == 1:
+            return compute(shard_RV, slice(0, rows))
+        whole_MV = self.collective.all_to_all_rows(shard_RV).transpose(0, 1).flatten(1)
+        most = rows_of_rank(rows, tp, 0).stop
+        padded = torch.zeros(most, columns, dtype=torch.float64, device=shard_RV.device)
+        if len(whole_MV):
+            padded[: len(whole_MV)] = compute(whole_MV, rows_of_rank(rows, tp, self.layout.tp_rank))
+        return self.collective.gather(padded).flatten(0, 1)[:rows]
 
     def _leaves_sum(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         return self.layout.tp > 1 and self.collective.can_fuse(rows, width, dtype)

@@ -101,7 +101,15 @@ class ShmCommunicator:
         return whole.view(self._layout.tp, *x.shape)
 
     def all_to_all_rows(self, x: Tensor) -> Tensor:
-        return self.gather(x)[:, rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)]
+        layout, received = self._layout, x.new_empty(self._layout.tp, 0, *x.shape[1:])
+        for rank in range(layout.tp):
+            rows = x[rows_of_rank(len(x), layout.tp, rank)]
+            if rank == layout.tp_rank:
+                received = self.gather(rows)
+            else:
+                for piece in _pieces(rows.reshape(-1)):
+                    self._exchange(piece)  # nothing to read: that rank does
+        return received
 
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:

@@ -47,7 +47,6 @@ from ..planning.runnable import RunnablePlan, require_runnable, why_no_drafts
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..sampling import Sampler
-from ..sampling.tp_sampler import rank_sampler
 from .load_model import WeightsWanted, load_weights
 from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
@@ -175,8 +174,7 @@ def load_rank(
         parts = GPUEngineParts(model, rotary, kv_shape)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         return RankEngine(make, plan, ops.name, measured)
-    whole = Sampler(model_config.vocab_size, device, ops)
-    sampler = rank_sampler(rank, whole, model_config.vocab_size)
+    sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)
     states = None
     if model_config.recurrent is not None:

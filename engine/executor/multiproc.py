@@ -262,8 +262,8 @@ class RankProcesses:
 def refuse_other_kernels(backends: Sequence[str]) -> None:
     """Check that all ranks selected the same kernels. Raises DeviceError.
 
-    The sampling kernels determine which collectives a rank takes part in: with different kernels a rank would
-    wait for data that no other rank sends.
+    Ranks compute parts of the same rows and sample different rows of a step: kernels that round differently
+    would break the promise that a request's tokens depend on the request alone.
     """
     for rank, name in enumerate(backends):
         if name != backends[0]:

@@ -15,7 +15,7 @@ from ..model.decoder import Decoder
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
-from ..sampling.token_sampler import TokenSampler
+from ..sampling import Sampler
 from .draft_verification import requests_with_nan, verify_drafts
 from .input_batch import PromptRows, StepBatch, build_batch
 from .pooling import read_sums, sum_states
@@ -29,7 +29,7 @@ class CPUModelRunner:
         model: Decoder,
         rotary: Rotary,
         cache: KVCache,
-        sampler: TokenSampler,
+        sampler: Sampler,
         *,
         block_size: int,
         device: torch.device,
@@ -59,8 +59,10 @@ class CPUModelRunner:
         hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
         result = self._sample(hidden_RE[: batch.num_sampled], batch)
         rest_RE = hidden_RE[batch.num_sampled :]
+        if not self._model.is_last:
+            return result
         result.prompt_logprobs.update(prompt_logprobs(self._model, self._sampler, rest_RE, batch.prompts))
-        if batch.pooled and self._model.is_last:
+        if batch.pooled:
             self._pool(hidden_RE, batch, result)
         return result
 
@@ -76,25 +78,24 @@ class CPUModelRunner:
         return ForwardContext(batch.ids_T, cos_ATD, sin_ATD, self._cache, plans, batch.ragged, self._states)
 
     def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:
-        if not batch.num_sampled:
+        if not batch.num_sampled or not self._model.is_last:
             return StepResult()
         doubtful = requests_with_nan(hidden_SE, batch.rounds)
         return verify_drafts(self._sampler, self._model.logits(hidden_SE), batch.rounds, doubtful)
 
 
 def prompt_logprobs(
-    model: Decoder, sampler: TokenSampler, hidden_RE: Tensor, prompts: list[PromptRows]
+    model: Decoder, sampler: Sampler, hidden_RE: Tensor, prompts: list[PromptRows]
 ) -> dict[str, list[TokenLogprobs]]:
     """Compute log-probabilities of prompt tokens from hidden states [R, E]; return entries by request id."""
     result: dict[str, list[TokenLogprobs]] = {}
     row = 0
     for prompt in prompts:
-        top = prompt.request.params.prompt_logprobs or 0
         entries = result[prompt.request.request_id] = []
         for start in range(0, len(prompt.next_ids), PROMPT_LOGPROB_ROWS):
             ids = prompt.next_ids[start : start + PROMPT_LOGPROB_ROWS]
             logits_RV = model.logits(hidden_RE[row : row + len(ids)])
-            entries += sampler.prompt_logprobs(logits_RV, ids, top)
+            entries += sampler.prompt_logprobs(logits_RV, ids, prompt.top)
             row += len(ids)
     return result
 

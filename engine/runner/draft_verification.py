@@ -15,21 +15,15 @@ etc.
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from typing import Protocol
 
 from torch import Tensor
 
 from ..core.outputs import finish_reason
 from ..core.request import Request
 from ..core.step import SampledToken, ScheduledRequest, StepResult
+from ..sampling import Sampler
 
 DOUBTFUL = "NaN or infinity in a row of this request or of a draft"
-
-
-class Sampling(Protocol):
-    """Sampler of the verified rows."""
-
-    def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]: ...
 
 
 def group_by_draft_position(rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
@@ -54,7 +48,7 @@ def requests_with_nan(hidden_SE: Tensor, rounds: Sequence[Sequence[ScheduledRequ
 
 
 def verify_drafts(
-    sampler: Sampling,
+    sampler: Sampler,
     logits_SV: Tensor,
     rounds: Sequence[Sequence[ScheduledRequest]],
     doubtful: AbstractSet[Request] = frozenset(),

@@ -28,9 +28,8 @@ from ..device.upload import Uploader
 from ..model.decoder import Decoder
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
+from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
 from ..sampling.device_state import DeviceRequestState
-from ..sampling.gpu_sampler import DeviceSampler, DeviceSamplerOutput
-from ..sampling.tp_gpu_sampler import device_sampler
 from .gpu_inputs import MixedStep, decode_inputs, mixed_inputs
 from .graph_pool import DecodeGraphs, GraphCapture
 from .input_batch import begun_blocks
@@ -101,7 +100,7 @@ class GPUModelRunner:
         width = -(-sizes.context // sizes.block_size)
         vocab_size, where = model.config.vocab_size, device.torch_device
         self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where)
-        self._draw = device_sampler(self._rank, DeviceSampler(self._ops, self._rows, vocab_size), vocab_size)
+        self._sampler = DeviceSampler(self._ops, self._rows, vocab_size, self._rank)
         self.depth = self.stages = self._rank.layout.pp
         """Steps in flight: one per stage, and one more that is launched while they run."""
         self._feedback = SampledTokenFeedback(self._rank, self._rows, self.depth)
@@ -214,8 +213,9 @@ class GPUModelRunner:
         prompts, sums_KE, count = None, None, len(step.next_P)
         if step.prompts:
             vocab_size = self._model.config.vocab_size
-            numbers_PC = prompt_numbers(self._model, hidden_PE[:count], step.next_P, step.prompts, vocab_size)
-            prompts = PromptNumbers(step.prompts, self._to_host(numbers_PC))
+            top = min(max(prompt.top for prompt in step.prompts), vocab_size)
+            numbers_PC = prompt_numbers(self._model, hidden_PE[:count], step.next_P, top, vocab_size)
+            prompts = PromptNumbers(step.prompts, self._to_host(numbers_PC), top)
         if step.pooled:  # integers of 64 bits travel as the floats that have the same bits
             sums_KE = self._to_host(sum_states(hidden_PE[count:], step.pooled).view(torch.float64))
             sums_KE = sums_KE.view(torch.int64)
@@ -237,7 +237,7 @@ class GPUModelRunner:
                 self._feedback.post_receive(row_S, sampled)
             return LaunchedStep(self._device.record(), None, None)
         requests = [row.request for row in planned if row.samples]
-        drawing = self._draw.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
+        drawing = self._sampler.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
         if not layout.is_first:
             self._feedback.send(drawing.ids_S)
         host_SC = self._to_host(drawing.numbers_SC)

@@ -27,6 +27,11 @@ class PromptRows:
     request: Request
     next_ids: Sequence[int]
 
+    @property
+    def top(self) -> int:
+        """Number of alternatives that the request wants."""
+        return self.request.params.prompt_logprobs or 0
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:

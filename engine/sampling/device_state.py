@@ -5,7 +5,6 @@ the pool has: padding rows of a batch read and write there.
 """
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +15,8 @@ from llmbox.kernels.sampling_types import SampleRows
 from ..core.request import Request
 from ..core.step import ScheduledRequest
 from ..device.upload import Uploader
-from ..sampling_params import SamplingParams
 from .device_penalties import DevicePenalties
+from .sampler import sampling_numbers
 
 
 @dataclass(slots=True)
@@ -133,9 +132,3 @@ class DeviceRequestState:
         self._block_places, self._blocks = array("q"), array("i")
         self._last_rows, self._last = array("q"), array("q")
         self._new_rows, self._reals, self._integers = array("q"), array("d"), array("q")
-
-
-def sampling_numbers(params: SamplingParams, vocab_size: int) -> tuple[Sequence[float], Sequence[int]]:
-    seed = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
-    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    return (params.temperature, params.top_p, params.min_p), (seed, top_k, params.logprobs is not None)

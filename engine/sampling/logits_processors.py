@@ -175,8 +175,21 @@ class LogitsProcessorCache:
                 active[request.request_id] = rules
         return active
 
-    def of(self, request: Request) -> LogitsProcessors:
-        return self._rules[request.request_id]
+    def apply(self, logits_RV: Tensor, requests: Sequence[Request], last_R: Tensor | None = None) -> Tensor:
+        """Return a changed float32 copy, or the same tensor where no processor changes it.
+
+        `last_R`: see `apply_rules`.
+        """
+        active = self.active(requests)
+        if not active:
+            return logits_RV
+        places = [row for row, request in enumerate(requests) if request.request_id in active]
+        place_E = move(torch.tensor(places), logits_RV.device)
+        edited_RV = logits_RV.to(torch.float32, copy=True)
+        part_EV = edited_RV.index_select(0, place_E)
+        rules = [active[requests[row].request_id] for row in places]
+        apply_rules(part_EV, rules, None if last_R is None else last_R[place_E])
+        return edited_RV.index_copy_(0, place_E, part_EV)
 
 
 def may_change_logits(params: SamplingParams) -> bool:

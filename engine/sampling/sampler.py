@@ -1,36 +1,37 @@
-"""Synchronous sampler: groups the rows of a step by sampling method and returns a token or an error for each.
+"""Sampler for CPUs: returns a token or an error for each row.
 
-R rows, V vocabulary.
+R rows, V vocabulary, N alternatives, C columns of numbers for a row: id, largest logit before and after the
+logits processors; with log-probabilities also the columns of `rank_columns`.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.sampling_types import DrawRow
+from llmbox.kernels.reference.sampling import (
+    GREEDY_BELOW,
+    ONE,
+    SamplingKinds,
+    rank_tokens,
+    sample_rows,
+)
+from llmbox.kernels.sampling_types import CandidateRanks, DrawRow, SampleRows
 
 from ..core.request import Request
 from ..core.step import SampledToken
+from ..distributed.communicator import SINGLE, TensorParallel
 from ..ipc.messages import TokenLogprobs
 from ..sampling_params import SamplingParams
-from .draw import SampledRows, SamplingTensors, draw_binned, draw_greedy, draw_ranked, draw_whole
-from .logits_processors import LogitsProcessorCache, LogitsProcessors, apply_rules, may_change_logits
-from .logprobs import ranked_logprobs, token_logprobs
-from .philox import uniform
-from .topk import best_of, next_size
-
-_T = TypeVar("_T")
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would leave one token, or overflow."""
+from .logits_processors import LogitsProcessorCache, LogitsProcessors, may_change_logits
 
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
 # On a CPU a row and its probabilities stay in the core's cache; on a GPU this bounds the int64 scratch space.
+_STATS = 4
+"""Columns of `CandidateRanks.stats_S4`."""
 
 BROKEN = (
     "the model produced NaN or infinite logits for this request: its weights may be damaged, or its numbers "
@@ -41,17 +42,21 @@ NOTHING_LEFT = (
 )
 
 
-class _Method(NamedTuple):
-    """Sampling method of a row; rows with equal methods are sampled together."""
+class LogprobsRequest(NamedTuple):
+    """Numbers to compute besides the ids, the same for all rows of a step."""
 
-    edited: bool
-    kind: Literal["greedy", "whole", "ranked", "binned"]
-    size: int = 0
-    """Candidates of the method `ranked`."""
-    cuts_k: bool = False
+    logprobs: bool
+    top: int
+    """Number of alternatives."""
 
+    @classmethod
+    def of(cls, requests: Sequence[Request], vocab_size: int) -> "LogprobsRequest":
+        counts = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+        return cls(bool(counts), min(max(counts, default=0), vocab_size))
 
-PLAIN_GREEDY = _Method(edited=False, kind="greedy")
+    @property
+    def columns(self) -> int:
+        return 3 + (rank_column_count(self.top) if self.logprobs else 0)
 
 
 class Sampler:
@@ -60,16 +65,19 @@ class Sampler:
     Keeps token counts of requests with penalties between calls, as long as they run.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, ops: Ops | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, ops: Ops | None = None, rank: TensorParallel = SINGLE
+    ) -> None:
         """`ops`: backend whose `best_of`, `draw` and `rank`, where it has them, do the same faster.
 
-        Then logits must be its own: float32 rows that do not overlap.
+        Then logits must be its own: float32 rows that do not overlap. `rank`: has a shard of each row.
         """
         self._vocab_size = vocab_size
-        self._find_best = (ops.best_of if ops else None) or best_of
+        self._find_best = ops.best_of if ops else None
         self._draw_rows = ops.draw if ops else None
-        self._rank = ops.rank if ops else None
+        self._rank_rows = ops.rank if ops else None
         self._device = device
+        self._rank = rank
         self._rows_at_once = _ROWS_AT_ONCE.get(device.type, 1)
         self._rules = LogitsProcessorCache(vocab_size)
 
@@ -79,166 +87,106 @@ class Sampler:
         `logits_RV` may have any float dtype and is not changed. Columns beyond the vocabulary are padding.
         The sampled token gets position `request.num_tokens`.
         """
-        logits_RV = logits_RV[:, : self._vocab_size]
-        active = self._rules.active(requests)
-        if all(is_greedy(request.params) and is_plain(request.params) for request in requests):
-            return self._greedy(logits_RV)
-        if self._draw_rows is not None:
-            rows = [draw_row(request, active.get(request.request_id)) for request in requests]
-            drawn = self._draw_rows(logits_RV, rows)
-            chosen = [problem_of(row.raw_best, row.best) or int(row.id) for row in drawn]
-        else:
-            methods = [
-                self._method(request.params, edited=request.request_id in active) for request in requests
-            ]
-            chosen = self._choose(logits_RV, requests, methods)
-        return self._with_logprobs(logits_RV, requests, chosen)
-
-    def _greedy(self, logits_RV: Tensor) -> list[SampledToken | str]:
-        """Do as `_choose` in fewer operations, where only the largest logit counts."""
-        best_R, id_R = self._find_best(logits_RV)
-        return [
-            problem_of(best, best) or SampledToken(token)
-            for best, token in zip(best_R.tolist(), id_R.tolist(), strict=True)
-        ]
+        wanted = LogprobsRequest.of(requests, self._vocab_size)
+        numbers_RC = self._rank.map_whole_rows(
+            logits_RV,
+            wanted.columns,
+            lambda whole_MV, mine: self._numbers(whole_MV[:, : self._vocab_size], requests[mine], wanted),
+        )
+        return read_samples(numbers_RC.tolist(), requests, wanted.top)
 
     def prompt_logprobs(self, logits_TV: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Return log-probabilities: entry t is that of `next_ids[t]` after row t. NaN for invalid rows."""
-        logits_TV = logits_TV[:, : self._vocab_size]
-        return self._logprobs(logits_TV, [(row, token, top) for row, token in enumerate(next_ids)])
+        top = min(top, self._vocab_size)
 
-    def _logprobs(self, logits_RV: Tensor, wanted: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
-        """Compute entries of `wanted`: (row, its id, number of alternatives), by ascending rows."""
-        if self._rank is not None and wanted:
-            rows, ids, top = zip(*wanted, strict=True)
-            return ranked_logprobs(self._rank(logits_RV, rows, ids, max(top)), ids, top)
-        entries: list[TokenLogprobs] = []
-        for part in self._parts(wanted):
-            rows, ids, top = zip(*part, strict=True)
-            entries += token_logprobs(_take(logits_RV, rows).float(), ids, top)
-        return entries
+        def rank(whole_MV: Tensor, mine: slice) -> Tensor:
+            ids = next_ids[mine]
+            return self._rank_columns(whole_MV[:, : self._vocab_size], range(len(ids)), ids, top)
 
-    def _method(self, params: SamplingParams, *, edited: bool) -> _Method:
-        if params.temperature < GREEDY_BELOW:
-            return _Method(edited, "greedy")
-        cuts_k = 0 < params.top_k < self._vocab_size
-        if not cuts_k and params.top_p >= 1.0:
-            return _Method(edited, "whole")
-        return _Method(edited, "ranked", next_size(params.top_k if cuts_k else 0, self._vocab_size), cuts_k)
+        numbers = self._rank.map_whole_rows(logits_TV, rank_column_count(top), rank).tolist()
+        return [logprobs_of(row, token, top, top) for row, token in zip(numbers, next_ids, strict=True)]
 
-    def candidates(self, params: SamplingParams) -> tuple[int, bool]:
-        """Return, for a row that is not greedy, the number of candidates to rank first (0: no ranking needed)
-        and whether top-k keeps only these.
-        """
-        method = self._method(params, edited=False)
-        return method.size, method.cuts_k
+    def _numbers(self, logits_RV: Tensor, requests: Sequence[Request], wanted: LogprobsRequest) -> Tensor:
+        """Return float64 [R, C] of whole rows."""
+        numbers_R3 = self._choose(logits_RV, requests)
+        rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        if not wanted.logprobs:
+            return numbers_R3
+        numbers_RC = numbers_R3.new_zeros(len(requests), wanted.columns)
+        numbers_RC[:, :3] = numbers_R3
+        if rows:
+            ids = numbers_R3[rows, 0].long().tolist()
+            numbers_RC[rows, 3:] = self._rank_columns(logits_RV, rows, ids, wanted.top)
+        return numbers_RC
 
-    def _thorough(self, method: _Method) -> _Method:
-        """Return the next method to try where the candidates were too few."""
-        if self._device.type == "cpu" and not method.cuts_k:
-            return method._replace(kind="binned")
-        return method._replace(size=next_size(method.size, self._vocab_size))
+    def _choose(self, logits_RV: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Return float64 [R, 3]: id, largest logit before and after the logits processors."""
+        if self._find_best is not None and all(_is_plain_greedy(request.params) for request in requests):
+            best_R, id_R = self._find_best(logits_RV)
+            return torch.stack([id_R.double(), best_R.double(), best_R.double()], 1)
+        if self._draw_rows is not None:
+            active = self._rules.active(requests)
+            rows = [draw_row(request, active.get(request.request_id)) for request in requests]
+            return self._draw_rows(logits_RV, rows)
+        parts = []
+        for start in range(0, len(requests), self._rows_at_once):
+            part = slice(start, start + self._rows_at_once)
+            rows_P = sample_rows_of(requests[part], self._vocab_size, self._device)
+            parts.append(sample_by_reference(logits_RV[part], requests[part], rows_P, self._rules))
+        return torch.cat(parts) if parts else torch.empty(0, 3, dtype=torch.float64)
 
-    def _choose(
-        self, logits_RV: Tensor, requests: Sequence[Request], methods: Sequence[_Method]
-    ) -> list[int | str]:
-        chosen: list[int | str] = [NOTHING_LEFT] * len(requests)
-        waiting = dict(enumerate(methods))
-        while waiting:
-            for row, method, outcome in list(self._run(logits_RV, requests, waiting)):
-                token, raw_best, best, covered = outcome
-                problem = problem_of(raw_best, best)
-                if covered or problem:
-                    chosen[row] = problem or int(token)
-                    del waiting[row]
-                else:
-                    waiting[row] = self._thorough(method)
-        return chosen
-
-    def _run(
-        self, logits_RV: Tensor, requests: Sequence[Request], waiting: dict[int, _Method]
-    ) -> Iterator[tuple[int, _Method, list[float]]]:
-        """Sample all waiting rows; synchronize with the device once, after all work is queued."""
-        groups: dict[_Method, list[int]] = defaultdict(list)
-        for row, method in waiting.items():
-            groups[method].append(row)
-        order: list[tuple[int, _Method]] = []
-        outcomes: list[Tensor] = []
-        for method, rows in groups.items():
-            parts = [rows] if method == PLAIN_GREEDY else self._parts(rows)
-            for part in parts:
-                part_RV = _take(logits_RV, part)
-                outcomes.append(self._draw(part_RV, [requests[row] for row in part], method))
-                order += [(row, method) for row in part]
-        for (row, method), outcome in zip(order, torch.cat(outcomes).tolist(), strict=True):
-            yield row, method, outcome
-
-    def _draw(self, logits_RV: Tensor, requests: list[Request], method: _Method) -> Tensor:
-        """Return float64 [R, 4]: id, largest logit before and after the logits processors, whether the id is
-        final.
-        """
-        raw_best_R: Tensor | None = None
-        if method.edited:
-            raw_best_R = best_of(logits_RV)[0]
-            logits_RV = logits_RV.to(torch.float32, copy=True)
-            apply_rules(logits_RV, [self._rules.of(request) for request in requests])
-        drawn = self._draw_method(logits_RV, requests, method)
-        raw_best_R = drawn.best if raw_best_R is None else raw_best_R
-        columns = (drawn.id, raw_best_R, drawn.best, drawn.covered)
-        return torch.stack([column.double() for column in columns], 1)
-
-    def _draw_method(self, logits_RV: Tensor, requests: list[Request], method: _Method) -> SampledRows:
-        if method.kind == "greedy":
-            return draw_greedy(logits_RV, self._find_best)
-        knobs = self.knobs(requests)
-        if method.kind == "whole":
-            return draw_whole(logits_RV.float(), knobs)
-        if method.kind == "binned":
-            return draw_binned(logits_RV.float(), knobs)
-        return draw_ranked(logits_RV.float(), knobs, method.size, cuts_k=method.cuts_k)
-
-    def knobs(self, requests: list[Request]) -> SamplingTensors:
-        rows = [
-            (
-                request.params.temperature,
-                request.params.top_k if 0 < request.params.top_k < self._vocab_size else self._vocab_size,
-                request.params.top_p,
-                request.params.min_p,
-                uniform(request.params.seed, request.num_tokens),
-            )
-            for request in requests
-        ]
-        knobs_R5 = torch.tensor(rows, dtype=torch.float64).to(self._device)
-        temperature_R, top_k_R, top_p_R, min_p_R, noise_R = knobs_R5.unbind(1)
-        uses_min_p = any(request.params.min_p > 0 for request in requests)
-        return SamplingTensors(
-            temperature_R, top_k_R.to(torch.int64), top_p_R, min_p_R if uses_min_p else None, noise_R
-        )
-
-    def _with_logprobs(
-        self, logits_RV: Tensor, requests: Sequence[Request], chosen: Sequence[int | str]
-    ) -> list[SampledToken | str]:
-        results = [pick if isinstance(pick, str) else SampledToken(pick) for pick in chosen]
-        wanted = [
-            (row, pick, request.params.logprobs)
-            for row, (pick, request) in enumerate(zip(chosen, requests, strict=True))
-            if isinstance(pick, int) and request.params.logprobs is not None
-        ]
-        for (row, _, _), entry in zip(wanted, self._logprobs(logits_RV, wanted), strict=True):
-            results[row] = SampledToken(entry.token_id, entry)
-        return results
-
-    def _parts(self, rows: list[_T]) -> Iterator[list[_T]]:
-        for start in range(0, len(rows), self._rows_at_once):
-            yield rows[start : start + self._rows_at_once]
+    def _rank_columns(self, logits_RV: Tensor, rows: Sequence[int], ids: Sequence[int], top: int) -> Tensor:
+        if self._rank_rows is not None and len(rows):
+            return rank_columns(self._rank_rows(logits_RV, rows, ids, top))
+        id_R = torch.tensor(ids, dtype=torch.int64, device=logits_RV.device)
+        return rank_columns(rank_tokens(logits_RV[list(rows)], id_R, top))
 
 
-def _take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
-    """Select rows, in ascending order; a view without a copy where they are contiguous."""
-    first, last = rows[0], rows[-1]
-    if last - first + 1 == len(rows):
-        return logits_RV[first : last + 1]
-    return logits_RV[list(rows)]
+def sample_by_reference(
+    logits_RV: Tensor,
+    requests: Sequence[Request],
+    rows: SampleRows,
+    processors: LogitsProcessorCache,
+    last_R: Tensor | None = None,
+) -> Tensor:
+    """Sample by plain torch, on any device. Returns float64 [R, 3] as `Sampler` does for whole rows.
+
+    `last_R`: see `LogitsProcessorCache.apply`.
+    """
+    edited_RV = processors.apply(logits_RV, requests, last_R)
+    kinds = sampling_kinds([request.params for request in requests], logits_RV.shape[1])
+    id_R, best_R = sample_rows(edited_RV, rows, kinds)
+    raw_best_R = best_R if edited_RV is logits_RV else logits_RV.amax(-1)
+    return torch.stack([id_R.double(), raw_best_R.double(), best_R.double()], 1)
+
+
+def sampling_kinds(params: Sequence[SamplingParams], vocab_size: int) -> SamplingKinds:
+    """Return the sampling methods of these rows.
+
+    Top-p without top-k may have to rank the whole vocabulary.
+    """
+    drawn = [one for one in params if not is_greedy(one)]
+    whole = any(one.top_p >= 1.0 and not 0 < one.top_k < vocab_size for one in drawn)
+    ranked = [one.top_k if 0 < one.top_k < vocab_size else vocab_size * (one.top_p < 1.0) for one in drawn]
+    return SamplingKinds(whole, max(ranked, default=0))
+
+
+def sample_rows_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> SampleRows:
+    """Build the sampling parameters of rows from their requests."""
+    numbers = [sampling_numbers(request.params, vocab_size) for request in requests]
+    reals_R3 = torch.tensor([reals for reals, _ in numbers], dtype=torch.float64).to(device)
+    integers_R3 = torch.tensor([integers for _, integers in numbers]).to(device)
+    positions = torch.tensor([request.num_tokens for request in requests]).to(device)
+    temperature, top_p, min_p = reals_R3.unbind(1)
+    seed, top_k, logprobs = integers_R3.unbind(1)
+    return SampleRows(temperature, top_k.int(), top_p, min_p, seed, positions, logprobs.int())
+
+
+def sampling_numbers(params: SamplingParams, vocab_size: int) -> tuple[Sequence[float], Sequence[int]]:
+    """Return (temperature, top-p, min-p) and (seed, top-k, whether log-probabilities are wanted)."""
+    seed = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    return (params.temperature, params.top_p, params.min_p), (seed, top_k, params.logprobs is not None)
 
 
 def draw_row(request: Request, rules: LogitsProcessors | None) -> DrawRow:
@@ -255,13 +203,53 @@ def draw_row(request: Request, rules: LogitsProcessors | None) -> DrawRow:
     )
 
 
+def read_samples(
+    numbers: Sequence[Sequence[float]], requests: Sequence[Request], top: int
+) -> list[SampledToken | str]:
+    """Build tokens and errors from rows of C numbers on the host. `top`: alternatives of every row."""
+    results: list[SampledToken | str] = []
+    for row, request in zip(numbers, requests, strict=True):
+        token, wanted = int(row[0]), request.params.logprobs
+        if problem := problem_of(row[1], row[2]):
+            results.append(problem)
+        elif wanted is None:
+            results.append(SampledToken(token))
+        else:
+            results.append(SampledToken(token, logprobs_of(row[3:], token, wanted, top)))
+    return results
+
+
+def rank_columns(ranks: CandidateRanks) -> Tensor:
+    """Lay out `CandidateRanks` as float64 columns: 4 statistics, N ids, N logits."""
+    return torch.cat([ranks.stats_S4, ranks.ids_SN.double(), ranks.logits_SN.double()], 1)
+
+
+def rank_column_count(top: int) -> int:
+    """Return the columns of `rank_columns` with `top` alternatives."""
+    return _STATS + 2 * top
+
+
+def logprobs_of(row: Sequence[float], token: int, wanted: int, top: int) -> TokenLogprobs:
+    """Build the log-probabilities of `token` from a row of `rank_columns` with `top` alternatives.
+
+    They are of the model's unchanged logits: penalties, bias, masks and temperature are not applied (vLLM's
+    default, `raw_logprobs`). A row with NaN or infinity has none: logprob NaN, rank 0, no alternatives.
+    """
+    best, total, logit, rank = row[:_STATS]
+    if not math.isfinite(best):
+        return TokenLogprobs(token_id=token, logprob=math.nan, rank=0)
+    norm = best + math.log(total / ONE)
+    ids, logits = row[_STATS : _STATS + min(wanted, top)], row[_STATS + top :]
+    alternatives = [(int(i), value - norm) for i, value in zip(ids, logits, strict=False)]
+    return TokenLogprobs(token_id=token, logprob=logit - norm, rank=int(rank), top=alternatives)
+
+
 def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Return whether the row is sampled from the model's unchanged logits, without log-probabilities."""
-    return params.logprobs is None and not may_change_logits(params)
+def _is_plain_greedy(params: SamplingParams) -> bool:
+    return is_greedy(params) and not may_change_logits(params)
 
 
 def problem_of(raw_best: float, best: float) -> str | None:

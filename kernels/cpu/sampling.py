@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sampling_types import CandidateRanks, DrawResult, DrawRow, LogitEdits
+from ..sampling_types import CandidateRanks, DrawRow, LogitEdits
 from .command_buffer import CommandRecorder
 from .ffi import NativeDrawRow as NativeRow
 from .ffi import Step
@@ -38,7 +38,7 @@ class CPUSampling:
         self._recorder.submit(op, Step(rows=rows), logits_RV, best_R, id_R)
         return best_R, id_R
 
-    def draw(self, logits_RV: Tensor, rows: Sequence[DrawRow]) -> list[DrawResult]:
+    def draw(self, logits_RV: Tensor, rows: Sequence[DrawRow]) -> Tensor:
         count, width = _shape(logits_RV)
         assert count == len(rows)
         kept: list[Any] = []
@@ -48,7 +48,7 @@ class CPUSampling:
             logits_RV.data_ptr(), logits_RV.stride(0), width, ctypes.addressof(how), drawn_R3.data_ptr()
         )
         self._recorder.submit(op, Step(rows=count), logits_RV, how, kept)
-        return [DrawResult(*row) for row in drawn_R3.tolist()]
+        return drawn_R3
 
     def rank(self, logits_RV: Tensor, rows: Sequence[int], chosen: Sequence[int], top: int) -> CandidateRanks:
         width, count = _shape(logits_RV)[1], len(rows)

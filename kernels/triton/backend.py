@@ -11,7 +11,6 @@ from ..activation import Activation
 from ..op_types import BatchLayout
 from ..ops import Ops, StepInputs
 from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
-from ..sampling_types import PartOps
 from ..weight_packing import QuantizedWeight
 from . import act_and_mul as gate_mul
 from . import embedding, rms_norm
@@ -28,10 +27,8 @@ from .linear.scaled_mm_choice import ScaledMMSelector
 from .linear.tile_config import ROW_COUNTS, has_fp8
 from .linear.weight_packing import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
 from .prepare_decode import prepare_decode_inputs
-from .sampling import penalties as edit
-from .sampling import tp_sampling as part_weights
+from .sampling.penalties import count_last_tokens
 from .sampling.sample import sample
-from .sampling.tp_sampling import candidates
 
 FP8 = torch.float8_e4m3fn
 
@@ -100,7 +97,7 @@ class TritonBackend:
             row_invariant=self.fixed,
             rotate_and_write=heads.rotate_and_write,
             sample=sample,
-            parts=PartOps(edit.count, candidates, part_weights.weigh, part_weights.noise),
+            count_last_tokens=count_last_tokens,
             prepare_decode_inputs=prepare_decode_inputs,
             warmup_batch_sizes=ROW_COUNTS,
             stored=None if self.quant is None else self,

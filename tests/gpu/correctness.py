@@ -54,7 +54,6 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         experts,
         sampling.drawn,
         sampling.ruled,
-        sampling.in_parts,
         advance,
     )
 

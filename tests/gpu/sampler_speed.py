@@ -1,4 +1,4 @@
-"""The sampler's kernels: whole rows, with rules and without, and what ranks draw by from their parts."""
+"""The sampler's kernels: whole rows, with rules and without."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from llmbox.kernels.triton.backend import triton_ops
 
 KINDS = {"greedy": (0.0, 1.0), "whole": (1.0, 1.0), "top-p": (1.0, 0.9)}
 """Temperature and top-p."""
-LISTED, REPETITION, TOP_K = 500, 1.1, 20
+LISTED, REPETITION = 500, 1.1
 
 
 def all_work() -> Iterator[Callable[[], Work]]:
@@ -21,16 +21,14 @@ def all_work() -> Iterator[Callable[[], Work]]:
         for kind in KINDS:
             yield partial(sampling, rows, kind)
         yield partial(penalties, rows)
-    yield partial(candidates, 256)
-    yield partial(part_weights, 256)
 
 
-def asked(rows: int, kind: str, top_k: int = 0) -> SampleRows:
+def asked(rows: int, kind: str) -> SampleRows:
     numbers = (torch.full((rows,), x, device=big.DEVICE, dtype=torch.float64) for x in (*KINDS[kind], 0.0))
     temperature, top_p, min_p = numbers
     ints = torch.zeros(rows, device=big.DEVICE, dtype=torch.int32)
     seeds = torch.arange(rows, device=big.DEVICE)
-    return SampleRows(temperature, ints + top_k, top_p, min_p, seeds, seeds, ints)
+    return SampleRows(temperature, ints, top_p, min_p, seeds, seeds, ints)
 
 
 def sampling(rows: int, kind: str) -> Work:
@@ -83,31 +81,3 @@ def listed(ids: Tensor) -> PenaltyState:
         word_last_W=nothing,
         word_id_W=nothing,
     )
-
-
-def candidates(rows: int) -> Work:
-    """Of one of two ranks."""
-    ops, drawn = triton_ops(big.DEVICE, BF16), asked(rows, "top-p", TOP_K)
-    sets = [4 * randn(rows, big.VOCAB // 2) for _ in range(2)]
-    assert ops.parts is not None
-    variants = {
-        "ours": [partial(ops.parts.candidates, x, drawn, 32, 0) for x in sets],
-        "topk": [partial(torch.topk, x, TOP_K) for x in sets],
-    }
-    return Work(f"candidates of {rows} rows", rows * big.VOCAB, 0, "bf16", variants)
-
-
-def part_weights(rows: int) -> Work:
-    """Their sum, and the id at half of it."""
-    ops, drawn = triton_ops(big.DEVICE, BF16), asked(rows, "whole")
-    sets = [4 * randn(rows, big.VOCAB // 2) for _ in range(2)]
-    bests = [x.float().amax(-1) for x in sets]
-    parts = ops.parts
-    assert parts is not None
-
-    def run(x: Tensor, best: Tensor) -> Tensor:
-        part = parts.weigh(x, best, drawn)
-        return part.columns(part.total_R // 2)
-
-    variants = {"ours": [partial(run, *each) for each in zip(sets, bests, strict=True)]}
-    return Work(f"weights of {rows} rows", rows * big.VOCAB, 0, "bf16", variants)

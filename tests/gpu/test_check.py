@@ -149,8 +149,6 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_speed.heads(3),
         sampler_speed.sampling(3, "top-p"),
         sampler_speed.penalties(3),
-        sampler_speed.candidates(3),
-        sampler_speed.part_weights(3),
         little_kernels.embedding(3, None),
         little_kernels.embedding(3, "int8"),
         little_kernels.advance(3),

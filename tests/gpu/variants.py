@@ -141,7 +141,7 @@ def heads_apart(head_dim: int, dtype: torch.dtype = BF16) -> None:
 
 
 def sampling(dtype: torch.dtype = BF16, vocabulary: int = VOCAB) -> None:
-    """With rules and without, of whole rows and of parts."""
+    """With rules and without, and rows that another rank samples."""
     ops = triton_ops(CPU, BF16)
     assert ops.sample is not None
     float64 = [zeros(4, dtype=torch.float64) for _ in range(3)]
@@ -152,13 +152,8 @@ def sampling(dtype: torch.dtype = BF16, vocabulary: int = VOCAB) -> None:
     drawn = SampleRows(float64[0], ints, float64[1], float64[2], longs, longs, ints)
     for each in (None, rules):
         ops.sample(zeros(4, vocabulary, dtype=dtype), drawn, each)
-    assert ops.parts is not None
-    half = zeros(4, vocabulary // 2, dtype=dtype)
-    ops.parts.count(longs, rules)
-    ops.parts.candidates(half, drawn, 32, 7)
-    ops.parts.weigh(half, zeros(4, dtype=F32), drawn).columns(longs)
-    ops.parts.noise(drawn)
-    ops.sample(zeros(4, 64, dtype=F32), drawn)
+    assert ops.count_last_tokens is not None
+    ops.count_last_tokens(longs, rules)
 
 
 def advance() -> None:

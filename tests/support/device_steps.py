@@ -6,17 +6,18 @@ import torch
 
 from llmbox.engine.core.step import ScheduledRequest
 from llmbox.engine.device.upload import Uploader
+from llmbox.engine.distributed.communicator import SINGLE
+from llmbox.engine.sampling.device_sampler import DeviceSampler
 from llmbox.engine.sampling.device_state import DeviceRequestState
-from llmbox.engine.sampling.gpu_sampler import DeviceSampler
 
 
 class Steps:
-    """`late`: the host knows a step's tokens after the next one. `shared`: what ranks make of a sampler."""
+    """`late`: the host knows a step's tokens after the next one. `rank`: has a part of each row."""
 
-    def __init__(self, ops, vocab_size, requests, device, late, shared=lambda whole: whole):
+    def __init__(self, ops, vocab_size, requests, device, late, rank=SINGLE):
         self.where = device.torch_device
         self.rows = DeviceRequestState(len(requests) + 1, 1, 0, vocab_size, self.where)
-        self.sampler = shared(DeviceSampler(ops, self.rows, vocab_size))
+        self.sampler = DeviceSampler(ops, self.rows, vocab_size, rank)
         self.uploader = Uploader(device, 3)
         self.requests = requests
         self.known = copy.deepcopy(requests)

@@ -8,9 +8,10 @@ import torch
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.step import SampledToken
 from llmbox.engine.sampling import Sampler
-from llmbox.engine.sampling.integer_softmax import ONE, weights
-from llmbox.engine.sampling.philox import uniform
 from llmbox.engine.sampling_params import SamplingParams
+from llmbox.kernels.reference.sampling import ONE, integer_softmax
+from llmbox.kernels.sampling_types import SampleRows
+from support.noise import uniform
 
 CPU = torch.device("cpu")
 
@@ -39,7 +40,7 @@ def plain_distribution(logits: torch.Tensor, params: SamplingParams) -> list[tup
     """(id, weight) of what may be drawn, in drawing order. Weights are the integers that the sampler uses."""
     row = logits.float().reshape(1, -1)
     best = row.amax(-1, keepdim=True)
-    weight = weights(row, best, torch.tensor([params.temperature], dtype=torch.float64))[0].tolist()
+    weight = integer_softmax(row, best, torch.tensor([params.temperature], dtype=torch.float64))[0].tolist()
     values, ids = row[0].tolist(), list(range(row.shape[1]))
     ranked = 0 < params.top_k < len(ids) or params.top_p < 1
     if ranked:
@@ -70,3 +71,19 @@ def plain_choice(logits: torch.Tensor, request: Request) -> int:
             return token
         point -= weight
     raise AssertionError("unreachable")
+
+
+def sample_rows_by(
+    rows: Sequence[tuple[float, int, float, float]], seeds: Sequence[int], positions: Sequence[int]
+) -> SampleRows:
+    """Rows of (temperature, top-k, top-p, min-p), with log-probabilities wanted."""
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    return SampleRows(
+        temperature=torch.tensor(temperature, dtype=torch.float64),
+        top_k=torch.tensor(top_k, dtype=torch.int32),
+        top_p=torch.tensor(top_p, dtype=torch.float64),
+        min_p=torch.tensor(min_p, dtype=torch.float64),
+        seed=torch.tensor(seeds),
+        position=torch.tensor(positions),
+        logprobs=torch.ones(len(rows), dtype=torch.int32),
+    )

@@ -1,4 +1,4 @@
-// Choosing one id of a row, bit by bit as engine/sampling/draw.py: min-p, then top-k, then top-p over what those leave;
+// Choosing one id of a row, bit by bit as kernels/reference/sampling.py: min-p, then top-k, then top-p over what those leave;
 // among what is left by inverting the cumulative weights, in the order of ids where nothing needs a ranking, best first
 // otherwise. Equal logits are ordered by lowest id.
 #pragma once

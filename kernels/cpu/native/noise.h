@@ -1,4 +1,4 @@
-// Noise of (seed, position) and nothing else, bit by bit as engine/sampling/philox.py: Philox-4x32-10.
+// Noise of (seed, position) and nothing else, bit by bit as kernels/reference/sampling.py: Philox-4x32-10.
 #pragma once
 
 #include <cstdint>

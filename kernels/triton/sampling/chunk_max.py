@@ -64,7 +64,7 @@ def value_of(key: tl.tensor) -> tl.tensor:
 def weights(x: tl.tensor, best: tl.tensor, temperature: tl.tensor, least: tl.tensor) -> tl.tensor:
     """Return floor(2^40 exp((x - best) / temperature)) as int64, 0 below `least`; float32 inside.
 
-    Reference: `engine/sampling/integer_softmax.py`.
+    Reference: `kernels/reference/sampling.py`.
     """
     scaled = tl.maximum(tl.div_rn(x - best, temperature), -50.0)
     weight = (tl.exp(scaled) * 1099511627776.0).to(tl.int64)

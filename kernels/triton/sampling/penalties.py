@@ -115,7 +115,7 @@ def edit(logits_SV: Tensor, position_S: Tensor, rules: PenaltyState) -> None:
     _launch(logits_SV, position_S, rules, edits=True)
 
 
-def count(position_S: Tensor, rules: PenaltyState) -> None:
+def count_last_tokens(position_S: Tensor, rules: PenaltyState) -> None:
     """Count the last tokens of rows that are sampled elsewhere. `edit` counts no token twice."""
     _launch(rules.values_3N, position_S, rules, edits=False)
 

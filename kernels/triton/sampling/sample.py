@@ -1,4 +1,4 @@
-"""Sampler: draws a token for every row on the device, bit for bit as `engine/sampling` does on the host.
+"""Sampler: draws a token for every row on the device, bit for bit as `kernels/reference/sampling.py`.
 
 A token weighs floor(2^40 exp((logit - best) / temperature)). Sums of integers do not depend on their order:
 neither the batch nor the way this kernel walks a row can change what is drawn. Nothing is sorted. Each
@@ -8,7 +8,7 @@ Chunks whose largest logit lies below the threshold are skipped, so a row is rea
 
 Rows with penalties are read together with a list of their edited logits (`penalties.py`).
 
-Noise is Philox-4x32-10 of (seed, position), bit for bit as in `engine/sampling/philox.py`.
+Noise is Philox-4x32-10 of (seed, position), bit for bit as in `kernels/reference/sampling.py`.
 """
 
 import torch
@@ -114,7 +114,8 @@ def sample_kernel(
     """Sample one row by temperature, top-k, top-p and min-p, or greedily; with `wanted` also its logprob sums
     and rank.
 
-    Weights and their sums are int64, logits float32, noise and top-p float64. Reference: `engine/sampling`.
+    Weights and their sums are int64, logits float32, noise and top-p float64. Reference:
+    `kernels/reference/sampling.py`.
     """
     s = tl.program_id(0).to(tl.int64)
     x = logits + s * row_stride
@@ -173,7 +174,7 @@ def sample_kernel(
 def noise_of(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
     """Return the noise of (seed, position): a multiple of 2^-53 in [0, 1), float64.
 
-    Reference: `engine/sampling/philox.py`.
+    Reference: `kernels/reference/sampling.py`.
     """
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)

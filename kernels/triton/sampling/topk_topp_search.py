@@ -3,7 +3,7 @@
 A row is a tuple: its logits x, `most` with the largest of each chunk, the vocabulary's size, the number of
 chunks to walk, and with LISTED also the listed ids, their logits and their number; these ids are minus
 infinity in x (`penalties.py`). Logits are compared as integers of the same order ("keys"), so that a
-bisection ends. Weights are those of `engine/sampling/integer_softmax.py`.
+bisection ends. Weights are those of `kernels/reference/sampling.py`.
 """
 
 import triton

@@ -51,6 +51,21 @@ def test_sums_and_gathers_of_any_size(monkeypatch, tp, size):
             assert torch.equal(summed, total), "bit by bit, in the order of ranks"
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_each_rank_gets_its_rows_whole(monkeypatch, tp, rows):
+    monkeypatch.setattr(mesh, "SLOT", 256)
+    whole = numbers(0, (rows, tp * 90))
+
+    def work(rank, collective):
+        found = collective.all_to_all_rows(whole[:, 90 * rank : 90 * (rank + 1)])
+        return found.transpose(0, 1).flatten(1), float(collective.gather(torch.ones(1)).sum())
+
+    found, after = zip(*together(open_mesh(tp), work), strict=True)
+    assert torch.equal(torch.cat(found), whole)
+    assert after == (float(tp),) * tp
+
+
 def test_a_sum_does_not_depend_on_what_stands_beside_it():
     """As the ring of gloo's or NCCL's all_reduce would: it sums each piece of a tensor in another order."""
     rows = [numbers(rank, (40, 64), torch.bfloat16) for rank in range(3)]

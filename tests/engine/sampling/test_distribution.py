@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from llmbox.engine.sampling import Sampler
-from llmbox.engine.sampling.draw import SamplingTensors, draw_ranked, draw_whole
-from llmbox.engine.sampling.philox import uniform
-from support.sampling import CPU, make_request, token_of
+from llmbox.kernels.reference.sampling import SamplingKinds, sample_rows
+from support.sampling import CPU, make_request, sample_rows_by, token_of
 
 torch.set_num_threads(1)
 
@@ -57,23 +56,11 @@ def test_frequencies_over_many_seeds(case):
     draws = 20_000
     params = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **case}
 
-    def full(value):
-        return torch.full((draws,), float(value), dtype=torch.float64)
-
-    noise = torch.tensor([uniform(seed, 17) for seed in range(draws)], dtype=torch.float64)
-    top_k = full(params["top_k"] or len(LOGITS)).long()
-    knobs = SamplingTensors(
-        full(params["temperature"]), top_k, full(params["top_p"]), full(params["min_p"]), noise
-    )
-    logits_RV = torch.tensor(LOGITS).expand(draws, -1)
-    ids = {
-        "ranked": draw_ranked(logits_RV, knobs, len(LOGITS), cuts_k=params["top_k"] > 0).id,
-        "whole": draw_whole(logits_RV, knobs).id,
-    }
-    if params["top_k"] or params["top_p"] < 1:
-        del ids["whole"]
-    for drawn in ids.values():
-        assert_follows(torch.bincount(drawn, minlength=len(LOGITS)).tolist(), exact(**case))
+    row = (params["temperature"], params["top_k"], params["top_p"], params["min_p"])
+    rows = sample_rows_by([row] * draws, range(draws), [17] * draws)
+    kinds = SamplingKinds(whole=True, candidates=len(LOGITS))
+    ids, _ = sample_rows(torch.tensor(LOGITS).expand(draws, -1), rows, kinds)
+    assert_follows(torch.bincount(ids, minlength=len(LOGITS)).tolist(), exact(**case))
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
@@ -93,12 +80,10 @@ def test_frequencies_through_the_sampler(vary):
 
 def test_a_wide_vocabulary_is_drawn_evenly():
     vocab_size, draws = 4096, 12_000
-    noise = torch.tensor([uniform(1, position) for position in range(draws)], dtype=torch.float64)
-    one = torch.ones(draws, dtype=torch.float64)
     counts = [0] * 64
     for start in range(0, draws, 2000):
-        part = slice(start, start + 2000)
-        knobs = SamplingTensors(one[part], one[part].long() * vocab_size, one[part], None, noise[part])
-        for token in draw_whole(torch.zeros(2000, vocab_size), knobs).id.tolist():
+        rows = sample_rows_by([(1.0, 0, 1.0, 0.0)] * 2000, [1] * 2000, range(start, start + 2000))
+        ids, _ = sample_rows(torch.zeros(2000, vocab_size), rows, SamplingKinds(whole=True))
+        for token in ids.tolist():
             counts[token * 64 // vocab_size] += 1
     assert_follows(counts, [1 / 64] * 64)

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from llmbox.engine.sampling.philox import philox_4x32, uniform
+from support.noise import philox_4x32, uniform
 
 # Known answers published with the Random123 library (philox 4x32, 10 rounds).
 KNOWN = [

@@ -14,7 +14,6 @@ from llmbox.engine.distributed.communicator import TensorParallel
 from llmbox.engine.distributed.process_group import join, leave
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.sampling import Sampler
-from llmbox.engine.sampling.tp_gpu_sampler import device_sampler
 from support.device_steps import Steps, alike
 from support.late_device import LateDevice
 from support.sampling import make_request
@@ -69,8 +68,7 @@ def work(meet: Path, layout: ParallelLayout, vocab: int, seed: int) -> None:
         make_request(str(n), prompt=[n, 1, 2], seed=seed + n, **knobs) for n, knobs in enumerate(KNOBS)
     ]
     generator = torch.Generator().manual_seed(seed)
-    share = lambda whole: device_sampler(rank, whole, vocab)  # noqa: E731
-    steps = Steps(ops, vocab, requests, LateDevice(), late=True, shared=share)
+    steps = Steps(ops, vocab, requests, LateDevice(), late=True, rank=rank)
     favourites_V = torch.zeros(vocab)
     favourites_V[[3, 4, 5, 600]] = 4.0
     for levels in (3, None, None):

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.step import SampledToken
 from llmbox.engine.sampling import Sampler
-from llmbox.engine.sampling.philox import uniform
 from llmbox.engine.sampling.sampler import BROKEN
 from llmbox.kernels.cpu.backend import CPUBackend
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
+from support.noise import uniform
 from support.sampling import CPU, make_request, token_of
 
 VOCAB = 151_936

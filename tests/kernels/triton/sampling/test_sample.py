@@ -4,48 +4,16 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from llmbox.engine.sampling.draw import SamplingTensors, draw_greedy, draw_ranked, draw_whole
-from llmbox.engine.sampling.logprobs import token_logprobs
-from llmbox.engine.sampling.philox import uniform
-from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, SampleRows
+from llmbox.kernels.reference.sampling import SamplingKinds, rank_tokens, sample_rows
+from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 from llmbox.kernels.triton.prepare_decode import prepare_decode_inputs
 from llmbox.kernels.triton.sampling.sample import sample
+from support.sampling import sample_rows_by
 
 V = 333
 Row = tuple[float, int, float, float]
 """Temperature, top-k, top-p, min-p."""
-
-
-def sample_rows(rows: list[Row], seeds: list[int], positions: list[int]) -> SampleRows:
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return SampleRows(
-        temperature=torch.tensor(temperature, dtype=torch.float64),
-        top_k=torch.tensor(top_k, dtype=torch.int32),
-        top_p=torch.tensor(top_p, dtype=torch.float64),
-        min_p=torch.tensor(min_p, dtype=torch.float64),
-        seed=torch.tensor(seeds),
-        position=torch.tensor(positions),
-        logprobs=torch.ones(len(rows), dtype=torch.int32),
-    )
-
-
-def expected(logits_V: Tensor, row: Row, seed: int, position: int) -> int:
-    temperature, top_k, top_p, min_p = row
-    logits = logits_V[None].float()
-    if temperature < 1e-5:
-        return int(draw_greedy(logits).id)
-    size = len(logits_V)
-    cuts = 0 < top_k < size
-    float64 = [torch.tensor([x], dtype=torch.float64) for x in (temperature, top_p, min_p)]
-    noise = torch.tensor([uniform(seed, position)], dtype=torch.float64)
-    knobs = SamplingTensors(
-        float64[0], torch.tensor([top_k if cuts else size]), float64[1], float64[2], noise
-    )
-    if not cuts and top_p >= 1:
-        return int(draw_whole(logits, knobs).id)
-    return int(draw_ranked(logits, knobs, size, cuts_k=cuts).id)
 
 
 SPREAD = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 50, 0.9, 0.05), (1.3, 0, 0.95, 0.0)]
@@ -62,19 +30,21 @@ def test_draws_what_the_sampler_draws(rows: list[Row], levels: int | None) -> No
         logits[1, ::2] = -0.0
         logits[2, ::3] = -torch.inf
     seeds, positions = [seed, -seed, 7, 1 << 40], [1, 2, (1 << 33) + 5, 77]
-    got = sample(logits, sample_rows(rows, seeds, positions))
-    want = [expected(*each) for each in zip(logits, rows, seeds, positions, strict=True)]
-    assert got.ids.tolist() == want, seed
-    for n, entry in enumerate(token_logprobs(logits, want, [0] * len(rows))):
-        logprob = float(got.logit[n] - got.best[n]) - math.log(int(got.total[n]) / (1 << 40))
-        assert math.isclose(logprob, entry.logprob, abs_tol=1e-5)
-        assert int(got.rank[n]) == entry.rank
+    asked = sample_rows_by(rows, seeds, positions)
+    got = sample(logits, asked)
+    want, _ = sample_rows(logits, asked, SamplingKinds(whole=True, candidates=V))
+    assert got.ids.tolist() == want.tolist(), seed
+    best, total, logit, rank = rank_tokens(logits, want, 0).stats_S4.unbind(1)
+    assert torch.equal(got.raw_best.double(), best)
+    torch.testing.assert_close(got.total.double(), total, rtol=1e-6, atol=2)
+    assert torch.equal(got.logit.double(), logit)
+    assert torch.equal(got.rank.double(), rank)
 
 
 def test_a_broken_row_is_told_and_hurts_no_other() -> None:
     logits = torch.randn(4, V)
     logits[0, 5], logits[1, 300], logits[2] = torch.nan, torch.inf, -torch.inf
-    got = sample(logits, sample_rows([(1.0, 0, 0.9, 0.0)] * 3 + [(0.0, 0, 1.0, 0.0)], [1] * 4, [1] * 4))
+    got = sample(logits, sample_rows_by([(1.0, 0, 0.9, 0.0)] * 3 + [(0.0, 0, 1.0, 0.0)], [1] * 4, [1] * 4))
     assert got.best[0].isnan()
     assert got.best[1:3].tolist() == [math.inf, -math.inf]
     assert int(got.ids[3]) == int(logits[3].argmax())

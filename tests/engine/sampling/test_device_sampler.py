@@ -1,4 +1,4 @@
-"""Drawing without asking: equal to the sampler that looks at what it got, and to the noise of one row."""
+"""The sampler of devices draws what that of hosts draws; noise of rows is the noise of one."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from llmbox.engine.core.request import Request
 from llmbox.engine.core.step import ScheduledRequest
 from llmbox.engine.device.upload import Uploader
 from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.device_sampler import DeviceSampler
 from llmbox.engine.sampling.device_state import DeviceRequestState
-from llmbox.engine.sampling.draw_async import facts, likeliest
-from llmbox.engine.sampling.gpu_sampler import DeviceSampler, sampling_kinds
-from llmbox.engine.sampling.logprobs import token_logprobs
-from llmbox.engine.sampling.philox import uniform, uniform_rows
+from llmbox.engine.sampling.sampler import sampling_kinds
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.reference.sampling import likeliest, uniform_rows
 from support.late_device import LateDevice
+from support.noise import uniform
 from support.sampling import make_request
 
 CPU = torch.device("cpu")
@@ -120,22 +120,14 @@ def test_a_broken_logit_comes_first_whatever_its_sign():
     assert value.isnan().all()
 
 
-def test_facts_are_those_of_the_logprobs():
-    logits = torch.randn(4, VOCAB).mul(4).round()
-    ids = torch.tensor([0, 3, 77, VOCAB - 1])
-    told = facts(logits, ids)
-    ranks = [entry.rank for entry in token_logprobs(logits, ids.tolist(), [0] * 4)]
-    assert told.rank.tolist() == ranks
-
-
 def test_needs():
     def needs(**params):
         return sampling_kinds([SamplingParams(max_tokens=1, **params)], VOCAB)
 
     assert needs(temperature=0.0, top_p=0.5).candidates == 0
     assert needs(temperature=1.0).whole
-    assert needs(top_k=20).candidates == 256
-    assert needs(top_k=20, top_p=0.5).candidates == 256
+    assert needs(top_k=20).candidates == 20
+    assert needs(top_k=20, top_p=0.5).candidates == 20
     assert needs(top_p=0.5).candidates == VOCAB
     assert needs(top_k=VOCAB).whole
 

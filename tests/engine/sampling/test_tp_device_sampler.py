@@ -1,28 +1,25 @@
-"""Rows whose logits are in parts on devices are drawn as whole rows are, and what that sends."""
+"""Rows whose logits are in parts on devices are drawn as whole rows are."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from llmbox.engine.core.request import Request
 from llmbox.engine.core.step import ScheduledRequest
 from llmbox.engine.device.upload import Uploader
 from llmbox.engine.distributed.communicator import TensorParallel, rows_of_rank
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.device_sampler import DeviceSampler
 from llmbox.engine.sampling.device_state import DeviceRequestState
-from llmbox.engine.sampling.gpu_sampler import DeviceSampler
-from llmbox.engine.sampling.tp_gpu_sampler import device_sampler
-from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.reference import REFERENCE
 from support.late_device import LateDevice
-from support.rank_threads import Stage
-from support.shared_logits import CPU, KNOBS, Counting, part_of, requests_of
+from support.rank_threads import Stage, ThreadCollective
+from support.shared_logits import CPU, KNOBS, part_of, requests_of
 
 
-def sample_in_parts(logits_SV, requests, tp, ops=REFERENCE):
-    """What each rank draws, and the bytes that it sends."""
+def sample_in_parts(logits_SV, requests, tp):
+    """What each rank draws."""
     vocab, stage = logits_SV.shape[1], [Stage(tp)]
 
     def work(number):
@@ -34,20 +31,19 @@ def sample_in_parts(logits_SV, requests, tp, ops=REFERENCE):
         rows.flush(uploader)
         position_S = torch.tensor([one.num_tokens for one in requests], dtype=torch.int32)
         layout = ParallelLayout(tp, 1, number)
-        collective = Counting(layout, stage)
-        sampler = device_sampler(TensorParallel(layout, collective), DeviceSampler(ops, rows, vocab), vocab)
+        collective = ThreadCollective(layout, stage)
+        sampler = DeviceSampler(REFERENCE, rows, vocab, TensorParallel(layout, collective))
         mine = part_of(logits_SV, layout.vocabulary(vocab))
         drawing = sampler.draw(mine, requests, row_S, position_S)
         assert torch.equal(rows.last_R[row_S], drawing.ids_S)
         assert torch.equal(drawing.ids_S, drawing.numbers_SC[:, 0].long())
         tokens, failed = drawing.read(drawing.numbers_SC.tolist())
-        picks = [tokens.get(one.request_id) or failed[one.request_id] for one in requests]
-        return picks, collective.bytes
+        return [tokens.get(one.request_id) or failed[one.request_id] for one in requests]
 
     with ThreadPoolExecutor(tp) as pool:
-        picks, sizes = zip(*pool.map(work, range(tp)), strict=True)
+        picks = list(pool.map(work, range(tp)))
     assert all(each == picks[0] for each in picks)
-    return picks[0], max(sizes)
+    return picks[0]
 
 
 @pytest.mark.parametrize("vocab", [700, 2051])
@@ -57,7 +53,7 @@ def test_parts_draw_what_the_whole_draws(vocab, tp, flat):
     generator = torch.Generator().manual_seed(vocab + tp)
     requests = requests_of(4 * len(KNOBS), tp)
     logits_SV = flat * torch.randn(len(requests), vocab, generator=generator)
-    found, _ = sample_in_parts(logits_SV, requests, tp)
+    found = sample_in_parts(logits_SV, requests, tp)
     assert found == Sampler(vocab, CPU).sample(logits_SV, requests)
 
 
@@ -66,7 +62,7 @@ def test_equal_logits_go_by_lowest_id_across_ranks():
     requests = requests_of(4 * len(KNOBS))
     logits_SV = torch.randint(0, 4, (len(requests), 1500), generator=generator).float()
     logits_SV[:10] = 2.0
-    found, _ = sample_in_parts(logits_SV, requests, 4)
+    found = sample_in_parts(logits_SV, requests, 4)
     assert found == Sampler(1500, CPU).sample(logits_SV, requests)
 
 
@@ -76,25 +72,9 @@ def test_a_broken_row_fails_alone(poison, place):
     requests = requests_of(2 * len(KNOBS))
     logits_SV = torch.randn(len(requests), 1500, generator=torch.Generator().manual_seed(2))
     logits_SV[: len(KNOBS), place] = poison
-    found, _ = sample_in_parts(logits_SV, requests, 3)
+    found = sample_in_parts(logits_SV, requests, 3)
     assert found == Sampler(1500, CPU).sample(logits_SV, requests)
     assert [isinstance(pick, str) for pick in found] == [row < len(KNOBS) for row in range(len(requests))]
-
-
-def test_what_is_sent_for_a_row():
-    vocab = 151_936
-    logits_SV = 4 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))
-
-    def sent(ops=REFERENCE, **params):
-        request = Request(request_id="a", prompt_ids=[1], params=SamplingParams(max_tokens=1, **params))
-        return sample_in_parts(logits_SV, [request], 2, ops)[1]
-
-    assert sent(temperature=0.0) == 16
-    assert sent(temperature=0.9) == 20
-    assert sent(temperature=0.9, top_k=50) == 64 * 8
-    # To the rank that draws the row, and what it found to all.
-    assert sent(temperature=0.9, top_p=0.9, top_k=0) == vocab * 2 + 3 * 8
-    assert sent(temperature=0.0, logprobs=1) == vocab * 2 + 8 * 8
 
 
 @pytest.mark.parametrize("tp", [2, 3, 8])

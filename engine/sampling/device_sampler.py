@@ -1,0 +1,153 @@
+"""Asynchronous sampler for GPUs: sampled ids stay on the device, a copy goes to the host.
+
+S sampling rows, M of those that this rank samples, V vocabulary, C columns of numbers (see `sampler.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.reference.sampling import likeliest, rank_tokens
+from llmbox.kernels.sampling_types import CandidateRanks, PenaltyState, Sampled
+
+from ..core.request import Request
+from ..core.step import SampledToken
+from ..device.upload import move
+from ..distributed.communicator import SINGLE, TensorParallel
+from .device_penalties import DevicePenalties
+from .device_state import DeviceRequestState
+from .logits_processors import FORBIDDEN, LogitsProcessorCache, mask_bits
+from .sampler import LogprobsRequest, rank_columns, read_samples, sample_by_reference
+
+_MASKED_AT_ONCE = 16
+"""Rows: bounds what masks and copies of logits take."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSamplerOutput:
+    """Sampled ids, and float64 numbers [S, C] from which tokens and log-probabilities are built."""
+
+    numbers_SC: Tensor
+    ids_S: Tensor
+    requests: list[Request]
+    top: int
+
+    def read(self, rows: Sequence[Sequence[float]]) -> tuple[dict[str, SampledToken], dict[str, str]]:
+        """Build tokens and errors by request id, from `numbers_SC` on the host."""
+        tokens: dict[str, SampledToken] = {}
+        failed: dict[str, str] = {}
+        for request, result in zip(self.requests, read_samples(rows, self.requests, self.top), strict=True):
+            if isinstance(result, str):
+                failed[request.request_id] = result
+            else:
+                tokens[request.request_id] = result
+        return tokens, failed
+
+
+class DeviceSampler:
+    """Samples with the backend's kernel, or in plain torch. All ranks of a stage get the same ids."""
+
+    def __init__(
+        self, ops: Ops, rows: DeviceRequestState, vocab_size: int, rank: TensorParallel = SINGLE
+    ) -> None:
+        self._ops = ops
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._rank = rank
+        self._rules = LogitsProcessorCache(vocab_size)
+        if ops.sample is not None and rank.layout.is_last:
+            rows.rules = DevicePenalties(rows.spare + 1, vocab_size, rows.last_R.device)
+
+    def draw(
+        self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor
+    ) -> DeviceSamplerOutput:
+        """Sample, and store the tokens in the request state.
+
+        Logit columns beyond the vocabulary are padding.
+        """
+        wanted = LogprobsRequest.of(requests, self._vocab_size)
+        rules = self._penalties(requests, row_S)
+        if self._rank.layout.tp > 1 and rules is not None and self._ops.count_last_tokens is not None:
+            self._ops.count_last_tokens(position_S, rules)  # also of rows that other ranks sample
+
+        def sample(whole_MV: Tensor, mine: slice) -> Tensor:
+            whole_MV = whole_MV[:, : self._vocab_size]
+            return self._numbers(whole_MV, requests[mine], row_S[mine], position_S[mine], wanted)
+
+        numbers_SC = self._rank.map_whole_rows(logits_SV, wanted.columns, sample)
+        ids_S = numbers_SC[:, 0].long()
+        self._rows.store_sampled(row_S, ids_S)
+        return DeviceSamplerOutput(numbers_SC, ids_S, requests, wanted.top)
+
+    def _numbers(
+        self,
+        raw_MV: Tensor,
+        requests: Sequence[Request],
+        row_M: Tensor,
+        position_M: Tensor,
+        wanted: LogprobsRequest,
+    ) -> Tensor:
+        if self._ops.sample is None:
+            rows, last_M = self._rows.sampling(row_M, position_M), self._rows.last_R[row_M]
+            numbers_M3 = sample_by_reference(raw_MV, requests, rows, self._rules, last_M)
+            if not wanted.logprobs:
+                return numbers_M3
+            ranks = rank_tokens(raw_MV, numbers_M3[:, 0].long(), wanted.top)
+        else:
+            sampled = self._sample(raw_MV, requests, row_M, position_M)
+            columns = [sampled.ids, sampled.raw_best, sampled.best]
+            numbers_M3 = torch.stack([column.double() for column in columns], 1)
+            if not wanted.logprobs:
+                return numbers_M3
+            stats = [sampled.raw_best, sampled.total, sampled.logit, sampled.rank]
+            value_MN, id_MN = likeliest(raw_MV, wanted.top)
+            ranks = CandidateRanks(torch.stack([each.double() for each in stats], 1), id_MN, value_MN)
+        return torch.cat([numbers_M3, rank_columns(ranks)], 1)
+
+    def _penalties(self, requests: Sequence[Request], row_S: Tensor) -> PenaltyState | None:
+        return None if self._rows.rules is None else self._rows.rules.of(row_S, self._rows.last_R, requests)
+
+    def _sample(
+        self, raw_MV: Tensor, requests: Sequence[Request], row_M: Tensor, position_M: Tensor
+    ) -> Sampled:
+        assert self._ops.sample is not None
+        rules = self._penalties(requests, row_M)
+        sampled = self._ops.sample(raw_MV, self._rows.sampling(row_M, position_M), rules)
+        masked = [place for place, request in enumerate(requests) if request.mask is not None]
+        for start in range(0, len(masked), _MASKED_AT_ONCE):
+            places = masked[start : start + _MASKED_AT_ONCE]
+            self._sample_masked(sampled, places, raw_MV, requests, row_M, position_M)
+        return sampled
+
+    def _sample_masked(
+        self,
+        sampled: Sampled,
+        places: list[int],
+        raw_MV: Tensor,
+        requests: Sequence[Request],
+        row_M: Tensor,
+        position_M: Tensor,
+    ) -> None:
+        """Sample these rows again under their grammar masks, which the kernel does not support.
+
+        Their last tokens are not counted twice: the kernel counts once per position.
+        """
+        assert self._ops.sample is not None
+        chosen = [requests[place] for place in places]
+        place_G = move(torch.tensor(places), raw_MV.device)
+        bits = mask_bits([request.mask for request in chosen if request.mask is not None])
+        raw_GV = raw_MV.index_select(0, place_G)
+        allowed_GV = move(bits, raw_MV.device)[:, : raw_MV.shape[1]] > 0
+        row_G, position_G = row_M[place_G], position_M[place_G]
+        masked_GV = raw_GV.masked_fill(~allowed_GV, FORBIDDEN)
+        rules = self._penalties(chosen, row_G)
+        drawn = self._ops.sample(masked_GV, self._rows.sampling(row_G, position_G), rules)
+        sampled.ids.index_copy_(0, place_G, drawn.ids)
+        sampled.best.index_copy_(0, place_G, drawn.best)
+        _, total_G, logit_G, rank_G = rank_tokens(raw_GV, drawn.ids, 0).stats_S4.unbind(1)
+        sampled.total.index_copy_(0, place_G, total_G.to(sampled.total.dtype))
+        sampled.logit.index_copy_(0, place_G, logit_G.to(sampled.logit.dtype))
+        sampled.rank.index_copy_(0, place_G, rank_G.to(sampled.rank.dtype))
