@@ -204,18 +204,24 @@ private:
             total[j] = splat(0.f);
         }
         if constexpr (DELTA) {
-            Floats known[VECTORS];
-            UNROLL for (int j = 0; j < VECTORS; j++) known[j] = splat(0.f);
-            for (int i = 0; i < dim; i++) {
-                float* s = state + static_cast<int64_t>(i) * stride;
-                const Floats key = splat(k[i]);
+            Floats even[VECTORS], odd[VECTORS];  // two sums each: one would wait for itself
+            UNROLL for (int j = 0; j < VECTORS; j++) even[j] = odd[j] = splat(0.f);
+            int i = 0;
+            for (; i + 1 < dim; i += 2) {
+                const float *s = state + static_cast<int64_t>(i) * stride, *next = s + stride;
+                const Floats key = splat(k[i]), next_key = splat(k[i + 1]);
                 UNROLL for (int j = 0; j < VECTORS; j++) {
-                    const Floats old = load(s + j * LANES) * decay;
-                    store(s + j * LANES, old);
-                    known[j] = multiply_add(old, key, known[j]);
+                    even[j] = multiply_add(load(s + j * LANES), key, even[j]);
+                    odd[j] = multiply_add(load(next + j * LANES), next_key, odd[j]);
                 }
             }
-            UNROLL for (int j = 0; j < VECTORS; j++) change[j] = (value[j] - known[j]) * factor;
+            if (i < dim) {
+                const float* s = state + static_cast<int64_t>(i) * stride;
+                const Floats key = splat(k[i]);
+                UNROLL for (int j = 0; j < VECTORS; j++) even[j] = multiply_add(load(s + j * LANES), key, even[j]);
+            }
+            UNROLL for (int j = 0; j < VECTORS; j++)
+                change[j] = (value[j] - (even[j] + odd[j]) * decay) * factor;
         } else {
             UNROLL for (int j = 0; j < VECTORS; j++) change[j] = value[j] * factor;
         }
@@ -223,9 +229,7 @@ private:
             float* s = state + static_cast<int64_t>(i) * stride;
             const Floats key = splat(k[i]), query = splat(q[i]);
             UNROLL for (int j = 0; j < VECTORS; j++) {
-                Floats old = load(s + j * LANES);
-                if constexpr (!DELTA) old = old * decay;
-                const Floats now = multiply_add(key, change[j], old);
+                const Floats now = multiply_add(key, change[j], load(s + j * LANES) * decay);
                 store(s + j * LANES, now);
                 total[j] = multiply_add(now, query, total[j]);
             }
