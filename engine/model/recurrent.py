@@ -1,4 +1,4 @@
-"""Recurrent layers: short convolutions with gates (LFM2), gated delta nets (Qwen3-Next, Qwen3.5).
+"""Recurrent layers: short convolutions with gates (LFM2), gated delta nets (Qwen3.5), Mamba-2 (Granite).
 
 T rows of the step, E hidden, C channels of the convolution on this rank, K inputs that it spans, H value
 heads of this rank, B numbers of a value.
@@ -30,6 +30,8 @@ class RecurrentLayer:
         stage = self.rank.layout.layers(config.num_layers)
         self.layer = config.layers_with(range(stage.start, layer), state=True)
         """Index in the recurrent state, which holds the layers of this stage."""
+        self.eps = config.rms_norm_eps * config.scales.residual**2
+        """Epsilon of norms inside the layer, whose rows are not divided by the residual multiplier."""
 
 
 class ShortConv(RecurrentLayer):
@@ -45,7 +47,7 @@ class ShortConv(RecurrentLayer):
         self.input = weights.linear(dict.fromkeys(names, channels), hidden, bias=recurrent.bias)
         weight_C1K = weights.floats("conv.weight", recurrent.channels, 1, recurrent.conv_width)
         self.weight_KC = weight_C1K[mine, 0].t().contiguous()
-        self.bias_C = weights.floats("conv.bias", recurrent.channels)[mine] if recurrent.bias else None
+        self.bias_C = weights.floats("conv.bias", recurrent.channels)[mine] if recurrent.conv_bias else None
         self.output = weights.linear({"out_proj": hidden}, channels, bias=recurrent.bias)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
@@ -71,7 +73,6 @@ class GatedDeltaNet(RecurrentLayer):
         self.shape = ScanShape(
             "delta", values.size, keys.size, key_dim=recurrent.key_dim, value_dim=recurrent.value_dim
         )
-        self.eps = config.rms_norm_eps
         key_rows, value_rows = rows_of(keys, recurrent.key_dim), rows_of(values, recurrent.value_dim)
         if recurrent.is_interleaved:
             self.input, self.gates = self._interleaved(weights, keys, hidden)
@@ -81,10 +82,7 @@ class GatedDeltaNet(RecurrentLayer):
             self.input = weights.linear({**parts, "in_proj_z": value_rows}, hidden, bias=False)
             self.gates = weights.linear({"in_proj_b": values, "in_proj_a": values}, hidden, bias=False)
         weight_C1K = weights.floats("conv1d.weight", recurrent.channels, 1, recurrent.conv_width)
-        starts = (0, key_rows.total, 2 * key_rows.total)
-        segments = zip(starts, (key_rows, key_rows, value_rows), strict=True)
-        mine = torch.cat([weight_C1K[at + rows.start : at + rows.stop, 0] for at, rows in segments])
-        self.weight_KC = mine.t().contiguous()
+        self.weight_KC = _cut(weight_C1K[:, 0], key_rows, key_rows, value_rows).t().contiguous()
         heads = slice(values.start, values.stop)
         rate_H = -weights.floats("A_log", recurrent.heads)[heads].exp()
         bias_H = weights.floats("dt_bias", recurrent.heads)[heads].contiguous()
@@ -119,6 +117,58 @@ class GatedDeltaNet(RecurrentLayer):
         z_THB = qkvz[:, shape.width :].view(len(x_TE), shape.heads, shape.value_dim)
         normed = recurrent.gated_norm(out_THB.view_as(z_THB), z_THB, self.norm_HB, self.eps, True)
         return self.rank.partial(ops, self.output, normed, x_TE.shape[1])
+
+
+class Mamba2(RecurrentLayer):
+    """Mamba-2: a short convolution of (x, B, C), a selective scan, and a norm of its gated result.
+
+    Rows of the input linear are (z, x, B, C, dt). In the words of the scan x are values, B keys, C queries.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+        super().__init__(config, layer, weights, ops)
+        recurrent, hidden = self.config, ShardSlice.whole(config.hidden_size)
+        groups, heads = self.rank.part(recurrent.key_heads), self.rank.part(recurrent.heads)
+        self.shape = ScanShape(
+            "ssm", heads.size, groups.size, recurrent.key_dim, recurrent.value_dim, recurrent.limits
+        )
+        keys, values = rows_of(groups, recurrent.key_dim), rows_of(heads, recurrent.value_dim)
+        parts = {"in_proj_z": values, "in_proj_x": values, "in_proj_B": keys, "in_proj_C": keys}
+        parts["in_proj_dt"] = heads
+        weights.split("in_proj", {name: rows.total for name, rows in parts.items()})
+        self.input = weights.linear(parts, hidden, bias=recurrent.bias)
+        weight_C1K = weights.floats("conv1d.weight", recurrent.channels, 1, recurrent.conv_width)
+        self.weight_KC = _cut(weight_C1K[:, 0], values, keys, keys).t().contiguous()
+        self.bias_C = None
+        if recurrent.conv_bias:
+            self.bias_C = _cut(weights.floats("conv1d.bias", recurrent.channels), values, keys, keys)
+        rate_H, bias_H, skip_H = (
+            _cut(weights.floats(name, recurrent.heads), heads) for name in ("A_log", "dt_bias", "D")
+        )
+        self.weights = ScanWeights(-rate_H.exp(), bias_H, skip_H)
+        norm = _cut(weights.floats("norm.weight", recurrent.values), values)
+        self.norm_GB = norm.view(groups.size, -1)
+        self.output = weights.linear({"out_proj": hidden}, values, bias=recurrent.bias)
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        assert forward.states is not None
+        assert forward.layout is not None
+        ops, recurrent, shape = self.ops, self.recurrent, self.shape
+        at = forward.states, self.layer, forward.layout
+        rows, values = ops.linear(self.input, x_TE), shape.heads * shape.value_dim
+        gate, xbc, dt_TH = torch.split(rows, [values, shape.width, shape.heads], 1)
+        xbc = recurrent.short_conv(xbc, self.weight_KC, self.bias_C, False, *at)
+        out = recurrent.scan(xbc, dt_TH, self.weights, shape, *at)
+        grouped = (len(x_TE), *self.norm_GB.shape)
+        normed = recurrent.gated_norm(out.view(grouped), gate.view(grouped), self.norm_GB, self.eps, False)
+        return self.rank.partial(ops, self.output, normed, x_TE.shape[1])
+
+
+def _cut(rows: Tensor, *parts: ShardSlice) -> Tensor:
+    """Return this rank's slices of consecutive parts of a small tensor."""
+    starts = [sum(part.total for part in parts[:number]) for number in range(len(parts))]
+    each = zip(starts, parts, strict=True)
+    return torch.cat([rows[start + part.start : start + part.stop] for start, part in each])
 
 
 def _by_part(sizes: tuple[int, ...], heads: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .blocks import MLP, DecoderBlock, Mixer, PostNormBlock, PreNormBlock, Sandw
 from .decoder import Decoder
 from .mlp import GatedMLP
 from .moe import SparseMoE
-from .recurrent import GatedDeltaNet, ShortConv
+from .recurrent import GatedDeltaNet, Mamba2, ShortConv
 
 _Block = type[PreNormBlock] | type[PostNormBlock] | type[SandwichNormBlock]
 BLOCKS: dict[BlockKind, _Block] = {
@@ -44,6 +44,8 @@ def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) ->
     if config.recurrent is not None and config.recurrent.layers[number]:
         if config.recurrent.kind == "gated_delta":
             return GatedDeltaNet(config, number, weights.at("linear_attn"), ops)
+        if config.recurrent.kind == "mamba2":
+            return Mamba2(config, number, weights.at("mamba"), ops)
         return ShortConv(config, number, weights.at("conv"), ops)
     attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
     return attention_kind(config, number, weights.at("self_attn"), ops)

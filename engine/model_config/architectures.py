@@ -28,6 +28,7 @@ from .moe import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
 from .multipliers import Scales
 from .recurrent import (
     RecurrentRule,
+    granite_recurrence,
     lfm2_recurrence,
     lfm2_sizes,
     no_recurrence,
@@ -41,6 +42,7 @@ from .rope import (
     one_rope,
     partial_rope,
     phi3_ropes,
+    rope_if_named,
     rope_of_alpha,
     rope_of_sliding_layers,
     rope_of_some_layers,
@@ -159,6 +161,13 @@ def refuse_head_bias(fields: Fields) -> None:
 def refuse_shared_layers(fields: Fields) -> None:
     if fields.flag("use_cla", default=False):
         raise fields.error("use_cla is not supported: layers that share keys and values of others")
+
+
+def refuse_granite_experts(fields: Fields) -> None:
+    if fields.raw.get("num_local_experts", 8):
+        raise fields.error(
+            "num_local_experts: the experts of Granite hybrids are not supported, only dense ones"
+        )
 
 
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
@@ -354,6 +363,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, is_nested=True),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        model_type="granitemoehybrid",
+        attention_bias=True,
+        has_stacked_mlp=True,
+        ropes=rope_if_named,
+        scales=granite_scales,
+        recurrence=granite_recurrence,
+        aliases={"intermediate_size": "shared_intermediate_size"},
+        names={"mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
+        refuse=refuse_granite_experts,
+    ),
     "Lfm2ForCausalLM": Architecture(
         model_type="lfm2",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True},

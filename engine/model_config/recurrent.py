@@ -1,16 +1,17 @@
-"""Recurrent layers of hybrid models, in place of attention: short convolutions and gated delta nets."""
+"""Recurrent layers of hybrid models, in place of attention: short convolutions, gated delta nets, Mamba-2."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmbox.kernels.support import MAX_CONV_WIDTH
 
-from .fields import Fields
+from .fields import Fields, show
 from .shape import RecurrentShape
 
 FULL = "full_attention"
-RecurrentKind = Literal["short_conv", "gated_delta"]
+RecurrentKind = Literal["short_conv", "gated_delta", "mamba2"]
 STATE_BYTES = 4
 """Bytes of a number of recurrent state, which is float32 whatever the model's dtype."""
 
@@ -27,7 +28,8 @@ class RecurrentConfig:
     conv_width: int
     """Inputs that it spans."""
     bias: bool = False
-    """True if the convolution and the linears around it have biases."""
+    """True if the linears around the convolution have biases."""
+    conv_bias: bool = False
     heads: int = 0
     """Value heads of the memory; 0: there is the convolution alone."""
     key_heads: int = 0
@@ -35,6 +37,8 @@ class RecurrentConfig:
     value_dim: int = 0
     is_interleaved: bool = False
     """True if checkpoints hold the input linears as two tensors, key head by key head."""
+    limits: tuple[float, float] = (0.0, math.inf)
+    """Limits of a time step of Mamba-2."""
 
     @property
     def values(self) -> int:
@@ -43,11 +47,15 @@ class RecurrentConfig:
 
     def parameters(self, hidden: int) -> int:
         """Return the parameters of a layer, which has them in place of those of attention."""
-        conv = self.channels * self.conv_width
+        conv = self.channels * (self.conv_width + self.conv_bias)
+        if self.kind == "mamba2":
+            rows = self.values + self.channels + self.heads
+            biases = (rows + hidden) * self.bias
+            return hidden * (rows + self.values) + biases + conv + 3 * self.heads + self.values
         if self.kind == "gated_delta":
             linears = hidden * (self.channels + 2 * self.values + 2 * self.heads)
             return linears + conv + 2 * self.heads + self.value_dim
-        biases = (3 * self.channels + self.channels + hidden) * self.bias
+        biases = (3 * self.channels + hidden) * self.bias
         return 4 * hidden * self.channels + conv + biases
 
     def shape(self) -> RecurrentShape:
@@ -55,6 +63,8 @@ class RecurrentConfig:
         shared = (("key heads of its recurrent layers", self.key_heads),)
         if self.kind == "short_conv":
             shared = (("channels of its convolutions", self.channels),)
+        if self.kind == "mamba2":
+            shared = (("groups of heads of its Mamba layers", self.key_heads),)
         return RecurrentShape(
             is_recurrent=self.layers,
             layers=sum(self.layers),
@@ -86,7 +96,8 @@ def lfm2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
         layers=recurrent_layers(fields, types, layers, "conv"),
         channels=fields.integer("hidden_size"),
         conv_width=conv_width(fields, "conv_L_cache", 3),
-        bias=fields.flag("conv_bias", default=False),
+        bias=(bias := fields.flag("conv_bias", default=False)),
+        conv_bias=bias,
     )
     return found if any(found.layers) else None
 
@@ -123,6 +134,55 @@ def gated_delta_nets(fields: Fields, layers: int, *, is_interleaved: bool) -> Re
         is_interleaved=is_interleaved,
     )
     return found if any(found.layers) else None
+
+
+def granite_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the Mamba-2 layers of `layer_types`, which older files call otherwise."""
+    types = fields.raw.get("layer_types") or fields.raw.get("layers_block_type") or ["mamba"] * layers
+    known = {"linear_attention": "mamba", "attention": FULL}
+    if isinstance(types, list):
+        types = [known.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
+    key_dim, values = fields.integer("mamba_d_state", 256), fields.integer("mamba_expand", 2)
+    values *= fields.integer("hidden_size")
+    if values % heads or heads % groups:
+        raise fields.error(
+            f"mamba_n_heads {heads} must divide mamba_expand * hidden_size {values} and be a multiple of "
+            f"mamba_n_groups {groups}"
+        )
+    if fields.raw.get("mamba_d_head") not in (None, "auto", values // heads):
+        raise fields.error(f"mamba_d_head {fields.raw['mamba_d_head']!r} is not {values // heads}")
+    found = RecurrentConfig(
+        kind="mamba2",
+        layers=recurrent_layers(fields, types, layers, "mamba"),
+        channels=values + 2 * groups * key_dim,
+        conv_width=conv_width(fields, "mamba_d_conv", 4),
+        bias=fields.flag("mamba_proj_bias", default=False),
+        conv_bias=fields.flag("mamba_conv_bias", default=True),
+        heads=heads,
+        key_heads=groups,
+        key_dim=key_dim,
+        value_dim=values // heads,
+        limits=time_step_limits(fields),
+    )
+    return found if any(found.layers) else None
+
+
+def time_step_limits(fields: Fields) -> tuple[float, float]:
+    limits = fields.raw.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    found = [_number_or_infinity(limit) for limit in limits] if isinstance(limits, list) else []
+    if len(found) != 2 or not 0.0 <= found[0] <= found[1]:
+        raise fields.error(f"time_step_limit {show(limits)} must be two ascending numbers from 0 on")
+    return found[0], found[1]
+
+
+def _number_or_infinity(value: Any) -> float:
+    """Return a number, which transformers writes as an object where it is infinite; NaN for anything else."""
+    if isinstance(value, dict):
+        value = {"Infinity": math.inf}.get(str(value.get("__float__")))
+    return float(value) if type(value) in (int, float) else math.nan
 
 
 def recurrent_layers(fields: Fields, types: Any, layers: int, name: str) -> tuple[bool, ...]:

@@ -89,6 +89,15 @@ def one_rope(
     return (parse_rope(fields, head_dim, positions),), (0,) * layers
 
 
+def rope_if_named(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE if `position_embedding_type` is `rope`, else one that rotates nothing (NoPE)."""
+    if fields.raw.get("position_embedding_type") == "rope":
+        return one_rope(fields, head_dim, positions, layers)
+    return (RopeConfig(rotary_dim=0),), (0,) * layers
+
+
 def partial_rope(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:

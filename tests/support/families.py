@@ -35,6 +35,20 @@ DELTA: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 24,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 3.0,
+    },
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "conv"],

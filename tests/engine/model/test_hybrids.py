@@ -12,12 +12,13 @@ from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.errors import DeviceError, ModelError, ParallelError
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import make_family
 from support.real_engines import ask, load, run, tokens
 
-HYBRIDS = ["lfm2", "qwen3_5_text"]
+HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid"]
 LONG = ask("long", [3 + i * 7 % 300 for i in range(101)], 24, temperature=0.8, seed=4)
 OTHERS = [ask(f"other {i}", range(5 + i, 25 + 2 * i), 12, temperature=0.9, seed=i) for i in range(32)]
 
@@ -132,10 +133,25 @@ def test_what_cannot_run_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_bad_configs_of_short_convolutions(tmp_path: Path, overrides: dict[str, Any], problem: str) -> None:
-    model = make_family(tmp_path, "lfm2")
+    refuse("lfm2", tmp_path, overrides, problem)
+
+
+def test_bad_configs_of_memories(tmp_path: Path) -> None:
+    refuse(
+        "qwen3_5_text", tmp_path, {"linear_num_value_heads": 3}, "is not a multiple of linear_num_key_heads"
+    )
+    refuse("granitemoehybrid", tmp_path, {"num_local_experts": 4}, "experts of Granite hybrids")
+    refuse("granitemoehybrid", tmp_path, {"mamba_n_heads": 7}, "mamba_n_heads 7 must divide")
+    refuse("granitemoehybrid", tmp_path, {"mamba_d_head": 5}, "mamba_d_head 5 is not 16")
+    for limits in ([2.0, 1.0], [0.0, "x"], [0.0, {"__float__": "NaN"}], 3):
+        refuse("granitemoehybrid", tmp_path, {"time_step_limit": limits}, "time_step_limit .* two ascending")
+
+
+def refuse(arch: str, directory: Path, overrides: dict[str, Any], problem: str) -> None:
+    model = make_family(directory, arch)
     write_config(model, overrides)
     with pytest.raises(ModelError, match=problem):
-        load(model)
+        parse_config(model)
 
 
 def write_config(model: Path, changes: dict[str, Any]) -> None:
