@@ -20,9 +20,11 @@ MAX_DISPLACEMENTS = 4
 
 
 class Displacement:
-    def __init__(self, max_running: int, tables: KVCacheManager, flows: Flows, waiting: WaitingQueue) -> None:
+    def __init__(
+        self, max_running: int, kv_cache: KVCacheManager, flows: Flows, waiting: WaitingQueue
+    ) -> None:
         self._max_running = max_running
-        self._tables = tables
+        self._kv_cache = kv_cache
         self._flows = flows
         self._waiting = waiting
 
@@ -49,7 +51,7 @@ class Displacement:
                 return
             yield victim
         head = self._waiting.choose({}, better_than=class_end)
-        while head is not None and running and not self._tables.fits(head):
+        while head is not None and running and not self._kv_cache.fits(head):
             if (victim := pick()) is None:
                 return
             yield victim
@@ -58,7 +60,7 @@ class Displacement:
         """Return True if the request cannot be admitted now and its caller has nothing running."""
         if request.flow.running or not running:
             return False
-        return len(running) >= self._max_running or not self._tables.fits(request)
+        return len(running) >= self._max_running or not self._kv_cache.fits(request)
 
     def _beyond_share(self, request: Request, running: Mapping[str, Request]) -> Iterator[Request]:
         """Return running requests of no better band whose callers have more slots than their share and are
@@ -76,10 +78,10 @@ class Displacement:
 
     def _cost(self, victim: Request) -> int:
         """Estimate the tokens that are computed again; the prefix cache keeps all but the last block."""
-        pool = self._tables.pool
+        pool = self._kv_cache.pool
         return min(victim.num_computed, pool.block_size) if pool.caching else victim.num_computed
 
     def _pick(self, candidates: Iterable[Request]) -> Request | None:
         """Return the least deserving candidate that may be preempted, or None."""
-        able = [each for each in candidates if not (each.keeps_place or self._tables.is_pinned(each))]
+        able = [each for each in candidates if not (each.keeps_place or self._kv_cache.is_pinned(each))]
         return max(able, key=least_deserving, default=None)

@@ -18,10 +18,10 @@ class DraftScheduler:
     the next one is scheduled.
     """
 
-    def __init__(self, rows: int, tables: KVCacheManager) -> None:
+    def __init__(self, rows: int, kv_cache: KVCacheManager) -> None:
         """`rows`: maximum rows of a step with drafts; 0 turns drafts off."""
         self._rows = rows
-        self._tables = tables
+        self._kv_cache = kv_cache
         self.drafts = 0
         """Number of drafts (one request, one step) that were verified."""
         self.draft_tokens = 0
@@ -76,8 +76,12 @@ class DraftScheduler:
         Allocates a block ahead of need only while every running request could still get one: no request is
         preempted for drafts.
         """
-        pool = self._tables.pool
+        pool = self._kv_cache.pool
         while True:
             free = len(request.block_table) * pool.block_size - request.num_tokens
-            if free >= wanted or pool.num_available <= running or not self._tables.grow(request, alone=False):
+            if (
+                free >= wanted
+                or pool.num_available <= running
+                or not self._kv_cache.extend(request, alone=False)
+            ):
                 return min(free, wanted)

@@ -137,7 +137,7 @@ class Engine:
         return RequestOutput(request_id=request_id, finish_reason="abort")
 
     def stats(self) -> EngineStats:
-        scheduler, pool, tables = self._scheduler, self._scheduler.pool, self._scheduler.tables
+        scheduler, pool, kv_cache = self._scheduler, self._scheduler.pool, self._scheduler.kv_cache
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -147,8 +147,8 @@ class Engine:
             steps=self._steps,
             prompt_tokens=scheduler.prompt_tokens,
             output_tokens=scheduler.output_tokens,
-            prefix_queries=tables.prefix_queries,
-            prefix_hits=tables.prefix_hits,
+            prefix_queries=kv_cache.prefix_queries,
+            prefix_hits=kv_cache.prefix_hits,
             preemptions=scheduler.preemptions,
             slots_used=scheduler.slots_used,
             step_seconds=self._step_seconds,
@@ -159,7 +159,7 @@ class Engine:
 
     def blocks(self) -> BlockMap:
         """Return the state of every KV block. Walks the whole pool, so it is made on request only."""
-        return block_map(self._scheduler.tables, self._scheduler.running)
+        return block_map(self._scheduler.kv_cache, self._scheduler.running)
 
     @property
     def _is_full(self) -> bool:

@@ -37,15 +37,15 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.pool = pool
-        self.tables = KVCacheManager(config, pool)
-        self.drafting = DraftScheduler(config.draft_rows, self.tables)
+        self.kv_cache = KVCacheManager(config, pool)
+        self.drafting = DraftScheduler(config.draft_rows, self.kv_cache)
         self._clock = clock
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._flows = Flows()
         self._waiting = WaitingQueue(config.ageing_seconds, self._flows, clock)
-        self._displacement = Displacement(config.max_running, self.tables, self._flows, self._waiting)
+        self._displacement = Displacement(config.max_running, self.kv_cache, self._flows, self._waiting)
         self._microbatches = MicroBatcher()
         self._was_express = False
         self.prompt_tokens = 0
@@ -83,7 +83,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request whose id is not present. Raises `DoesNotFit` if it can never be served."""
-        self.tables.refuse_impossible(request)
+        self.kv_cache.refuse_impossible(request)
         # Unique, so that "newest" and "first come" are decided even when the clock does not advance.
         self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
         request.arrived_at = self._last_arrival
@@ -169,9 +169,9 @@ class Scheduler:
 
     def _schedule_decoding(self, plan: StepPlan, decoding: Iterable[Request]) -> None:
         rows = [schedule_tokens(request, 1, 1) for request in decoding]
-        if self.tables.states is not None:
+        if self.kv_cache.states is not None:
             for row in rows:
-                self.tables.states.plan_saves(row)
+                self.kv_cache.states.plan_saves(row)
         plan.rows.extend(rows)
         self._flows.charge(rows)
 
@@ -231,8 +231,8 @@ class Scheduler:
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
         plan.rows.append(schedule_tokens(request, tokens, remaining))
-        if self.tables.states is not None:
-            self.tables.states.plan_saves(plan.rows[-1])
+        if self.kv_cache.states is not None:
+            self.kv_cache.states.plan_saves(plan.rows[-1])
         self._flows.charge(plan.rows[-1:])
         self._flows.note_served(request, self._clock())
         return budget - tokens
@@ -242,7 +242,7 @@ class Scheduler:
         sibling = self._sibling(request)
         if sibling is not None and not _has_prompt(sibling):
             sibling = None  # preempted meanwhile: no reason to wait again
-        copies = self.tables.admit(request, sibling, alone=not self._running)
+        copies = self.kv_cache.allocate(request, sibling, alone=not self._running)
         if copies is None:
             return False
         plan.copies.extend(copies.blocks)
@@ -269,7 +269,7 @@ class Scheduler:
             if request.num_pending and request.is_ending:
                 continue
             while request.request_id in self._running:
-                if self.tables.grow(request, alone=len(self._running) == 1):
+                if self.kv_cache.extend(request, alone=len(self._running) == 1):
                     break
                 self._preempt(max(self._preemptible(), key=least_deserving))
 
@@ -284,7 +284,7 @@ class Scheduler:
         """Return running requests that are not pinned. Never empty when a request must grow: pinned requests
         do not grow, so it is one of them.
         """
-        return (request for request in self._running.values() if not self.tables.is_pinned(request))
+        return (request for request in self._running.values() if not self.kv_cache.is_pinned(request))
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1
@@ -301,7 +301,7 @@ class Scheduler:
     def _stop_running(self, request: Request, *, suspect: bool) -> None:
         del self._running[request.request_id]
         request.flow.running -= 1
-        self.tables.release(request, suspect=suspect)
+        self.kv_cache.free(request, suspect=suspect)
 
     # ------------------------------------------------------------------ update
 
@@ -331,7 +331,7 @@ class Scheduler:
                 request.append([each.token_id for each in taken])
             request.num_computed = end = row.end - row.num_rejected(len(taken))
             if row.start // size != end // size:
-                self.tables.publish(request, row.start)
+                self.kv_cache.cache_blocks(request, row.start)
             self._apply_saves(row, valid=True)
             if row.drafts:
                 self.drafting.record_acceptance(row, taken)
@@ -353,8 +353,8 @@ class Scheduler:
                 self._requeue(row.request, suspect=True)
 
     def _apply_saves(self, row: ScheduledRequest, *, valid: bool) -> None:
-        if row.saves and self.tables.states is not None:
-            self.tables.states.apply_saves(row, valid=valid)
+        if row.saves and self.kv_cache.states is not None:
+            self.kv_cache.states.apply_saves(row, valid=valid)
 
     def _end_fork_waits(self) -> None:
         for request_id in self._waiting.awaited_siblings():
@@ -395,8 +395,8 @@ class Scheduler:
             for block in request.block_table:
                 held[block] = held.get(block, 0) + 1
         self.pool.check_holders(held)
-        if self.tables.states is not None:
-            self.tables.states.check(list(self._running.values()))
+        if self.kv_cache.states is not None:
+            self.kv_cache.states.check(list(self._running.values()))
         flows = [flow for _, flows in self._flows.bands for flow in flows]
         assert sum(flow.running for flow in flows) == len(self._running)
         assert sum(flow.present for flow in flows) == len(self._requests)

@@ -169,8 +169,8 @@ class FakeEngine:
         assert not self.engine.has_work
         self.scheduler.check()
         assert self.scheduler.pool.num_used == 0
-        if self.scheduler.tables.states is not None:
-            assert self.scheduler.tables.states.pool.num_used == 0
+        if self.scheduler.kv_cache.states is not None:
+            assert self.scheduler.kv_cache.states.pool.num_used == 0
         return self.answers
 
     def _take(self, output: RequestOutput | None) -> None:

@@ -26,11 +26,11 @@ class BlockPool:
         self._free = list(reversed(range(num_blocks)))  # a stack: the last used block is still in CPU caches
         self._cache = PrefixCache()
         self.evictions = 0
-        """Number of cached blocks that `take` evicted."""
+        """Number of cached blocks that `allocate` evicted."""
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that `take` can allocate: free ones, then cached ones."""
+        """Number of blocks that `allocate` can allocate: free ones, then cached ones."""
         return len(self._free) + self._cache.num_idle
 
     @property
@@ -49,7 +49,7 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks of undefined content, each with one reference. At most `num_available`."""
         assert count <= self.num_available
         self.evictions += max(0, count - len(self._free))
@@ -58,14 +58,14 @@ class BlockPool:
             self._refs[block] = 1
         return blocks
 
-    def share(self, blocks: Sequence[int]) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
         """Add a reference to each of these blocks, which are used already or were just found in the cache."""
         for block in blocks:
             if self._refs[block] == 0:
-                self._cache.set_held(block)
+                self._cache.mark_referenced(block)
             self._refs[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block of a table. Tail first, so that the tail is evicted first: a
         prefix is of use without its tail, a tail alone is not.
         """
@@ -74,13 +74,13 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if block in self._cache:
-                    self._cache.set_idle(block)
+                    self._cache.mark_evictable(block)
                 else:
                     self._free.append(block)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix, without a reference: `share` them before the next
-        `take`.
+        """Return the blocks of the longest cached prefix, without a reference: `touch` them before the next
+        `allocate`.
         """
         return self._cache.find(hashes)
 
@@ -92,19 +92,19 @@ class BlockPool:
         return bool(self._cache.find((block_hash,)))
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks have no reference: available now, and not once shared."""
+        """Return how many of these blocks have no reference: available now, and not once touched."""
         return sum(self._refs[block] == 0 for block in blocks)
 
-    def publish(self, block: int, block_hash: bytes) -> None:
+    def cache_block(self, block: int, block_hash: bytes) -> None:
         """Add a used block that is full and computed to the prefix cache."""
         assert self._refs[block] > 0
-        self._cache.name(block, block_hash)
+        self._cache.insert(block, block_hash)
 
-    def unpublish(self, blocks: Sequence[int]) -> None:
+    def uncache(self, blocks: Sequence[int]) -> None:
         """Remove these used blocks from the prefix cache, because their content may be wrong."""
         for block in blocks:
             assert self._refs[block] > 0
-            self._cache.unname(block)
+            self._cache.remove(block)
 
     def check(self) -> None:
         """Assert that free + cached + used = all. Walks the pool: for tests and idle moments."""

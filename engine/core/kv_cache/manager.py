@@ -77,7 +77,7 @@ class KVCacheManager:
         """
         return self._config.batching == "static" or request.preemptions >= MAX_PREEMPTIONS
 
-    def admit(self, request: Request, sibling: Request | None, *, alone: bool) -> StepCopies | None:
+    def allocate(self, request: Request, sibling: Request | None, *, alone: bool) -> StepCopies | None:
         """Build the block table for all tokens so far, reusing cached blocks and those of a `sibling`.
 
         Returns the copies to make before the step; None, with nothing changed, when blocks or slots are
@@ -96,20 +96,20 @@ class KVCacheManager:
         if not self._has_room(request, shared, fresh, alone=alone):
             return None
         self._count_prefix(request, hits)
-        self.pool.share(shared)
-        request.block_table = shared + self.pool.take(fresh)
+        self.pool.touch(shared)
+        request.block_table = shared + self.pool.allocate(fresh)
         request.num_computed = request.num_scheduled = computed
         request.admissions += 1
         self._count_premium(request, size)
         if self.states is not None:
-            return StepCopies([], self.states.admit(request, len(shared), known))
+            return StepCopies([], self.states.allocate(request, len(shared), known))
         if sibling is None or computed % self.pool.block_size == 0:
             return StepCopies([], [])
         partial = len(shared)  # copy-on-write: the sibling continues to write into its own block
         return StepCopies([(sibling.block_table[partial], request.block_table[partial])], [])
 
     def fits(self, request: Request) -> bool:
-        """Return True if `admit` would find the blocks next to other requests, without a sibling's blocks."""
+        """Return True if `allocate` would find blocks beside other requests, without a sibling's blocks."""
         shared, _ = self._find_prefix(request)
         return self._has_room(request, shared, self._admission_size(request) - len(shared), alone=False)
 
@@ -123,16 +123,16 @@ class KVCacheManager:
         left = self.pool.num_available - self.pool.num_idle(shared) - fresh
         return left >= self._kept_free(request, alone=alone)
 
-    def grow(self, request: Request, *, alone: bool) -> bool:
+    def extend(self, request: Request, *, alone: bool) -> bool:
         """Append one block to a decoding request's table; False when blocks are short."""
         reserve = 0 if alone else self._kept_for_premium(request)
         if self.pool.num_available - 1 < reserve:
             return False
-        request.block_table += self.pool.take(1)
+        request.block_table += self.pool.allocate(1)
         self._count_premium(request, 1)
         return True
 
-    def publish(self, request: Request, start: int) -> None:
+    def cache_blocks(self, request: Request, start: int) -> None:
         """Add the blocks that the tokens from `start` to `num_computed` filled to the prefix cache.
 
         Called only after a step succeeded, so that a cached block always holds computed KV.
@@ -145,18 +145,18 @@ class KVCacheManager:
         if first == 0:
             self.pool.history.note_first_block(first_block_digest(request, size), request.block_hashes[0])
         for index in range(first, last):
-            self.pool.publish(request.block_table[index], request.block_hashes[index])
+            self.pool.cache_block(request.block_table[index], request.block_hashes[index])
             self.computed_by[request.block_table[index]] = request.request_id
 
-    def release(self, request: Request, *, suspect: bool = False) -> None:
+    def free(self, request: Request, *, suspect: bool = False) -> None:
         """Free the request's whole block table. `suspect`: its KV may be wrong, so its blocks leave the
         prefix cache.
         """
         if suspect:
-            self.pool.unpublish(request.block_table)
+            self.pool.uncache(request.block_table)
         if self.states is not None:
-            self.states.release(request, suspect=suspect)
-        self.pool.release(request.block_table)
+            self.states.free(request, suspect=suspect)
+        self.pool.free(request.block_table)
         self._count_premium(request, -len(request.block_table))
         request.block_table = []
         request.num_computed = request.num_scheduled = request.num_pending = 0

@@ -64,21 +64,21 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def name(self, block: int, block_hash: bytes) -> None:
+    def insert(self, block: int, block_hash: bytes) -> None:
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
-    def unname(self, block: int) -> None:
+    def remove(self, block: int) -> None:
         """Remove a referenced block from the index; no effect on a block that is not in it."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
 
-    def set_idle(self, block: int) -> None:
+    def mark_evictable(self, block: int) -> None:
         self._idle[block] = None
 
-    def set_held(self, block: int) -> None:
+    def mark_referenced(self, block: int) -> None:
         del self._idle[block]
 
     def evict(self) -> int:

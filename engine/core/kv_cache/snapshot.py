@@ -13,10 +13,10 @@ _BlockState = tuple[str, int, int]
 _FREE: Final[_BlockState] = ("free", -1, 0)
 
 
-def block_map(tables: KVCacheManager, running: Iterable[Request]) -> BlockMap:
+def block_map(kv_cache: KVCacheManager, running: Iterable[Request]) -> BlockMap:
     """Return the state of every block. `running`: all requests that have a block table."""
     requests = list(running)
-    pool, computed_by = tables.pool, tables.computed_by
+    pool, computed_by = kv_cache.pool, kv_cache.computed_by
     owners: dict[str, int] = {}
     live = _live(requests, owners)
 
@@ -38,7 +38,7 @@ def block_map(tables: KVCacheManager, running: Iterable[Request]) -> BlockMap:
         runs=runs,
         owners=list(owners),
         holders=[_holder(request, live) for request in requests],
-        prefixes=tables.uses.top(pool.has_prefix),
+        prefixes=kv_cache.uses.top(pool.has_prefix),
         evictions=pool.evictions,
     )
 

@@ -34,7 +34,7 @@ class StateManager:
         self._written: set[int] = set()
         """Slots that launched steps save states to."""
 
-    def admit(self, request: Request, blocks: int, known: int) -> list[tuple[int, int]]:
+    def allocate(self, request: Request, blocks: int, known: int) -> list[tuple[int, int]]:
         """Take a slot for the request, which goes on after its first `blocks` blocks. Returns the (source,
         destination) slots to copy. There must be an available slot.
 
@@ -45,11 +45,11 @@ class StateManager:
             found, source = self.pool.find(request.block_hashes[:blocks])
             assert found == blocks
             self.pool.touch(request.block_hashes[blocks - 1])
-        slot = self.pool.take(spared=source)
+        slot = self.pool.allocate(spared=source)
         if slot is None:  # the state that it goes on from is in the last available slot
             assert source is not None
             self.pool.drop([request.block_hashes[blocks - 1]])
-            slot = self.pool.take()
+            slot = self.pool.allocate()
         assert slot is not None
         request.state_slot, request.state_marks = slot, self._marks(request, known)
         return [] if source is None or source == slot else [(source, slot)]
@@ -73,7 +73,7 @@ class StateManager:
         if not wanted and row.start >= request.num_prompt and row.end % self._stride == 0:
             wanted = [row.end]
         for position in wanted:
-            if (slot := self.pool.take()) is None:
+            if (slot := self.pool.allocate()) is None:
                 break
             self._written.add(slot)
             found.append((position, slot))
@@ -85,7 +85,7 @@ class StateManager:
             self._written.remove(slot)
             index = position // self._block_size - 1
             if not valid or index >= len(row.request.block_hashes):
-                self.pool.release(slot)
+                self.pool.free(slot)
                 continue
             block_hash = row.request.block_hashes[index]
             if position > row.request.num_prompt:
@@ -98,9 +98,9 @@ class StateManager:
             self.pool.drop([request.answer_state])
         request.answer_state = block_hash
 
-    def release(self, request: Request, *, suspect: bool) -> None:
+    def free(self, request: Request, *, suspect: bool) -> None:
         if request.state_slot >= 0:
-            self.pool.release(request.state_slot)
+            self.pool.free(request.state_slot)
             request.state_slot = NO_SLOT
         if suspect:
             self.pool.drop(request.block_hashes)

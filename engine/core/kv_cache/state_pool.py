@@ -20,7 +20,7 @@ class StatePool:
         self._free = list(reversed(range(num_slots)))
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self.evictions = 0
-        """Number of kept states that `take` evicted."""
+        """Number of kept states that `allocate` evicted."""
 
     @property
     def num_available(self) -> int:
@@ -34,7 +34,7 @@ class StatePool:
     def num_used(self) -> int:
         return self.num_slots - self.num_available
 
-    def take(self, spared: int | None = None) -> int | None:
+    def allocate(self, spared: int | None = None) -> int | None:
         """Allocate a slot of undefined content, but not `spared`; None if there is none."""
         if self._free:
             return self._free.pop()
@@ -44,7 +44,7 @@ class StatePool:
         self.evictions += 1
         return self._kept.pop(oldest)
 
-    def release(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         self._free.append(slot)
 
     def find(self, hashes: Sequence[bytes]) -> tuple[int, int | None]:
@@ -64,7 +64,7 @@ class StatePool:
         """Keep the content of a used slot for the prefix cache. A second copy of a state is freed."""
         if block_hash in self._kept:
             self._kept.move_to_end(block_hash)
-            self.release(slot)
+            self.free(slot)
         else:
             self._kept[block_hash] = slot
 
@@ -72,7 +72,7 @@ class StatePool:
         """Free the kept states of these prefixes."""
         for block_hash in hashes:
             if (slot := self._kept.pop(block_hash, None)) is not None:
-                self.release(slot)
+                self.free(slot)
 
     def check(self, used: Sequence[int]) -> None:
         """Assert that free + kept + used = all. `used`: slots of running sequences and of launched steps."""

@@ -64,7 +64,7 @@ def test_only_tokens_that_came_true_are_named_in_the_cache():
     assert scheduler.pool.num_cached == 2
     scheduler.add(make_request("b", [*PERIOD * 2, 1, 2, 3, 4, 5]))
     scheduler.schedule()
-    assert scheduler.tables.prefix_hits == 8
+    assert scheduler.kv_cache.prefix_hits == 8
 
 
 def test_an_accepted_block_is_named():
@@ -76,7 +76,7 @@ def test_an_accepted_block_is_named():
     assert scheduler.pool.num_cached == 3
     scheduler.add(make_request("b", [*PERIOD * 3, 9]))
     scheduler.schedule()
-    assert scheduler.tables.prefix_hits == 12
+    assert scheduler.kv_cache.prefix_hits == 12
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 30])

@@ -249,7 +249,7 @@ def test_preempted_four_times_a_request_is_pinned_with_its_worst_case():
         scheduler._preempt(request)
     step(scheduler)
     assert len(request.block_table) == 10
-    assert scheduler.tables.is_pinned(request)
+    assert scheduler.kv_cache.is_pinned(request)
     add(scheduler, make_request("premium", 8, priority=-1, max_tokens=40))
     finish_all(scheduler)
     assert request.preemptions == 4
@@ -333,7 +333,7 @@ def test_cache_off_shares_nothing_and_hashes_nothing():
     add(scheduler, make_request("b", range(12)))
     assert step(scheduler) == {"a": 1, "b": 12}
     assert a.block_hashes == []
-    assert scheduler.tables.prefix_queries == 0
+    assert scheduler.kv_cache.prefix_queries == 0
 
 
 def test_blocks_are_not_found_before_they_are_computed():
@@ -358,7 +358,7 @@ def test_hits_and_queries_are_counted_once_a_request():
     step(scheduler)
     scheduler._preempt(b)
     step(scheduler)
-    assert (scheduler.tables.prefix_queries, scheduler.tables.prefix_hits) == (24, 8)
+    assert (scheduler.kv_cache.prefix_queries, scheduler.kv_cache.prefix_hits) == (24, 8)
     assert scheduler.prompt_tokens == 24
 
 

@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data):
         pool = self.engine.scheduler.pool
-        pool.release(pool.take(data.draw(st.integers(1, pool.num_available))))
+        pool.free(pool.allocate(data.draw(st.integers(1, pool.num_available))))
 
     @has_work
     @rule(data=st.data())
