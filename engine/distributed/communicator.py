@@ -38,15 +38,15 @@ class CompletedWork:
 class Communicator(Protocol):
     """Collectives and transfers of one rank.
 
-    All ranks of a stage call `sum`, `gather` and `all_to_all_rows` together; transfers are called at both
-    ends.
+    All ranks of a stage call `all_reduce`, `all_gather` and `all_to_all_rows` together; transfers are called
+    at both ends.
     """
 
-    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> None:
         """All-reduce `x` over the stage, in place or converted into `out`."""
         ...
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """All-gather tensors of one shape over the stage: [tp, ...]."""
         ...
 
@@ -63,16 +63,16 @@ class Communicator(Protocol):
         ...
 
     def can_fuse(self, rows: int, width: int, dtype: torch.dtype) -> bool:
-        """Return whether `sum_add_norm` takes tensors of this shape; the same on all ranks."""
+        """Return whether `all_reduce_add_rms_norm` takes tensors of this shape; the same on all ranks."""
         ...
 
-    def sum_add_norm(
+    def all_reduce_add_rms_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
     ) -> tuple[Tensor, Any]:
         """All-reduce, then `Ops.add_rms_norm`; return also the quantized rows for `fused_norm`, or None."""
         ...
 
-    def agree(self, works: bool) -> bool:
+    def all_agree(self, works: bool) -> bool:
         """Return whether `works` holds on all ranks of all stages, which call this between steps.
 
         Waits for the device.
@@ -91,57 +91,61 @@ class Communicator(Protocol):
 class TensorParallel:
     """Tensor-parallel linears and norms of one rank, as layers use them."""
 
-    def __init__(self, layout: ParallelLayout, collective: Communicator | None = None) -> None:
-        """With more than one rank, steps need a `collective`; loading does not."""
+    def __init__(self, layout: ParallelLayout, communicator: Communicator | None = None) -> None:
+        """With more than one rank, steps need a `communicator`; loading does not."""
         self.layout = layout
-        self._collective = collective
+        self._communicator = communicator
 
-    def join(self, collective: Communicator) -> None:
+    def join(self, communicator: Communicator) -> None:
         """Set the communicator, once, before the first step."""
-        assert self._collective is None
-        self._collective = collective
+        assert self._communicator is None
+        self._communicator = communicator
 
     @property
-    def collective(self) -> Communicator:
-        assert self._collective is not None
-        return self._collective
+    def communicator(self) -> Communicator:
+        assert self._communicator is not None
+        return self._communicator
 
     def part(self, total: int) -> ShardSlice:
         return self.layout.equal(total)
 
-    def linear(self, ops: Ops, packed: PackedLinear, x_TI: Tensor) -> Tensor:
-        """Row-parallel linear: each rank has a shard of the inputs, and the results are all-reduced.
+    def row_parallel_linear(self, ops: Ops, packed: PackedLinear, x_TI: Tensor, width: int) -> Tensor:
+        """Row-parallel linear to [T, width]: each rank has a shard of the inputs, results are all-reduced.
 
-        On a CPU the float32 results of `Ops.logits` are summed and rounded once, as on a single rank. On a
-        GPU that would double the bytes on the links: there each rank rounds first, as other engines do.
+        The all-reduce may be left to `add_rms_norm` or `finish_all_reduce`, one of which must follow. On a
+        CPU the float32 results of `Ops.logits` are summed and rounded once, as on a single rank. On a GPU
+        that would double the bytes on the links: there each rank rounds first, as other engines do.
         """
-        if self.layout.tp == 1:
+        if self.layout.tp == 1 or self._defers_all_reduce(len(x_TI), width, x_TI.dtype):
             return ops.linear(packed, x_TI)
-        return self._summed(ops, packed, x_TI)
-
-    def partial(self, ops: Ops, packed: PackedLinear, x_TI: Tensor, width: int) -> Tensor:
-        """Row-parallel linear to [T, width] whose all-reduce may be left to `add_norm` or `complete`."""
-        if self._leaves_sum(len(x_TI), width, x_TI.dtype):
-            return ops.linear(packed, x_TI)
-        return self.linear(ops, packed, x_TI)
-
-    def partial_sum(self, ops: Ops, out_TE: Tensor) -> Tensor:
-        """Do as `partial` for this rank's partial result, computed before, in the model's dtype."""
-        if self.layout.tp > 1 and not self._leaves_sum(len(out_TE), out_TE.shape[1], out_TE.dtype):
-            ops.host_callback(self.collective.sum, (out_TE,))
+        if x_TI.dtype == torch.float32 or x_TI.device.type != "cpu":
+            out_TE = ops.linear(packed, x_TI)
+            ops.host_callback(self.communicator.all_reduce, (out_TE,))
+            return out_TE
+        part_TE = ops.logits(packed, x_TI)
+        out_TE = ops.scratch("sum", part_TE, part_TE.shape[1], x_TI.dtype)
+        ops.host_callback(self.communicator.all_reduce, (part_TE, out_TE))
         return out_TE
 
-    def add_norm(self, ops: Ops, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """Apply `Ops.add_rms_norm` to a result of `partial`, after or fused with its all-reduce."""
-        if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
-            norm = partial(self.collective.sum_add_norm, x_TE, residual_TE, weight_E, eps)
+    def reduce_partial(self, ops: Ops, out_TE: Tensor) -> Tensor:
+        """Do as `row_parallel_linear` for a partial result in the model's dtype, computed before."""
+        if self.layout.tp > 1 and not self._defers_all_reduce(len(out_TE), out_TE.shape[1], out_TE.dtype):
+            ops.host_callback(self.communicator.all_reduce, (out_TE,))
+        return out_TE
+
+    def add_rms_norm(
+        self, ops: Ops, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
+    ) -> Tensor:
+        """Apply `Ops.add_rms_norm` to a result of `row_parallel_linear`, after its all-reduce or fused."""
+        if self._defers_all_reduce(len(x_TE), x_TE.shape[1], x_TE.dtype):
+            norm = partial(self.communicator.all_reduce_add_rms_norm, x_TE, residual_TE, weight_E, eps)
             return ops.fused_norm(norm, weight_E)
         return ops.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
-    def complete(self, ops: Ops, x_TE: Tensor) -> Tensor:
-        """All-reduce a result of `partial` where no norm of all rows follows."""
-        if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
-            ops.host_callback(self.collective.sum, (x_TE,))
+    def finish_all_reduce(self, ops: Ops, x_TE: Tensor) -> Tensor:
+        """All-reduce a result of `row_parallel_linear` where no norm of all rows follows."""
+        if self._defers_all_reduce(len(x_TE), x_TE.shape[1], x_TE.dtype):
+            ops.host_callback(self.communicator.all_reduce, (x_TE,))
         return x_TE
 
     def map_whole_rows(
@@ -155,25 +159,15 @@ class TensorParallel:
         rows, tp = len(shard_RV), self.layout.tp
         if tp == 1:
             return compute(shard_RV, slice(0, rows))
-        whole_MV = self.collective.all_to_all_rows(shard_RV).transpose(0, 1).flatten(1)
+        whole_MV = self.communicator.all_to_all_rows(shard_RV).transpose(0, 1).flatten(1)
         most = rows_of_rank(rows, tp, 0).stop
         padded = torch.zeros(most, columns, dtype=torch.float64, device=shard_RV.device)
         if len(whole_MV):
             padded[: len(whole_MV)] = compute(whole_MV, rows_of_rank(rows, tp, self.layout.tp_rank))
-        return self.collective.gather(padded).flatten(0, 1)[:rows]
+        return self.communicator.all_gather(padded).flatten(0, 1)[:rows]
 
-    def _leaves_sum(self, rows: int, width: int, dtype: torch.dtype) -> bool:
-        return self.layout.tp > 1 and self.collective.can_fuse(rows, width, dtype)
-
-    def _summed(self, ops: Ops, packed: PackedLinear, x_TI: Tensor) -> Tensor:
-        if x_TI.dtype == torch.float32 or x_TI.device.type != "cpu":
-            out_TE = ops.linear(packed, x_TI)
-            ops.host_callback(self.collective.sum, (out_TE,))
-            return out_TE
-        part_TE = ops.logits(packed, x_TI)
-        out_TE = ops.scratch("sum", part_TE, part_TE.shape[1], x_TI.dtype)
-        ops.host_callback(self.collective.sum, (part_TE, out_TE))
-        return out_TE
+    def _defers_all_reduce(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        return self.layout.tp > 1 and self.communicator.can_fuse(rows, width, dtype)
 
 
 SINGLE = TensorParallel(ParallelLayout())

@@ -25,7 +25,7 @@ _WORD = 16
 log = logging.getLogger("llmbox.engine")
 
 
-class OneShotSum:
+class OneShotAllReduce:
     """One-shot all-reduce over a prepared buffer."""
 
     def __init__(self, buffer: Tensor, group_name: str) -> None:
@@ -34,12 +34,12 @@ class OneShotSum:
         self._group_name = group_name
 
     @classmethod
-    def prepare(cls, group: dist.ProcessGroup, device: torch.device) -> "OneShotSum | None":
+    def prepare(cls, group: dist.ProcessGroup, device: torch.device) -> "OneShotAllReduce | None":
         """Prepare and check it; None where it cannot be used, with the reason logged.
 
         The same on all ranks.
         """
-        one_shot: OneShotSum | None = None
+        one_shot: OneShotAllReduce | None = None
         try:
             buffer, _ = shared_memory(BUFFER_BYTES, group, device)
             one_shot = cls(buffer, group.group_name)

@@ -23,7 +23,7 @@ _EPS: Final = 1e-5
 log = logging.getLogger("llmbox.engine")
 
 
-class FusedSum:
+class FusedAllReduceRMSNorm:
     """Fused kernel with its peers, for sums of one width and dtype."""
 
     def __init__(self, run: Callable[..., tuple[Tensor, Any]], peers: Any) -> None:
@@ -34,12 +34,12 @@ class FusedSum:
         """Width and dtype of all sums: see `sum_norm_rows`."""
 
     @classmethod
-    def prepare(cls, group: dist.ProcessGroup, device: torch.device) -> "FusedSum | None":
+    def prepare(cls, group: dist.ProcessGroup, device: torch.device) -> "FusedAllReduceRMSNorm | None":
         """Prepare and check it; None where it cannot be used, with the reason logged. The same on all ranks.
 
         The kernel waits for all ranks, so none launches it before all have compiled it.
         """
-        fused: FusedSum | None = None
+        fused: FusedAllReduceRMSNorm | None = None
         try:
             fused = cls(*_over_symmetric_memory(group, device))
             fused.compile(device)

@@ -44,7 +44,9 @@ class Peers:
     """This rank's buffer, kept alive."""
 
 
-def sum_add_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, peers: Peers) -> Tensor:
+def all_reduce_add_rms_norm(
+    x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, peers: Peers
+) -> Tensor:
     return sum_norm_rows(x_TE, residual_TE, weight_E, eps, None, peers)[0]
 
 

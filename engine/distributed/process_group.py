@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from ..model_config.parallel_layout import ParallelLayout
-from .custom_all_reduce import OneShotSum, all_agree
-from .fused_allreduce_rmsnorm import FusedSum
+from .custom_all_reduce import OneShotAllReduce, all_agree
+from .fused_allreduce_rmsnorm import FusedAllReduceRMSNorm
 from .torch_communicator import TorchCommunicator
 
 STUCK_SECONDS = 600
@@ -58,7 +58,10 @@ def join(
     # Each rank asks its own driver: where one gets another answer, no rank may wait for it in what follows.
     if layout.tp > 1 and not ordered and all_agree(stage, device, joined):
         # Fused sums are ordered too, but their norm is another kernel than the one for prompts.
-        one_shot, fused = OneShotSum.prepare(stage, device), FusedSum.prepare(stage, device)
+        one_shot, fused = (
+            OneShotAllReduce.prepare(stage, device),
+            FusedAllReduceRMSNorm.prepare(stage, device),
+        )
     return TorchCommunicator(
         layout, stage, ordered=ordered, device=device, back=back, one_shot=one_shot, fused=fused
     )

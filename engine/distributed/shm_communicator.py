@@ -90,12 +90,12 @@ class ShmCommunicator:
         self._places = lru_cache(_PLACES)(partial(find_places, slots, layout.stage_ranks))
         self._turn = 0
 
-    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> None:
         flat, into = x.view(-1), (x if out is None else out).view(-1)
         for piece, place in zip(_pieces(flat), _pieces(into, flat), strict=True):
             add_in_order(self._exchange(piece), place)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         pieces = [torch.stack(self._exchange(piece)) for piece in _pieces(x.reshape(-1))]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         return whole.view(self._layout.tp, *x.shape)
@@ -105,7 +105,7 @@ class ShmCommunicator:
         for rank in range(layout.tp):
             rows = x[rows_of_rank(len(x), layout.tp, rank)]
             if rank == layout.tp_rank:
-                received = self.gather(rows)
+                received = self.all_gather(rows)
             else:
                 for piece in _pieces(rows.reshape(-1)):
                     self._exchange(piece)  # nothing to read: that rank does
@@ -122,12 +122,12 @@ class ShmCommunicator:
     def can_fuse(self, _rows: int, _width: int, _dtype: torch.dtype) -> bool:
         return False
 
-    def sum_add_norm(
+    def all_reduce_add_rms_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
     ) -> tuple[Tensor, Any]:
         raise NotImplementedError
 
-    def agree(self, works: bool) -> bool:
+    def all_agree(self, works: bool) -> bool:
         raise NotImplementedError  # called after graph captures, and CPUs have none
 
     def transfer_to_first_stage(self, x: Tensor) -> AsyncWork:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..model_config.parallel_layout import ParallelLayout
 from .communicator import AsyncWork, rows_of_rank
-from .custom_all_reduce import OneShotSum, all_agree
-from .fused_allreduce_rmsnorm import FusedSum
+from .custom_all_reduce import OneShotAllReduce, all_agree
+from .fused_allreduce_rmsnorm import FusedAllReduceRMSNorm
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # Newer name of `all_gather_into_tensor`, which torch 2.11 does not have yet.
@@ -37,8 +37,8 @@ class TorchCommunicator:
         ordered: bool,
         device: torch.device,
         back: dist.ProcessGroup | None = None,
-        one_shot: OneShotSum | None = None,
-        fused: FusedSum | None = None,
+        one_shot: OneShotAllReduce | None = None,
+        fused: FusedAllReduceRMSNorm | None = None,
     ) -> None:
         """`stage`: group of this stage's ranks. `ordered`: always sum in the order of ranks.
 
@@ -53,7 +53,7 @@ class TorchCommunicator:
         self._one_shot = one_shot
         self._fused = fused
 
-    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> None:
         self._sum(x)
         if out is not None:
             out.copy_(x)
@@ -64,11 +64,11 @@ class TorchCommunicator:
         elif self._layout.tp == 2 or not self._ordered:  # a + b is b + a
             dist.all_reduce(x, group=self._stage)
         elif x.nbytes <= GATHER_UP_TO:
-            x.copy_(sum_in_order(list(self.gather(x))))
+            x.copy_(sum_in_order(list(self.all_gather(x))))
         else:
             self._sum_in_slices(x)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         out = x.new_empty(self._layout.tp, *x.shape)
         _all_gather(out.view(-1), x.view(-1), group=self._stage)
@@ -95,14 +95,14 @@ class TorchCommunicator:
     def can_fuse(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         return self._fused is not None and self._fused.takes(rows, width, dtype)
 
-    def sum_add_norm(
+    def all_reduce_add_rms_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
     ) -> tuple[Tensor, Any]:
         """All-reduce in the order of ranks, add and norm, in one kernel."""
         assert self._fused is not None
         return self._fused(x_TE, residual_TE, weight_E, eps, row_format)
 
-    def agree(self, works: bool) -> bool:
+    def all_agree(self, works: bool) -> bool:
         return all_agree(None, self._device, works)
 
     def transfer_to_first_stage(self, x: Tensor) -> AsyncWork:
@@ -120,7 +120,7 @@ class TorchCommunicator:
         parts = torch.empty_like(flat)
         dist.all_to_all_single(parts, flat, group=self._stage)
         mine = sum_in_order(list(parts.view(tp, size)))
-        x.copy_(self.gather(mine).view(-1)[: x.numel()].view(x.shape))
+        x.copy_(self.all_gather(mine).view(-1)[: x.numel()].view(x.shape))
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:

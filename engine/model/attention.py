@@ -73,7 +73,7 @@ class Attention:
         return torch.cat((q_D.expand(self.heads, -1), k_D.expand(self.kv_heads, -1)))
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
-        """Return partial results for `TensorParallel.add_norm`, [T, E]."""
+        """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
         ops, plan = self.ops, forward.plans[self.window]
         rows = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
         qkv, gates = rows[:, : self.heads + 2 * self.kv_heads], rows[:, self.heads + 2 * self.kv_heads :]
@@ -82,7 +82,7 @@ class Attention:
         if self.has_gate:
             assert ops.recurrent is not None
             out = ops.recurrent.sigmoid_mul(out, gates.flatten(1))
-        return self.rank.partial(ops, self.output, out, x_TE.shape[1])
+        return self.rank.row_parallel_linear(ops, self.output, out, x_TE.shape[1])
 
     def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
         """Apply QK-norm and RoPE, write KV to the cache: [T, H + 2 G, D] -> queries [T, H, D]."""

@@ -17,9 +17,9 @@ from .forward_context import ForwardContext
 from .norm import norm_weight
 
 Mixer = Callable[[Tensor, ForwardContext], Tensor]
-"""Attention or a recurrent layer: maps rows [T, E] to partial results for `TensorParallel.add_norm`."""
+"""Attention or a recurrent layer: maps rows [T, E] to partial results for `TensorParallel.add_rms_norm`."""
 MLP = Callable[[Tensor], Tensor]
-"""Maps the layer's rows [T, E] to partial results for `TensorParallel.add_norm`."""
+"""Maps the layer's rows [T, E] to partial results for `TensorParallel.add_rms_norm`."""
 
 
 class DecoderBlock(Protocol):
@@ -62,17 +62,17 @@ class PreNormBlock:
         return self.ops.rms_norm(residual_TE, self.input_norm_E, self.eps)
 
     def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        return self.rank.add_norm(self.ops, added_TE, residual_TE, self.input_norm_E, self.eps)
+        return self.rank.add_rms_norm(self.ops, added_TE, residual_TE, self.input_norm_E, self.eps)
 
     def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
         return self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
         x_TE = self.attention(x_TE, forward)
-        return self.mlp(self.rank.add_norm(self.ops, x_TE, residual_TE, self.post_norm_E, self.eps))
+        return self.mlp(self.rank.add_rms_norm(self.ops, x_TE, residual_TE, self.post_norm_E, self.eps))
 
     def complete(self, added_TE: Tensor) -> Tensor:
-        return self.rank.complete(self.ops, added_TE)
+        return self.rank.finish_all_reduce(self.ops, added_TE)
 
 
 class PostNormBlock:
@@ -109,7 +109,7 @@ class PostNormBlock:
         return added_TE
 
     def _norm(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
-        return self.ops.rms_norm(self.rank.complete(self.ops, partial_TE), norm_E, self.eps)
+        return self.ops.rms_norm(self.rank.finish_all_reduce(self.ops, partial_TE), norm_E, self.eps)
 
 
 class SandwichNormBlock:
@@ -147,4 +147,4 @@ class SandwichNormBlock:
         return added_TE
 
     def _norm(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
-        return self.ops.rms_norm(self.rank.complete(self.ops, partial_TE), norm_E, self.eps)
+        return self.ops.rms_norm(self.rank.finish_all_reduce(self.ops, partial_TE), norm_E, self.eps)

@@ -94,7 +94,7 @@ class Decoder:
         last = self.layers[-1]
         x_TE = last.complete(last(x_TE, residual_TE, forward))
         if not self.is_last:
-            self.ops.host_callback(self.rank.collective.send, (x_TE, residual_TE))
+            self.ops.host_callback(self.rank.communicator.send, (x_TE, residual_TE))
         return x_TE, residual_TE
 
     def _begin(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class Decoder:
         ops, width = self.ops, self.config.hidden_size
         x_TE = ops.scratch("x", forward.ids_T, width, self.dtype)
         residual_TE = ops.scratch("residual", forward.ids_T, width, self.dtype)
-        ops.host_callback(self.rank.collective.receive, (x_TE, residual_TE))
+        ops.host_callback(self.rank.communicator.receive, (x_TE, residual_TE))
         return self.layers[0].resume(x_TE, residual_TE), residual_TE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

@@ -45,4 +45,4 @@ class TokenEmbedding:
     def _complete(self, x_TE: Tensor) -> None:
         assert self._outside_T1 is not None
         x_TE.masked_fill_(self._outside_T1, 0)
-        self.rank.collective.sum(x_TE)
+        self.rank.communicator.all_reduce(x_TE)

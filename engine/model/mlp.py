@@ -20,6 +20,6 @@ class GatedMLP:
         self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """Return partial results for `TensorParallel.add_norm`, [T, E]."""
+        """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
         inner = self.ops.gate_mul(self.ops.linear(self.gate_up, x_TE), self.activation)
-        return self.rank.partial(self.ops, self.down, inner, x_TE.shape[1])
+        return self.rank.row_parallel_linear(self.ops, self.down, inner, x_TE.shape[1])

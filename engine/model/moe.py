@@ -37,6 +37,6 @@ class SparseMoE:
         self.mixture = Mixture(gate_ups, downs, config.count, config.per_token, config.normalised)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """Return partial results for `TensorParallel.add_norm`, [T, E]."""
+        """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
         logits_TX = self.ops.logits(self.router, x_TE)
-        return self.rank.partial_sum(self.ops, self.ops.experts(self.mixture, x_TE, logits_TX))
+        return self.rank.reduce_partial(self.ops, self.ops.experts(self.mixture, x_TE, logits_TX))

@@ -57,7 +57,7 @@ class ShortConv(RecurrentLayer):
         out_TC = self.recurrent.short_conv(
             bcx, self.weight_KC, self.bias_C, True, forward.states, self.layer, forward.layout
         )
-        return self.rank.partial(self.ops, self.output, out_TC, x_TE.shape[1])
+        return self.rank.row_parallel_linear(self.ops, self.output, out_TC, x_TE.shape[1])
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -116,7 +116,7 @@ class GatedDeltaNet(RecurrentLayer):
         out_THB = recurrent.scan(qkv_TC, gates, self.weights, shape, *at)
         z_THB = qkvz[:, shape.width :].view(len(x_TE), shape.heads, shape.value_dim)
         normed = recurrent.gated_norm(out_THB.view_as(z_THB), z_THB, self.norm_HB, self.eps, True)
-        return self.rank.partial(ops, self.output, normed, x_TE.shape[1])
+        return self.rank.row_parallel_linear(ops, self.output, normed, x_TE.shape[1])
 
 
 class Mamba2(RecurrentLayer):
@@ -161,7 +161,7 @@ class Mamba2(RecurrentLayer):
         out = recurrent.scan(xbc, dt_TH, self.weights, shape, *at)
         grouped = (len(x_TE), *self.norm_GB.shape)
         normed = recurrent.gated_norm(out.view(grouped), gate.view(grouped), self.norm_GB, self.eps, False)
-        return self.rank.partial(ops, self.output, normed, x_TE.shape[1])
+        return self.rank.row_parallel_linear(ops, self.output, normed, x_TE.shape[1])
 
 
 def _cut(rows: Tensor, *parts: ShardSlice) -> Tensor:

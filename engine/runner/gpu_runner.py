@@ -114,7 +114,7 @@ class GPUModelRunner:
         self._ops.clear_blocks(cache, [sizes.num_blocks])
         self.graphs = None
         if capture is not None:
-            agree = self._rank.collective.agree if self._rank.layout.ranks > 1 else None
+            agree = self._rank.communicator.all_agree if self._rank.layout.ranks > 1 else None
             most = share(sizes.max_running, self.stages)
             self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, agree=agree)
 

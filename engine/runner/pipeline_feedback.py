@@ -40,14 +40,14 @@ class SampledTokenFeedback:
         """Sends of the last stage, with the tensors that must stay untouched."""
 
     def send(self, ids_S: Tensor) -> None:
-        self._sent.append((self._rank.collective.transfer_to_first_stage(ids_S), ids_S))
+        self._sent.append((self._rank.communicator.transfer_to_first_stage(ids_S), ids_S))
         if len(self._sent) > self._depth:
             self._sent.popleft()[0].wait()
 
     def post_receive(self, row_S: Tensor, numbers: Iterable[int]) -> None:
         """Post the receive of one step's ids. `numbers`: state rows of `row_S`; it may change afterwards."""
         ids_S = torch.empty_like(row_S, memory_format=torch.contiguous_format)
-        way = self._rank.collective.transfer_to_first_stage(ids_S)
+        way = self._rank.communicator.transfer_to_first_stage(ids_S)
         self._expected.append(_Expected(way, ids_S, row_S.clone(), frozenset(numbers)))
 
     def wait_for_rows(self, numbers: Iterable[int]) -> None:

@@ -70,11 +70,11 @@ class ThreadCollective:
         self._fused_rows = fused_rows
         self.fused = 0
 
-    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
-        total = sum_in_order(self.gather(x))
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> None:
+        total = sum_in_order(self.all_gather(x))
         (x if out is None else out).copy_(total)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         stage = self._stages[self._layout.stage]
         stage.parts[self._layout.tp_rank] = x.clone()
         stage.barrier.wait()
@@ -83,7 +83,7 @@ class ThreadCollective:
         return parts
 
     def all_to_all_rows(self, x: Tensor) -> Tensor:
-        return self.gather(x)[:, rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)]
+        return self.all_gather(x)[:, rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)]
 
     def send(self, *tensors: Tensor) -> None:
         inbox = self._stages[self._layout.stage + 1].inboxes[self._layout.tp_rank]
@@ -97,13 +97,13 @@ class ThreadCollective:
     def can_fuse(self, rows: int, _width: int, _dtype: torch.dtype) -> bool:
         return rows <= self._fused_rows
 
-    def sum_add_norm(
+    def all_reduce_add_rms_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, _row_format: Any
     ) -> tuple[Tensor, Any]:
         self.fused += 1
-        return REFERENCE.add_rms_norm(sum_in_order(self.gather(x_TE)), residual_TE, weight_E, eps), None
+        return REFERENCE.add_rms_norm(sum_in_order(self.all_gather(x_TE)), residual_TE, weight_E, eps), None
 
-    def agree(self, works: bool) -> bool:
+    def all_agree(self, works: bool) -> bool:
         return self._stages[0].vote(self._layout.rank, self._layout.ranks, works)
 
     def transfer_to_first_stage(self, x: Tensor) -> AsyncWork:

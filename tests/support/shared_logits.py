@@ -34,15 +34,15 @@ class Counting(ThreadCollective):
         super().__init__(layout, stages)
         self.bytes = 0
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.bytes += x.nbytes
-        return super().gather(x)
+        return super().all_gather(x)
 
     def all_to_all_rows(self, x: Tensor) -> Tensor:
         """What it keeps is not sent."""
         mine = rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)
         self.bytes += x.nbytes - x[mine].nbytes
-        return super().gather(x)[:, mine]
+        return super().all_gather(x)[:, mine]
 
 
 def part_of(logits_RV: Tensor, part: ShardSlice) -> Tensor:

@@ -71,17 +71,17 @@ def work(rank: int, memory: list[list[torch.Tensor]], file: Path) -> None:
         residual = torch.randn(rows, WIDTH, generator=noise)
         weight = torch.rand(WIDTH, generator=noise)
         summed = parts[rank].clone()
-        together.sum(summed)
+        together.all_reduce(summed)
         torch.testing.assert_close(summed, parts.sum(0))
         assert together.can_fuse(rows, WIDTH, torch.float32)
         wanted_residual = residual.clone()
         wanted = REFERENCE.add_rms_norm(sum_in_order(list(parts)), wanted_residual, weight, 1e-5)
-        out, _ = together.sum_add_norm(parts[rank].clone(), residual, weight, 1e-5, None)
+        out, _ = together.all_reduce_add_rms_norm(parts[rank].clone(), residual, weight, 1e-5, None)
         assert torch.equal(residual, wanted_residual)
         torch.testing.assert_close(out, wanted)
     assert calls[tried:] == [WIDTH * rows for rows in (1, 5, 5, 3)]
     large = torch.full((BUFFER_BYTES // 4 + 4,), rank + 1.0)
-    together.sum(large)
+    together.all_reduce(large)
     assert float(large[-1]) == ranks * (ranks + 1) / 2, "what is too large goes over the group"
     assert len(calls) == tried + 4
     group_module.leave()

@@ -12,7 +12,11 @@ from support.triton_interpreter import turn_on
 
 turn_on()
 
-from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_add_norm, sum_norm_rows
+from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import (
+    Peers,
+    all_reduce_add_rms_norm,
+    sum_norm_rows,
+)
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
@@ -63,7 +67,7 @@ def test_every_rank_finds_the_ordered_sum_its_residual_and_the_norm(ranks, rows,
         for rank in range(ranks):
             group.others_tell(rank, parts)
             mine = residual.clone()
-            out = sum_add_norm(parts[rank], mine, weight, 1e-5, group.peers(rank))
+            out = all_reduce_add_rms_norm(parts[rank], mine, weight, 1e-5, group.peers(rank))
             assert torch.equal(mine, wanted_residual), "bit by bit, in the order of ranks"
             torch.testing.assert_close(out, wanted)
 
@@ -90,7 +94,7 @@ def test_halves_take_turns_and_all_ranks_are_told():
     parts = [torch.full((2, 8), float(rank)) for rank in range(3)]
     for turn in (1, 2, 3):
         group.others_tell(1, parts)
-        sum_add_norm(parts[1], torch.zeros(2, 8), torch.ones(8), 1e-5, group.peers(1))
+        all_reduce_add_rms_norm(parts[1], torch.zeros(2, 8), torch.ones(8), 1e-5, group.peers(1))
         written = group.buffers[1][turn & 1]
         assert torch.equal(written[:16], parts[1].view(-1))
         assert [flags[:2, 1].tolist() for flags in group.flags] == [[turn, turn]] * 3
@@ -108,7 +112,7 @@ def test_epochs_may_wrap_around_and_a_rank_may_be_one_call_ahead(ahead):
     group.others_tell(0, parts)
     group.flags[0][0, 1] += ahead
     residual = torch.zeros(1, 8)
-    sum_add_norm(parts[0], residual, torch.ones(8), 1e-5, group.peers(0))
+    all_reduce_add_rms_norm(parts[0], residual, torch.ones(8), 1e-5, group.peers(0))
     assert residual.tolist() == [[3.0] * 8]
     assert group.epochs[0][0] == torch.iinfo(torch.int32).min
 

@@ -62,7 +62,7 @@ def test_kernels_that_wait_for_each_other_are_prepared_by_all_of_a_stage_or_none
     """A driver may tell one of them nothing of its links."""
     asked, prepared = [], []
     monkeypatch.setattr(group, "all_agree", lambda *told: asked.append(told) or others_are)
-    for each in (group.OneShotSum, group.FusedSum):
+    for each in (group.OneShotAllReduce, group.FusedAllReduceRMSNorm):
         monkeypatch.setattr(each, "prepare", lambda stage, _device: prepared.append(stage))
     group.join(ParallelLayout(2, 1, 0), GPU, tmp_path / "store", ordered=False, joined=True)
     assert asked == [("world", GPU, True)]

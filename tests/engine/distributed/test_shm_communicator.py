@@ -36,8 +36,8 @@ def test_sums_and_gathers_of_any_size(monkeypatch, tp, size):
         results = []
         for turn in range(6):
             x = numbers(rank + 10 * turn, size)
-            gathered = collective.gather(x.view(-1, 1))
-            collective.sum(x)
+            gathered = collective.all_gather(x.view(-1, 1))
+            collective.all_reduce(x)
             results.append((gathered, x))
         return results
 
@@ -59,7 +59,7 @@ def test_each_rank_gets_its_rows_whole(monkeypatch, tp, rows):
 
     def work(rank, collective):
         found = collective.all_to_all_rows(whole[:, 90 * rank : 90 * (rank + 1)])
-        return found.transpose(0, 1).flatten(1), float(collective.gather(torch.ones(1)).sum())
+        return found.transpose(0, 1).flatten(1), float(collective.all_gather(torch.ones(1)).sum())
 
     found, after = zip(*together(open_mesh(tp), work), strict=True)
     assert torch.equal(torch.cat(found), whole)
@@ -72,13 +72,13 @@ def test_a_sum_does_not_depend_on_what_stands_beside_it():
 
     def whole(rank, collective):
         out = torch.empty(40, 64, dtype=torch.bfloat16)
-        collective.sum(rows[rank].float(), out)
+        collective.all_reduce(rows[rank].float(), out)
         return out
 
     def one_by_one(rank, collective):
         out = torch.empty(40, 64, dtype=torch.bfloat16)
         for row in range(40):
-            collective.sum(rows[rank][row].float(), out[row])
+            collective.all_reduce(rows[rank][row].float(), out[row])
         return out
 
     assert torch.equal(together(open_mesh(3), whole)[0], together(open_mesh(3), one_by_one)[2])
@@ -102,7 +102,7 @@ def test_a_rank_that_is_gone_ends_the_wait_of_the_others():
 
     def wait(collective):
         with pytest.raises(RankLost):
-            collective.sum(torch.ones(4))
+            collective.all_reduce(torch.ones(4))
         failures.append(collective)
 
     waiting = [threading.Thread(target=wait, args=(each,)) for each in (first, second)]

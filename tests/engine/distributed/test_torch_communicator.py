@@ -24,11 +24,11 @@ def sums(rank, ranks):
     for limit in (1 << 20, 1):
         collective.GATHER_UP_TO = limit
         x = parts[rank].clone()
-        together.sum(x)
+        together.all_reduce(x)
         assert torch.equal(x, wanted)
-    assert torch.equal(together.gather(parts[rank].view(-1, 1)), torch.stack(parts).unsqueeze(2))
+    assert torch.equal(together.all_gather(parts[rank].view(-1, 1)), torch.stack(parts).unsqueeze(2))
     out = torch.empty(4001, dtype=torch.bfloat16)
-    together.sum(parts[rank].float(), out)
+    together.all_reduce(parts[rank].float(), out)
     assert torch.equal(out, sum(part.float() for part in parts).bfloat16())
     leave()
 
@@ -41,13 +41,13 @@ def stages(rank, ranks):
     else:
         together.send(x, residual)
     assert (float(x[0, 0]), float(residual[0, 0])) == (rank % 2, rank % 2 + 0.5)
-    together.sum(x)
+    together.all_reduce(x)
     assert float(x[2, 3]) == 1.0
     ids = torch.tensor([rank, 7]) if layout.stage else torch.zeros(2, dtype=torch.int64)
     together.transfer_to_first_stage(ids).wait()
     assert ids.tolist() == [rank % 2 + 2, 7]
-    assert together.agree(True)
-    assert not together.agree(rank != 3)
+    assert together.all_agree(True)
+    assert not together.all_agree(rank != 3)
     leave()
 
 def right(x_TE, residual_TE, weight_E, eps, row_format, group, compile_only=False):
@@ -74,20 +74,20 @@ def one_shot(rank, ranks):
     join(ParallelLayout(ranks, 1, rank), torch.device("cpu"), one_shot_file, ordered=True)
     group, cpu = dist.group.WORLD, torch.device("cpu")
     oneshot.shared_memory = lambda *_: (torch.zeros(oneshot.BUFFER_BYTES, dtype=torch.uint8), None)
-    assert oneshot.OneShotSum.prepare(group, cpu) is None, "torch refuses its kernel here: no end of the load"
+    assert oneshot.OneShotAllReduce.prepare(group, cpu) is None, "torch refuses its kernel here"
     ran = []
     def agrees(*_):
         ran.append(rank)
         return rank == 0
-    oneshot.OneShotSum.agrees_with_nccl = agrees
+    oneshot.OneShotAllReduce.agrees_with_nccl = agrees
     oneshot.shared_memory = lambda *_: (None, None)
-    assert oneshot.OneShotSum.prepare(group, cpu) is None, "one of them finds other sums"
+    assert oneshot.OneShotAllReduce.prepare(group, cpu) is None, "one of them finds other sums"
     assert ran == [rank]
     def refused(*_):
         raise RuntimeError("no peers")
     if rank:
         oneshot.shared_memory = refused
-    assert oneshot.OneShotSum.prepare(group, cpu) is None
+    assert oneshot.OneShotAllReduce.prepare(group, cpu) is None
     assert ran == [rank], "nobody runs a kernel that not all can run"
     leave()
 
@@ -114,7 +114,7 @@ def fused(rank, ranks):
     x = torch.full((3, 1024), rank + 1.0).bfloat16()
     for runs in ((right, right), (right, wrong), (refused, right), (unlaunchable, unlaunchable)):
         fused_sum._over_symmetric_memory = lambda *_: (runs[rank], group)
-        found = fused_sum.FusedSum.prepare(group, cpu)
+        found = fused_sum.FusedAllReduceRMSNorm.prepare(group, cpu)
         assert (found is None) == (runs != (right, right)), runs
         if found is not None:
             layout = ParallelLayout(ranks, 1, rank)
@@ -122,8 +122,8 @@ def fused(rank, ranks):
             assert together.can_fuse(3, 1024, torch.bfloat16)
             assert not together.can_fuse(300, 1024, torch.bfloat16), "too large"
             residual = torch.ones_like(x)
-            out, eight = together.sum_add_norm(x, residual, torch.ones(1024), 1e-5, "rows of 8 bits")
-            assert eight == "rows of 8 bits"
+            out, eight = together.all_reduce_add_rms_norm(x, residual, torch.ones(1024), 1e-5, "8 bits")
+            assert eight == "8 bits"
             assert (float(residual[0, 0]), float(out[2, 9])) == (4.0, 1.0)
     leave()
 

@@ -1,4 +1,4 @@
-"""Two ranks of `sum_add_norm` on one GPU, a stream each, that really wait for each other, also from graphs.
+"""Two ranks of `all_reduce_add_rms_norm` on one GPU, a stream each, that wait for each other, also in graphs.
 
 Each rank's kernel runs alone before, over what the other would have told, and so does its graph: loading a
 kernel or a graph's first launch may wait for the device, and a device on which a rank waits for one that is
@@ -7,7 +7,7 @@ not launched yet never gets done.
 
 import torch
 
-from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_add_norm
+from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, all_reduce_add_rms_norm
 from llmbox.kernels.reference import REFERENCE
 
 RANKS, ROWS, WIDTH, EPS = 2, 16, 4096, 1e-5
@@ -29,7 +29,7 @@ def main() -> None:
     outs: dict[int, torch.Tensor] = {}
 
     def run(rank: int) -> None:
-        outs[rank] = sum_add_norm(x[rank], residual[rank], weight, EPS, peers[rank])
+        outs[rank] = all_reduce_add_rms_norm(x[rank], residual[rank], weight, EPS, peers[rank])
 
     for rank in range(RANKS):
         flags[rank].fill_(1)
