@@ -1,11 +1,40 @@
 """Data types of the operations: expert layers, the KV cache's shape and the layout of a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from .activation import Activation
+
+Scoring = Literal["softmax", "sigmoid"]
+"""Function that turns a row's router logits into scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Rule by which a row chooses experts and weighs them: the best ones by score plus correction, with the
+    scores as weights.
+
+    With groups only experts of the `top_groups` best groups are chosen; a group is as good as the sum of its
+    `group_best` best experts.
+    """
+
+    scoring: Scoring = "softmax"
+    scale: float = 1.0
+    """Multiplier of the weights."""
+    groups: int = 1
+    """Number of equal groups of neighboring experts."""
+    top_groups: int = 1
+    group_best: int = 1
+    correction_X: Tensor | None = None
+    """float32, added to the scores where experts are chosen."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Routing(scale=self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +49,8 @@ class Mixture:
     per_token: int
     normalised: bool
     """True if the routing weights of the chosen experts are normalized to sum to one."""
+    routing: Routing = field(default_factory=Routing)
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,28 @@ class Embed(Protocol):
         ...
 
 
+class Experts(Protocol):
+    def __call__(
+        self,
+        mixture: Mixture,
+        x_TE: Tensor,
+        logits_TX: Tensor,
+        shared_TE: Tensor | None = None,
+        gate_T1: Tensor | None = None,
+    ) -> Tensor:
+        """Fused MoE: (mixture, x_TE, logits_TX of its router) -> new tensor [T, E].
+
+        A row's result is the sum of down(activation(gate(x)) * up(x)) over its `per_token` best experts, each
+        times its weight (`Routing`, `reference/moe.py`), plus its row of `shared_TE`, which is multiplied by
+        the sigmoid of `gate_T1` where that is given.
+
+        Each expert's result is computed as by `linear` and `gate_mul`. A row's results are summed in float32,
+        the best expert first (of equally good ones the lower number) and the shared row last, and rounded
+        once.
+        """
+        ...
+
+
 class Attend(Protocol):
     def __call__(
         self,
@@ -77,10 +99,12 @@ class Attend(Protocol):
         plan: AttentionPlan,
         scale: float,
         softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Causal attention: softmax(scale q k^T) v over each row's context, [T, HD].
 
-        With `softcap` c a score s becomes c tanh(s / c). `write_kv` of this step and layer must have run.
+        With `softcap` c a score s becomes c tanh(s / c). With `sinks_H`, float32, each head's softmax has one
+        more score, which takes its share and adds nothing. `write_kv` of this step and layer must have run.
         Query head h reads KV head h // (H / G). Slots outside a row's context may hold any finite number.
         """
         ...
@@ -114,7 +138,7 @@ class Ops:
     pack_head: Callable[[Tensor, Tensor | None], PackedLinear]
     """Variant of `pack_linear` for an untied output head, which may be kept in more bits."""
 
-    pack_router: Callable[[Tensor], PackedLinear]
+    pack_router: Callable[[Tensor, Tensor | None], PackedLinear]
     """Variant of `pack_linear` for a router, the linear [X, E] whose `logits` choose experts. Never
     quantized.
     """
@@ -150,15 +174,7 @@ class Ops:
     softcap: Callable[[Tensor, float], Tensor]
     """(logits_RV as `logits` returns them, cap) -> cap * tanh(logits / cap), in place or a new tensor."""
 
-    experts: Callable[[Mixture, Tensor, Tensor], Tensor]
-    """Fused MoE: (mixture, x_TE, logits_TX of its router) -> new tensor [T, E].
-
-    A row's result is the sum of down(silu(gate(x)) * up(x)) over its `per_token` likeliest experts, each
-    times its probability in a float32 softmax over all X.
-
-    Each expert's result is computed as by `linear` and `gate_mul`. A row's results are summed in float32, the
-    likeliest expert first (of equally likely ones the lower number), and rounded once.
-    """
+    experts: Experts
 
     make_kv_cache: Callable[[KVShape, torch.device], KVCache]
     """(shape, device) -> cache of undefined content: `clear_blocks` comes before a block's first use."""
@@ -227,8 +243,9 @@ class Ops:
     stored: StoredWeights | None = None
     """Interface for quantized checkpoints, where there is no `packing`."""
 
-    pack_experts: Callable[[Tensor | QuantizedWeight], PackedLinear] | None = None
-    """(weights of all experts of a layer, concatenated, [X O, I]) -> packed, for `experts` alone.
+    pack_experts: Callable[[Tensor | QuantizedWeight, Tensor | None], PackedLinear] | None = None
+    """(weights of all experts of a layer, concatenated, [X O, I]; biases [X O] or None) -> packed, for
+    `experts` alone.
 
     None: a `Mixture` has one linear for each expert instead of one for all.
     """

@@ -48,6 +48,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    is_transposed: bool = False
+    """True if `shape` is [outputs, inputs] of a matrix that is stored as [inputs, outputs]."""
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -88,3 +88,25 @@ def split_rows(entry: TensorEntry, parts: Mapping[str, int]) -> dict[str, Tensor
         found[name] = replace(entry, shape=shape, offset=entry.offset + first * nbytes, nbytes=have * nbytes)
         first += have
     return found
+
+
+def split_stack(entry: TensorEntry, names: Sequence[str], *, transposed: bool) -> dict[str, TensorEntry]:
+    """Split a tensor of all experts into one of each. `transposed`: they are [inputs, outputs]. Raises
+    ModelError.
+    """
+    if entry.shape[:1] != (len(names),):
+        raise ModelError(
+            f"{entry.file}: tensor {shown(entry.name)} of shape {list(entry.shape)} is not one of "
+            f"{len(names)} experts, as config.json has them"
+        )
+    shape, nbytes = entry.shape[1:], entry.nbytes // len(names)
+    return {
+        name: replace(
+            entry,
+            shape=shape[::-1] if transposed else shape,
+            offset=entry.offset + number * nbytes,
+            nbytes=nbytes,
+            is_transposed=transposed,
+        )
+        for number, name in enumerate(names)
+    }

@@ -1,6 +1,6 @@
 """Tensors of a GGUF file by their names in a checkpoint, dequantized to float32."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +59,9 @@ class GgufTensors:
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         """Do nothing: no GGUF file of the supported architectures stacks these tensors."""
+
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
+        """Do nothing: `take` finds the experts of a stacked tensor."""
 
     def skip(self, name: str) -> None:
         gone = {place_of(name, self._kind.layer).name} if not name.endswith(".") else set()

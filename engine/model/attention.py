@@ -28,6 +28,10 @@ class Attention:
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
         self.scale = config.scales.attention or config.head_dim**-0.5
         self.softcap = config.scales.attention_cap
+        self.sinks_H = None
+        if config.has_sinks:
+            sinks = weights.floats("sinks", config.num_heads)
+            self.sinks_H = sinks[heads.start : heads.stop].contiguous()
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
         self.rope = config.layer_ropes[layer]
@@ -78,7 +82,8 @@ class Attention:
         rows = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
         qkv, gates = rows[:, : self.heads + 2 * self.kv_heads], rows[:, self.heads + 2 * self.kv_heads :]
         q_THD = self._rotate_and_write_kv(qkv, forward, plan)
-        out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, self.softcap)
+        special = self.softcap, self.sinks_H
+        out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, *special)
         if self.has_gate:
             assert ops.recurrent is not None
             out = ops.recurrent.sigmoid_mul(out, gates.flatten(1))
@@ -129,11 +134,17 @@ class FullWidthQKNormAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         super().__init__(config, layer, weights, ops)
         assert self.rank.layout.tp == 1
-        self.q_norm = weights.vector("q_norm.weight", self.heads * self.head_dim)
-        self.k_norm = weights.vector("k_norm.weight", self.kv_heads * self.head_dim)
+        self.q_norm = self._in_order(weights.vector("q_norm.weight", self.heads * self.head_dim))
+        self.k_norm = self._in_order(weights.vector("k_norm.weight", self.kv_heads * self.head_dim))
         self.both_norms = None
         if self.heads == self.kv_heads:
             self.both_norms = torch.stack((self.q_norm, self.k_norm))
+
+    def _in_order(self, norm: Tensor) -> Tensor:
+        """Reorder the weights of a norm as RoPE reorders the dimensions of each head."""
+        if self._order is None:
+            return norm
+        return norm.view(-1, self.head_dim)[:, list(self._order)].flatten()
 
     def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
         angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]

@@ -50,7 +50,7 @@ class Decoder:
     def _skip_what_others_have(self, weights: Weights) -> None:
         config = self.config
         here = self.rank.layout.layers(config.num_layers)
-        for i in set(range(config.num_layers)) - set(here):
+        for i in set(range(config.num_layers + config.extra_layers)) - set(here):
             weights.skip(f"model.layers.{i}.")
         weights.skip("mtp.")  # layers that draft tokens, which are not run
         if not self._has_table:

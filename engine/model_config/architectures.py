@@ -24,7 +24,19 @@ from .gemma import (
     refuse_gemma2,
     refuse_gemma3,
 )
-from .moe import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
+from .moe import (
+    ExpertRule,
+    deepseek_v3_experts,
+    ernie_experts,
+    gpt_oss_experts,
+    granite_moe_experts,
+    minimax_m2_experts,
+    mixtral_experts,
+    no_experts,
+    olmoe_experts,
+    qwen2_moe_experts,
+    qwen3_moe_experts,
+)
 from .multipliers import Scales
 from .recurrent import (
     RecurrentRule,
@@ -35,6 +47,7 @@ from .recurrent import (
     qwen3_5_recurrence,
 )
 from .rope import (
+    GPT_OSS_ROPE,
     MINISTRAL3_ROPE,
     RopeRule,
     interleaved_rope,
@@ -44,6 +57,7 @@ from .rope import (
     phi3_ropes,
     rope_if_named,
     rope_of_alpha,
+    rope_of_rotary_dim,
     rope_of_sliding_layers,
     rope_of_some_layers,
 )
@@ -54,6 +68,7 @@ from .sliding_window import (
     one_window,
     windows_by_type,
     windows_by_type_if_used,
+    windows_every_other,
     windows_if_used,
     windows_of_later_layers,
 )
@@ -104,6 +119,10 @@ class Architecture:
     mlp_bias: bool = False
     """True if config.json may enable biases of the MLP."""
     qk_norm: QKNorm | None = None
+    qk_norm_flag: str = ""
+    """Key of config.json without which there is no QK-norm; empty: there is."""
+    has_sinks: bool = False
+    """True if each head has a sink: one more score of its softmax, which takes a share and adds nothing."""
     block: BlockKind = "pre_norm"
     has_stacked_projections: bool = False
     """True if checkpoints hold q, k and v as one tensor."""
@@ -170,6 +189,16 @@ def refuse_granite_experts(fields: Fields) -> None:
         )
 
 
+def refuse_other_minimax(fields: Fields) -> None:
+    has_norms = fields.flag("use_qk_norm", default=True)
+    if not has_norms or fields.text("qk_norm_type", "per_layer") != "per_layer":
+        raise fields.error("only a qk_norm_type of 'per_layer' is supported")
+    if set(fields.raw.get("attn_type_list") or [1]) != {1}:
+        raise fields.error("attn_type_list names layers of linear attention, which are not supported")
+    if fields.raw.get("shared_intermediate_size"):
+        raise fields.error("shared_intermediate_size is not supported")
+
+
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 """Default for a config.json without the key; null means no sliding window."""
 
@@ -197,6 +226,16 @@ _OLMO2 = Architecture(
     block="post_norm",
     refuse=refuse_clipping,
 )
+_ERNIE = Architecture(
+    model_type="ernie4_5",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    head_dim=128,
+    attention_bias=True,
+    mlp_bias=True,
+    ropes=interleaved_rope,
+    aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+)
+_GRANITE = Architecture(model_type="granite", attention_bias=True, mlp_bias=True, scales=granite_scales)
 _GLM4 = Architecture(
     model_type="glm4",
     defaults={
@@ -291,6 +330,67 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows=windows_if_used,
         experts=qwen3_moe_experts,
     ),
+    "GptOssForCausalLM": Architecture(
+        model_type="gpt_oss",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "rope_parameters": GPT_OSS_ROPE,
+        },
+        head_dim=64,
+        activation="swiglu_oai",
+        attention_bias=True,
+        has_sinks=True,
+        fits_float16=False,
+        windows=windows_every_other,
+        experts=gpt_oss_experts,
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        model_type="qwen2_moe",
+        defaults={**SLIDING, "attention_bias": True, "attention_out_bias": False},
+        attention_bias=True,
+        windows=windows_by_type_if_used,
+        experts=qwen2_moe_experts,
+        aliases={"attention_bias": "qkv_bias"},
+    ),
+    "OlmoeForCausalLM": Architecture(
+        model_type="olmoe",
+        defaults={"rms_norm_eps": 1e-5},
+        attention_bias=True,
+        qk_norm="width",
+        experts=olmoe_experts,
+        refuse=refuse_clipping,
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        model_type="glm4_moe",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_out_bias": False,
+            "partial_rotary_factor": 0.5,
+            "num_nextn_predict_layers": 1,
+        },
+        attention_bias=True,
+        qk_norm="heads",
+        qk_norm_flag="use_qk_norm",
+        ropes=partial_rope,
+        experts=deepseek_v3_experts,
+    ),
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE, model_type="ernie4_5_moe", head_dim=None, experts=ernie_experts
+    ),
+    "GraniteMoeForCausalLM": replace(_GRANITE, model_type="granitemoe", experts=granite_moe_experts),
+    "MiniMaxM2ForCausalLM": Architecture(
+        model_type="minimax_m2",
+        defaults={"rope_theta": 5e6},
+        head_dim=128,
+        qk_norm="width",
+        ropes=rope_of_rotary_dim,
+        experts=minimax_m2_experts,
+        own_code="modeling_minimax_m2.MiniMaxM2ForCausalLM",
+        refuse=refuse_other_minimax,
+    ),
     "MixtralForCausalLM": Architecture(model_type="mixtral", windows=one_window, experts=mixtral_experts),
     "SmolLM3ForCausalLM": Architecture(
         model_type="smollm3",
@@ -308,9 +408,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows=windows_by_type,
         ropes=olmo3_ropes,
     ),
-    "GraniteForCausalLM": Architecture(
-        model_type="granite", attention_bias=True, mlp_bias=True, scales=granite_scales
-    ),
+    "GraniteForCausalLM": _GRANITE,
     "Phi3ForCausalLM": Architecture(
         model_type="phi3",
         defaults={"rms_norm_eps": 1e-5},
@@ -334,15 +432,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_bias=True,
         mlp_bias=True,
     ),
-    "Ernie4_5ForCausalLM": Architecture(
-        model_type="ernie4_5",
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
-        head_dim=128,
-        attention_bias=True,
-        mlp_bias=True,
-        ropes=interleaved_rope,
-        aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
-    ),
+    "Ernie4_5ForCausalLM": _ERNIE,
     "HunYuanDenseV1ForCausalLM": Architecture(
         model_type="hunyuan_v1_dense",
         defaults={"rms_norm_eps": 1e-5},

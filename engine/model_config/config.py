@@ -117,6 +117,10 @@ class ModelConfig:
     """True if QK-norm comes after RoPE."""
     recurrent: RecurrentConfig | None = None
     has_attention_gate: bool = False
+    has_sinks: bool = False
+    """True if each query head has a sink."""
+    extra_layers: int = 0
+    """Layers after the last, which predict several tokens and are not read."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules in the checkpoint, where they differ from those in `engine/model`."""
 
@@ -156,7 +160,7 @@ class ModelConfig:
         layer = (4 if self.block == "sandwich" else 2) * hidden
         attention = norms + hidden * (q + 2 * kv) + q * hidden
         attention += q * (hidden + self.qkv_bias) * self.has_attention_gate
-        attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
+        attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias + self.num_heads * self.has_sinks
         mixers = self.layers_with(range(self.num_layers), state=False) * attention
         if self.recurrent is not None:
             mixers += sum(self.recurrent.layers) * self.recurrent.parameters(hidden)
@@ -205,7 +209,11 @@ def norm_eps(fields: Fields) -> float:
 
 def expert_shape(experts: ExpertsConfig) -> ExpertShape:
     return ExpertShape(
-        count=experts.count, per_token=experts.per_token, inner=experts.inner, layers=experts.num_layers
+        count=experts.count,
+        per_token=experts.per_token,
+        inner=experts.inner,
+        layers=experts.num_layers,
+        shared=experts.shared_inner,
     )
 
 
@@ -257,7 +265,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         qkv_bias=bias or kind.qkv_bias,
         o_bias=kind.attention_bias and fields.flag("attention_out_bias", default=bias),
         mlp_bias=kind.mlp_bias and fields.flag("mlp_bias", default=False),
-        qk_norm=kind.qk_norm,
+        qk_norm=kind.qk_norm if has_qk_norm(fields, kind) else None,
         block=kind.block,
         has_stacked_projections=kind.has_stacked_projections,
         has_stacked_mlp=kind.has_stacked_mlp,
@@ -275,8 +283,14 @@ def parse_config(path: Path | str) -> ModelConfig:
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
         has_attention_gate=kind.has_attention_gate,
+        has_sinks=kind.has_sinks,
+        extra_layers=int(fields.number("num_nextn_predict_layers", 0)),
         names=kind.names,
     )
+
+
+def has_qk_norm(fields: Fields, kind: Architecture) -> bool:
+    return not kind.qk_norm_flag or fields.flag(kind.qk_norm_flag, default=False)
 
 
 def completed(fields: Fields, kind: Architecture) -> Fields:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from llmbox.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 from .fields import Fields
 
@@ -20,12 +22,26 @@ OTHER_ROUTERS = (
     "routed_scaling_factor",
     "moe_router_use_sigmoid",
 )
-"""Keys of routers that are not supported: they select or combine experts in another way."""
+"""Keys of routers that these architectures do not have: they select or combine experts in another way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackedExperts:
+    """Layout of checkpoints that hold the experts of a layer in one tensor."""
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    is_transposed: bool = False
+    """True if tensors are [experts, inputs, outputs]."""
+    is_interleaved: bool = False
+    """True if gate and up alternate, row by row; else the gates come first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Mixture of experts with a softmax router: the top `per_token` experts are summed with their weights."""
+    """Mixture of experts: the best `per_token` by their router are summed with their weights (`Routing` in
+    `kernels/op_types.py`).
+    """
 
     count: int
     """Number of experts of a layer."""
@@ -37,10 +53,30 @@ class ExpertsConfig:
     """True if the routing weights of the selected experts are normalized to sum to one."""
     layers: tuple[bool, ...]
     """True for each layer with experts; the others have an MLP."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    """Multiplier of routing weights."""
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    """Groups of experts, of which `top_groups` are selected by the sum of their `group_best` best experts."""
+    shared_inner: int = 0
+    """Intermediate size of the expert that all tokens pass through; 0: there is none."""
+    has_shared_gate: bool = False
+    """True if the shared expert's result is multiplied by a gate of its own."""
+    has_bias: bool = False
+    """True if router and experts have biases."""
     module: str = "mlp"
     """Name of the MoE module inside a layer of the checkpoint."""
+    router: str = "gate"
+    """Name of the router inside it, and of the shared expert below."""
+    shared: str = "shared_experts"
+    correction: str = ""
+    """Name of the numbers that are added to scores where experts are selected; empty: there are none."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections in the checkpoint, without `.weight`."""
+    stacked: StackedExperts | None = None
+    """Layout of tensors of all experts; None: each expert has tensors of its own."""
 
     @property
     def num_layers(self) -> int:
@@ -48,7 +84,9 @@ class ExpertsConfig:
 
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's router and experts."""
-        return self.count * hidden * (1 + 3 * self.inner)
+        matrices = self.count * (1 + 3 * self.inner) + 3 * self.shared_inner + self.has_shared_gate
+        biases = self.count * (1 + 2 * self.inner + hidden) if self.has_bias else 0
+        return hidden * matrices + biases + (self.count if self.correction else 0)
 
 
 ExpertRule = Callable[[Fields, int], ExpertsConfig | None]
@@ -85,19 +123,178 @@ def qwen3_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     return found if any(found.layers) else None
 
 
+def qwen2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    count, per_token = selected_of(fields, "num_experts")
+    found = ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", default=False),
+        layers=sparse_layers(fields, layers),
+        shared_inner=fields.integer("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        shared="shared_expert",
+    )
+    return found if any(found.layers) else None
+
+
+def olmoe_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    count, per_token = count_experts(fields)
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", default=False),
+        layers=(True,) * layers,
+    )
+
+
+def gpt_oss_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if fields.number(key, known) != known:
+            raise fields.error(f"{key} {fields.raw[key]} is not supported, only {known}")
+    count, per_token = count_experts(fields)
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("intermediate_size"),
+        normalised=True,
+        layers=(True,) * layers,
+        has_bias=True,
+        router="router",
+        stacked=StackedExperts(is_transposed=True, is_interleaved=True),
+    )
+
+
+def granite_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    count, per_token = selected_of(fields, "num_local_experts")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("intermediate_size"),
+        normalised=True,
+        layers=(True,) * layers,
+        module="block_sparse_moe",
+        router="router.layer",
+        stacked=StackedExperts(gate_up="input_linear", down="output_linear"),
+    )
+
+
+def minimax_m2_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    is_corrected = fields.flag("use_routing_bias", default=True)
+    if not is_corrected or fields.text("scoring_func", "sigmoid") != "sigmoid":
+        raise fields.error("only a scoring_func of 'sigmoid' with use_routing_bias is supported")
+    count, per_token = selected_of(fields, "num_local_experts")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("intermediate_size"),
+        normalised=True,
+        layers=(True,) * layers,
+        scoring="sigmoid",
+        module="block_sparse_moe",
+        correction="e_score_correction_bias",
+        projections=("w1", "w3", "w2"),
+    )
+
+
+def ernie_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    count, per_token = selected_of(fields, "moe_num_experts", "moe_k")
+    first, end = fields.number("moe_layer_start_index", 1), fields.number("moe_layer_end_index", -1)
+    last, interval = layers - 1 if end == -1 else end, fields.integer("moe_layer_interval", 1)
+    inner = fields.integer("moe_intermediate_size")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=inner,
+        normalised=True,
+        layers=tuple(first <= layer <= last and (layer + 1) % interval == 0 for layer in range(layers)),
+        shared_inner=inner * fields.integer("moe_num_shared_experts", 0),
+        correction="moe_statics.e_score_correction_bias",
+    )
+
+
+def deepseek_v3_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read a router of sigmoids with a correction and groups: DeepSeek V3, GLM-4-MoE."""
+    if fields.text("scoring_func", "sigmoid") != "sigmoid":
+        raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only 'sigmoid'")
+    found = _deepseek_experts(
+        fields, layers, scoring="sigmoid", group_best=2, correction="gate.e_score_correction_bias"
+    )
+    if found.groups > 1 and found.count // found.groups < found.group_best:
+        raise fields.error(f"n_group {found.groups} leaves groups of one expert, which is not supported")
+    return found if any(found.layers) else None
+
+
+def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read a softmax router, with groups under a `topk_method` of `group_limited_greedy`."""
+    method = fields.text("topk_method", "greedy")
+    if method not in {"greedy", "group_limited_greedy"}:
+        raise fields.error(f"topk_method {method!r} is not supported")
+    if fields.text("scoring_func", "softmax") != "softmax":
+        raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only 'softmax'")
+    if method == "greedy":
+        fields = Fields({**fields.raw, "n_group": 1, "topk_group": 1}, fields.where)
+    # transformers never normalizes them, whatever norm_topk_prob says.
+    fields = Fields({**fields.raw, "norm_topk_prob": False}, fields.where)
+    found = _deepseek_experts(fields, layers)
+    return found if any(found.layers) else None
+
+
+def _deepseek_experts(fields: Fields, layers: int, **router: Any) -> ExpertsConfig:
+    count, per_token = selected_of(fields, "n_routed_experts")
+    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    if count % groups or top_groups > groups or per_token > count // groups * top_groups:
+        raise fields.error(
+            f"{top_groups} of {groups} groups (topk_group, n_group) do not hold {per_token} of {count} "
+            "experts"
+        )
+    inner = fields.integer("moe_intermediate_size")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=inner,
+        normalised=fields.flag("norm_topk_prob", default=True),
+        layers=layers_after_dense(fields, layers),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        groups=groups,
+        top_groups=top_groups,
+        shared_inner=inner * fields.integer("n_shared_experts", 0),
+        **router,
+    )
+
+
+def layers_after_dense(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer with experts, by `mlp_layer_types` or after `first_k_dense_replace` ones."""
+    types = fields.raw.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
+            raise fields.error(f"mlp_layer_types must name dense or sparse for each of {layers} layers")
+        return tuple(name == "sparse" for name in types)
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.error(f"moe_layer_freq {fields.raw['moe_layer_freq']} is not supported, only 1")
+    dense = fields.number("first_k_dense_replace", 1)
+    return tuple(layer >= dense for layer in range(layers))
+
+
 def count_experts(fields: Fields) -> tuple[int, int]:
     """Return the number of experts, and of those per token. Raises ModelError for unsupported routers."""
     for key in OTHER_ROUTERS:
         if fields.raw.get(key) not in (None, 0, False):
             raise fields.error(
                 f"{key} {fields.raw[key]!r} asks for another router than a softmax over all experts, which "
-                "is the only one here"
+                "is the only one of this architecture"
             )
     # Transformers 5 uses the name num_local_experts in its own code, and may write it.
     key = "num_local_experts" if fields.raw.get("num_experts") is None else "num_experts"
-    count, per_token = fields.integer(key, most=MAX_EXPERTS), fields.integer("num_experts_per_tok")
+    return selected_of(fields, key)
+
+
+def selected_of(fields: Fields, key: str, selected: str = "num_experts_per_tok") -> tuple[int, int]:
+    """Return the number of experts under these keys, and of those per token. Raises ModelError."""
+    count, per_token = fields.integer(key, most=MAX_EXPERTS), fields.integer(selected)
     if per_token > count:
-        raise fields.error(f"num_experts_per_tok {per_token} is more than {key} {count}")
+        raise fields.error(f"{selected} {per_token} is more than {key} {count}")
     return count, per_token
 
 

@@ -125,6 +125,8 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
     for what, count in shape.recurrent.divisible if shape.recurrent else ():
         if count % tp:
             return f"the {count} {what} cannot be shared equally"
+    if shape.experts and shape.experts.shared % tp:
+        return f"the {shape.experts.shared} inner rows of the shared expert cannot be shared equally"
     if -(-shape.vocab // tp) * (tp - 1) >= shape.vocab:
         return f"the vocabulary has only {shape.vocab} tokens"
     inner = {"attention": shape.heads * shape.head_dim // tp}
@@ -132,6 +134,8 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         inner["the MLP"] = shape.ffn // tp
     if shape.experts:
         inner["an expert"] = shape.experts.inner // tp
+        if shape.experts.shared:
+            inner["the shared expert"] = shape.experts.shared // tp
     for where, size in inner.items():
         if tp > 1 and quant is not None and not quant.by_output and size % quant.group:
             return (

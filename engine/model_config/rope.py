@@ -67,6 +67,12 @@ class RopeConfig:
         return max_position_embeddings
 
 
+GPT_OSS_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 MINISTRAL3_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -76,7 +82,7 @@ MINISTRAL3_ROPE: Mapping[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""Default of transformers for a Ministral 3."""
+"""Defaults of transformers for a gpt-oss and a Ministral 3."""
 
 RopeRule = Callable[[Fields, int, int, int], tuple[tuple[RopeConfig, ...], tuple[int, ...]]]
 """Rule (fields, head_dim, max_position_embeddings, layers) -> RoPE variants, and the index of each
@@ -111,9 +117,19 @@ def interleaved_rope(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
     """Return one RoPE of neighboring pairs, over all dimensions of a head or over the first ones."""
-    raw = raw_rope(fields)
-    rope = read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions)
-    return (replace(rope, interleaved=True),), (0,) * layers
+    (rope,), layer_ropes = partial_rope(fields, head_dim, positions, layers)
+    return (replace(rope, interleaved=True),), layer_ropes
+
+
+def rope_of_rotary_dim(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE over the first `rotary_dim` dimensions of a head."""
+    rotary_dim = fields.raw.get("rotary_dim")
+    if rotary_dim is not None and "partial_rotary_factor" not in raw_rope(fields):
+        part = fields.integer("rotary_dim") / head_dim
+        fields = Fields({"partial_rotary_factor": part, **fields.raw}, fields.where)
+    return partial_rope(fields, head_dim, positions, layers)
 
 
 def rope_of_alpha(

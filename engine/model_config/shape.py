@@ -19,6 +19,8 @@ class ExpertShape:
     """Intermediate size of each expert, as `ModelShape.ffn`."""
     layers: int
     """Number of layers with experts."""
+    shared: int = 0
+    """Intermediate size of the expert that all tokens pass through."""
 
     def read(self, rows: int) -> float:
         """Return the expected number of experts of a layer that `rows` tokens select, if all are equally
@@ -138,8 +140,8 @@ class ModelShape:
         """Sum of the intermediate sizes of all MLPs and experts."""
         if self.experts is None:
             return self.layers * self.ffn
-        sparse = self.experts.layers
-        return (self.layers - sparse) * self.ffn + sparse * self.experts.count * self.experts.inner
+        sparse, inner = self.experts.layers, self.experts.count * self.experts.inner
+        return (self.layers - sparse) * self.ffn + sparse * (inner + self.experts.shared)
 
     @property
     def router_params(self) -> int:

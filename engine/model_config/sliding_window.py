@@ -52,6 +52,14 @@ def windows_by_type(fields: Fields, layers: int) -> Windows:
     return tuple(window if name == SLIDING else None for name in layer_types(fields, layers))
 
 
+def windows_every_other(fields: Fields, layers: int) -> Windows:
+    """Return windows by `layer_types`, or for every other layer from the first on."""
+    if fields.raw.get("layer_types") is None:
+        types = [FULL if layer % 2 else SLIDING for layer in range(layers)]
+        fields = Fields({**fields.raw, "layer_types": types}, fields.where)
+    return windows_by_type(fields, layers)
+
+
 def exaone4_windows(fields: Fields, layers: int) -> Windows:
     """Return windows by `layer_types`, or for all layers but every `sliding_window_pattern`-th, which may be
     written as one letter a layer (`LLLG`).
@@ -77,4 +85,5 @@ def layer_types(fields: Fields, layers: int) -> list[str]:
 
 
 def window_of(fields: Fields) -> int | None:
-    return None if fields.raw.get("sliding_window") is None else fields.integer("sliding_window")
+    """Return `sliding_window`; None for null, and for 0, which transformers writes where it is not used."""
+    return fields.integer("sliding_window", 0) or None

@@ -41,7 +41,8 @@ def _expert_share(experts: ExpertShape, layers: int, tp: int) -> ExpertShape:
     """Return the experts of a stage of `layers` layers, all of which may have experts. Each expert is sharded
     as an MLP is.
     """
-    return replace(experts, layers=min(layers, experts.layers), inner=experts.inner // tp)
+    inner, shared = experts.inner // tp, experts.shared // tp
+    return replace(experts, layers=min(layers, experts.layers), inner=inner, shared=shared)
 
 
 def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentShape:

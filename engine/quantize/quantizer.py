@@ -1,6 +1,6 @@
 """Quantizer: quantizes and writes each weight as the model's layers request it, see `quantize.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,7 @@ class Tensors(Protocol):
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
     def split(self, name: str, parts: Mapping[str, int]) -> None: ...
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None: ...
     def skip(self, name: str) -> None: ...
     def finish(self) -> None: ...
 
@@ -107,6 +108,9 @@ class Quantizer:
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         self._source.split(name, parts)
+
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
+        self._source.split_experts(name, parts, transposed=transposed)
 
     def skip(self, name: str) -> None:
         self._source.skip(name)

@@ -1,6 +1,6 @@
 """Mixed-precision formats: selected linears are packed in the higher precision of the output head."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,6 +45,9 @@ class MixedPrecisionSource:
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         self._source.split(name, parts)
+
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
+        self._source.split_experts(name, parts, transposed=transposed)
 
     def skip(self, name: str) -> None:
         self._source.skip(name)

@@ -7,8 +7,8 @@ Peak memory beyond the model is one stacked linear and one tensor of it.
     WeightSource    origin of weights: `Checkpoint` here, or `packed_cache/source.py`
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -41,6 +41,7 @@ from ..checkpoint.tensor_io import (
     read_fully,
     refuse_non_finite,
     split_rows,
+    split_stack,
 )
 from ..checkpoint.unquantized_layers import is_unquantized
 from ..distributed.communicator import SINGLE, TensorParallel
@@ -56,11 +57,11 @@ def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> Pack
             return ops.pack_linear(weight_OI, bias_O)
         case "experts":
             assert ops.pack_experts is not None
-            return ops.pack_experts(weight_OI)
+            return ops.pack_experts(weight_OI, bias_O)
         case "head":
             return ops.pack_head(weight_OI, bias_O)
         case "router":
-            return ops.pack_router(weight_OI)
+            return ops.pack_router(weight_OI, bias_O)
         case _:
             return ops.pack_embedding(weight_OI, kind == "tied")
 
@@ -69,6 +70,8 @@ LAYERS = "model.layers."
 NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
 """Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
 config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
+EXPERT_SUFFIXES = {"": ".weight", ".weight": ".weight", "_bias": ".bias"}
+"""Suffixes of tensors that hold all experts of a layer, and of those of one expert."""
 TOLD_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
 
@@ -111,7 +114,9 @@ class WeightSource(Protocol):
         """Dtype in which the model computes."""
         ...
 
-    def vector(self, name: str, size: int) -> Tensor: ...
+    def vector(self, name: str, size: int) -> Tensor:
+        """Read a vector in the model's dtype."""
+        ...
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read the whole of a small tensor in float32, whatever the rank and the model's dtype."""
@@ -121,6 +126,13 @@ class WeightSource(Protocol):
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         """Declare that the checkpoint may store these linears, {name: rows}, stacked as `name`.weight."""
+        ...
+
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
+        """Declare that the checkpoint may store these linears of equal shapes as one tensor `name`.
+
+        `transposed`: it is [experts, inputs, outputs].
+        """
         ...
 
     def skip(self, name: str) -> None:
@@ -166,6 +178,10 @@ class Weights:
         """Split the checkpoint's stacked linear `name` into several: {name: rows of all ranks}."""
         self._source.split(self._full(name), {self._full(part): rows for part, rows in parts.items()})
 
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
+        full = [self._full(part) for part in parts]
+        self._source.split_experts(self._full(name), full, transposed=transposed)
+
     def embedding(self, name: str, vocab: ShardSlice, hidden: int, *, tied: bool) -> PackedLinear:
         outputs = {self._full(name): vocab}
         return self._source.packed(
@@ -175,8 +191,10 @@ class Weights:
     def head(self, name: str, vocab: ShardSlice, hidden: int) -> PackedLinear:
         return self._source.packed(WeightRequest("head", {self._full(name): vocab}, ShardSlice.whole(hidden)))
 
-    def router(self, name: str, experts: ShardSlice, hidden: ShardSlice) -> PackedLinear:
-        return self._source.packed(WeightRequest("router", {self._full(name): experts}, hidden))
+    def router(
+        self, name: str, experts: ShardSlice, hidden: ShardSlice, *, bias: bool = False
+    ) -> PackedLinear:
+        return self._source.packed(WeightRequest("router", {self._full(name): experts}, hidden, bias))
 
     def linear(
         self,
@@ -253,8 +271,10 @@ class Checkpoint:
         return vector
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        target = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self.take_into(name, target)
+        target, entry = torch.empty(shape, dtype=torch.float32, device=self.device), self.entry(name)
+        if entry.shape == (1, *shape):  # ERNIE stores some vectors as a row
+            entry = replace(entry, shape=shape)
+        self.fill(entry, target, *map(ShardSlice.whole, shape))
         if self._keeper is not None:
             self._keeper.vector(name, target)
         return target
@@ -306,9 +326,9 @@ class Checkpoint:
         assert stored is not None
         if asked.order is not None:
             weight = select_rows(weight, list(asked.order))
-        if asked.kind == "experts" and self.ops.pack_experts is not None:
-            return self.ops.pack_experts(weight), None
         bias_O = self._bias(asked)
+        if asked.kind == "experts" and self.ops.pack_experts is not None:
+            return self.ops.pack_experts(weight, bias_O), bias_O
         return stored.pack_quantized(weight, self.dtype, bias_O), bias_O
 
     def _read_quantized(
@@ -393,6 +413,13 @@ class Checkpoint:
             if entry := self._entries.pop(f"{name}{suffix}", None):
                 self._entries |= {f"{part}{suffix}": cut for part, cut in split_rows(entry, parts).items()}
 
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
+        for stored, suffix in EXPERT_SUFFIXES.items():
+            if entry := self._entries.pop(f"{name}{stored}", None):
+                turned = transposed and suffix == ".weight"
+                cut = split_stack(entry, [f"{part}{suffix}" for part in parts], transposed=turned)
+                self._entries |= cut
+
     def skip(self, name: str) -> None:
         names = [n for n in self._entries if n.startswith(name)] if name.endswith(".") else [name]
         for each in (*names, *(f"{name}{scale}" for scale in (*SCALES, STEP))):
@@ -421,6 +448,9 @@ class Checkpoint:
             del self._entries[name]
 
     def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
+        if entry.is_transposed:
+            stored = replace(entry, shape=entry.shape[::-1], is_transposed=False)
+            return self.read(stored, parts[::-1]).T
         runs, shape = byte_runs(entry, parts)
         buffer = torch.empty(sum(length for _, length in runs), dtype=torch.uint8)
         self._total -= entry.nbytes - buffer.nbytes

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from ..op_types import BatchLayout, KVShape, Mixture
+from ..op_types import BatchLayout, KVShape, Mixture, Routing
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
 from .command_buffer import CommandGraph, CommandRecorder, ragged_step
-from .ffi import Step
+from .ffi import NativeRouting, Step
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
-from .weight_packing import DTYPES, KV_DTYPES, CPULinear, PackedHandle, Packer, pointers
+from .weight_packing import DTYPES, KV_DTYPES, CPULinear, PackedHandle, Packer, pointer, pointers
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 """Activation codes of native/elementwise.h."""
 
 
@@ -73,7 +73,7 @@ class CPUBackend:
             embedding=self.embedding,
             pack_linear=lambda weight_OI, bias_O: packer.pack("linear", weight_OI, bias_O),
             pack_head=lambda weight_OI, bias_O: packer.pack("head", weight_OI, bias_O),
-            pack_router=lambda weight_XE: packer.pack("router", weight_XE),
+            pack_router=lambda weight_XE, bias_X: packer.pack("router", weight_XE, bias_X),
             linear=self.linear,
             logits=self.logits,
             rms_norm=self.rms_norm,
@@ -216,9 +216,17 @@ class CPUBackend:
         self.recorder.submit(op, Step(rows=rows), logits_RV)
         return logits_RV
 
-    def experts(self, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
-        """Run the experts; router logits are float32, as `logits` returns them."""
+    def experts(
+        self,
+        mixture: Mixture,
+        x_TE: Tensor,
+        logits_TX: Tensor,
+        shared_TE: Tensor | None = None,
+        gate_T1: Tensor | None = None,
+    ) -> Tensor:
+        """Run the experts; logits of router and gate are float32, as `logits` returns them."""
         assert logits_TX.dtype == torch.float32
+        assert shared_TE is None or (shared_TE.dtype == x_TE.dtype and shared_TE.stride(1) == 1)
         assert logits_TX.stride(1) == x_TE.stride(1) == 1
         out_TE = self.recorder.result("experts", len(x_TE), x_TE.shape[1], x_TE.dtype)
         op = self.library.llmbox_experts_op(
@@ -233,10 +241,17 @@ class CPUBackend:
             logits_TX.stride(0),
             mixture.per_token,
             mixture.normalised,
+            native_routing(mixture.routing),
+            ACTIVATIONS[mixture.activation],
+            pointer(shared_TE),
+            0 if shared_TE is None else shared_TE.stride(0),
+            pointer(gate_T1),
+            0 if gate_T1 is None else gate_T1.stride(0),
             out_TE.data_ptr(),
             out_TE.stride(0),
         )
-        self.recorder.submit(op, Step(rows=len(x_TE)), mixture, x_TE, logits_TX, out_TE)
+        kept = mixture, x_TE, logits_TX, shared_TE, gate_T1, out_TE
+        self.recorder.submit(op, Step(rows=len(x_TE)), *kept)
         return out_TE
 
     def write_kv(
@@ -297,7 +312,9 @@ class CPUBackend:
         plan: CPUAttentionMetadata,
         scale: float,
         softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
+        assert sinks_H is None or sinks_H.dtype == torch.float32
         rows, heads, width = q_THD.shape
         assert q_THD.stride()[1:] == (width, 1)
         out = self.recorder.result("attention", rows, heads * width, q_THD.dtype)
@@ -312,9 +329,10 @@ class CPUBackend:
             plan.window or 0,
             scale,
             softcap or 0.0,
+            pointer(sinks_H),
             out.data_ptr(),
         )
-        self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, out)
+        self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, sinks_H, out)
         return out
 
     def copy_blocks(self, cache: CPUKVCache, pairs: list[tuple[int, int]]) -> None:
@@ -327,3 +345,14 @@ class CPUBackend:
 
     def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> CommandGraph:
         return CommandGraph(self.recorder, body)
+
+
+def native_routing(routing: Routing) -> NativeRouting:
+    return NativeRouting(
+        sigmoid=routing.scoring == "sigmoid",
+        groups=routing.groups,
+        top_groups=routing.top_groups,
+        group_best=routing.group_best,
+        scale=routing.scale,
+        correction=pointer(routing.correction_X),
+    )

@@ -33,6 +33,20 @@ class Step(ctypes.Structure):
     )
 
 
+class NativeRouting(ctypes.Structure):
+    """Mirror of `Routing` in native/routes.h."""
+
+    _fields_ = (
+        ("sigmoid", c_int32),
+        ("groups", c_int32),
+        ("top_groups", c_int32),
+        ("group_best", c_int32),
+        ("scale", c_float),
+        ("unused", c_int32),
+        ("correction", c_void_p),
+    )
+
+
 class NativeDrawRow(ctypes.Structure):
     """Mirror of `NativeDrawRow` in native/draw.h and of `Edits` in native/edits.h, which it ends with."""
 
@@ -87,10 +101,16 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT, INT)),
     "llmbox_gate_mul_op": (P, (INT, INT, P, LONG, INT)),
     "llmbox_softcap_op": (P, (P, LONG, INT, FLOAT)),
-    "llmbox_experts_op": (P, (INT, INT, INT, P, P, P, LONG, P, LONG, INT, INT, P, LONG)),
+    "llmbox_experts_op": (
+        P,
+        (
+            *(INT, INT, INT, P, P, P, LONG, P, LONG, INT, INT, POINTER(NativeRouting)),
+            *(INT, P, LONG, P, LONG, P, LONG),
+        ),
+    ),
     "llmbox_write_kv_op": (P, (INT, INT, P, INT, P, LONG, P, LONG)),
     "llmbox_heads_op": (P, (INT, INT, INT, P, INT, P, LONG, INT, P, FLOAT, INT)),
-    "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, FLOAT, P)),
+    "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, FLOAT, P, P)),
     "llmbox_short_conv_op": (P, (INT, P, LONG, INT, P, P, INT, INT, P, P)),
     "llmbox_scan_op": (P, (INT, INT, P, LONG, P, LONG, P, P, P, INT, INT, INT, INT, FLOAT, FLOAT, P, P)),
     "llmbox_gated_norm_op": (P, (INT, P, LONG, P, LONG, P, INT, INT, FLOAT, INT, P)),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activation import Activation
+from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,9 @@ def embedding(table: ReferenceLinear, ids_T: Tensor, scale: float = 1.0) -> Tens
 def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
     """Compute activation(gate) * up, each step rounded to the model's dtype."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up + 1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
 

@@ -5,42 +5,86 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..op_types import Mixture
-from ..ops import PackedLinear
+from ..op_types import Mixture, Routing
+from ..ops import Experts, PackedLinear
 from .elementwise import gate_mul
 
+PLAIN = Routing()
+LEAST_TOTAL = 1e-20
+"""Least sum of weights that are normalized: those of sigmoids may all be 0."""
 
-def route(logits_TX: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+
+def route(
+    logits_TX: Tensor, per_token: int, normalised: bool, routing: Routing = PLAIN
+) -> tuple[Tensor, Tensor]:
     """Route rows to the top-K experts: ids [T, K] int64 and their weights [T, K] float32.
 
-    The likeliest is first; of equally likely ones the lower number.
+    The best is first; of equally good ones the lower number.
     """
     wide_TX = logits_TX.float()
-    experts_TK = wide_TX.sort(dim=1, descending=True, stable=True).indices[:, :per_token]
-    shares_TK = wide_TX.softmax(1).gather(1, experts_TK)
-    return experts_TK, shares_TK / shares_TK.sum(1, keepdim=True) if normalised else shares_TK
+    scores_TX = wide_TX.sigmoid() if routing.scoring == "sigmoid" else wide_TX.softmax(1)
+    # Logits have the order of their scores, and more of them differ.
+    chosen_by_TX = wide_TX if routing.is_plain else scores_TX
+    if routing.correction_X is not None:
+        chosen_by_TX = chosen_by_TX + routing.correction_X
+    if routing.groups > 1:
+        chosen_by_TX = in_best_groups(chosen_by_TX, routing)
+    experts_TK = best(chosen_by_TX, per_token)
+    shares_TK = scores_TX.gather(1, experts_TK)
+    if normalised:
+        shares_TK = shares_TK / (shares_TK.sum(1, keepdim=True) + LEAST_TOTAL)
+    return experts_TK, shares_TK * routing.scale
 
 
-def weigh(rows_TKE: Tensor, shares_TK: Tensor) -> Tensor:
-    """Sum each row's K results times their weights: in float32, in that order, rounded once."""
+def best(scores_TX: Tensor, count: int) -> Tensor:
+    return scores_TX.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def in_best_groups(scores_TX: Tensor, routing: Routing) -> Tensor:
+    """Return -inf for experts outside the best groups."""
+    scores_TGn = scores_TX.view(len(scores_TX), routing.groups, -1)
+    totals_TG = scores_TGn.sort(dim=2, descending=True).values[..., : routing.group_best].sum(2)
+    kept_TG = torch.zeros_like(totals_TG, dtype=torch.bool)
+    kept_TG.scatter_(1, best(totals_TG, routing.top_groups), True)
+    return scores_TGn.masked_fill(~kept_TG.unsqueeze(2), -torch.inf).flatten(1)
+
+
+def weigh(
+    rows_TKE: Tensor, shares_TK: Tensor, shared_TE: Tensor | None = None, gate_T1: Tensor | None = None
+) -> Tensor:
+    """Sum each row's K results times their weights, and the shared row times the sigmoid of its gate: in
+    float32, in that order, rounded once.
+    """
     total_TE = rows_TKE[:, 0].float() * shares_TK[:, :1]
     for k in range(1, rows_TKE.shape[1]):
         total_TE.addcmul_(rows_TKE[:, k].float(), shares_TK[:, k : k + 1])
+    if shared_TE is not None:
+        gated = 1.0 if gate_T1 is None else gate_T1.float().sigmoid()
+        total_TE += shared_TE.float() * gated
     return total_TE.to(rows_TKE.dtype)
 
 
 def make_experts(
     linear: Callable[[PackedLinear, Tensor], Tensor],
-) -> Callable[[Mixture, Tensor, Tensor], Tensor]:
+) -> Experts:
     """Build `Ops.experts` on these linears. Experts are computed one after the other."""
 
-    def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
-        experts_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised)
+    def experts(
+        mixture: Mixture,
+        x_TE: Tensor,
+        logits_TX: Tensor,
+        shared_TE: Tensor | None = None,
+        gate_T1: Tensor | None = None,
+    ) -> Tensor:
+        chosen = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
+        experts_TK, shares_TK = chosen
         rows_TKE = x_TE.new_empty(*experts_TK.shape, x_TE.shape[1])
         for expert, (gate_up, down) in enumerate(zip(mixture.gate_ups, mixture.downs, strict=True)):
             rows, places = torch.where(experts_TK == expert)
             if len(rows):
-                rows_TKE[rows, places] = linear(down, gate_mul(linear(gate_up, x_TE[rows]), "silu"))
-        return weigh(rows_TKE, shares_TK)
+                rows_TKE[rows, places] = linear(
+                    down, gate_mul(linear(gate_up, x_TE[rows]), mixture.activation)
+                )
+        return weigh(rows_TKE, shares_TK, shared_TE, gate_T1)
 
     return experts

@@ -5,11 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import Activation
+from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from .linear.quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .linear.tile_config import power_of_two, warps_for
 
 BLOCK = 2048
+CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
+WITH_GELU_TANH, WITH_SWIGLU_OAI = tl.constexpr(1), tl.constexpr(2)
+ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
@@ -36,7 +39,7 @@ def gate_rows(
             gate_up_T2F.stride(0),
             WIDTH=width,
             BLOCK=block,
-            GELU=activation == "gelu_tanh",
+            ACTIVATION=CODES[activation],
             **left_constants(block, row_format),
             num_warps=warps_for(width) if whole else 8,
         )
@@ -44,17 +47,26 @@ def gate_rows(
 
 
 @triton.jit
-def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, GELU: tl.constexpr) -> tl.tensor:
+def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr) -> tl.tensor:
     """Compute activation(gate) * up for a tile of columns; float32, rounded to the model's dtype after each
     of both steps.
 
-    Both activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y.
+    All activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y; that
+    of gpt-oss has z = 1.702 x, of limited numbers.
     """
     inside = column < WIDTH
     gate = tl.load(x + column, mask=inside, other=0.0)
     up = tl.load(x + WIDTH + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    z = wide * (1.5957691216057308 + 0.07135481282671556 * wide * wide) if GELU else wide
+    z = wide
+    if ACTIVATION == WITH_GELU_TANH:
+        z = wide * (1.5957691216057308 + 0.07135481282671556 * wide * wide)
+    elif ACTIVATION == WITH_SWIGLU_OAI:
+        wide = tl.where(wide > LIMIT, LIMIT, wide)  # NaN stays
+        z = ALPHA * wide
+        limited = up.to(tl.float32)
+        limited = tl.where(limited > LIMIT, LIMIT, tl.where(limited < -LIMIT, -LIMIT, limited))
+        up = (limited + 1.0).to(gate.dtype)
     activated = (wide / (1.0 + tl.exp(-z))).to(gate.dtype)  # rounded where the reference rounds
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
@@ -70,7 +82,7 @@ def gate_kernel(
     x_row: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -81,7 +93,7 @@ def gate_kernel(
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
-    result = gated(x + row * x_row, column, WIDTH, GELU)
+    result = gated(x + row * x_row, column, WIDTH, ACTIVATION)
     tl.store(out + row * WIDTH + column, result, mask=column < WIDTH)
     if GROUP:
         store_eight_bits(

@@ -75,7 +75,7 @@ class TritonBackend:
             embedding=self.embedding,
             pack_linear=self.pack_linear,
             pack_head=self.pack_head,
-            pack_router=lambda weight_XE: DenseLinear(weight_XE, None),
+            pack_router=DenseLinear,
             pack_experts=self.pack_experts,
             linear=self.linear,
             logits=self.linear,
@@ -125,11 +125,11 @@ class TritonBackend:
             return None
         return self.quant if kind in OF_LAYERS else self.quant.head
 
-    def pack_experts(self, weights: Tensor | QuantizedWeight) -> Linear:
+    def pack_experts(self, weights: Tensor | QuantizedWeight, biases: Tensor | None) -> Linear:
         """Pack the weights of all experts for `experts_product`, which never uses PyTorch's FP8 kernels."""
         if isinstance(weights, QuantizedWeight):
-            return pack_quantized(weights, None)
-        return pack(weights, None, self.quant)
+            return pack_quantized(weights, biases)
+        return pack(weights, biases, self.quant)
 
     def pack_quantized(
         self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
@@ -175,11 +175,12 @@ class TritonBackend:
         plan: TritonAttentionMetadata,
         scale: float,
         softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         maker = ~layer  # negative: never the identity of an object
         wanted = self._left.format_of(maker)
         return self._left.keep(
-            *attention.attend_rows(q_THD, cache, layer, plan, scale, wanted, softcap), maker
+            *attention.attend_rows(q_THD, cache, layer, plan, scale, wanted, softcap, sinks_H), maker
         )
 
     def _chosen(self, packed: Linear) -> Linear:

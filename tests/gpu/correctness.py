@@ -266,7 +266,7 @@ def experts(setting: Setting, dtype: torch.dtype) -> Checks:
     for quant in (None, *made_at_load(setting)):
         ops = triton_ops(setting.device, dtype, quant)
         assert ops.pack_experts is not None
-        packed = ops.pack_experts(weight)
+        packed = ops.pack_experts(weight, None)
         wide = wide_weights(packed).double().view(len(sizes), outputs, inputs)
         exact = [
             x[end - size : end].double() @ each.T for each, end, size in zip(wide, ends, sizes, strict=True)

@@ -269,7 +269,7 @@ def experts(each: int, quant: str | None) -> Work:
     weight, x = randn(count, outputs, inputs), randn(count * each, inputs)
     ops = triton_ops(DEVICE, BF16, QUANTS.get(quant or ""))
     assert ops.pack_experts is not None
-    packed = ops.pack_experts(weight.flatten(0, 1))
+    packed = ops.pack_experts(weight.flatten(0, 1), None)
     starts = (torch.arange(count + 1, device=DEVICE) * each).int()
     variants: dict[str, Sequence[Call]] = {
         "ours": [partial(gemm_experts.experts_product, x, packed, starts)],

@@ -168,7 +168,7 @@ def advance() -> None:
 def experts(quant: str | None = None, dtype: torch.dtype = BF16, *, deterministic: bool = False) -> None:
     ops = triton_ops(CPU, dtype, QUANTS.get(quant or ""))
     assert ops.pack_experts is not None
-    packed = ops.pack_experts(zeros(8 * 128, 256, dtype=dtype))
+    packed = ops.pack_experts(zeros(8 * 128, 256, dtype=dtype), None)
     for count in (64, 200, 1000):
         experts_product(zeros(count, 256, dtype=dtype), packed, zeros(9, dtype=I32), fixed=deterministic)
 

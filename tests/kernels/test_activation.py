@@ -6,10 +6,17 @@ from llmbox.kernels.activation import Activation
 from llmbox.kernels.ops import Ops
 from support.numbers import DTYPES, assert_near
 
-ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh"]
+ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh", "swiglu_oai"]
 
 
-def exact(gate: Tensor, activation: Activation) -> Tensor:
+def exact(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate * (gate * 1.702).sigmoid() * (up + 1)
+    return activated(gate, activation) * up
+
+
+def activated(gate: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return gate / (1 + (-gate).exp())
     return torch.nn.functional.gelu(gate, approximate="tanh")
@@ -19,16 +26,16 @@ def exact(gate: Tensor, activation: Activation) -> Tensor:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(1, 192), (5, 246), (33, 64)])
 def test_gates(ops: Ops, dtype: torch.dtype, activation: Activation, shape: tuple[int, int]) -> None:
-    x = torch.randn(shape).to(dtype)
+    x = (torch.randn(shape) * (4 if activation == "swiglu_oai" else 1)).to(dtype)
     gate, up = x.double().chunk(2, -1)
-    assert_near(ops.gate_mul(x, activation), exact(gate, activation) * up)
+    assert_near(ops.gate_mul(x, activation), exact(gate, up, activation))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_far_from_zero(ops: Ops, activation: Activation) -> None:
     gate = torch.tensor([-1e30, -90.0, -12.0, -1e-20, 0.0, 1e-20, 12.0, 90.0, 1e30]).unsqueeze(0)
     got = ops.gate_mul(torch.cat((gate, torch.ones_like(gate)), 1), activation)
-    assert_near(got, exact(gate.double(), activation))
+    assert_near(got, exact(gate.double(), torch.ones_like(gate).double(), activation))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,5 +1,6 @@
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +30,12 @@ class Step:
         kv_dtype: torch.dtype | None = None,
         seed: int = 0,
         softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         self.ops, self.sequences, self.dtype = ops, sequences, dtype
         self.kv_dtype = kv_dtype or dtype
         self.softcap = softcap
+        self.sinks_H = torch.linspace(-3, 4, heads[0]) if sinks else None
         self.heads, self.head_dim = heads, head_dim
         rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -73,7 +76,9 @@ class Step:
         self.write(spans, layer)
         plan = self.ops.plan_attention(self.ragged(spans), self.cache, window)
         scale = self.head_dim**-0.5
-        return self.ops.attention(torch.cat(self.q), self.cache, layer, plan, scale, self.softcap)
+        return self.ops.attention(
+            torch.cat(self.q), self.cache, layer, plan, scale, self.softcap, self.sinks_H
+        )
 
     def exact(self, window: int | None = None) -> Tensor:
         """Row by row, in float64, on the numbers that the cache can hold."""
@@ -88,7 +93,9 @@ class Step:
                     scores = keys @ q[i, head].double() * self.head_dim**-0.5
                     if self.softcap is not None:
                         scores = self.softcap * (scores / self.softcap).tanh()
-                    rows.append(torch.softmax(scores, 0) @ values)
+                    if self.sinks_H is not None:
+                        scores = torch.cat((scores, self.sinks_H[head].double().view(1)))
+                    rows.append(torch.softmax(scores, 0)[: len(values)] @ values)
         return torch.stack(rows).view(-1, self.heads[0] * self.head_dim)
 
     def kept(self, rows: Tensor) -> Tensor:
@@ -122,6 +129,23 @@ def test_head_shapes(ops: Ops, dtype: torch.dtype, heads: tuple[int, int], head_
 def test_capped_scores(ops: Ops, dtype: torch.dtype, window: int | None, softcap: float) -> None:
     step = Step(ops, MIXED, dtype=dtype, softcap=softcap)
     assert_near(step.run(window), step.exact(window))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.float32, None), (torch.bfloat16, None), (None, torch.int8)]
+)
+@pytest.mark.parametrize("options", [{"window": 5}, {"softcap": 1.5}, {"heads": (8, 1), "head_dim": 64}])
+def test_sinks_take_a_share(
+    ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype | None, options: dict[str, Any]
+) -> None:
+    options = dict(options)
+    window = options.pop("window", None)
+    for sequences in (MIXED, [(300, 1), (0, 140)]):
+        step = Step(ops, sequences, dtype=dtype or torch.bfloat16, kv_dtype=kv_dtype, sinks=True, **options)
+        tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(
+            step.run(window).double(), step.exact(window), atol=tolerance, rtol=tolerance
+        )
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
@@ -199,12 +223,14 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
 ) -> None:
     if not ops.row_invariant:
         pytest.skip("these kernels do not promise it")
-    options = {"heads": (3, 1), "head_dim": 64, "kv_dtype": kv_dtype, "softcap": softcap}
+    options = {"heads": (3, 1), "head_dim": 64, "kv_dtype": kv_dtype, "softcap": softcap, "sinks": True}
     step = Step(ops, [(0, 150)], dtype=torch.bfloat16, **options)
     prompt = step.run()
     for end in (1, 16, 17, 43, 128, 129, 150):
         plan = ops.plan_attention(step.ragged([(end - 1, end)]), step.cache, None)
-        row = ops.attention(step.q[0][end - 1 : end], step.cache, 1, plan, step.head_dim**-0.5, softcap)
+        row = ops.attention(
+            step.q[0][end - 1 : end], step.cache, 1, plan, step.head_dim**-0.5, softcap, step.sinks_H
+        )
         assert torch.equal(row, prompt[end - 1 : end])
 
 

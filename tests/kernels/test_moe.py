@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.op_types import Mixture
+from llmbox.kernels.activation import Activation
+from llmbox.kernels.op_types import Mixture, Routing
 from llmbox.kernels.ops import Ops
+from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.moe import route, weigh
 
 SHAPES = [(1, 32, 24, 4, 1), (7, 72, 40, 8, 3), (40, 130, 66, 5, 5), (260, 64, 32, 3, 2)]
@@ -39,6 +41,51 @@ def test_shares(normalised: bool) -> None:
     assert chosen.tolist() == [[1, 3], [0, 1]], "of equal ones the lower number"
     expected = logits.softmax(1).gather(1, chosen)
     torch.testing.assert_close(shares, expected / expected.sum(1, keepdim=True) if normalised else expected)
+
+
+CORRECTION = torch.tensor([0.0, 0.4, 0.0, -0.2, 0.0, 0.1, 0.0, 0.9])
+ROUTINGS = [
+    Routing(scale=2.5),
+    Routing(correction_X=CORRECTION),
+    Routing(scoring="sigmoid", correction_X=CORRECTION, scale=1.5),
+    Routing(scoring="sigmoid", groups=4, top_groups=2, group_best=2),
+    Routing(groups=2, top_groups=1, correction_X=CORRECTION),
+]
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_groups_and_corrections_choose_but_do_not_weigh(normalised: bool) -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.0, 1.9, 0.5, 0.4, -3.0, -3.0]])
+    routing = Routing(scoring="sigmoid", groups=4, top_groups=2, group_best=2, correction_X=CORRECTION)
+    chosen, shares = route(logits, 3, normalised, routing)
+    scores = logits[0].sigmoid()
+    # Sums of pairs: 0.88 + 0.67, 0.5 + 0.67, 0.62 + 0.70, 0.05 + 0.95: the first and the third.
+    assert chosen.tolist() == [[0, 5, 1]]
+    expected = scores[chosen[0]] / (scores[chosen[0]].sum() if normalised else 1)
+    torch.testing.assert_close(shares[0], expected)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+def test_is_what_plain_torch_gives(
+    ops: Ops, normalised: bool, routing: Routing, activation: Activation
+) -> None:
+    """With biases of experts and a shared expert."""
+    weights = [torch.randn(8, 96, 72) / 72**0.5, torch.randn(8, 72, 48) / 48**0.5]
+    biases = [torch.randn(8, 96), torch.randn(8, 72)]
+    x, logits, shared, gate = torch.randn(9, 72), torch.randn(9, 8), torch.randn(9, 72), torch.randn(9, 1)
+
+    def experts_of(ops: Ops) -> Tensor:
+        linears = [
+            [ops.pack_linear(w.clone(), b.clone()) for w, b in zip(ws, bs, strict=True)]
+            for ws, bs in zip(weights, biases, strict=True)
+        ]
+        mixture = Mixture(*linears, 8, 3, normalised, routing, activation)
+        alone = ops.experts(mixture, x, logits, shared).clone()
+        return torch.stack((alone, ops.experts(mixture, x, logits, shared, gate)))
+
+    torch.testing.assert_close(experts_of(ops), experts_of(REFERENCE), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -24,6 +24,22 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -66,6 +82,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
     },
     "exaone4": {"sliding_window": 19, "num_hidden_layers": 3, "sliding_window_pattern": 3},
+    "gpt_oss": MIXED | {"sliding_window": 19, "rope_parameters": YARN | {"truncate": False}},
+    "qwen2_moe": MOE | {"mlp_only_layers": [0], "shared_expert_intermediate_size": 48},
+    "olmoe": MOE | {"num_key_value_heads": 4},
+    "glm4_moe": DEEPSEEK | {"use_qk_norm": True, "attention_bias": True},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+    },
+    "granitemoe": MIXED | {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0},
+    "minimax_m2": MIXED | {"head_dim": 32, "rotary_dim": 16},
 }
 """Fields of config.json beside `COMMON`, by `model_type`."""
 

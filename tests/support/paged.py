@@ -55,9 +55,11 @@ class PagedStep:
         device: torch.device = CPU,
         seed: int = 0,
         softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         self.sequences, self.heads, self.head_dim, self.device = sequences, heads, head_dim, device
         self.softcap = softcap
+        self.sinks_H = torch.linspace(-3, 4, heads[0], device=device) if sinks else None
         self.block_size, self.dtype, self.kv_dtype = block_size, dtype, kv_dtype or dtype
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         need = [-(-(past + new) // block_size) for past, new in sequences]
@@ -101,7 +103,7 @@ class PagedStep:
         self.write(ops, cache, [(0, end) for _, end in spans], layer)
         plan = ops.plan_attention(self.ragged(spans), cache, window)
         scale = self.head_dim**-0.5
-        return ops.attention(torch.cat(self.q), cache, layer, plan, scale, self.softcap)
+        return ops.attention(torch.cat(self.q), cache, layer, plan, scale, self.softcap, self.sinks_H)
 
     def exact(self, window: int | None = None) -> Tensor:
         """In float64."""
@@ -115,6 +117,9 @@ class PagedStep:
             row = torch.arange(past, past + new, device=self.device)[:, None]
             key = torch.arange(past + new, device=self.device)
             hidden = key > row if window is None else (key > row) | (key <= row - window)
-            weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if self.sinks_H is not None:
+                scores = torch.cat((scores, self.sinks_H.view(-1, 1, 1).expand(-1, new, 1)), -1)
+            weights = torch.softmax(scores, -1)[..., : past + new]
             results.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(results).flatten(1)

@@ -65,6 +65,9 @@ class PackedWeightSource:
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         pass
 
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
+        pass
+
     def skip(self, name: str) -> None:
         pass
 

@@ -37,16 +37,24 @@ public:
     }
 
 protected:
+    using Tiled = TileProducts<E>;
+
     // Of the rows from `row` on and the query heads of one kv head, to the tile's memory and from there.
     virtual void load_queries(int row, int head, Work<E>& work) const = 0;
     virtual void store_result(int row, int head, const Work<E>& work) const = 0;
+
+    // What one more score adds to the sum of a row's weights.
+    float sink_share(const Work<E>& work, int r, float sink) const {
+        float most = work.most[r];  // AMX keeps it before it is multiplied
+        if constexpr (Tiled::OWN_SOFTMAX) most *= powers_.cap == 0 ? powers_.factor : powers_.cap;
+        return std::exp2(sink * LOG2_E - most);
+    }
 
     const KVCache& cache_;
     int group_;  // query heads of one kv head
 
 private:
     using W = AttentionWords<E>;
-    using Tiled = TileProducts<E>;
     static constexpr int STRIPS = Chunk<E>::STRIPS, SLOTS = Chunk<E>::SLOTS;
 
     // Some tokens of one sequence, and a kv head with the query heads that read it.
@@ -206,8 +214,12 @@ private:
 template <class E, class In> class AttentionOp final : public Attention<E> {
 public:
     AttentionOp(const KVCache& cache, int layer, const In* q, int64_t q_stride, int query_heads, int window,
-                Powers powers, In* out)
-        : Attention<E>(cache, layer, query_heads, window, powers), q_(q), q_stride_(q_stride), out_(out) {}
+                Powers powers, const float* sinks, In* out)
+        : Attention<E>(cache, layer, query_heads, window, powers),
+          q_(q),
+          q_stride_(q_stride),
+          sinks_(sinks),
+          out_(out) {}
 
 private:
     using Attention<E>::cache_;
@@ -225,13 +237,16 @@ private:
         for (int r = 0; r < work.rows; r++) {
             In* to = out_ + (static_cast<int64_t>(row + r / group_) * heads + head * group_ + r % group_) * dim;
             const float* from = work.out + r * cache_.padded_dim;
-            const Floats inverse = splat(1.f / sum(load(work.total + r * LANES)));
+            float total = sum(load(work.total + r * LANES));
+            if (sinks_) total += this->sink_share(work, r, sinks_[head * group_ + r % group_]);
+            const Floats inverse = splat(1.f / total);
             for (int d = 0; d < dim; d += LANES) llmbox::store(to + d, load(from + d) * inverse, dim - d);
         }
     }
 
     const In* q_;
     int64_t q_stride_;
+    const float* sinks_;  // of query heads, or null
     In* out_;
 };
 
@@ -239,7 +254,7 @@ template <class E> Op* make_attention(int dtype, const AttentionCall& call) {
     return with_type(dtype, [&]<class I>(I) -> Op* {
         using In = typename I::Element;
         return new AttentionOp<E, In>(call.cache, call.layer, static_cast<const In*>(call.q), call.q_stride,
-                                      call.heads, call.window, Powers::of(call.scale, call.softcap),
+                                      call.heads, call.window, Powers::of(call.scale, call.softcap), call.sinks,
                                       static_cast<In*>(call.out));
     });
 }

@@ -13,6 +13,7 @@ struct AttentionCall {
     int64_t q_stride;
     int heads, window;
     float scale, softcap;
+    const float* sinks;
     void* out;
 };
 

@@ -110,21 +110,29 @@ private:
 };
 
 // As Python names them (kernels/cpu/weight_packing.py).
-enum Activation : int { SILU = 0, GELU_TANH = 1 };
+enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2 };
 
 // Both are x / (1 + e^-z): z = x is SiLU; GELU with its tanh, (1 + tanh(y)) / 2, has z = 2 y. From e^-|z|, so that
-// nothing overflows.
+// nothing overflows. That of gpt-oss has z = 1.702 x.
 template <Activation A> INLINE Floats activated(Floats x) {
     Floats z = x;
     if constexpr (A == GELU_TANH) z = multiply_add(x * x * x, splat(7.13548163e-2f), x * splat(1.59576912f));
+    if constexpr (A == SWIGLU_OAI) z = x * splat(1.702f);
     const Floats e = exp_negative(-abs(z)), one = splat(1.f);
     return x * (z < splat(0.f) ? e : one) / (one + e);
 }
 
 // gate = activated(gate) * up for `count` numbers.
 template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int count) {
-    for (int i = 0; i < count; i += LANES)
-        store(gate + i, activated<A>(load(gate + i, count - i)) * load(up + i, count - i), count - i);
+    for (int i = 0; i < count; i += LANES) {
+        Floats g = load(gate + i, count - i), u = load(up + i, count - i);
+        if constexpr (A == SWIGLU_OAI) {  // x of both is limited; NaN stays
+            const Floats most = splat(7.f);
+            g = g > most ? most : g;
+            u = (u > most ? most : u < -most ? -most : u) + splat(1.f);
+        }
+        store(gate + i, activated<A>(g) * u, count - i);
+    }
 }
 
 // Pieces of rows of `width` numbers, dealt out so that a single long row is shared too.

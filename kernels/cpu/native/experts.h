@@ -1,5 +1,5 @@
-// A mixture of experts: each row goes through the few that its router logits choose, down(silu(gate(x)) * up(x)), and their
-// results are summed by their shares, the likeliest first.
+// A mixture of experts: each row goes through the few that its router logits choose, down(activation(gate(x)) * up(x)), and
+// their results are summed by their shares, the best first, and what all rows share last.
 //
 // Rows are copied together by expert, and panels of all experts that have rows are dealt out at once: experts alone would
 // be too little work for many threads. A copy's bits are those of the linears alone, and a row's sum has one order, so who
@@ -29,6 +29,12 @@ template <class T> struct ExpertsCall {
     int64_t logits_stride;
     int per_row;
     bool normalised;
+    Routing routing;
+    int activation;
+    const T* shared;  // may be null
+    int64_t shared_stride;
+    const float* shared_gate;  // its sigmoid multiplies a row of `shared`; may be null
+    int64_t shared_gate_stride;
     T* out;
     int64_t out_stride;
 };
@@ -99,10 +105,11 @@ private:
     int items(const Shape& linear) const { return static_cast<int>(routes_.runs().size()) * linear.panels(); }
 
     void choose(int rows, Member& member) {
-        float* scratch = member.scratch.template take<float>(linears_.count());
+        float* scratch = member.scratch.template take<float>(4 * linears_.count());
         const auto mine = member.share(rows);
         for (int row = mine.begin; row < mine.end; row++)
-            routes_.choose(row, call_.logits + row * call_.logits_stride, call_.normalised, scratch);
+            routes_.choose(row, call_.logits + row * call_.logits_stride, call_.normalised, call_.routing,
+                           scratch);
     }
 
     void copy(int rows, const Copies& to, Member& member) const {
@@ -121,9 +128,11 @@ private:
             const int block = rows_of_block(run.rows);
             for (int row = 0; row < run.rows; row += block) {
                 const int first = run.first + row, count = std::min(block, run.rows - row);
-                rows.multiply(*linears[run.expert], panel, first, count, tile, member);
+                const Shape& linear = *linears[run.expert];
+                const float* bias = linear.bias.empty() ? nullptr : linear.bias.data() + panel * PANEL;
+                rows.multiply(linear, panel, first, count, tile, member);
                 T* to = out + static_cast<size_t>(first) * outputs + panel * PANEL;
-                write_tile<T>(tile, count, columns, nullptr, to, outputs);
+                write_tile<T>(tile, count, columns, bias, to, outputs);
             }
         }
     }
@@ -134,7 +143,9 @@ private:
         for (int copy = mine.begin; copy < mine.end; copy++) {
             const int place = routes_.place_of(copy);
             T* row = gate_ups + static_cast<size_t>(place) * 2 * inner;
-            gate_mul<SILU>(row, row + inner, inner);
+            if (call_.activation == GELU_TANH) gate_mul<GELU_TANH>(row, row + inner, inner);
+            else if (call_.activation == SWIGLU_OAI) gate_mul<SWIGLU_OAI>(row, row + inner, inner);
+            else gate_mul<SILU>(row, row + inner, inner);
             to.fill(place, row, inner);
         }
     }
@@ -149,6 +160,11 @@ private:
     }
 
     void add_up_row(int row, int begin, int end, const T* results) const {
+        Floats gate = splat(1.f);
+        if (call_.shared_gate) {
+            const Floats x = splat(call_.shared_gate[row * call_.shared_gate_stride]), e = exp_negative(-abs(x));
+            gate = (x < splat(0.f) ? e : splat(1.f)) / (splat(1.f) + e);
+        }
         for (int i = begin; i < end; i += LANES) {
             Floats total = splat(0.f);
             for (int k = 0; k < call_.per_row; k++) {
@@ -156,6 +172,8 @@ private:
                 const T* from = results + static_cast<size_t>(routes_.place_of(copy)) * linears_.hidden() + i;
                 total = multiply_add(splat(routes_.share_of(copy)), load(from, end - i), total);
             }
+            if (call_.shared)
+                total = multiply_add(gate, load(call_.shared + row * call_.shared_stride + i, end - i), total);
             store(call_.out + row * call_.out_stride + i, total, end - i);
         }
     }

@@ -84,6 +84,7 @@ Op* llmbox_rotary_op(int dtype, void* x, int64_t x_stride, int heads, int width,
 Op* llmbox_gate_mul_op(int dtype, int activation, void* x, int64_t x_stride, int width) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
+        if (activation == SWIGLU_OAI) return new GateMulOp<SWIGLU_OAI, T>(static_cast<T*>(x), x_stride, width);
         if (activation == GELU_TANH) return new GateMulOp<GELU_TANH, T>(static_cast<T*>(x), x_stride, width);
         return new GateMulOp<SILU, T>(static_cast<T*>(x), x_stride, width);
     });
@@ -115,10 +116,10 @@ Op* llmbox_heads_op(int dtype, int norm_dtype, int kv_dtype, const KVCache* cach
     });
 }
 
-// A `softcap` of 0 is none.
+// A `softcap` of 0 is none; `sinks` [heads] may be null.
 Op* llmbox_attention_op(int dtype, int kv_dtype, const KVCache* cache, int layer, const void* q, int64_t q_stride,
-                        int heads, int window, float scale, float softcap, void* out) {
-    const AttentionCall call{*cache, layer, q, q_stride, heads, window, scale, softcap, out};
+                        int heads, int window, float scale, float softcap, const float* sinks, void* out) {
+    const AttentionCall call{*cache, layer, q, q_stride, heads, window, scale, softcap, sinks, out};
     return with_kv_type(kv_dtype, [&]<class E>(E) { return make_attention<E>(dtype, call); });
 }
 

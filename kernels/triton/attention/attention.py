@@ -21,7 +21,7 @@ from ..linear.quantize_activations import RowFormat, Rows8
 from ..linear.tile_config import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 from . import attention_metadata as attention_plan
 from .attention_combine import reduce_splits
-from .attention_inner import attend, fold, piece_size
+from .attention_inner import add_sink, attend, fold, piece_size
 from .attention_metadata import TritonAttentionMetadata, num_splits
 from .attention_sdpa import attend_gathered
 from .kv_cache import TritonKVCache, conversion_mode
@@ -37,12 +37,14 @@ class Powers(NamedTuple):
 
     factor: float
     cap: float | None = None
+    sinks_H: Tensor | None = None
+    """One more score of each head, as it is given."""
 
     @classmethod
-    def of(cls, scale: float, softcap: float | None) -> "Powers":
+    def of(cls, scale: float, softcap: float | None, sinks_H: Tensor | None) -> "Powers":
         if softcap is None:
-            return cls(scale * LOG2_E)
-        return cls(scale / softcap, softcap * LOG2_E)
+            return cls(scale * LOG2_E, None, sinks_H)
+        return cls(scale / softcap, softcap * LOG2_E, sinks_H)
 
 
 def attention(
@@ -52,9 +54,10 @@ def attention(
     plan: TritonAttentionMetadata,
     scale: float,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Implement `Ops.attention`."""
-    return attend_rows(q_THD, cache, layer, plan, scale, None, softcap)[0]
+    return attend_rows(q_THD, cache, layer, plan, scale, None, softcap, sinks_H)[0]
 
 
 def attend_rows(
@@ -65,14 +68,15 @@ def attend_rows(
     scale: float,
     row_format: RowFormat | None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Rows8 | None]:
     """Return the attention output and, where programs that hold heads of a row can (`fits_heads`), the
     quantized rows.
     """
     rows, heads, head_dim = q_THD.shape
     out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
-    gathers = plan.sdpa and softcap is None  # PyTorch's kernels have no caps
-    powers = Powers.of(scale, softcap)
+    gathers = plan.sdpa and softcap is None and sinks_H is None  # PyTorch's kernels have neither
+    powers = Powers.of(scale, softcap, sinks_H)
     eight = None
     if row_format is not None and fits_heads(row_format, head_dim) and not gathers:
         eight = Rows8.empty(rows, heads * head_dim, row_format, q_THD.device)
@@ -110,7 +114,7 @@ def decode(
     grid = (kv_heads, splits, plan.decoding)
     launch(grid, tile, tile_rows, pieces, sums, q_THD, cache, layer, plan, powers, splits, decoding=True)
     if splits > 1:
-        reduce_splits(result, pieces.out, sums, fixed=plan.fixed)
+        reduce_splits(result, pieces.out, sums, powers.sinks_H, fixed=plan.fixed)
 
 
 def prefill(
@@ -168,6 +172,7 @@ def launch(
         len(ragged.query_lens) - plan.decoding,
         powers.factor,
         powers.cap or 0.0,
+        cache.k_scale if powers.sinks_H is None else powers.sinks_H,
         q_THD.stride(0),
         q_THD.stride(1),
         ragged.block_tables_NB.stride(0),
@@ -186,6 +191,7 @@ def launch(
         FIXED_SPLIT=attention_plan.FIXED_SPLIT if plan.fixed else 0,
         WINDOW=plan.window is not None,
         CAPPED=powers.cap is not None,
+        SINKS=powers.sinks_H is not None,
         QUANTISED=conversion_mode(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         **result.constants(head_dim),
@@ -218,6 +224,7 @@ def attention_kernel(
     sequences: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
+    sinks: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
     table_row: tl.tensor,
@@ -236,14 +243,15 @@ def attention_kernel(
     FIXED_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
     EIGHT: tl.constexpr,
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
-    """Attend one tile of rows to its context: softmax(scale q k^T) v with a causal mask, sliding window and
-    softcap.
+    """Attend one tile of rows to its context: softmax(scale q k^T) v with a causal mask, sliding window,
+    softcap and sinks.
 
     Scores, the online softmax and sums are float32. With SPLIT the partial sums and (max, sum) of the piece
     are stored for `reduce_kernel`, otherwise the result; with EIGHT also its 8-bit codes and scales.
@@ -335,6 +343,8 @@ def attention_kernel(
         tl.store(sums + place * 2, top, mask=real)
         tl.store(sums + place * 2 + 1, total, mask=real)
     else:
+        if SINKS:
+            total = add_sink(total, top, tl.load(sinks + member))
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # a free row has no keys: its result is 0
         result = acc.to(out.dtype.element_ty)
         row_place = (first_row + token).to(tl.int64)

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..linear.tile_config import power_of_two
-from .attention_inner import fold
+from .attention_inner import add_sink, fold
 from .quantize_heads import Result, store_eight_heads
 
 MOST_SPLITS = 64
@@ -19,6 +19,7 @@ def reduce_splits(
     result: Result,
     partial_NHSD: Tensor,
     sums_NHS2: Tensor,
+    sinks_H: Tensor | None,
     *,
     fixed: bool,
 ) -> None:
@@ -31,11 +32,13 @@ def reduce_splits(
         *result.arguments,
         partial_NHSD,
         sums_NHS2,
+        sums_NHS2 if sinks_H is None else sinks_H,
         splits,
         D=head_dim,
         D_PAD=power_of_two(head_dim),
         SPLITS=FEW_SPLITS if splits <= FEW_SPLITS and not fixed else MOST_SPLITS,
         FIXED=fixed,
+        SINKS=sinks_H is not None,
         **result.constants(head_dim),
         num_warps=4,
         enable_fp_fusion=not fixed,
@@ -51,11 +54,13 @@ def reduce_kernel(
     given: tl.tensor,
     partial: tl.tensor,
     sums: tl.tensor,
+    sinks: tl.tensor,
     splits: tl.tensor,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
     FIXED: tl.constexpr,
+    SINKS: tl.constexpr,
     EIGHT: tl.constexpr,
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -80,6 +85,8 @@ def reduce_kernel(
             top_b = tl.load(sums + piece * 2 + one)
             total_b = tl.load(sums + piece * 2 + 1 + one)
             acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
+        if SINKS:
+            total = add_sink(total, top, tl.load(sinks + head))
         result = tl.sum(acc / tl.where(total > 0, total, 1.0)[:, None], 0)
     else:
         split = tl.arange(0, SPLITS)
@@ -93,6 +100,8 @@ def reduce_kernel(
             partial + piece[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0
         )
         total = tl.sum(total_S * weight, 0)
+        if SINKS:
+            total = add_sink(total, top, tl.load(sinks + head))
         result = tl.sum(acc_SD * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     rounded = result.to(out.dtype.element_ty)
     tl.store(out + place * D + d, rounded, mask=d < D)

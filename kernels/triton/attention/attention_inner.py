@@ -9,6 +9,7 @@ import triton.language as tl
 from . import kv_cache
 from .softcap import tanh
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)
 """Value of QUANTISED for conversion in two steps: see `conversion_mode`."""
 
@@ -176,6 +177,12 @@ def fold(
     shift = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp2(top_a - shift), tl.exp2(top_b - shift)
     return acc_a * a[:, None] + acc_b * b[:, None], top, total_a * a + total_b * b
+
+
+@triton.jit
+def add_sink(total: tl.tensor, top: tl.tensor, sink: tl.tensor) -> tl.tensor:
+    """Add the weight of one more score, of which nothing else follows. Rows that see no key stay 0."""
+    return tl.where(total > 0, total + tl.exp2(sink * LOG2_E - top), total)
 
 
 @triton.jit

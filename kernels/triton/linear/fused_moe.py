@@ -231,21 +231,36 @@ def experts_kernel(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=real_m[:, None] & real_n[None, :])
 
 
-def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = False) -> Tensor:
+def experts(
+    mixture: Mixture,
+    x_TE: Tensor,
+    logits_TX: Tensor,
+    shared_TE: Tensor | None = None,
+    gate_T1: Tensor | None = None,
+    *,
+    fixed: bool = False,
+) -> Tensor:
     """Implement `Ops.experts`. `fixed`: a row's bits never depend on its neighbors."""
-    chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised)
+    chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
     sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
     limits = torch.arange(mixture.count + 1, device=x_TE.device)
     starts_X1 = torch.searchsorted(sorted_S, limits).int()
     gate_up, down = single_linear(mixture.gate_ups), single_linear(mixture.downs)
     rows_SE = x_TE[order_S // mixture.per_token]
     gates_S2F = experts_product(rows_SE, gate_up, starts_X1, fixed=fixed)
-    inner_SF, eight = gate_rows(gates_S2F, "silu", row_format_of(down))
+    gates_S2F = with_biases(gates_S2F, gate_up, sorted_S)
+    inner_SF, eight = gate_rows(gates_S2F, mixture.activation, row_format_of(down))
+    results_SE = experts_product(inner_SF, down, starts_X1, eight=eight, fixed=fixed)
     rows_TKE = x_TE.new_empty(*chosen_TK.shape, x_TE.shape[1])
-    rows_TKE.view(-1, x_TE.shape[1])[order_S] = experts_product(
-        inner_SF, down, starts_X1, eight=eight, fixed=fixed
-    )
-    return weigh(rows_TKE, shares_TK)
+    rows_TKE.view(-1, x_TE.shape[1])[order_S] = with_biases(results_SE, down, sorted_S)
+    return weigh(rows_TKE, shares_TK, shared_TE, gate_T1)
+
+
+def with_biases(rows_SO: Tensor, packed: Linear, experts_S: Tensor) -> Tensor:
+    """Add to each row the bias of its expert, where there are biases, [X * O]."""
+    if packed.bias_O is None:
+        return rows_SO
+    return rows_SO.add_(packed.bias_O.view(-1, rows_SO.shape[1])[experts_S])
 
 
 def single_linear(linears: Sequence[Linear]) -> Linear:

@@ -29,6 +29,8 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("olmo3", {}, {"pp": 2}),
         ("glm4", {}, {"tp": 2}),
         ("ministral3", {}, {"tp": 2}),
+        ("gpt_oss", {}, {"tp": 2, "pp": 2}),
+        ("qwen2_moe", {}, {"tp": 2}),
         ("exaone4", {}, {"tp": 2, "pp": 2}),
     ],
 )

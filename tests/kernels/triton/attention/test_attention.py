@@ -5,6 +5,7 @@ import torch
 
 from llmbox.kernels.dispatch import UnknownBackend, sdpa_from
 from llmbox.kernels.op_types import BatchLayout
+from llmbox.kernels.ops import Ops
 from llmbox.kernels.triton.attention import attention
 from llmbox.kernels.triton.attention import attention_metadata as attention_plan
 from llmbox.kernels.triton.attention.attention_combine import FEW_SPLITS
@@ -45,6 +46,17 @@ def test_torch_knows_no_caps() -> None:
     """So prompts that it would attend stay with our kernel."""
     step = PagedStep([(0, 40)], softcap=1.5)
     assert_near(step.attend(triton_ops(CPU, torch.float32, sdpa_from=32)), step.exact())
+
+
+@pytest.mark.parametrize("ops", [OPS, FIXED])
+def test_sinks_take_a_share(monkeypatch: pytest.MonkeyPatch, ops: Ops) -> None:
+    """Of one program's sums, and of those that several bring together; not in PyTorch's kernels."""
+    monkeypatch.setattr(attention_plan, "LEAST_SPLIT", 32)
+    monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
+    step = PagedStep([(150, 1), (1, 1), (0, 20)], heads=(4, 2), sinks=True)
+    for window in (None, 20):
+        assert_near(step.attend(ops, window), step.exact(window))
+    assert_near(step.attend(triton_ops(CPU, torch.float32, sdpa_from=16)), step.exact())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

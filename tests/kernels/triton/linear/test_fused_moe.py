@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.op_types import Mixture
+from llmbox.kernels.op_types import Mixture, Routing
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.triton.backend import triton_ops
@@ -33,7 +33,7 @@ def apart(ops: Ops, weights: tuple[Tensor, Tensor], chosen: int) -> Mixture:
 
 def stacked(ops: Ops, weights: tuple[Tensor, Tensor], chosen: int) -> Mixture:
     assert ops.pack_experts is not None
-    linears = [[ops.pack_experts(each.flatten(0, 1))] for each in weights]
+    linears = [[ops.pack_experts(each.flatten(0, 1), None)] for each in weights]
     return Mixture(*linears, len(weights[0]), chosen, True)
 
 
@@ -45,6 +45,18 @@ def test_is_what_the_reference_gives(rows: int, count: int, chosen: int) -> None
     want = theirs.experts(apart(theirs, weights, chosen), x, logits)
     got = ours.experts(stacked(ours, weights, chosen), x, logits)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_biases_activation_and_a_shared_expert() -> None:
+    ours, theirs = triton_ops(CPU, torch.float32), plain_torch(None)
+    weights, biases = weights_of(4, 40, 24, torch.float32), (torch.randn(4, 48), torch.randn(4, 40))
+    both = list(zip(weights, biases, strict=True))
+    apart = [[theirs.pack_linear(w, b) for w, b in zip(*each, strict=True)] for each in both]
+    stacked = [[ours.pack_experts(w.flatten(0, 1), b.flatten())] for w, b in both]
+    rule = 4, 2, True, Routing(scoring="sigmoid"), "swiglu_oai"
+    rows = torch.randn(7, 40), torch.randn(7, 4), torch.randn(7, 40), torch.randn(7, 1)
+    want = theirs.experts(Mixture(*apart, *rule), *rows)
+    torch.testing.assert_close(ours.experts(Mixture(*stacked, *rule), *rows), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("quant", MADE_HERE[1:], ids=lambda quant: quant.name)
@@ -65,7 +77,7 @@ def test_one_expert_of_a_stack_is_its_linear(quant: Quant | None) -> None:
     ops = triton_ops(CPU, torch.float16, quant, deterministic=True)
     weights = torch.randn(3, 128, 160).half() / 160**0.5
     assert ops.pack_experts is not None
-    packed = ops.pack_experts(weights.flatten(0, 1))
+    packed = ops.pack_experts(weights.flatten(0, 1), None)
     assert outputs_of(packed) == 3 * 128
     x = torch.randn(73, 160).half()
     starts = torch.tensor([0, 70, 70, 73], dtype=torch.int32)
@@ -94,7 +106,7 @@ def test_nothing_is_asked_of_torch_for_experts(monkeypatch: pytest.MonkeyPatch) 
     for name in ("fp8", "fp8-block"):
         ops = triton_ops(CPU, torch.bfloat16, QUANTS[name])
         assert ops.pack_experts is not None
-        assert ops.pack_experts(torch.zeros(256, 512, dtype=torch.bfloat16)).by_torch is None
+        assert ops.pack_experts(torch.zeros(256, 512, dtype=torch.bfloat16), None).by_torch is None
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-g32", "int4", "int4-g128"])
@@ -102,7 +114,7 @@ def test_weights_of_many_rows_are_scaled_first(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(gemm_experts, "MANY", 19)
     ops = triton_ops(CPU, torch.float16, QUANTS[name])
     assert ops.pack_experts is not None
-    packed = ops.pack_experts(torch.randn(2 * 64, 160).half() / 160**0.5)
+    packed = ops.pack_experts(torch.randn(2 * 64, 160).half() / 160**0.5, None)
     x, starts = torch.randn(40, 160).half(), torch.tensor([0, 25, 40], dtype=torch.int32)
     first, second = dequantize(packed.weight, torch.float32).chunk(2)
     want = torch.cat((x[:25].float() @ first.T, x[25:].float() @ second.T))
