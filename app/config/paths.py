@@ -187,7 +187,7 @@ def _check_owner(path: Path) -> None:
         what = "folder" if path.is_dir() else "file"
         raise CliError(
             f"cannot use the {what} {path}",
-            f"it belongs to user id {owner}, we run as {os.geteuid()}",
+            f"it belongs to user id {owner}, this process runs as {os.geteuid()}",
             "choose another place with --data-dir DIR, or fix its owner with chown",
             Exit.DENIED,
         )

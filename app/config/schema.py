@@ -70,7 +70,7 @@ class ServerSettings:
     )
     trusted_proxies: tuple[str, ...] = key(
         (),
-        "Addresses of reverse proxies whose X-Forwarded-For names the caller; nobody else's is believed.",
+        "Addresses of reverse proxies whose X-Forwarded-For names the caller; any other is ignored.",
         each=NETWORK,
     )
     require_key: bool = key(
@@ -138,14 +138,14 @@ class LimitSettings:
     choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
     request_timeout: float = key(
         0.0,
-        "Seconds after which an answer ends, whatever there is of it; 0: none. Requests may ask for less.",
+        "Seconds after which an answer ends, complete or not; 0: no limit. Requests may set less.",
         low=0,
         high=86_400,
         live=True,
     )
     first_token_timeout: float = key(
         0.0,
-        "Seconds without a token after which a request fails with 503; 0: none. Requests may ask for less.",
+        "Seconds without a token after which a request fails with 503; 0: no limit. Requests may set less.",
         low=0,
         high=86_400,
         live=True,
@@ -153,7 +153,7 @@ class LimitSettings:
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
     queue_per_key: int = key(
         64,
-        "Requests of one key that a model takes although those of others fill its queue.",
+        "Requests of one key that a model accepts even if those of others fill its queue.",
         low=0,
         high=1_000_000,
     )
@@ -184,7 +184,7 @@ class ModelSettings:
         "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
     ] = key(
         "none",
-        "Weights rounded at load; auto takes the first of none, int8, int4 that fits; "
+        "Format to which weights are quantized at load; auto takes the first of none, int8, int4 that fits; "
         "w8a8, fp8 and fp8-block need a GPU.",
         live=True,
     )
@@ -237,14 +237,16 @@ class ModelSettings:
     )
     premium_share: float = key(
         0.0,
-        "Share of the KV cache for requests of premium keys (priority below 0) alone; all others lose it.",
+        "Share of the KV cache reserved for requests of premium keys (priority below 0).",
         low=0,
         high=0.9,
         live=True,
     )
-    prefix_cache: bool = key(True, "Keep and reuse the KV of prompts that begin alike.", live=True)
+    prefix_cache: bool = key(
+        True, "Prefix caching: keep and reuse the KV cache of prompts that begin alike.", live=True
+    )
     chunked_prefill: bool = key(
-        True, "Compute long prompts in pieces between other requests' tokens.", live=True
+        True, "Chunked prefill: compute long prompts in pieces between other requests' tokens.", live=True
     )
     speculate: Literal["auto", "on", "off"] = key(
         "auto",
@@ -258,7 +260,7 @@ class ModelSettings:
         live=True,
     )
     overlap: bool = key(
-        True, "On a GPU, prepare the next step while it works on one (a CPU takes them in turn).", live=True
+        True, "On a GPU, prepare the next step while it computes one (a CPU takes them in turn).", live=True
     )
     cuda_graphs: bool = key(
         True, "On a GPU, replay decoding steps from captured graphs; off saves their memory.", live=True
@@ -278,7 +280,7 @@ class MemorySettings:
     )
     ttl: float = key(
         1800.0,
-        "Seconds without requests until a model that was loaded on request leaves memory; 0 keeps it.",
+        "Seconds without requests until a model that was loaded on request is unloaded; 0 keeps it.",
         low=0,
         high=10_000_000,
         live=True,
@@ -333,11 +335,14 @@ class RequestSettings:
 
     retention_days: float = key(30.0, "Days that request rows are kept.", low=0.01, high=36_500)
     max_bytes: int = key(
-        256_000_000, "Size of the request log over which the oldest rows go.", low=1_000_000, high=1 << 44
+        256_000_000,
+        "Size of the request log above which the oldest rows are deleted.",
+        low=1_000_000,
+        high=1 << 44,
     )
     log_content: bool = key(
         False,
-        "Keep prompts and answers of callers without a key: this user, the panel. Keys have their own word.",
+        "Keep prompts and answers of callers without a key: this user, the panel. Keys have a setting each.",
         live=True,
     )
     content_days: float = key(
@@ -345,7 +350,7 @@ class RequestSettings:
     )
     content_bytes: int = key(
         256_000,
-        "Most bytes kept of a prompt, of an answer and of a request; the rest is cut off, which is told.",
+        "Most bytes kept of a prompt, of an answer and of a request; the rest is cut off.",
         low=1000,
         high=1 << 26,
     )
@@ -357,14 +362,14 @@ class RequestSettings:
     stored_days: float = key(30.0, "Days that stored answers are kept.", low=0.01, high=36_500)
     stored_bytes: int = key(
         256_000_000,
-        "Bytes of all stored answers over which the oldest go; beside max_bytes.",
+        "Bytes of all stored answers above which the oldest are deleted; besides max_bytes.",
         low=1_000_000,
         high=1 << 44,
     )
     batch_days: float = key(30.0, "Days that batches and their results are kept.", low=0.01, high=36_500)
     batch_bytes: int = key(
         1_000_000_000,
-        "Most bytes of batches, results included, that one key may keep; beside max_bytes.",
+        "Most bytes of batches, results included, that one key may keep; besides max_bytes.",
         low=100_000,
         high=1 << 44,
     )

@@ -319,7 +319,7 @@ class ModelScheduler:
         if not model.on_request:
             self.evicted.add(model, reason)
         await self._engines.unload(name)
-        log.info("%s leaves memory %s: %s freed", name, reason, show_bytes(freed))
+        log.info("%s is unloaded %s: %s freed", name, reason, show_bytes(freed))
         self._events.publish("model.evicted", {"model": name, "reason": reason, "freed": freed})
 
     # ------------------------------------------------------------------ expiry
@@ -372,14 +372,14 @@ def _takes(info: ModelInfo) -> dict[int, int]:
 
 
 def _no_room(name: str, room: AllocationFailure, residents: Sequence[ResidentModel]) -> ApiError:
-    text = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} can be had"
+    text = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} are available"
     if not room.blockers:
         return ApiError(400, f"{text}: the memory budget is too small for it.", "does_not_fit")
     why = {each.name: each.claim for each in residents}
     return ApiError(
         503,
         f"{text} while {', '.join(f'{blocker} is {why[blocker]}' for blocker in room.blockers)}. "
-        "Try again later, or have the box's owner unload one.",
+        "Try again later, or ask the owner to unload one.",
         "memory_busy",
         type="server_error",
         headers={"Retry-After": "5"},

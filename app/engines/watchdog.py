@@ -69,7 +69,7 @@ class Watchdog:
 
     @property
     def silence(self) -> float:
-        """Seconds of silence that readiness should report; 0 while all is well."""
+        """Seconds of silence that readiness should report; 0 while it answers."""
         if self._got_message or self._silent < self._limits.unready_ticks:
             return 0.0
         return self._silent * self._limits.tick

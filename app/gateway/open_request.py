@@ -286,7 +286,7 @@ class RevocationWatcher:
 def _no_longer() -> ApiError:
     return ApiError(
         401,
-        "The credentials of this request hold no longer: the key was revoked or has expired.",
+        "The credentials of this request are no longer valid: the key was revoked or has expired.",
         "invalid_api_key",
         None,
         "authentication_error",

@@ -53,7 +53,7 @@ _ANSWER = {
     "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
 }
 _TEXT_ANSWER = {
-    "description": "An error, as Ollama tells it",
+    "description": "An error in Ollama's form",
     "content": {
         "application/json": {
             "schema": {

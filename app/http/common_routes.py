@@ -186,7 +186,7 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
 
 @post("/v1/unload", status_code=200, name="unload", operation_id="unloadModel")
 async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]) -> Unloaded:
-    """Take a model out of memory. Requests that it is answering end with an error."""
+    """Unload a model from memory. Requests that it is answering end with an error."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
     return Unloaded(await control.unload(data.model))

@@ -170,7 +170,7 @@ def _check_fit(hub: Hub, listing: Listing, download: Download, fit: FitCheck) ->
             "does_not_fit",
             f"{download.model} does not fit on this machine",
             reason,
-            f"llmbox fit {download.model} tells more; with --anyway it is fetched all the same",
+            f"llmbox fit {download.model} says more; with --anyway it is downloaded anyway",
         )
 
 

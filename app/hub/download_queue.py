@@ -80,7 +80,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    log.warning("%s cannot be read: downloads that were under way have to be asked for again", file)
+    log.warning("%s cannot be read: running downloads have to be started again", file)
     return []
 
 
@@ -237,7 +237,7 @@ class Downloads:
         for download, under_way in read_kept(self._setup.state_file):
             self._all[download.model] = download
             if under_way:
-                log.info("going on with the download of %s", download.model)
+                log.info("resuming the download of %s", download.model)
                 self._go(download)
 
     async def close(self) -> None:

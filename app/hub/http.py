@@ -145,7 +145,7 @@ class Web:
             skip = start - answer.start
             data = answer.body.read(skip + wanted)[skip:]
         if end is None and len(data) > limit:
-            raise errors.HubError("hub_error", f"{what} is not what it should be", f"more than {limit} bytes")
+            raise errors.HubError("hub_error", f"{what} is not as expected", f"more than {limit} bytes")
         return data
 
 
@@ -199,4 +199,4 @@ def _etag(headers: Message) -> str | None:
 
 def _check_scheme(url: str) -> None:
     if urlsplit(url).scheme not in {"http", "https"}:
-        raise urllib.error.URLError(f"{urlsplit(url).scheme} is no way to fetch a model")
+        raise urllib.error.URLError(f"{urlsplit(url).scheme} is not a supported URL scheme for models")

@@ -47,7 +47,7 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
             raise _not_found(name)
         raise CliError(
             f"{name!r} is not a model of the cache",
-            "folders that were not adopted are yours to delete",
+            "delete folders that were not adopted yourself",
             "llmbox ls",
             Exit.USAGE,
         )
@@ -66,7 +66,7 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
 def _not_found(name: str) -> CliError:
     return CliError(
         f"{name} is not among the models of this disk",
-        "only downloaded and adopted models are deleted; other folders are yours to delete",
+        "only downloaded and adopted models are deleted; delete other folders yourself",
         "llmbox ls",
         Exit.NOT_FOUND,
     )

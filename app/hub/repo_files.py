@@ -107,7 +107,7 @@ class Hub:
         with asking(self.web, what):
             info = self._api().model_info(repo, revision=revision, files_metadata=True, timeout=30)
             if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-                raise HubError("hub_error", f"the hub answers nonsense for {what}", "no commit id in it")
+                raise HubError("hub_error", f"the hub's answer is invalid for {what}", "no commit id in it")
             files = tuple(_file(item) for item in info.siblings or () if _is_wanted(item.rfilename))
             return Listing(repo, info.sha, files, bool(info.gated))
 
@@ -232,7 +232,9 @@ def _translated(error: Exception, web: Web, what: str) -> HubError:
             "repo_not_found", f"{what} is not a name on the hub", str(error), "llmbox search TEXT"
         )
     if isinstance(error, ValueError | KeyError | TypeError):
-        return HubError("hub_error", f"the hub answers nonsense for {what}", type(error).__name__, retry=True)
+        return HubError(
+            "hub_error", f"the hub's answer is invalid for {what}", type(error).__name__, retry=True
+        )
     return errors.unreachable(web.endpoint, error)  # an error of the HTTP library that the hub's client uses
 
 

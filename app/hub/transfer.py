@@ -90,7 +90,7 @@ def _is_whole(blob: Path, file: RepoFile, means: TransferContext, progress: Tran
         _hash_file(blob, digest, means.stop, progress)
         if digest.hexdigest() == file.etag:
             return True
-    means.note(f"{file.name} on disk is not what the hub has: deleted, fetched again")
+    means.note(f"{file.name} on disk differs from the hub's file: deleted, fetched again")
     blob.unlink()
     progress.done = 0
     return False
@@ -110,8 +110,8 @@ def _fetch_checked(
         means.note(f"{file.name}: wrong hash (try {attempt} of 2), deleted")
     raise HubError(
         "integrity",
-        f"{file.name} arrived wrong twice",
-        f"its hash is not {file.etag}; nothing of it was kept",
+        f"{file.name} arrived damaged twice",
+        f"its hash is not {file.etag}; it was deleted",
         "pull again; if it goes on, something between here and the hub changes data",
     )
 
@@ -194,7 +194,11 @@ def _check_answer(answer: HubResponse, file: RepoFile) -> None:
 
 def _broken_off(file: RepoFile, why: str) -> HubError:
     return HubError(
-        "hub_error", f"{file.name} did not arrive whole", why, "pull again: what came is kept", retry=True
+        "hub_error",
+        f"{file.name} did not arrive whole",
+        why,
+        "pull again: what was fetched is kept",
+        retry=True,
     )
 
 

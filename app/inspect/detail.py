@@ -18,7 +18,7 @@ _MORE = {
     "short": "The prompt has no whole block before its last token, so there was nothing to look up.",
     "new": "No prompt that begins like this one had been computed.",
     "namespace": "Another key, or another cache_salt, had computed the same beginning. "
-    "What one computes is never shared with another.",
+    "KV blocks are never shared between keys.",
     "state": "More of it is in the KV cache, but the recurrent state there was not kept. It is kept "
     "now, so that the next prompt goes on from here.",
 }
@@ -60,7 +60,7 @@ def _why(end: str, rest: int, found: int) -> str:
         return f"The first {_tokens(found)} are shared with an earlier prompt; after them this one differs."
     if end == "evicted":
         where = f"What follows the first {_tokens(found)}" if found else "The beginning"
-        return f"{where} had been in the cache, and made room for others."
+        return f"{where} had been in the cache and was evicted."
     return _MORE.get(end, end)
 
 

@@ -112,9 +112,9 @@ def _verdict(equal: bool | None, record: RequestRecord, content: Content, opened
         ended = "" if record.http_status == 200 else ", which is all that came before it ended"
         return f"Equal: the same {tokens} tokens{ended}."
     if not record.output_hash:
-        return "It cannot be told: the request of then had no answer to compare with."
+        return "Unknown: the earlier request has no answer to compare with."
     if equal is None:
-        return "It cannot be told: the secret of the hashes (output-hash.key) is not the one of then."
+        return "Unknown: the secret of the hashes (output-hash.key) has changed since."
     return f"Different: {record.output_tokens} tokens then, {tokens} now. {_reason(record, content, opened)}"
 
 
@@ -125,10 +125,10 @@ def _reason(record: RequestRecord, content: Content, opened: OpenRequest) -> str
     text = generation.model.text
     prompts = [text.decode(prompt, skip_special=False) for prompt in generation.prompts]
     if not content.was_cut("prompt") and prompts != content.prompts:
-        return "The chat template renders the messages differently now; some tell today's date."
+        return "The chat template renders the messages differently now; some contain today's date."
     if record.http_status != 200:
-        return "The request of then was cut off, so it may just have gone on."
-    return "Nothing that llmbox knows of has changed: that should not be. Run llmbox doctor."
+        return "The earlier request was cut off, so this one may only continue further."
+    return "No cause is known: this should not happen. Run llmbox doctor."
 
 
 def _first_difference(content: Content, now: list[str]) -> int | None:

@@ -19,7 +19,7 @@ def load_error(model: str, cause: str, code: str | None, log_file: str) -> CliEr
         fix = "--quant auto, a smaller --ctx or --max-running, or a larger --memory"
         exit_code = Exit.DOES_NOT_FIT
     else:
-        fix, exit_code = "mend what is said above, then load it again", Exit.FAILED
+        fix, exit_code = "fix the problem above, then load it again", Exit.FAILED
     return CliError(f"cannot load {model}", cause, fix, exit_code, log_file)
 
 

@@ -113,7 +113,9 @@ class Registry:
             except OSError as error:
                 fresh.unlink(missing_ok=True)
                 raise CliError(
-                    f"cannot write {self._file}", error.strerror or str(error), "free some space, then again"
+                    f"cannot write {self._file}",
+                    error.strerror or str(error),
+                    "free some space, then try again",
                 ) from error
         return names
 
@@ -208,5 +210,5 @@ def _parse(file: Path) -> NameLookup:
         raise CliError(
             f"{file} is broken",
             f"{type(error).__name__}: {error}",
-            "mend it, or move it away: aliases and adopted folders are then to be set again",
+            "fix it, or move it away: aliases and adopted folders are then to be set again",
         ) from None

@@ -177,7 +177,7 @@ class KeyStore:
             raise CliError(
                 "cannot write the key file",
                 f"{error.strerror or error}: {self._file}",
-                "free some space or mend the folder's mode, then again; nothing was changed",
+                "free some space or fix the folder's mode, then try again; nothing was changed",
             ) from error
 
 
@@ -216,7 +216,7 @@ def _broken(file: Path, why: str) -> CliError:
     return CliError(
         "the key file cannot be read",
         f"{file}: {why}",
-        "mend it, or move it away: all keys are then to be made again",
+        "fix it, or move it away: all keys are then to be made again",
     )
 
 

@@ -163,7 +163,7 @@ class Poller:
             try:
                 await self.poll()
             except Exception:
-                log.exception("telemetry failed; it goes on")
+                log.exception("telemetry failed; it continues")
             await asyncio.sleep(max(0.0, begun + BUSY_S - loop.time()))
 
     async def newest(self) -> Tick:

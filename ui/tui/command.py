@@ -15,22 +15,25 @@ from llmbox.app.errors import CliError, Exit
 
 
 @click.command(cls=Command)
-@click.option("--read-only", is_flag=True, help="Forbid everything that changes something.")
+@click.option("--read-only", is_flag=True, help="Disable every action that changes something.")
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write down what is shown.",
+    help="Record what is shown to FILE.",
 )
 @click.option(
     "--replay",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="Show a recording instead of the daemon.",
+    help="Replay a recording instead of watching the daemon.",
 )
-@click.option("--remote", metavar="URL", help="Watch another box.")
+@click.option("--remote", metavar="URL", help="Watch the daemon of another machine.")
 @click.option(
-    "--key-file", type=click.Path(path_type=Path), metavar="FILE", help="Holds an admin key of that box."
+    "--key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with an admin key of that machine.",
 )
 @pass_program
 def top(

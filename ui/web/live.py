@@ -48,7 +48,7 @@ def live(
     if view == "requests":
         pieces = requests_pieces(filter_of(model, key, status, since, before))
     if pieces is None:
-        raise ApiError(404, "No page of that name updates by itself.", "not_found")
+        raise ApiError(404, "There is no live view of that name.", "not_found")
     panel = panel_of(request)
     identity = identity_of(request)
     valid = lambda: panel.services.security.is_valid(identity)  # noqa: E731

@@ -28,7 +28,7 @@ from ..root import Command
 @click.option("--prompt", default=128, show_default=True, help="Prompt tokens.")
 @click.option("--output", "output_tokens", default=128, show_default=True, help="Output tokens.")
 @click.option("--scenario", type=click.Choice(["load", *SCENARIOS, "all"]), default="load", show_default=True)
-@click.option("--scale", type=click.Choice(list(SCALES)), default="full", help="Size of a scenario's work.")
+@click.option("--scale", type=click.Choice(list(SCALES)), default="full", help="Workload size of a scenario.")
 @click.option("--rounds", default=5, show_default=True, help="Rounds of a scenario, interleaved.")
 @click.option("--ids", default="300:1500", show_default=True, help="Range of token ids for prompts.")
 @click.option(
@@ -48,7 +48,9 @@ def bench(program: Program, /, scenario: str, earlier: Path | None, **options: A
     if scenario == "load":
         _load(program, before=read_levels(earlier) if earlier else None, **options)
     elif earlier:
-        raise click.UsageError("--compare is for the load scenario; the others compare by themselves")
+        raise click.UsageError(
+            "--compare is for the load scenario; the others compare two settings themselves"
+        )
     elif options["url"]:
         raise CliError(
             f"scenario {scenario} needs the local daemon",
@@ -92,7 +94,7 @@ def _load(
 
 
 def _print_ratios(compared: dict[int, dict[str, float | None]]) -> None:
-    output.write("\nThis run over the earlier one; whatever else ran on the machine then or now is in it:")
+    output.write("\nThis run divided by the earlier one (other load on the machine is included in both):")
     rows = [
         (level, *("-" if value is None else f"{value:.2f}" for value in figures.values()))
         for level, figures in compared.items()

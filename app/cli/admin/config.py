@@ -39,8 +39,10 @@ def config() -> None:
 
 @config.command()
 @click.argument("section", required=False)
-@click.option("--effective", is_flag=True, help="What the running daemon uses, flags of its start included.")
-@click.option("--origin", is_flag=True, help="Say where each value comes from.")
+@click.option(
+    "--effective", is_flag=True, help="Show the values of the running daemon, including its start flags."
+)
+@click.option("--origin", is_flag=True, help="Show where each value comes from.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def show(program: Program, section: str | None, *, effective: bool, origin: bool, as_json: bool) -> None:
@@ -88,7 +90,7 @@ def set_(program: Program, key: str, value: str) -> None:
     output.say(f"{row.name} = {format_setting(checked)} in {program.paths.config_file}")
     loaded = program.settings()
     if loaded.origins[row.name].source in {"env", "flag"}:
-        output.say(f"Note: {loaded.origins[row.name]} goes over the file.")
+        output.say(f"Note: {loaded.origins[row.name]} overrides the file.")
     if (running := find_running(program.paths)) is not None:
         output.say(f"Apply it: kill -HUP {running.pid}" if row.live else "Apply it: llmbox restart")
 
@@ -155,7 +157,7 @@ def _effective(program: Program) -> list[tuple[SettingSpec, Scalar, SettingOrigi
         item = answer.get(name)
         if item is None:
             raise CliError(
-                "the daemon is of another version", f"it has no key {name}", "llmbox restart", Exit.CONFLICT
+                "the daemon has another version", f"it has no key {name}", "llmbox restart", Exit.CONFLICT
             )
         value = tuple(item["value"]) if isinstance(item["value"], list) else item["value"]
         rows.append((row, value, SettingOrigin(item["origin"], item["place"])))

@@ -82,7 +82,7 @@ def _require_route(program: Program, guide: Guide) -> None:
     if guide.needs not in program.client.get("/openapi.json")["paths"]:
         raise CliError(
             f"{guide.title} cannot use this version of llmbox",
-            f"it speaks {guide.needs} only, which this version does not serve",
+            f"it requires {guide.needs}, which this version does not serve",
             "clients that can: llmbox connect",
         )
 
@@ -144,5 +144,5 @@ def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json
         output.say(f"{file} has these settings already.")
     else:
         output.write(formatting.printable(difference(file, old, new)).rstrip("\n"))
-        output.say(f"{file} is written" + (f"; as it was: {backup}" if backup else "."))
+        output.say(f"{file} is written" + (f"; backup: {backup}" if backup else "."))
     _hint(guide, at)

@@ -30,7 +30,7 @@ def db() -> None:
 
 @db.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code tells.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def check(program: Program, *, as_json: bool, quiet: bool) -> int:
     """Read the whole file and say whether it is sound; exit 8 when it is not."""
@@ -180,7 +180,7 @@ def _opened(path: Path, *, write: bool = False) -> Iterator[sqlite3.Connection]:
         raise CliError(
             f"cannot use {path}",
             str(error),
-            "try again; a writer that stays: llmbox down" if "locked" in str(error) else "llmbox doctor",
+            "try again; if it stays locked: llmbox down" if "locked" in str(error) else "llmbox doctor",
         ) from error
     except sqlite3.DatabaseError as error:
         raise CliError(f"{path} is damaged", str(error), "llmbox db check", Exit.INTEGRITY) from error

@@ -20,16 +20,16 @@ MARKS = {"ok": "ok    ", "note": "note  ", "failed": "FAILED"}
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Only what needs attention.")
+@click.option("-q", "--quiet", is_flag=True, help="Only findings that need attention.")
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Also write a zip for whoever helps: versions, settings, log; no keys, prompts or answers.",
+    help="Also write a zip for support: versions, settings, log; no keys, prompts or answers.",
 )
 @pass_program
 def doctor(program: Program, *, as_json: bool, quiet: bool, bundle: Path | None) -> int:
-    """Check this box; every finding comes with its fix. Exit 10 when something is broken."""
+    """Check this machine; every finding comes with a fix. Exit 10 when something is broken."""
     from ...diagnostics.checks import run_checks
 
     findings = run_checks(program)
@@ -38,7 +38,7 @@ def doctor(program: Program, *, as_json: bool, quiet: bool, bundle: Path | None)
         from ...diagnostics.bundle import write_bundle
 
         parts = write_bundle(program, findings, bundle)
-        output.say(f"{bundle} holds {', '.join(parts)}. Look through it before you give it away.")
+        output.say(f"{bundle} holds {', '.join(parts)}. Review it before you share it.")
     if as_json:
         told = {"ok": not failed, "findings": [asdict(each) for each in findings]}
         output.write_json("doctor", {**told, "bundle": None if bundle is None else str(bundle)})

@@ -66,7 +66,9 @@ def key() -> None:
     show_default=True,
     help="infer uses models, read reads metrics, admin does everything. May be repeated.",
 )
-@click.option("--model", "models", metavar="NAME", multiple=True, help="Only these; globs such as 'qwen*'.")
+@click.option(
+    "--model", "models", metavar="NAME", multiple=True, help="Only these models; globs such as 'qwen*'."
+)
 @click.option("--expires", type=Expiry(), metavar="WHEN", help="12h, 30d, 8w, or a day: 2030-12-31.")
 @click.option("--rpm", type=int, metavar="N", help="Most requests a minute.")
 @click.option("--tpm", type=int, metavar="N", help="Most tokens a minute, prompts and answers together.")
@@ -75,7 +77,7 @@ def key() -> None:
     type=int,
     default=0,
     metavar="N",
-    help="Class: lower is served first, below 0 is premium (default 0).",
+    help="Priority: lower is served first, below 0 is premium (default 0).",
 )
 @click.option("--log-content", is_flag=True, help="Let the request log keep prompts and answers of this key.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -156,7 +158,7 @@ def _forget_stored(program: Program) -> None:
     try:
         program.client.post("/admin/api/stored/forget", {})
     except CliError as error:
-        output.say(f"Answers that were stored go within the hour: {error.why}.")
+        output.say(f"Stored answers are deleted within the hour: {error.why}.")
 
 
 def _print_secret(program: Program, key: "ApiKey", secret: str, *, as_json: bool) -> None:

@@ -108,7 +108,7 @@ def stored(program: Program, *, as_json: bool) -> None:
     type=click.FloatRange(0, 36_500),
     default=0,
     metavar="DAYS",
-    help="Only what is older than so many days; everything without it.",
+    help="Only what is older than this many days; without it everything.",
 )
 @click.option(
     "--content",
@@ -141,7 +141,9 @@ def _path(request_id: str) -> str:
 
 def _print_call(text: str) -> None:
     if not text:
-        raise CliError("the request is still running", "it can be told when it has ended", "try again")
+        raise CliError(
+            "the request is still running", "its details are available once it has ended", "try again"
+        )
     output.write(formatting.printable(text))
 
 
@@ -151,7 +153,7 @@ def _print_replay(answer: Mapping[str, Any]) -> None:
     facts = shown | {"params": row.get("params", ""), "prefix cache": answer["prefix_note"]}
     lines = [f"{name:17}  {told}" for name, value in facts.items() if (told := _format_value(name, value))]
     if answer["content"] is not None:
-        lines += _texts("Prompt, as the model read it", answer["content"]["prompts"])
+        lines += _texts("Prompt as sent to the model", answer["content"]["prompts"])
         lines += _texts("Answer", answer["content"]["outputs"])
     if answer["content_note"]:
         lines += ["", answer["content_note"]]
@@ -210,12 +212,14 @@ class Since(click.ParamType[float]):
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True)
-@click.option("-f", "--follow", is_flag=True, help="Go on with new requests as they end.")
-@click.option("--model", metavar="NAME", help="Only of this model.")
-@click.option("--key", metavar="NAME", help="Only of the key of this name.")
-@click.option("--status", type=click.IntRange(100, 599), metavar="N", help="Only with this HTTP status.")
-@click.option("--errors", is_flag=True, help="Only those that ended with an error.")
-@click.option("--since", type=Since(), metavar="AGE", help="Only newer than 90s, 15m, 2h or 7d.")
+@click.option("-f", "--follow", is_flag=True, help="Follow: print new requests as they end.")
+@click.option("--model", metavar="NAME", help="Only requests of this model.")
+@click.option("--key", metavar="NAME", help="Only requests of the key with this name.")
+@click.option(
+    "--status", type=click.IntRange(100, 599), metavar="N", help="Only requests with this HTTP status."
+)
+@click.option("--errors", is_flag=True, help="Only requests that ended with an error.")
+@click.option("--since", type=Since(), metavar="AGE", help="Only requests newer than 90s, 15m, 2h or 7d.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Most rows.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with -f one for each request.")
 @click.option("-q", "--quiet", is_flag=True, help="Ids only.")
@@ -285,7 +289,7 @@ def _print(answer: Mapping[str, Any]) -> None:
     elif answer["problem"]:
         output.say(answer["problem"])
     elif not answer["in_flight"]:
-        output.say("Served nothing yet that matches.")
+        output.say("No finished request matches.")
     if answer["dropped"]:
         output.say(f"{answer['dropped']} rows were lost to a full disk or queue; see llmbox logs.")
 

@@ -22,12 +22,12 @@ from ..root import Command
     default=1.0,
     show_default=True,
     metavar="S",
-    help="Seconds between lines of --watch; the daemon looks once a second.",
+    help="Seconds between lines of --watch; the daemon samples once a second.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @pass_program
 def stats(program: Program, *, watch: bool, interval: float, as_json: bool) -> None:
-    """Show load and speed of this moment."""
+    """Show current load and throughput."""
     if watch:
         _watch(program, interval, as_json=as_json)
         return
@@ -56,7 +56,7 @@ def _tick_line(tick: Mapping[str, Any]) -> str:
         f"models {len(tick['engines'])}",
         f"running {total['running']}, waiting {total['waiting']}",
         f"KV {_percent(total['kv_used'])}",
-        speed if total["requests"] or total["open_requests"] else "served nothing yet",
+        speed if total["requests"] or total["open_requests"] else "no requests yet",
         f"CPU {_percent(host['cpu'])}",
         *(f"GPU{gpu['index']} {_percent(gpu['utilisation'])}" for gpu in tick["gpus"]["devices"]),
         *(each["text"] for each in tick["attention"]),
@@ -77,7 +77,7 @@ def _line(now: Mapping[str, Any]) -> str:
     if total["output_tokens"]:
         speed = f"{total['prompt_tokens']} tokens in, {total['output_tokens']} out so far"
     else:
-        speed = "served nothing yet"
+        speed = "no requests yet"
     state = "ready" if now["ready"] else f"not ready: {now['cause']}"
     hits = (
         f", prefix hits {total['prefix_hits'] / total['prefix_queries']:.0%}"
@@ -85,7 +85,7 @@ def _line(now: Mapping[str, Any]) -> str:
         else ""
     )
     right = (
-        f", guesses right {total['accepted_tokens'] / total['draft_tokens']:.0%}"
+        f", drafts accepted {total['accepted_tokens'] / total['draft_tokens']:.0%}"
         if total["draft_tokens"]
         else ""
     )

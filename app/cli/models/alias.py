@@ -61,7 +61,7 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
 def rm(program: Program, *, name: str) -> None:
     """Forget an alias. Its model stays."""
     program.registry.remove_alias(name)
-    output.say(f"{name} is no alias any more.")
+    output.say(f"{name} is no longer an alias.")
 
 
 def _format_parameters(parameters: object) -> str:

@@ -103,7 +103,7 @@ WORST_SHOWN = 5
 @click.option(
     "--calibrate",
     is_flag=True,
-    help="Let the model write a text first and choose the integers by it: slower, nearer to the original.",
+    help="Calibrate (GPTQ) on text that the model writes itself: slower, closer to the original.",
 )
 @click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -145,8 +145,8 @@ def quantize(
 def _words(what: str, done: int, total: int) -> str:
     share = f"{done / max(1, total):.0%}"
     if what == "writing":
-        return f"the model has written {share} of a text to learn from"
-    return f"rounded {share} of {formatting.size(total)}"
+        return f"calibration text: {share} written"
+    return f"quantized {share} of {formatting.size(total)}"
 
 
 def _print(report: dict[str, Any], target: Path) -> None:
@@ -156,11 +156,11 @@ def _print(report: dict[str, Any], target: Path) -> None:
         f"  size      {formatting.size(before)} before, {formatting.size(after)} now ({after / before:.0%})"
     )
     output.write(
-        f"  error     {report['relative']:.2%} of the weights' norm; {report['tensors']} tensors rounded, "
+        f"  error     {report['relative']:.2%} of the weights' norm; {report['tensors']} tensors quantized, "
         f"{report['kept']} kept"
     )
     if report["calibrated"]:
-        output.write(f"  chosen by {report['calibrated']} tokens of the model's own text")
+        output.write(f"  calibrated on {report['calibrated']} tokens of the model's own text")
     if report["perplexity_before"] is not None:
         was, now = report["perplexity_before"], report["perplexity_after"]
         output.write(f"  perplexity  {was:.3f} before, {now:.3f} now ({now / was - 1:+.2%})")
@@ -191,7 +191,7 @@ TOKENIZER_FILES = (
     "to",
     type=click.Choice(("auto", "none", *FORMATS)),
     default="auto",
-    help="Format of the weights; auto: int8 of rounded ones, none (bfloat16) of floats.",
+    help="Format of the weights; auto: int8 for quantized files, none (bfloat16) for floats.",
 )
 @click.option(
     "--out",
@@ -297,7 +297,7 @@ def _print_import(report: dict[str, Any], target: Path) -> None:
     )
     if report["tensors"]:
         output.write(
-            f"  error     {report['relative']:.2%} of the norm of the file's weights, by rounding to integers"
+            f"  error     {report['relative']:.2%} of the norm of the file's weights, by quantization"
         )
     output.write("")
     output.write(f"Serve it: llmbox up {target}")

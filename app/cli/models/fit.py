@@ -37,7 +37,7 @@ FLAGS = (
 @click.command(cls=Command)
 @click.argument("model")
 @setting_options(*(f"model.{name}" for name in FLAGS))
-@click.option("--probe", is_flag=True, help="Measure the memory's bandwidth anew instead of once.")
+@click.option("--probe", is_flag=True, help="Measure the memory bandwidth again.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def fit(program: Program, /, model: str, *, as_json: bool, probe: bool, **flags: Any) -> int:

@@ -54,7 +54,7 @@ def search(program: Program, *, text: str | None, limit: int, as_json: bool, qui
         for hit in hits:
             output.write(hit.name)
     elif not hits:
-        output.say(f"Nothing with safetensors weights is named like {text!r}.")
+        output.say(f"No model with safetensors weights matches {text!r}.")
     else:
         rows = [
             (

@@ -291,7 +291,7 @@ def _in_memory(program: Program, name: str) -> dict[str, Any] | None:
 @click.argument("model")
 @model_options
 @click.option("--ttl", type=click.FloatRange(0, 1e7), metavar="S", help="Unload after S idle seconds.")
-@click.option("--estimate-only", is_flag=True, help="Say what it would need; load nothing.")
+@click.option("--estimate-only", is_flag=True, help="Show what it would need; load nothing.")
 @click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
 @click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -334,7 +334,7 @@ def print_ready(name: str, info: Mapping[str, Any]) -> None:
     total = info["weights_bytes"] + info["kv_bytes"] + info["workspace_bytes"]
     output.say(
         f"{name} is ready: context {info['context_window']} tokens, {formatting.size(total)} of memory "
-        f"({formatting.size(info['kv_bytes'])} of it for keys and values)."
+        f"({formatting.size(info['kv_bytes'])} of it KV cache)."
     )
     for note in info["notes"]:
         output.say(f"Note: {note}")
@@ -389,7 +389,7 @@ def _post(program: Program, what: str, body: Mapping[str, Any], timeout: float =
 @click.option("--all", "every", is_flag=True, help="All models.")
 @pass_program
 def unload(program: Program, model: str | None, *, every: bool) -> None:
-    """Take a model out of memory. Its open requests end with an error."""
+    """Unload a model from memory. Its open requests end with an error."""
     if (model is None) != every:
         raise CliError("which model?", "one MODEL or --all is needed", "llmbox ps", Exit.USAGE)
     answer = _post(program, "unload", {"model": model}, timeout=60.0)

@@ -29,13 +29,17 @@ USUAL_RATE = 10e6
 
 @click.command(cls=Command)
 @click.argument("ref", required=False)
-@click.option("--anyway", is_flag=True, help="Although it does not fit, or cannot be served by this version.")
-@click.option("--wait/--no-wait", default=True, help="Follow it to its end (default).")
+@click.option(
+    "--anyway", is_flag=True, help="Download it even if it does not fit or cannot be served by this version."
+)
+@click.option("--wait/--no-wait", default=True, help="Wait until the download ends (default).")
 @click.option("--list", "show_list", is_flag=True, help="Show all downloads instead.")
 @click.option("--pause", "act", flag_value="pause", help="Pause the download of REF.")
 @click.option("--resume", "act", flag_value="resume", help="Go on with it.")
-@click.option("--cancel", "act", flag_value="cancel", help="Give it up and delete what was fetched.")
-@click.option("--dismiss", "act", flag_value="dismiss", help="Take a failed or finished one from the list.")
+@click.option("--cancel", "act", flag_value="cancel", help="Cancel the download of REF and delete its files.")
+@click.option(
+    "--dismiss", "act", flag_value="dismiss", help="Remove a failed or finished download from the list."
+)
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one a line.")
 @click.option("-q", "--quiet", is_flag=True, help="With --list: names only.")
 @pass_program
@@ -63,7 +67,7 @@ def pull(
     if act is not None:
         found = program.client.post(f"/admin/api/downloads/{act}", {"model": ref}, timeout=60.0)["download"]
         if act == "dismiss" and not as_json:
-            output.say(f"{ref} is off the list.")
+            output.say(f"{ref} was removed from the list.")
         else:
             _print_result(found, as_json=as_json)
         if act != "resume":
@@ -77,7 +81,7 @@ def pull(
     try:
         _follow(program, found, as_json=as_json)
     except KeyboardInterrupt:
-        output.say(f"\nThe download goes on in the daemon. Stop it: llmbox pull --cancel {ref}")
+        output.say(f"\nThe download continues in the daemon. Stop it: llmbox pull --cancel {ref}")
         raise
 
 
@@ -148,7 +152,7 @@ def finish(program: Program, found: Mapping[str, Any], *, as_json: bool) -> None
         _print_result(found, as_json=False)
     if found["state"] != "ready":
         raise CliError(
-            f"{found['model']} is not here yet",
+            f"{found['model']} is not downloaded yet",
             f"its download is {found['state']}",
             f"llmbox pull --resume {found['model']}",
         )
@@ -200,7 +204,9 @@ def _list(program: Program, *, as_json: bool, quiet: bool) -> None:
         right=(2, 3, 4),
     )
     if failed := [row["model"] for row in rows if row["state"] == "failed"]:
-        output.say(f"Try again: llmbox pull {failed[0]}; off the list: llmbox pull --dismiss {failed[0]}")
+        output.say(
+            f"Try again: llmbox pull {failed[0]}; remove it from the list: llmbox pull --dismiss {failed[0]}"
+        )
 
 
 def reason(found: Mapping[str, Any]) -> str:

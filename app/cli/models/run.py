@@ -52,7 +52,7 @@ def run(
     if not sys.stdin.isatty():
         question = "\n\n".join(part for part in (question, _piped()) if part)
         if not question:
-            raise CliError("nothing was asked", "stdin is empty", f"llmbox run {model} 'Hello'", Exit.USAGE)
+            raise CliError("the prompt is empty", "stdin is empty", f"llmbox run {model} 'Hello'", Exit.USAGE)
     fetch_missing(program, [model], {}, yes=yes)
     served = _ensure_loaded(program, model)
     talk = ChatSession(
@@ -101,7 +101,7 @@ class ChatSession:
                 sys.stdout.flush()
             thoughts.end()
             if thoughts.seen and not pieces:
-                output.say("The model's answer ended in its thoughts. --max-tokens N gives it more room.")
+                output.say("The answer ended inside the model's reasoning. --max-tokens N allows more tokens.")
                 self._messages.append({"role": "assistant", "content": ""})
         except CliError:
             self._messages.pop()

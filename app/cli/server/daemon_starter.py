@@ -93,8 +93,8 @@ def startup_error(program: Program, code: int, offset: int) -> CliError:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return CliError(
         "the daemon ended while starting",
-        f"{how}" + ("; its last words:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""),
-        "mend the cause, then llmbox up",
+        f"{how}" + ("; its last log lines:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""),
+        "fix the cause, then llmbox up",
         exit_code,
         log_file,
     )
@@ -125,8 +125,8 @@ def wait_for_models(
             if waited > timeout:
                 raise CliError(
                     "not ready yet",
-                    f"waited {timeout:g} s; the daemon goes on loading",
-                    "look again: llmbox ps, or wait longer: --timeout S",
+                    f"waited {timeout:g} s; the daemon continues loading",
+                    "check with llmbox ps, or wait longer: --timeout S",
                     Exit.FAILED,
                     str(program.paths.log_file),
                 )

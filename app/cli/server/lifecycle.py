@@ -26,7 +26,7 @@ from .daemon_starter import start_daemon, wait_for_models
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code tells.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def status(program: Program, *, as_json: bool, quiet: bool) -> int:
     """Show whether the daemon runs; exit 3 when it does not, 1 when one of its models has failed."""
@@ -138,7 +138,7 @@ def stop(program: Program, running: RunningDaemon, *, now: bool, timeout: float 
         _stop(running, process, 0.0 if now else timeout, program)
     except PermissionError as error:
         raise CliError(
-            f"may not stop pid {running.pid}",
+            f"no permission to stop pid {running.pid}",
             "it belongs to another user",
             "stop it as that user",
             Exit.DENIED,

@@ -69,13 +69,15 @@ FOLLOW_INTERVAL = 0.2
 
 
 @click.command(cls=Command)
-@click.option("-f", "--follow", is_flag=True, help="Go on with new lines.")
+@click.option("-f", "--follow", is_flag=True, help="Follow: print new lines.")
 @click.option(
     "-n", "--lines", type=click.IntRange(0), default=100, show_default=True, help="Last lines shown."
 )
-@click.option("--component", metavar="NAME", help="Only of one part: daemon, engines, http, gateway, store…")
-@click.option("--level", type=click.Choice(LEVEL_WORDS), default="debug", help="Only this severe or more.")
-@click.option("--json", "as_json", is_flag=True, help="The lines as they are in the file: JSON objects.")
+@click.option(
+    "--component", metavar="NAME", help="Only one component: daemon, engines, http, gateway, store…"
+)
+@click.option("--level", type=click.Choice(LEVEL_WORDS), default="debug", help="Only this level and above.")
+@click.option("--json", "as_json", is_flag=True, help="Print the lines as stored: JSON objects.")
 @pass_program
 def logs(
     program: Program, *, follow: bool, lines: int, component: str | None, level: str, as_json: bool

@@ -63,7 +63,7 @@ def install(program: Program, *, system: bool | None, only_print: bool) -> None:
         raise CliError(
             "a daemon runs on these files",
             f"pid {running.pid}; the service would be refused",
-            "llmbox down, then again",
+            "llmbox down, then try again",
             Exit.CONFLICT,
         )
     file = unit_file(program, system=system)
@@ -82,7 +82,7 @@ def install(program: Program, *, system: bool | None, only_print: bool) -> None:
 @service.command(cls=Command)
 @scope_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code tells.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def status(program: Program, *, system: bool | None, as_json: bool, quiet: bool) -> int:
     """Show whether the service is installed and runs; exit 3 when it does not run."""
@@ -168,7 +168,7 @@ def _print_status(facts: dict[str, Any]) -> None:
     unit = facts["unit"] if facts["installed"] else f"not installed ({facts['unit']} does not exist)"
     output.write(f"Unit     {unit}")
     if not facts["systemd"]:
-        output.write("State    systemd does not run this machine: use llmbox up, or your own supervisor with")
+        output.write("State    this machine does not run systemd: use llmbox up, or your own supervisor with")
         output.write("         llmbox serve")
         return
     pid = f", pid {facts['pid']}" if facts["pid"] else ""
@@ -205,8 +205,8 @@ def _spec(program: Program, *, system: bool) -> UnitSpec:
 def _prepare_machine(program: Program) -> None:
     if os.geteuid() != 0:
         raise CliError(
-            "only root installs a service of the machine",
-            f"we run as user id {os.geteuid()}",
+            "only root can install a system service",
+            f"this process runs as user id {os.geteuid()}",
             "sudo llmbox service install --system, or without root: --user",
             Exit.DENIED,
         )
@@ -235,7 +235,7 @@ def _has_user() -> bool:
 def _require_systemd() -> None:
     if not BOOTED.is_dir():
         raise CliError(
-            "systemd does not run this machine",
+            "this machine does not run systemd",
             f"there is no {BOOTED}",
             "llmbox up, or llmbox serve under your own supervisor; --print shows the unit",
             Exit.FAILED,

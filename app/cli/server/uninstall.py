@@ -70,7 +70,7 @@ def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
     found = [
         ("settings", paths.config_file),
         ("API keys", paths.keys_file),
-        ("times of keys' use", paths.keys_used_file),
+        ("last-used times of keys", paths.keys_used_file),
         ("aliases and adopted folders", paths.registry_file),
         ("logs and request log", paths.state_dir),
         ("compiled kernels and repacked weights", paths.cache_dir),
@@ -113,7 +113,7 @@ def _size(path: Path) -> int:
 
 def _announce(program: Program, items: list[UninstallItem], *, with_models: bool) -> None:
     if not items:
-        output.say("There is nothing of llmbox here.")
+        output.say("No files of llmbox were found.")
         return
     output.say("This goes:")
     for item in items:
@@ -136,7 +136,7 @@ def _delete(path: Path) -> None:
         raise CliError(
             f"cannot remove {path}",
             error.strerror or str(error),
-            "mend its owner or mode, then again",
+            "fix its owner or mode, then try again",
             Exit.DENIED,
         ) from error
 

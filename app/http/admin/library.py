@@ -94,7 +94,7 @@ MOST_HITS = 50
 class PullRequest(Struct, forbid_unknown_fields=True):
     model: str
     anyway: bool = False
-    """Although it does not fit, or cannot be served by this version."""
+    """Download it even if it does not fit or cannot be served by this version."""
 
 
 class DownloadRequest(Struct, forbid_unknown_fields=True):

@@ -83,7 +83,7 @@ async def create_batch(request: HttpRequest, data: Annotated[BatchRequest, Body(
     seen: set[str] = set()
     for number, each in enumerate(data.requests):
         if each.custom_id in seen:
-            raise invalid(f"requests[{number}].custom_id", f"{each.custom_id!r} is there twice")
+            raise invalid(f"requests[{number}].custom_id", f"{each.custom_id!r} occurs twice")
         if each.params.get("stream"):
             raise invalid(f"requests[{number}].params.stream", "answers of a batch are not streamed")
         seen.add(each.custom_id)

@@ -303,10 +303,10 @@ def _warnings(call: RequestContext, data: MessagesRequest, model: LoadedModel) -
     found += unknown_fields(OutputConfig, call.plain.get("output_config") or {}, "output_config.")
     thinking = data.thinking
     if thinking is not None and thinking.budget_tokens is not None:
-        found.append("'thinking.budget_tokens' has no effect: thoughts end when the model ends them.")
+        found.append("'thinking.budget_tokens' has no effect: reasoning ends when the model ends it.")
     config = data.output_config
     if config is not None and config.effort and "reasoning_effort" not in (model.text.chat_template or ""):
-        found.append("'output_config.effort' has no effect: this model's chat template knows no levels.")
+        found.append("'output_config.effort' has no effect: this model's chat template has no levels.")
     if data.diagnostics:
-        found.append("'diagnostics' has no effect: the log tells where a prefix ended (llmbox requests).")
+        found.append("'diagnostics' has no effect: the request log says where a prefix ended (llmbox requests).")
     return found

@@ -96,11 +96,11 @@ def _find_key(scope: Scope) -> str | None:
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     others = [value for name, value in scope["headers"] if name == b"x-api-key"]
     if len(given) > 1 or len(others) > 1:
-        raise unauthorized("The request shows more than one key.")
+        raise unauthorized("The request carries more than one key.")
     tokens = [_bearer(value) for value in given] + [value.decode("latin-1").strip() for value in others]
     ours = {token for token in tokens if token.startswith(PREFIX)}
     if len(ours) > 1:
-        raise unauthorized("The request shows more than one key.")
+        raise unauthorized("The request carries more than one key.")
     return ours.pop() if ours else None
 
 

@@ -105,7 +105,7 @@ async def _check_session(connection: ASGIConnection[Any, Any, Any, Any], session
         if given is None and is_form(connection):
             given = (await form_of(connection)).get("csrf_token")
         if given is None or not is_csrf_token(session, given):
-            raise _denied("The page is out of date: load it again.", "csrf_failed")
+            raise _denied("The page has expired: reload it.", "csrf_failed")
     if cookie := rotated_cookie(connection, session):
         add_headers(connection.scope, lambda: [cookie])
 

@@ -68,7 +68,7 @@ async def sign_in(request: Request[Any, Any, State]) -> Response[str]:
         security.back_off.record_failure(address)
         log.warning("a sign-in from %s failed", address)
         return _page(
-            "That did not work: the link was used or is too old, or the key may not administer.", status=401
+            "Sign-in failed: the link was used or has expired, or the key lacks the scope admin.", status=401
         )
     security.back_off.record_success(address)
     log.info("signed in from %s with %s", address, f"the key {key.name}" if key else "a one-time link")

@@ -123,8 +123,8 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 _WITHOUT_EFFECT = [name for name, hint in Options.__annotations__.items() if hint is NoEffect]
 
 _REASONS = {
-    "num_ctx": ": the window is that of the load",
-    "repeat_last_n": ": penalties are of the whole context",
+    "num_ctx": ": the context window is set at load",
+    "repeat_last_n": ": penalties count the whole context",
 }
 _WHOLE_CONTEXT = ("repeat_last_n", -1)
 
@@ -171,7 +171,7 @@ async def _prepare_raw(call: RequestContext, data: GenerateRequest, warnings: li
     if data.logprobs:
         params = replace(params, logprobs=data.top_logprobs or 0)
     if data.system:
-        warnings.append("'system' has no effect: a prompt without a template has no place for it.")
+        warnings.append("'system' has no effect: a prompt without a template cannot hold one.")
     generation = replace(
         raw.generation, params=params, max_tokens_clamped=True, stream=data.stream is not False
     )

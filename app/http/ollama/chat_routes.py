@@ -54,7 +54,7 @@ class EmbeddedOne(Struct, kw_only=True):
 
 
 Told = Callable[[list[list[float]], Pooled | None, list[str]], Struct]
-"""The answer of a route: vectors, what they came from (None where nothing was asked), warnings."""
+"""The answer of a route: vectors, what they came from (None where the prompt is empty), warnings."""
 
 
 @post(

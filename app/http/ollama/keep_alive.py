@@ -15,7 +15,7 @@ _NUMBER = r"(?:\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})"
 _PIECE = re.compile(rf"({_NUMBER})({'|'.join(_UNITS)})")
 _DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_PIECE.pattern})+)")
 NOT_DECIDED = (
-    "'keep_alive' has no effect: this model was loaded by the box's owner. With the scope admin it has one."
+    "'keep_alive' has no effect: this model was loaded by the owner. It takes effect with the scope admin."
 )
 
 

@@ -49,10 +49,10 @@ _SHA256_DIGITS = 64
 _STATUS_OF = {"repo_not_found": 404, "no_weights": 404, "repo_gated": 403, "bad_token": 403}
 _OURS = {"does_not_fit", "unsupported_model", "disk_full"}
 INSTEAD = {
-    "blobs": "llmbox takes no files over its API. A folder of safetensors is taken in by llmbox adopt.",
+    "blobs": "llmbox accepts no model files over its API. Use llmbox adopt for a folder of safetensors.",
     "create": (
-        "llmbox makes no models of Modelfiles. An alias has parameters and a system prompt of its own: "
-        "llmbox alias set NAME MODEL temperature=0.2; a folder of safetensors is taken in by llmbox adopt."
+        "llmbox builds no models from Modelfiles. An alias has parameters and a system prompt of its own: "
+        "llmbox alias set NAME MODEL temperature=0.2; llmbox adopt registers a folder of safetensors."
     ),
     "push": "llmbox publishes nothing. Models are uploaded with the tools of the Hugging Face hub.",
 }
@@ -193,7 +193,7 @@ def _refusal(download: Download) -> ApiError:
 
 def _to_api_error(error: HubError) -> ApiError:
     status = 400 if error.code in _OURS else _STATUS_OF.get(error.code, 502)
-    message = f"{error}. To mend it: {error.fix}" if error.fix else str(error)
+    message = f"{error}. Fix: {error.fix}" if error.fix else str(error)
     message = message.replace(str(hub_cache(os.environ)), "the model cache")  # no paths to clients
     return ApiError(status, message, error.code, "model", error_type(status))
 

@@ -166,7 +166,7 @@ def read_items(path: Path, endpoint: str, limits: LimitSettings) -> list[BatchIt
                 raise _bad_file(number, f"it is longer than {limits.body_bytes} bytes (limits.body_bytes)")
             item = _item(number, line, endpoint, limits.json_depth)
             if item.custom_id in items:
-                raise _bad_file(number, f"the custom_id {item.custom_id!r} is there twice")
+                raise _bad_file(number, f"the custom_id {item.custom_id!r} occurs twice")
             items[item.custom_id] = item
     if not items:
         raise _bad_file(1, "the file holds no request")

@@ -226,7 +226,7 @@ def heading_of(opened: OpenRequest, chat: ChatCall) -> ChunkHeader:
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise invalid("max_completion_tokens", "it differs from 'max_tokens', whose place it takes")
+        raise invalid("max_completion_tokens", "it differs from 'max_tokens', which it replaces")
     name = "max_tokens" if new is None else "max_completion_tokens"
     wanted = old if new is None else new
     check_max_tokens(name, wanted, 1, body)

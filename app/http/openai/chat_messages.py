@@ -239,7 +239,7 @@ def with_effort(chat: Chat, effort: Effort | None, template: str | None) -> tupl
         chosen = {_SWITCH: thinks(effort)}
         warnings = [] if effort == "none" else [_switched(effort)]
     else:
-        return chat, ["'reasoning_effort' has no effect: this model's chat template leaves no choice."]
+        return chat, ["'reasoning_effort' has no effect: this model's chat template has no such switch."]
     return replace(chat, template_kwargs=chosen | chat.template_kwargs), warnings
 
 

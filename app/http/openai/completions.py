@@ -63,7 +63,7 @@ def truncate_prompts(
         raise invalid("truncate_prompt_tokens", f"it is -1, or 1 to this model's context of {limit} tokens")
     keep = most if most > 0 else limit - max(max_tokens or 1, 1)
     if keep < 1:
-        raise invalid("truncate_prompt_tokens", "the output that is asked for leaves no room for a prompt")
+        raise invalid("truncate_prompt_tokens", "the requested output leaves no room for a prompt")
     cut = [ids[-keep:] for ids in prompts]
     lost = sum(map(len, prompts)) - sum(map(len, cut))
     where = "The prompt" if len(prompts) == 1 else "Prompts"
@@ -91,7 +91,7 @@ def check_prompts(prompts: list[list[int]], param: str, model: LoadedModel) -> N
     for i, ids in enumerate(prompts):
         place = param if len(prompts) == 1 else f"{param}[{i}]"
         if not ids:
-            raise invalid(place, "it makes a prompt of no tokens, and a model needs one token to begin with")
+            raise invalid(place, "the prompt has no tokens; at least one is required")
         if max(ids) >= info.vocab_size:
             raise invalid(place, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")
 

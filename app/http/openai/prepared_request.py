@@ -44,7 +44,7 @@ class CheckedRequest(Generic[Body]):
         return [
             *self.warnings,
             *self.generation.remarks,
-            f"The answer was cut at {where}: what it had to follow is not complete.",
+            f"The answer was cut at {where}: the required format is not complete.",
         ]
 
     @property

@@ -23,13 +23,13 @@ from ..auth.credentials import identity_of
 from ..server.request import StrictRequest, is_local_socket, request_id
 from .unsupported import unknown_fields
 
-_ADAPTER = "Adapters are not applied to requests: merge one into a model's weights, and load that."
-_SAMPLER = "This way of choosing tokens is not there: 'temperature', 'top_k', 'top_p' and 'min_p' are."
-_BEAMS = "Tokens are drawn one by one: there is no beam search."
-_PROCESSOR = "No code of a caller's is run: 'logit_bias', 'bad_words' and 'allowed_token_ids' are there."
+_ADAPTER = "Adapters are not supported: merge it into the model's weights and load that model."
+_SAMPLER = "This sampling method is not supported. Supported: 'temperature', 'top_k', 'top_p' and 'min_p'."
+_BEAMS = "Beam search is not supported."
+_PROCESSOR = "Custom logits processors are not run. Use 'logit_bias', 'bad_words' or 'allowed_token_ids'."
 _SHAPE = "Use 'response_format' or 'structured_outputs'."
-_MEDIA = "Only text is read."
-_ROUTER = "The model that is named answers, or none."
+_MEDIA = "Only text input is supported."
+_ROUTER = "Fallback models are not supported: name the model to use."
 _LENGTH = "Use 'max_tokens' and 'min_tokens'."
 _FIELDS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     **dict.fromkeys(("lora", "adapters"), (_ADAPTER, ([], {}))),

@@ -75,7 +75,7 @@ def services_and_owner(request: HttpRequest) -> tuple[Services, str]:
     return services, services.security.owner_id(identity_of(request))
 
 
-NOT_STORED = "The answer could not be stored: too much waits for the disk."
+NOT_STORED = "The answer could not be stored: the write queue of the disk is full."
 _TOKEN_BYTES, _LOGPROB_BYTES = 16, 2000  # estimated, for each token of an answer
 _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # OpenAI's limits
 

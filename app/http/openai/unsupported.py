@@ -56,7 +56,7 @@ _REASONS = {
     "container": "No code is run for a model here.",
     "speed": "There is one speed: 'standard'.",
     "inference_geo": "Answers are made on this machine.",
-    "fallbacks": "The model that is named answers, or none.",
+    "fallbacks": "Fallback models are not supported: name the model to use.",
     "fallback_credit_token": "Nothing is billed here.",
     "billing_policy": "Nothing is billed here.",
 }

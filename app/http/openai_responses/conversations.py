@@ -169,7 +169,7 @@ def _require_room(put: bool) -> None:
     if not put:
         raise ApiError(
             503,
-            "Too much waits for the disk.",
+            "The write queue of the disk is full. Try again later.",
             "request_log_unavailable",
             type="server_error",
             headers={"Retry-After": "5"},

@@ -25,7 +25,7 @@ from .translate import items_of
 from .writer import PreparedResponse
 
 _INSTRUCTIONS = (
-    "Summarize the conversation so far for whoever goes on with it: what was asked, what was done and found, "
+    "Summarize the conversation so far for whoever continues it: what was asked, what was done and found, "
     "decisions, names, numbers and places that will be needed, what is still open. Answer with that alone."
 )
 _ID = "resp_"

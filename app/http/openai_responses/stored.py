@@ -100,7 +100,7 @@ def start_background(call: RequestContext, prepared: PreparedResponse, store: St
     if not writer.keep(response):
         full = ApiError(
             503,
-            "Too much waits for the disk.",
+            "The write queue of the disk is full. Try again later.",
             "request_log_unavailable",
             type="server_error",
             headers={"Retry-After": "5"},
@@ -151,7 +151,7 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
     if not background:
         raise ApiError(
             400,
-            "Only responses with 'background': true can be cancelled; others end when their client leaves.",
+            "Only responses with 'background': true can be cancelled; others end with their connection.",
             code="response_not_in_background",
             param="response_id",
         )

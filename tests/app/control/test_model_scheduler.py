@@ -207,7 +207,7 @@ async def test_busy_and_pinned_models_stay_and_the_refusal_has_numbers(tmp_path:
         with pytest.raises(ApiError) as refused:
             await house.residency.find("c")
         assert (refused.value.status, refused.value.code) == (503, "memory_busy")
-        assert "c needs 0.1 MB and 0.0 MB can be had while a is pinned, b is busy" in refused.value.message
+        assert "c needs 0.1 MB and 0.0 MB are available while a is pinned, b is busy" in refused.value.message
         assert house.engines.failures() == {}
         assert house.engines.readiness().ready
         house.residency.pin("a", pinned=False)

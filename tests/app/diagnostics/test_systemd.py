@@ -75,7 +75,7 @@ def test_machines_without_systemd_say_so(call: Call, tmp_path: Path, monkeypatch
     monkeypatch.setattr(service, "BOOTED", tmp_path / "absent")
     status = call("service", "status", "--user")
     assert status.code == Exit.UNREACHABLE
-    assert "systemd does not run this machine" in status.out
+    assert "this machine does not run systemd" in status.out
     install = call("service", "install", "--user")
     assert install.code == Exit.FAILED
     assert "llmbox serve" in install.err

@@ -171,7 +171,7 @@ def test_uninstall_takes_ours_and_leaves_models_and_other_files(call: Call, live
     assert json.loads(done.out)["schema"] == "llmbox.uninstall/1"
     assert [path.name for path in lived_in.iterdir()] == ["thesis.txt"]
     assert (tmp_path / "hf" / "hub" / "models--org--name").is_dir()
-    assert call("uninstall", "--yes").err.startswith("There is nothing")
+    assert call("uninstall", "--yes").err.startswith("No files of llmbox")
 
 
 def test_the_service_of_other_files_stays(call: Call, lived_in: Path, home: Path):

@@ -183,7 +183,7 @@ def test_a_failure_keeps_its_reason_over_a_kill_until_it_is_dismissed(box: Box, 
     assert "org/typo was not found: the hub knows no such model" in listed.out
     assert "llmbox pull --dismiss org/typo" in listed.err
     assert "failed: org/typo was not found" in box.run("ls").out
-    assert box.run("pull", "--dismiss", "org/typo").err == "org/typo is off the list.\n"
+    assert box.run("pull", "--dismiss", "org/typo").err == "org/typo was removed from the list.\n"
     assert box.run("pull", "--list", "--json").json["downloads"] == []
     assert box.run("pull", "--dismiss", "org/typo").code == Exit.NOT_FOUND
 

@@ -175,7 +175,7 @@ def test_what_the_owner_loaded_is_the_owners(
         assert (loaded.json()["id"], loaded.json()["state"]) == (NAME, "loaded")
         asked = {"model": NAME, "prompt": "x", "options": {"num_predict": 1}, "stream": False}
         told = anybody._client.post("/api/generate", json={**asked, "keep_alive": -1}).json()
-        assert "loaded by the box's owner" in told["warnings"][0]
+        assert "loaded by the owner" in told["warnings"][0]
         (model,) = anybody.ps().models
         assert model.expires_at - datetime.now(UTC) <= timedelta(hours=1)
         with pytest.raises(ollama.ResponseError, match="scope admin") as refused:

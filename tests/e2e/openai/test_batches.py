@@ -175,7 +175,7 @@ GOOD = line("one", HELLO)
         (b"{", "Line 1 .*not valid JSON"),
         (b"[1]", "Line 1 .*no JSON object"),
         (b"\xff", "Line 1 .*not UTF-8"),
-        (json.dumps(GOOD).encode() + b"\n" + json.dumps(GOOD).encode(), "Line 2 .*'one' is there twice"),
+        (json.dumps(GOOD).encode() + b"\n" + json.dumps(GOOD).encode(), "Line 2 .*'one' occurs twice"),
         (json.dumps(GOOD | {"custom_id": 5}).encode(), "'custom_id' must be a text"),
         (json.dumps(GOOD | {"custom_id": "x" * 513}).encode(), "'custom_id' must be a text"),
         (json.dumps(GOOD | {"method": "GET"}).encode(), "'method' must be 'POST'"),

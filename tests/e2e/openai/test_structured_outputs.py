@@ -273,7 +273,7 @@ def test_an_answer_that_is_cut_says_why_it_is_not_complete(server, route, stream
     text = httpx.post(server.url + route, json=body, timeout=120).text
     name = CUT[route].get("max_tokens") and "max_tokens"
     name = name or ("max_output_tokens" if "input" in CUT[route] else "options.num_predict")
-    assert f"The answer was cut at '{name}' (4): what it had to follow is not complete." in text
+    assert f"The answer was cut at '{name}' (4): the required format is not complete." in text
 
 
 def test_a_call_is_required(client):

@@ -161,7 +161,7 @@ def test_another_box_with_an_admin_key(box: Box, terminal, tmp_path):
     key.write_text(box.run("key", "add", "top", "--scope", "admin").out)
     url = f"http://127.0.0.1:{box.running.port}"
     child = terminal("top", "--remote", url, "--key-file", str(key))
-    until(lambda: "Served nothing yet" in child.text)
+    until(lambda: "No requests yet" in child.text)
     child.press("q")
     assert child.ended() == 0
     key.write_text("sk-llmbox-" + "x" * 43)
@@ -172,13 +172,13 @@ def test_another_box_with_an_admin_key(box: Box, terminal, tmp_path):
 def test_the_daemon_goes_and_comes_back(box: Box, terminal):
     daemon = box.serve(box.model())
     child = terminal("top")
-    until(lambda: "Served nothing yet" in child.text)
+    until(lambda: "No requests yet" in child.text)
     daemon.send_signal(signal.SIGKILL)
     daemon.wait()
     until(lambda: "daemon gone" in child.text)
     at = len(child.text)
     box.serve(box.model())
-    until(lambda: "all is well" in child.text[at:])
+    until(lambda: "no alerts" in child.text[at:])
     child.press("q")
     assert child.ended() == 0
 
@@ -187,7 +187,7 @@ def test_the_daemon_goes_and_comes_back(box: Box, terminal):
 def test_poor_terminals(box: Box, terminal, environ):
     box.serve(box.model())
     child = terminal("top", size=(80, 24), **environ)
-    until(lambda: "Served nothing" in child.text or "Devices" in child.text)
+    until(lambda: "No requests yet" in child.text or "Devices" in child.text)
     child.press("q")
     assert child.ended() == 0
     colours = re.findall(rb"\x1b\[[0-9;]*38;2;(\d+);(\d+);(\d+)", child.output)

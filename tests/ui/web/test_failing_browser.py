@@ -66,5 +66,5 @@ def test_a_failed_download_says_why_and_is_dismissed(window: Window):
     page.screenshot(path=SHOTS / "failed-download.png")
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Dismiss").click()
-    page.get_by_text("Took off the list: org/typo.").wait_for()
+    page.get_by_text("Removed from the list: org/typo.").wait_for()
     page.get_by_text("org/typo was not found").wait_for(state="detached")

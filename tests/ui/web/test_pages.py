@@ -121,7 +121,7 @@ def test_without_a_sign_in_there_is_only_the_way_in(panel, path):
 def test_changes_need_the_token_of_the_page(signed_in, path):
     answer = signed_in.post(path, data={"name": "x"})
     assert answer.status_code == 403
-    assert "out of date" in answer.text
+    assert "has expired" in answer.text
 
 
 def test_filters_stand_in_the_address_and_rows_can_be_exported(panel, signed_in):

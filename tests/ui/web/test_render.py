@@ -28,7 +28,7 @@ def test_a_small_share_is_not_called_nothing(share, said):
 
 
 def test_a_box_without_work_is_idle_instead_of_slow():
-    assert "Served nothing since" in piece("now", tick=idle_tick())
+    assert "No requests since" in piece("now", tick=idle_tick())
     rest = piece("now", tick=idle_tick(totals=Totals(requests=9, tokens_in=0.0, tokens_out=0.0)))
     assert rest.count("idle") == 2
     assert "tokens / s" not in rest

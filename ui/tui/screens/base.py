@@ -58,7 +58,9 @@ class View(Screen[None]):
         yield Lines(id="bar", of_now=True)
         yield Lines(id="alert", of_now=True)
         yield from self.body()
-        yield Input(placeholder="Filter: words that a row must hold; esc clears", id="filter", compact=True)
+        yield Input(
+            placeholder="Filter: words that a row must contain; esc clears", id="filter", compact=True
+        )
         yield Lines(id="compact")
         yield Footer(compact=True, show_command_palette=False)
 

@@ -79,7 +79,7 @@ class BenchScreen(View):
         note = f"{failed} failed" if failed else f"all {len(findings)} passed" if findings else ""
         self.query_one("#doctor-title", Lines).show([heading(" Doctor", width, self.glyphs, note)])
         refused = self.state.refused.get("doctor")
-        self.query_one("#findings", Grid).show(rows, empty=refused or "Looking at the box ...")
+        self.query_one("#findings", Grid).show(rows, empty=refused or "Running the checks ...")
 
     def _runs(self) -> list[Mapping[str, Any]]:
         return list(self.state.answers.get("bench", {}).get("runs", []))
@@ -130,7 +130,7 @@ def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Line
                 spans += [(f"  {label} ", "muted"), (f"{change:+.0%}", tone)]
         lines.append(tuple(spans))
     if len(lines) == 1:
-        lines.append((("  no number of streams was measured in both", "muted"),))
+        lines.append((("  the runs have no concurrency level in common", "muted"),))
     return lines
 
 

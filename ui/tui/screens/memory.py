@@ -132,7 +132,7 @@ def _prefix_cache(engine: EngineSnapshot) -> list[Line]:
     hits = (
         f"prefix cache: {count(engine.prefix_hits)} of {count(engine.prefix_queries)} prompt tokens found"
         if engine.prefix_queries
-        else "prefix cache: nothing looked up yet"
+        else "prefix cache: no lookups yet"
     )
     tail = f", last minute {percent(engine.prefix_hit)}" if engine.prefix_hit is not NA else ""
     preempted = f"; {engine.preemptions:,} preemptions" if engine.preemptions else ""
@@ -140,7 +140,7 @@ def _prefix_cache(engine: EngineSnapshot) -> list[Line]:
     if engine.roofline is not NA:
         speed += f", {percent(engine.roofline)} of what the memory bandwidth allows"
     if engine.draft_tokens:
-        speed += f", {percent(engine.accepted_tokens / engine.draft_tokens)} of guessed tokens right"
+        speed += f", {percent(engine.accepted_tokens / engine.draft_tokens)} of draft tokens accepted"
     return [((speed, "muted"),), ((f"   {hits}{tail}{preempted}", "muted"),)]
 
 

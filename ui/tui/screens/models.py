@@ -106,9 +106,11 @@ class ModelsScreen(View):
         if find_model(self.state, name).get("state") in {"failed", "cancelled"} and not _is_known(
             self.state, name
         ):
-            question = f"Dismiss the download of {name}? What was fetched is deleted."
+            question = f"Dismiss the download of {name}? Its fetched files are deleted."
             self.post_message(
-                RunAction("downloads/dismiss", {"model": name}, f"{name} is off the list.", question)
+                RunAction(
+                    "downloads/dismiss", {"model": name}, f"{name} was removed from the list.", question
+                )
             )
         else:
             self.post_message(

@@ -81,8 +81,8 @@ def empty_hint(tick: Tick | None) -> str:
     if not tick.engines:
         return "No model is loaded. Press 3, choose one and press l, or run: llmbox load builtin"
     if not tick.totals.requests:
-        return f"Served nothing yet. Try: llmbox run {clean(tick.engines[0].model)} hello"
-    return "Nothing in flight. What was served is on screen 2."
+        return f"No requests yet. Try: llmbox run {clean(tick.engines[0].model)} hello"
+    return "No requests in flight. Finished ones are on screen 2."
 
 
 # ------------------------------------------------------------------ devices

@@ -50,7 +50,7 @@ class RequestsScreen(View):
             return f"The request log cannot be read: {self.state.refused['history']}"
         if problem := self.state.answers.get("history", {}).get("problem"):
             return str(problem)
-        return "Served nothing yet. Try: llmbox run builtin hello"
+        return "No requests yet. Try: llmbox run builtin hello"
 
     # ------------------------------------------------------------------ keys
 
@@ -73,7 +73,7 @@ class RequestsScreen(View):
                 f"requests/{quote(chosen, safe='')}/cancel",
                 {},
                 f"{chosen} is cancelled.",
-                question=f"Cancel {chosen}? Its client gets what there is so far and an error.",
+                question=f"Cancel {chosen}? Its client gets the tokens so far and an error.",
             )
         )
 

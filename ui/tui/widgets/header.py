@@ -75,7 +75,7 @@ def alert_line(app: "Dashboard", width: int) -> Line:
         return ((" waiting for the first reading", "muted"),)
     found = state.tick.attention
     if not found:
-        return ((" all is well", "muted"),)
+        return ((" no alerts", "muted"),)
     first = found[0]
     more = f"  (+{len(found) - 1} more)" if len(found) > 1 else ""
     fix = f"  {glyphs.rule} {clean(first.fix)}" if first.fix else ""

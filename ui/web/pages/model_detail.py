@@ -198,7 +198,7 @@ async def remove_alias(request: PanelRequest) -> Response[str]:
         await asyncio.to_thread(panel_of(request).control.library.registry.remove_alias, name)
     except CliError as error:
         raise ApiError(404, f"{error.what}: {error.why}.", "alias_not_found") from error
-    return _back(request, form.get("ref", ""), f"{name} is no alias any more.")
+    return _back(request, form.get("ref", ""), f"{name} is no longer an alias.")
 
 
 @get("/models/template", name="panel_template")

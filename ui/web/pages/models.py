@@ -59,7 +59,7 @@ async def pin_model(request: PanelRequest) -> Response[str]:
     form = await form_of(request)
     name, pinned = form.get("model", ""), form.get("pinned") == "1"
     panel_of(request).control.residency.pin(name, pinned=pinned)
-    said = "stays in memory" if pinned else "may leave memory when idle"
+    said = "stays in memory" if pinned else "may be evicted when idle"
     return done(request, BACK, f"{name} {said}.")
 
 
@@ -150,7 +150,7 @@ async def change_download(request: PanelRequest, what: FromPath[str]) -> Respons
         "pause": "Paused",
         "resume": "Going on with",
         "cancel": "Cancelled",
-        "dismiss": "Took off the list:",
+        "dismiss": "Removed from the list:",
     }[what]
     return done(request, ACTIVITY, f"{said} {name}.")
 

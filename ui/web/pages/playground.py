@@ -22,8 +22,8 @@ PARAMETERS: Final = (
 )
 """(API field, label, initial value) of each number. Empty fields are left to the model."""
 MISSING: Final = (
-    ("JSON schemas", "this page has no place for them; the API takes response_format"),
-    ("Tools", "this page has no place for them; the API takes them"),
+    ("JSON schemas", "not available on this page; the API takes response_format"),
+    ("Tools", "not available on this page; the API takes them"),
 )
 """(name, reason) of features that this page lacks."""
 

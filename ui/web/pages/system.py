@@ -189,8 +189,8 @@ PLOTS = (
 )
 GPU_PLOTS = (
     ("utilisation", "share", "utilisation"),
-    ("memory held by us", "bytes", "memory_ours"),
-    ("memory held by others", "bytes", "memory_others"),
+    ("memory used by llmbox", "bytes", "memory_ours"),
+    ("memory used by others", "bytes", "memory_others"),
     ("temperature", "degrees", "temperature"),
     ("power", "watts", "power"),
     ("clock", "megahertz", "clock_sm"),
