@@ -158,5 +158,7 @@ def require_consent(question: str, nothing: str, *, yes: bool, as_json: bool = F
     if yes:
         return
     if as_json or not sys.stdin.isatty():
-        raise CliError(nothing, f"cannot ask without a terminal: {question}", "confirm with --yes", Exit.USAGE)
+        raise CliError(
+            nothing, f"cannot ask without a terminal: {question}", "confirm with --yes", Exit.USAGE
+        )
     click.confirm(question, abort=True, err=True)

@@ -1,5 +1,5 @@
-"""What requests may load again: evicted models of the box's owner with their options, and models whose load
-failed, after a wait.
+"""Models that requests may load again: evicted models of the box's owner with their options, and models whose
+load failed, after a wait.
 """
 
 import math

@@ -19,7 +19,7 @@ from .forward_context import ForwardContext
 
 
 class RecurrentLayer:
-    """What recurrent layers have in common: the operations, and the layer's place in the state."""
+    """Base of recurrent layers: the operations, and the layer's place in the state."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         assert config.recurrent is not None

@@ -101,7 +101,7 @@ class ChatSession:
                 sys.stdout.flush()
             thoughts.end()
             if thoughts.seen and not pieces:
-                output.say("The answer ended inside the model's reasoning. --max-tokens N allows more tokens.")
+                output.say("The answer ended inside the model's reasoning. --max-tokens N allows more.")
                 self._messages.append({"role": "assistant", "content": ""})
         except CliError:
             self._messages.pop()

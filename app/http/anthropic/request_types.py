@@ -146,7 +146,7 @@ class Metadata(Struct, kw_only=True):
     user_id: Tag | None = None
 
 
-class OutputFormat(Struct, kw_only=True):
+class AnthropicOutputFormat(Struct, kw_only=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
@@ -170,7 +170,7 @@ class ContextManagement(Struct, kw_only=True):
 
 class OutputConfig(Struct, kw_only=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: AnthropicOutputFormat | None = None
     task_budget: Later = None
 
 
@@ -184,7 +184,7 @@ class CountTokensRequest(Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
+    output_format: AnthropicOutputFormat | None = None
     """An older name of `output_config.format`."""
     context_management: ContextManagement | None = None
     cache_control: NoEffect = None

@@ -19,12 +19,12 @@ from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..server.errors import NO_THREADS
 from .conversation import chat_messages, has_late_system, referenced_tools
 from .request_types import (
+    AnthropicOutputFormat,
     ContextEdit,
     CountTokensRequest,
     MessageParam,
     MessagesRequest,
     OutputConfig,
-    OutputFormat,
     RedactedThinkingBlock,
     ThinkingBlock,
     ToolParam,
@@ -89,7 +89,7 @@ def is_thinking(request: CountTokensRequest) -> bool:
     return kind != "disabled"
 
 
-def output_format(request: CountTokensRequest) -> OutputFormat | None:
+def output_format(request: CountTokensRequest) -> AnthropicOutputFormat | None:
     """Return the requested output format. Raises ApiError 400 where both of its field names are set."""
     new = None if request.output_config is None else request.output_config.format
     if new is not None and request.output_format is not None:
@@ -308,5 +308,5 @@ def _warnings(call: RequestContext, data: MessagesRequest, model: LoadedModel) -
     if config is not None and config.effort and "reasoning_effort" not in (model.text.chat_template or ""):
         found.append("'output_config.effort' has no effect: this model's chat template has no levels.")
     if data.diagnostics:
-        found.append("'diagnostics' has no effect: the request log says where a prefix ended (llmbox requests).")
+        found.append("'diagnostics' has no effect: the request log says where a prefix ended.")
     return found

@@ -81,7 +81,7 @@ class AwqFormat(Integers):
 class GptqFormat(Integers):
     method: str = "GPTQ"
     zero_offset: int | None = 1
-    """What is added to a stored zero; None: 1 or 0, whichever gives the middle of the range."""
+    """Offset added to a stored zero; None: 1 or 0, whichever gives the middle of the range."""
 
     @property
     def label(self) -> str:

@@ -96,9 +96,7 @@ def strip_lines(blocks: Mapping[str, Any], width: int, rows: int, glyphs: Glyphs
     ]
     holders = len(blocks["holders"])
     held = f", held by {holders} request{'' if holders == 1 else 's'}" if holders else ""
-    evicted = (
-        f"; {count(blocks['evictions'])} evictions" if blocks["evictions"] else ""
-    )
+    evicted = f"; {count(blocks['evictions'])} evictions" if blocks["evictions"] else ""
     lines.append(((f"   {each} block{'' if each == 1 else 's'} a cell, by number{held}{evicted}", "muted"),))
     return lines
 
