@@ -39,6 +39,17 @@ def best_int4_scale(x: Tensor, importance: Tensor | None = None) -> Tensor:
     return best
 
 
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Values of E2M1, the 4-bit float of MXFP4, times two."""
+
+
+def e2m1_nibbles(numbers: Tensor) -> Tensor:
+    """Return the four bits of doubled E2M1 values, uint8 of the same shape."""
+    sizes = torch.tensor(E2M1_DOUBLED[:8], dtype=torch.int8, device=numbers.device)
+    places = torch.searchsorted(sizes, numbers.abs().contiguous()).to(torch.uint8)
+    return places | (numbers < 0).to(torch.uint8) << 3
+
+
 STEP_INPUTS = 16
 PLAIN = 0x81
 """Step byte of formats without steps: step 1, zero point 8."""

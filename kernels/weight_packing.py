@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .quant_formats import Kind, Quant
-from .quantize_int import to_nibbles
+from .quantize_int import e2m1_nibbles, to_nibbles
 
 __all__ = ["Kind", "Packing", "QuantizedWeight", "StoredWeights"]
 
@@ -26,17 +26,28 @@ class QuantizedWeight:
     """Static input scale of kind `given`: float32 [1], for all activations."""
     steps_OS: Tensor | None = None
     """Step bytes of formats with steps, uint8: codes are step * n - zero (`quantize_int.py`)."""
+    zeros_OG: Tensor | None = None
+    """Zero points of formats with zeros, uint8: codes are n - zero."""
+    order_I: Tensor | None = None
+    """Input of a row, int32, that belongs to each input of the weights; None: the same. Groups are of weights
+    next to each other, and act-order has put those together that share a scale."""
 
     def floats(self) -> Tensor:
-        """Dequantize to [O, I] float32."""
+        """Dequantize to [O, I] float32, inputs in the order of rows."""
         outputs, inputs = self.codes_OI.shape
         scales = self.scales_OG.float().repeat_interleave(self.quant.shared(inputs), dim=1)[:, :inputs]
-        return self.codes_OI.float() * scales.view(outputs, inputs)
+        weights = self.codes_OI.float() * scales.view(outputs, inputs)
+        return weights if self.order_I is None else weights[:, torch.argsort(self.order_I)]
 
     def nibbles(self) -> Tensor:
-        """Return the nibbles that 4-bit weights are stored as, [O, I] uint8: n, or without steps the code
-        plus 8.
+        """Return the nibbles that 4-bit weights are stored as, [O, I] uint8: n, E2M1, or without steps and
+        zeros the code plus 8.
         """
+        if self.quant.is_e2m1:
+            return e2m1_nibbles(self.codes_OI)
+        if self.zeros_OG is not None:
+            zeros = self.zeros_OG.repeat_interleave(self.quant.group, dim=1)[:, : self.codes_OI.shape[1]]
+            return (self.codes_OI + zeros.to(torch.int8)).to(torch.uint8)
         if self.steps_OS is None:
             return (self.codes_OI + 8).to(torch.uint8)
         return to_nibbles(self.codes_OI, self.steps_OS, self.quant)
@@ -76,13 +87,19 @@ class Packing(StoredWeights, Protocol):
         """Return a view of the packed bytes, valid as long as `packed`."""
         ...
 
+    def format_name(self, packed: Any) -> str:
+        """Return the name of the format of packed weights, for `attach`; empty: unquantized."""
+        ...
+
     def attach(
         self,
-        kind: Kind,
+        name: str,
         shape: tuple[int, int],
         dtype: torch.dtype,
         panels: Tensor,
         bias_O: Tensor | None = None,
     ) -> Any | None:
-        """Use `panels` packed before (uint8, never written to) as weights; None if they cannot be used."""
+        """Use `panels` packed before (uint8, never written to) as weights of this format; None if they cannot
+        be used.
+        """
         ...

@@ -50,6 +50,10 @@ def entry_in_config(quant: Quant) -> dict[str, Any]:
     return {"quant_method": METHOD, "version": version_of(quant), "format": quant.name}
 
 
+COMPRESSED_FORMATS = ("w4a16-g128", "w4a16-g32", "w8a8", "fp8")
+"""Formats of compressed-tensors that `llmbox quantize` writes (`engine/quantize/compressed_tensors.py`)."""
+
+
 def version_of(quant: Quant) -> int:
     """Return the layout version of a format: version 1 had no sub-block scales (steps)."""
     return 2 if quant.step else 1
@@ -70,7 +74,9 @@ def format_of(quant: Quant, kind: Kind) -> Quant | None:
     """Return the format of weights of this kind; None for kinds that are not quantized."""
     if kind in UNQUANTIZED_KINDS:
         return None
-    return quant if kind == "linear" else quant.head
+    if kind == "linear":
+        return quant
+    return None if quant.keeps_head else quant.head
 
 
 def stored_columns(quant: Quant, inputs: int) -> int:

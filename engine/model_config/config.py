@@ -7,6 +7,7 @@ from pathlib import Path
 from llmbox.kernels.activation import Activation
 
 from ..checkpoint.formats.floats import split_experts
+from ..checkpoint.formats.integers import Integers
 from ..checkpoint.formats.registry import READERS, find_weight_format
 from ..checkpoint.formats.weight_format import NotReadable, WeightFormat, check_tensors
 from ..checkpoint.index import list_tensors
@@ -244,6 +245,7 @@ def parse_config(path: Path | str) -> ModelConfig:
     ropes, layer_ropes = kind.ropes(fields, head_dim, positions, layers)
     ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
     stored = stored_format(fields, Path(path))
+    experts = kind.experts(fields, layers)
     if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
         raise fields.error(
             f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"
@@ -276,10 +278,10 @@ def parse_config(path: Path | str) -> ModelConfig:
         activation=kind.activation,
         norms_add_one=kind.norms_add_one,
         fits_float16=kind.fits_float16,
-        quant=None if stored is None else stored.quant,
+        quant=running_format(stored, has_experts=experts is not None),
         stored=stored,
         wide_params=0 if stored is None else count_unquantized_params(Path(path), stored),
-        experts=kind.experts(fields, layers),
+        experts=experts,
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
         has_attention_gate=kind.has_attention_gate,
@@ -358,6 +360,13 @@ def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     if fields.raw.get("use_bidirectional_attention") or fields.raw.get("is_causal") is False:
         raise fields.error("attention in both directions is not supported, only to tokens before")
     kind.refuse(fields)
+
+
+def running_format(stored: WeightFormat | None, *, has_experts: bool) -> str | None:
+    """Return the kernels' format for a checkpoint's numbers. Experts have no inputs in another order."""
+    if stored is None or (has_experts and isinstance(stored, Integers) and stored.may_reorder):
+        return None
+    return stored.quant
 
 
 def stored_format(fields: Fields, directory: Path) -> WeightFormat | None:

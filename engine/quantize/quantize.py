@@ -26,7 +26,7 @@ from llmbox.kernels.weight_packing import Packing
 
 from ..checkpoint.index import INDEX, list_tensors
 from ..checkpoint.json_file import read_json
-from ..checkpoint.quantized_layout import FORMATS, entry_in_config
+from ..checkpoint.quantized_layout import COMPRESSED_FORMATS, FORMATS, entry_in_config
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..errors import DeviceError, ModelError
 from ..executor.build import load_engine
@@ -38,6 +38,7 @@ from ..model_config.pooling import POOLING_FILE
 from ..weights.source import Checkpoint
 from .calibration import Calibration
 from .calibration_text import generate_calibration_text
+from .compressed_tensors import TARGETS, CompressedTarget
 from .perplexity import config_for, perplexity, sequences_of
 from .quantizer import Quantizer, TensorError
 
@@ -73,7 +74,7 @@ class QuantizationReport:
 def quantize(
     source: Path,
     out: Path,
-    quant: Quant,
+    quant: Quant | CompressedTarget,
     threads: int,
     progress: Progress,
     writing: Progress | None = None,
@@ -87,6 +88,10 @@ def quantize(
         raise ModelError(
             f"{source} holds {config.stored.label} weights already: take the checkpoint it was made of"
         )
+    if writing is not None and isinstance(quant, CompressedTarget) and quant.form != "pack-quantized":
+        raise ModelError(
+            f"{quant.name} has one scale an output, which is not calibrated: leave out --calibrate"
+        )
     if writing is not None and config.experts is not None:
         raise ModelError(
             "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
@@ -96,10 +101,13 @@ def quantize(
         raise ModelError(
             "models with recurrent layers cannot be calibrated yet: quantise without --calibrate"
         )
+    target = None
+    if isinstance(quant, CompressedTarget):
+        target, quant = quant, quant.quant
     require_free_space(out, bytes_at_most(config, quant))
     with atomic_directory(out) as part:
         sequences = [] if writing is None else generate_calibration_text(source, threads, writing)
-        return write(source, part, config, quant, threads, progress, sequences)
+        return write(source, part, config, quant, threads, progress, sequences, target)
 
 
 def write(
@@ -110,24 +118,29 @@ def write(
     threads: int,
     progress: Progress,
     sequences: list[list[int]],
+    target: CompressedTarget | None = None,
 ) -> QuantizationReport:
     """Write the quantized checkpoint to `part`. `sequences`: calibration text; empty for plain rounding."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    packing = packing_for(quant, dtype, threads)
+    packing = packing_for(quant if quant.on_cpu else QUANTS["int8"], dtype, threads)
     torch.set_num_threads(threads)  # the kernels have left torch one
     calibration = Calibration(source, config, dtype, sequences) if sequences else None
     shards = ShardWriter(part)
     checkpoint = Checkpoint(source, REFERENCE, dtype, CPU, progress)
-    quantizer = Quantizer(checkpoint, quant, packing, shards, calibration)
+    kept = None if target is None else getattr(torch, config.dtype)
+    quantizer = Quantizer(checkpoint, quant, packing, shards, calibration, target, kept)
     build_model(config, quantizer, quant)
     shards.finish()
     copy_side_files(source, part)
     raw = read_json(source / "config.json")
     raw["quantization_config"] = entry_in_config(quant)
+    if target is not None:
+        routers = None if config.experts is None else config.experts.module
+        raw["quantization_config"] = target.entry(routers=routers)
     (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     worst = sorted(quantizer.errors, key=lambda each: -each.relative)[:WORST]
     return QuantizationReport(
-        format=quant.name,
+        format=quant.name if target is None else target.name,
         bytes_before=sum(entry.nbytes for entry in list_tensors(source).values()),
         bytes_after=sum(entry.nbytes for entry in list_tensors(part).values()),
         relative=quantizer.relative,
@@ -178,7 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="llmbox quantize")
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("format", choices=FORMATS)
+    parser.add_argument("format", choices=(*COMPRESSED_FORMATS, *FORMATS))
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--eval", type=Path)
     parser.add_argument("--threads", type=int, default=read_cpu().cores)
@@ -188,7 +201,7 @@ def main() -> int:
         result = quantize(
             options.source,
             options.out,
-            QUANTS[options.format],
+            TARGETS.get(options.format) or QUANTS[options.format],
             options.threads,
             lambda done, total: report({"progress": [done, total]}),
             (lambda done, total: report({"writing": [done, total]})) if options.calibrate else None,

@@ -19,6 +19,7 @@ from ..distributed.communicator import SINGLE, TensorParallel
 from ..weights.quantized import stored_codes
 from ..weights.source import WeightRequest
 from .calibration import Calibration
+from .compressed_tensors import CompressedTarget
 
 ROWS_AT_ONCE = 4096
 """Rows of a float32 weight whose error is measured at once: a whole output head would take gigabytes."""
@@ -53,7 +54,8 @@ class Tensors(Protocol):
 class Quantizer:
     """`WeightSource` that writes requested weights to a checkpoint, each in the format for its kind.
 
-    Without `quant` and `packing` nothing is quantized.
+    Without `quant` and `packing` nothing is quantized. `target`: write what compressed-tensors reads, and
+    unquantized tensors in `kept_dtype`.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Quantizer:
         packing: Packing | None,
         out: ShardWriter,
         calibration: Calibration | None = None,
+        target: CompressedTarget | None = None,
+        kept_dtype: torch.dtype | None = None,
     ) -> None:
         self.ops = REFERENCE
         self.rank: TensorParallel = SINGLE
@@ -75,6 +79,9 @@ class Quantizer:
         self._packing = packing
         self._out = out
         self._calibration = calibration
+        self._target = target
+        self._kept_dtype = kept_dtype or source.dtype
+        self._stacks: dict[str, str] = {}
 
     @property
     def relative(self) -> float:
@@ -96,17 +103,35 @@ class Quantizer:
         feedback = None
         if self._calibration is not None and asked.kind == "linear":
             feedback = GptqQuantizer.of(self._calibration.moment(asked.name))
-        for name, rows in asked.outputs.items():
-            weight_OI = self._source.take(f"{name}.weight", (rows.total, asked.inputs.total))
+        weights = {
+            name: self._source.take(f"{name}.weight", (rows.total, asked.inputs.total))
+            for name, rows in asked.outputs.items()
+        }
+        biases = {
+            name: self._source.take(f"{name}.bias", (rows.total,))
+            for name, rows in asked.outputs.items()
+            if asked.bias
+        }
+        for name, weight_OI in self._stacked(weights).items():
             if quant is None:
                 self._keep(f"{name}.weight", weight_OI)
+            elif self._target is not None:
+                self._store(self._target, name, weight_OI, feedback)
             else:
                 self._round(f"{name}.weight", weight_OI, quant, feedback)
-            if asked.bias:
-                self._keep(f"{name}.bias", self._source.take(f"{name}.bias", (rows.total,)))
+        for name, bias_O in self._stacked(biases).items():
+            self._keep(f"{name}.bias", bias_O)
         return None
 
+    def _stacked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Stack the parts of a linear that the model's own files have as one, for other tools."""
+        stack = self._stacks.get(next(iter(tensors), ""))
+        if stack is None or self._target is None:
+            return tensors
+        return {stack: torch.cat(list(tensors.values()))}
+
     def split(self, name: str, parts: Mapping[str, int]) -> None:
+        self._stacks |= dict.fromkeys(parts, name)
         self._source.split(name, parts)
 
     def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
@@ -120,7 +145,18 @@ class Quantizer:
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         self.kept += 1
-        self._out.add({name: tensor.to(self._source.dtype)})
+        self._out.add({name: tensor.to(self._kept_dtype)})
+
+    def _store(
+        self, target: CompressedTarget, name: str, weight_OI: Tensor, feedback: GptqQuantizer | None
+    ) -> None:
+        assert self._packing is not None
+        nearest = self._packing.round if feedback is None else feedback.round
+        tensors, rounded = target.store(
+            name, weight_OI, self._kept_dtype, nearest, exact=feedback is not None
+        )
+        self._out.add(tensors)
+        self._measure(f"{name}.weight", weight_OI, rounded, target.quant.group)
 
     def _round(self, name: str, weight_OI: Tensor, quant: Quant, feedback: GptqQuantizer | None) -> None:
         assert self._packing is not None
@@ -129,6 +165,11 @@ class Quantizer:
         self._out.add({name: stored_codes(rounded), name + SCALE: rounded.scales_OG})
         if rounded.steps_OS is not None:
             self._out.add({name + STEP: rounded.steps_OS})
+        self._measure(name, weight_OI, rounded, quant.step or quant.group)
+
+    def _measure(self, name: str, weight_OI: Tensor, rounded: QuantizedWeight, group: int) -> None:
+        """Add the error of rounded weights to the report."""
+        quant = rounded.quant
         squares = lost = weighted = weights = 0.0
         for start in range(0, len(weight_OI), ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
@@ -140,7 +181,7 @@ class Quantizer:
             square = w.square()
             squares += float(square.sum(dtype=torch.float64))
             lost += float(error.sum(dtype=torch.float64))
-            counts = importance(w, quant.step or quant.group)
+            counts = importance(w, group)
             weighted += float((counts * error).sum(dtype=torch.float64))
             weights += float((counts * square).sum(dtype=torch.float64))
         self._squares, self._lost = self._squares + squares, self._lost + lost

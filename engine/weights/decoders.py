@@ -13,12 +13,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from llmbox.kernels.quantize_int import E2M1_DOUBLED
+
 from ..checkpoint.formats.floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
 from ..checkpoint.formats.integers import AwqFormat, CompressedBytes, CompressedWords, GptqFormat, Integers
 from ..checkpoint.formats.weight_format import WeightFormat
 
-E2M1_DOUBLED: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Values of E2M1, times two."""
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of AWQ for each of eight outputs."""
 

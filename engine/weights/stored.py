@@ -67,17 +67,25 @@ class StoredReader:
         None or does not hold their numbers. Raises ModelError and ParallelError.
         """
         found = [self._linear(name, rows, inputs.total) for name, rows in outputs.items()]
-        if quant is None or any(each.groups_I is not None or each.scales_OG is None for each in found):
+        if quant is None or any(each.scales_OG is None for each in found):
             return self._floats(found, outputs, inputs)
+        order_I = None
+        if any(each.groups_I is not None for each in found):
+            order_I = _order_of(found, "+".join(outputs), inputs)
+            if order_I is None:
+                return self._floats(found, outputs, inputs)
         pieces = [
-            _cut(name, each, rows, inputs, quant)
+            _cut(name, each, rows, inputs, quant, order_I)
             for each, (name, rows) in zip(found, outputs.items(), strict=True)
         ]
         device = self.tensors.device
+        numbers, scales, zeros = (torch.cat(parts).to(device) for parts in zip(*pieces, strict=True))
         return QuantizedWeight(
             quant,
-            torch.cat([numbers for numbers, _ in pieces]).to(device),
-            torch.cat([scales for _, scales in pieces]).to(device),
+            numbers,
+            scales,
+            zeros_OG=zeros if quant.has_zeros else None,
+            order_I=None if order_I is None else order_I.int().to(device),
         )
 
     def _floats(
@@ -148,10 +156,41 @@ def _rows_of(decoded: DecodedLinear, rows: slice) -> DecodedLinear:
     )
 
 
+def _order_of(found: list[DecodedLinear], name: str, inputs: ShardSlice) -> Tensor | None:
+    """Return the inputs in the order of their groups (act-order); None where the linears of a stack differ in
+    it, or groups in size. Raises ParallelError and ModelError where it cannot be followed.
+    """
+    groups_I = found[0].groups_I
+    for each in found[1:]:
+        if groups_I is None or each.groups_I is None or not torch.equal(each.groups_I, groups_I):
+            return None
+    assert groups_I is not None
+    if not bool((torch.bincount(groups_I) == found[0].group).all()):
+        return None
+    if not inputs.is_whole:
+        raise ParallelError(
+            f"groups of {name} are of inputs anywhere in a row (act-order), which ranks cannot share: ask "
+            "for --pp instead of --tp"
+        )
+    if ".experts." in name:
+        raise ModelError(
+            f"experts with groups of inputs anywhere in a row (act-order) cannot be computed in their own "
+            f"bits, and config.json does not say that {shown(name)} has them: fetch the model again"
+        )
+    return torch.argsort(groups_I, stable=True)
+
+
 def _cut(
-    name: str, decoded: DecodedLinear, rows: ShardSlice, inputs: ShardSlice, quant: Quant
-) -> tuple[Tensor, Tensor]:
-    """Return numbers and float16 scales of this rank's part, in the groups of `quant`. Padding is zeros."""
+    name: str,
+    decoded: DecodedLinear,
+    rows: ShardSlice,
+    inputs: ShardSlice,
+    quant: Quant,
+    order_I: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return numbers, float16 scales and zeros of this rank's part, in the groups of `quant`. Padding is
+    zeros.
+    """
     assert decoded.scales_OG is not None
     group = decoded.group
     if group and (inputs.start % group or (inputs.stop % group and inputs.stop != inputs.total)):
@@ -162,15 +201,22 @@ def _cut(
     held = slice(rows.start, rows.stop)
     numbers_OI = torch.zeros((rows.size, inputs.size), dtype=torch.int8)
     part = decoded.numbers_OI[held, inputs.start : inputs.stop]
-    numbers_OI[: len(part), : part.shape[1]].copy_(part)
-    scales_OG = torch.zeros((rows.size, quant.groups(inputs.size)), dtype=torch.float16)
-    stored = decoded.scales_OG[held]
-    if group:
-        spread = stored[:, inputs.start // group : -(-inputs.stop // group)]
-        spread = spread.repeat_interleave(group // quant.group, 1)[:, : scales_OG.shape[1]]
-    else:
-        spread = stored.expand(-1, scales_OG.shape[1])
-    scales_OG[: len(spread), : spread.shape[1]].copy_(spread)
+    numbers_OI[: len(part), : part.shape[1]].copy_(part if order_I is None else part[:, order_I])
+
+    def spread(stored_OG: Tensor, dtype: torch.dtype) -> Tensor:
+        groups_OG = torch.zeros((rows.size, quant.groups(inputs.size)), dtype=dtype)
+        if group:
+            mine = stored_OG[held, inputs.start // group : -(-inputs.stop // group)]
+            mine = mine.repeat_interleave(group // quant.group, 1)[:, : groups_OG.shape[1]]
+        else:
+            mine = stored_OG[held].expand(-1, groups_OG.shape[1])
+        groups_OG[: len(mine), : mine.shape[1]].copy_(mine)
+        return groups_OG
+
+    scales_OG = spread(decoded.scales_OG, torch.float16)
     if not bool(scales_OG.isfinite().all()):
         raise ModelError(f"the scales of {shown(name)} are larger than float16 holds: use another checkpoint")
-    return numbers_OI, scales_OG
+    zeros_OG = scales_OG[:, :0]
+    if quant.has_zeros and decoded.zeros_OG is not None:
+        zeros_OG = spread(decoded.zeros_OG, torch.uint8)
+    return numbers_OI, scales_OG, zeros_OG

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Quant
+from ..quant_formats import OF_LAYERS, QUANTS, UNQUANTIZED_KINDS, Quant
 from ..weight_packing import Kind, QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """dtype codes of native/library.cpp."""
+ORDERED = "+order"
+"""End of a format's name, for weights with an order of inputs of their own."""
 KV_DTYPES = {**DTYPES, torch.int8: 2}
 
 
@@ -28,7 +30,9 @@ class PackedHandle:
 
 
 class CPULinear(PackedHandle):
-    """Packed weights of a linear. `quant` None: unquantized. `kept` owns the memory of attached panels."""
+    """Packed weights of a linear. `quant` None: unquantized. `kept` owns the memory of attached panels.
+    `has_order`: inputs are gathered in an order of the weights (act-order).
+    """
 
     def __init__(
         self,
@@ -38,8 +42,11 @@ class CPULinear(PackedHandle):
         dtype: torch.dtype,
         quant: Quant | None,
         kept: object = None,
+        *,
+        has_order: bool = False,
     ) -> None:
         self.outputs, self.inputs = shape
+        self.has_order = has_order
         self.dtype = dtype
         self.quant = quant
         self._kept = kept
@@ -69,7 +76,7 @@ class Packer:
             made = self.library.llmbox_linear_new(*numbers, weight.data_ptr(), pointer(bias))
         else:
             made = self.library.llmbox_quant_new(
-                *numbers, quant.bits, quant.group, quant.step, weight.data_ptr(), pointer(bias)
+                *numbers, quant.bits, quant.group, grid_of(quant), weight.data_ptr(), pointer(bias)
             )
         return CPULinear(self.library, made, (outputs, inputs), weight.dtype, quant)
 
@@ -78,17 +85,23 @@ class Packer:
     ) -> CPULinear:
         outputs, inputs = rounded.codes_OI.shape
         quant, bias = rounded.quant, float_bias(bias_O)
+        codes_OI, scales_OG = rounded.codes_OI.contiguous(), rounded.scales_OG.contiguous()
+        offsets = rounded.zeros_OG if quant.has_zeros else rounded.steps_OS
+        offsets = None if offsets is None else offsets.contiguous()
         made = self.library.llmbox_quant_from(
             inputs,
             outputs,
             quant.bits,
             quant.group,
-            rounded.codes_OI.contiguous().data_ptr(),
-            rounded.scales_OG.contiguous().data_ptr(),
-            pointer(rounded.steps_OS),
+            grid_of(quant),
+            codes_OI.data_ptr(),
+            scales_OG.data_ptr(),
+            pointer(offsets),
+            pointer(rounded.order_I),
             pointer(bias),
         )
-        return CPULinear(self.library, made, (outputs, inputs), dtype, quant)
+        has_order = rounded.order_I is not None
+        return CPULinear(self.library, made, (outputs, inputs), dtype, quant, has_order=has_order)
 
     def round(self, quant: Quant, weight_OI: Tensor) -> QuantizedWeight:
         outputs, inputs = weight_OI.shape
@@ -114,15 +127,21 @@ class Packer:
         address = self.library.llmbox_packed(packed.pointer)
         return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
+    def format_name(self, packed: CPULinear) -> str:
+        if packed.quant is None:
+            return ""
+        return packed.quant.name + (ORDERED if packed.has_order else "")
+
     def attach(
         self,
-        kind: Kind,
+        name: str,
         shape: tuple[int, int],
         dtype: torch.dtype,
         panels: Tensor,
         bias_O: Tensor | None = None,
     ) -> CPULinear | None:
-        (outputs, inputs), quant, bias = shape, self.format(kind), float_bias(bias_O)
+        (outputs, inputs), bias = shape, float_bias(bias_O)
+        quant, has_order = QUANTS.get(name.removesuffix(ORDERED)), name.endswith(ORDERED)
         at = panels.data_ptr()
         if at % 64:
             return None
@@ -130,10 +149,15 @@ class Packer:
             made = self.library.llmbox_linear_at(DTYPES[dtype], inputs, outputs, at, pointer(bias))
         else:
             made = self.library.llmbox_quant_at(
-                inputs, outputs, quant.bits, quant.group, quant.step, at, pointer(bias)
+                inputs, outputs, quant.bits, quant.group, grid_of(quant), has_order, at, pointer(bias)
             )
-        linear = CPULinear(self.library, made, shape, dtype, quant, panels)
+        linear = CPULinear(self.library, made, shape, dtype, quant, panels, has_order=has_order)
         return linear if self.library.llmbox_packed_bytes(linear.pointer) == panels.nbytes else None
+
+
+def grid_of(quant: Quant) -> int:
+    """Return the code of Grid4 of native/quant_round.h."""
+    return 3 if quant.step else 2 if quant.is_e2m1 else 1 if quant.has_zeros else 0
 
 
 def float_bias(bias_O: Tensor | None) -> Tensor | None:

@@ -209,7 +209,9 @@ def pack_quantized(rounded: QuantizedWeight, bias_O: Tensor | None) -> Linear:
     if quant.kind == "blocks":
         return Fp8BlockLinear(codes_OI, scales_of_blocks(rounded.scales_OG), bias_O)
     weight = group_codes(rounded)
-    return W8A8Linear(weight, bias_O) if quant.kind == "rows" else WeightOnlyIntLinear(weight, bias_O)
+    if quant.kind == "rows":
+        return W8A8Linear(weight, bias_O)
+    return WeightOnlyIntLinear(weight, bias_O, rounded.order_I)
 
 
 def same(

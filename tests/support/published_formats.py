@@ -14,6 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llmbox.kernels.quant_formats import Quant
+from llmbox.kernels.quantize_int import E2M1_DOUBLED
+from llmbox.kernels.weight_packing import QuantizedWeight
+
 Stored = tuple[dict[str, Tensor], Tensor]
 """Tensors of a linear by the end of their names, and its dequantized weight, float32."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -200,3 +204,20 @@ def compressed_entry(scheme: Mapping[str, Any], form: str) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
+
+
+def stored_weight(quant: Quant, outputs: int, inputs: int, *, ordered: bool = False) -> QuantizedWeight:
+    """Random numbers of a format that only checkpoints have."""
+    generator = torch.Generator().manual_seed(outputs)
+    groups = quant.groups(inputs)
+    scales = (torch.rand(outputs, groups, generator=generator) + 0.5).half()
+    zeros = torch.randint(0, 16, (outputs, groups), generator=generator, dtype=torch.uint8)
+    most = 1 << (quant.bits - 1)
+    codes = torch.randint(-most, most, (outputs, inputs), generator=generator, dtype=torch.int8)
+    if quant.has_zeros:
+        spread = zeros.repeat_interleave(quant.group, 1)[:, :inputs]
+        codes = torch.randint(0, 16, codes.shape, generator=generator).to(torch.int8) - spread.to(torch.int8)
+    if quant.is_e2m1:
+        codes = torch.tensor(E2M1_DOUBLED, dtype=torch.int8)[(codes + 8).long()]
+    order = torch.randperm(inputs, generator=generator).int() if ordered else None
+    return QuantizedWeight(quant, codes, scales, zeros_OG=zeros if quant.has_zeros else None, order_I=order)

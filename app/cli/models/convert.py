@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from llmbox.engine.checkpoint.quantized_layout import FORMATS
+from llmbox.engine.checkpoint.quantized_layout import COMPRESSED_FORMATS, FORMATS
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.config import config_of, is_quantized
 from llmbox.engine.gguf.reader import GgufFile, read_gguf
@@ -88,7 +88,13 @@ WORST_SHOWN = 5
 
 @click.command(cls=Command)
 @click.argument("model")
-@click.option("--to", "to", type=click.Choice(FORMATS), required=True, help="Format of the weights.")
+@click.option(
+    "--to",
+    "to",
+    type=click.Choice((*COMPRESSED_FORMATS, *FORMATS)),
+    required=True,
+    help="Format of the weights; the first four are read by vLLM and transformers too.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -119,10 +125,10 @@ def quantize(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Round the weights of MODEL to integers, into a folder that loads by itself.
+    """Round the weights of MODEL to integers or FP8, into a folder that loads by itself.
 
-    It holds the same integers that `--quant` makes at each load, or better ones with --calibrate, takes a
-    half or a quarter of the disk, and needs no original. The format is described in docs/quantisation.md.
+    w4a16-g128, w4a16-g32, w8a8 and fp8 are those of compressed-tensors. The other formats hold the integers
+    that `--quant` makes at each load. --calibrate makes better ones. docs/quantisation.md describes them.
     """
     ref = program.resolve(model)
     short = ref.name.rpartition("/")[2].partition("@")[0]

@@ -32,7 +32,7 @@ class MxFp4Format:
     is_blocked: bool = False
     """True if the bytes of 32 inputs have a dimension of their own."""
 
-    quant: str = "w8a16-g32"
+    quant: str = "mxfp4"
 
     @property
     def label(self) -> str:

@@ -29,6 +29,8 @@ class Integers:
     group: int
     """Inputs that share a scale; 0: all of them."""
     is_symmetric: bool
+    may_reorder: bool = False
+    """True if groups may be of inputs anywhere in a row (act-order)."""
 
     def groups(self, inputs: int) -> int:
         return -(-inputs // self.group) if self.group else 1
@@ -42,8 +44,8 @@ class Integers:
             size = 32
         else:
             return None
-        if self.bits < 4 or (self.bits == 4 and self.is_symmetric):
-            return f"w4a16-g{size}"
+        if self.bits <= 4:
+            return f"w4a16-g{size}" + ("-zp" if self.bits == 4 and not self.is_symmetric else "")
         return f"w8a16-g{size}" if self.is_symmetric or self.bits < 8 else None
 
     @property

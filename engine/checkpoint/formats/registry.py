@@ -99,6 +99,7 @@ def _read_gptq(raw: Config) -> WeightFormat:
         bits=int(bits or 0),
         group=_group_of(raw, "group_size"),
         is_symmetric=symmetric,
+        may_reorder=raw.get("desc_act") is True,
         zero_offset=offsets[layout],
     )
 
@@ -168,7 +169,8 @@ def _compressed_group(group: Config, form: Any) -> WeightFormat:
     match form:
         case "pack-quantized":
             require(strategy != "tensor", "packed weights of strategy 'tensor'")
-            return CompressedWords(bits=bits, group=inputs, is_symmetric=symmetric)
+            reorders = weights.get("actorder") in (True, "group", "dynamic")
+            return CompressedWords(bits=bits, group=inputs, is_symmetric=symmetric, may_reorder=reorders)
         case "int-quantized" | "naive-quantized":
             return CompressedBytes(bits=8, group=inputs, is_symmetric=symmetric)
     raise NotReadable(f"compressed-tensors of format {form!r}")

@@ -26,6 +26,9 @@ from .key import PackKey
 log = logging.getLogger(__name__)
 
 _BIAS = ".bias"
+_FORMAT = ":"
+"""Separates a weight's kind from its format, which is not that of all weights of its kind: a checkpoint may
+leave some linears unquantized."""
 END_S = 1.5
 """Seconds for which a process that ends waits for the write; its daemon kills it after 2."""
 
@@ -55,9 +58,12 @@ class PackedWeightSource:
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
         bias_O = self._tensor(asked.name + _BIAS, asked.shape[:1], self.dtype) if asked.bias else None
-        item = self._item(asked.name, asked.shape, asked.kind)
+        item = self._file.item(asked.name)
+        kind, _, name = ("", "", "") if item is None else item.dtype.partition(_FORMAT)
+        if item is None or (item.shape, kind) != (asked.shape, asked.kind):
+            raise DamagedPackedFile(f"{asked.name} is missing or another one")
         panels = self._bytes[item.offset : item.offset + item.nbytes]
-        linear = self._packing.attach(asked.kind, asked.shape, self.dtype, panels, bias_O)
+        linear = self._packing.attach(name, asked.shape, self.dtype, panels, bias_O)
         if linear is None:
             raise DamagedPackedFile(f"{asked.name} does not fit its shape")
         return linear
@@ -102,7 +108,8 @@ class PackedWeightWriter:
         )  # some kilobytes
 
     def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None:
-        self._add(asked.name, asked.shape, asked.kind, self._packing.panels(packed))
+        dtype = f"{asked.kind}{_FORMAT}{self._packing.format_name(packed)}"
+        self._add(asked.name, asked.shape, dtype, self._packing.panels(packed))
         self._alive.append(packed)
         if bias_O is not None:
             self.vector(asked.name + _BIAS, bias_O)

@@ -41,7 +41,7 @@ public:
     static constexpr int ALIGN = QuantRows::BLOCK;
 
     static size_t bytes(int rows, const QuantLinear& linear) { return QuantRows::bytes(rows, linear); }
-    RoundedCopies(uint8_t* memory, int rows, const QuantLinear& linear) : rows_(memory, rows, linear) {}
+    RoundedCopies(uint8_t* memory, int rows, const QuantLinear& linear) : rows_(memory, rows, linear) {}  // not ordered
 
     void fill(int row, const In* from, int inputs) const {
         for (int g = 0; g < rows_.groups; g++) {

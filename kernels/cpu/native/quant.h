@@ -28,6 +28,7 @@ public:
         }
 #endif
         if (linear_.bits == 8) multiply_slices<8>(panel, row, rows, tile, nullptr);
+        else if (rows <= WIDEN_ROWS && linear_.is_e2m1()) multiply_slices<FP4>(panel, row, rows, tile, nullptr);
         else if (rows <= WIDEN_ROWS) multiply_slices<4>(panel, row, rows, tile, nullptr);
         else multiply_slices<8>(panel, row, rows, tile, member.spare.take<uint8_t>(SLICE * PANEL));
     }
@@ -47,15 +48,15 @@ private:
             const int count = std::min(slice, linear_.groups - g);
             const size_t bytes = count * linear_.group_bytes;
             const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
-            Groups groups{at + linear_.codes_offset, linear_.steps ? at + 2 * PANEL : nullptr, at, linear_.group_bytes,
+            Groups groups{at + linear_.codes_offset, at, Offsets4(linear_, at), linear_.group_bytes,
                           linear_.group_bytes, g, count};
             if (widened) {
                 groups.codes = widened;
                 groups.codes_step = static_cast<size_t>(linear_.group) * PANEL;
                 for (int i = 0; i < count; i++) {
                     const uint8_t* from = at + i * linear_.group_bytes;
-                    widen_group<INT8_FLIP>(from + linear_.codes_offset, linear_.steps ? from + 2 * PANEL : nullptr,
-                                           linear_.group, widened + i * groups.codes_step, coming);
+                    widen_group<INT8_FLIP>(from + linear_.codes_offset, Offsets4(linear_, from), linear_.group,
+                                           widened + i * groups.codes_step, coming);
                     coming += linear_.group * PANEL / 4;
                 }
             }
@@ -106,7 +107,14 @@ public:
             const int begin = cell % linear_.groups * linear_.group;
             const In* from = x_ + cell / linear_.groups * x_stride_ + begin;
             const size_t to = rows.cell(cell / linear_.groups, cell % linear_.groups);
-            quantize_group(from, std::min(linear_.group, linear_.inputs - begin), to, rows);
+            const int count = std::min(linear_.group, linear_.inputs - begin);
+            if (const int32_t* order = linear_.order()) {
+                In gathered[MAX_GROUP];
+                for (int i = 0; i < count; i++) gathered[i] = from[order[begin + i] - begin];
+                quantize_group(gathered, count, to, rows);
+            } else {
+                quantize_group(from, count, to, rows);
+            }
         }
         if (member.index == 0) panels_.take(rows);
         member.barrier();

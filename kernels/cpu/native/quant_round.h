@@ -20,10 +20,16 @@ INLINE Floats load_scales(const uint16_t* from) {
 INLINE uint16_t to_scale(float x) { return load_as<uint16_t>(&static_cast<const _Float16&>(static_cast<_Float16>(x))); }
 INLINE float from_scale(uint16_t bits) { return static_cast<float>(load_as<_Float16>(&bits)); }
 
-// How weights are rounded. `steps`: four bits with those of quant_steps.h, in groups of 128.
+// How weights are rounded. `grid`: what the halves of a byte mean where weights have four bits.
+enum class Grid4 {
+    PLAIN,  // n - 8
+    ZEROS,  // n - zero, one of 0 to 15 for each group and output
+    E2M1,   // twice a float of four bits
+    STEPS,  // those of quant_steps.h, in groups of 128
+};
 struct QuantFormat {
     int bits, group;
-    bool steps;
+    Grid4 grid = Grid4::PLAIN;
 };
 
 // The root of the mean square of x[group].
@@ -75,7 +81,7 @@ inline float int8_scale(const float* x, int group) {
 // Rounds one group x[group]: numbers (of four bits without steps from -8 on, as with PLAIN_STEP); the result is the scale
 // as stored.
 inline uint16_t round_group(const float* x, const QuantFormat& format, int8_t* numbers, uint8_t* steps) {
-    if (format.steps) {
+    if (format.grid == Grid4::STEPS) {
         const SteppedCodes codes = round_with_steps(x);
         std::copy_n(codes.numbers, MAX_GROUP, numbers);
         std::copy_n(codes.steps, STEPS, steps);

@@ -31,6 +31,15 @@ struct Step4 {
     int half_byte(int number) const { return static_cast<int>((number + zero) * RECIPROCALS[step] >> 16) & 15; }
 };
 
+// Twice the floats that four bits of a sign, two of an exponent and one of a mantissa hold (OCP's E2M1).
+constexpr int8_t E2M1_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+INLINE int e2m1_half_byte(int value) {
+    int n = 0;
+    while (n < 15 && E2M1_VALUES[n] != value) n++;
+    return n;
+}
+
 INLINE Floats clamp(Floats x, float lowest, float highest) {
     const Floats low = splat(lowest), high = splat(highest);
     x = x > low ? x : low;

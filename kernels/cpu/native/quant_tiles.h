@@ -116,7 +116,7 @@ private:
         const uint8_t* from;  // the first group
         size_t group_bytes, codes_offset;
         uint8_t* to;
-        bool steps;
+        const QuantLinear* linear;
         unsigned piece = 0;
         int left = 0, share = 0;
 
@@ -125,9 +125,17 @@ private:
                 const unsigned step = piece / PARTS, group = step / STEPS, column = piece % PARTS * ROW_BYTES;
                 const uint8_t* at = from + group * group_bytes + column;
                 const uint8_t* codes = at + codes_offset + step % STEPS * (STEP_BYTES / 2);
-                const FourSteps four = steps ? FourSteps::load<0>(at + 2 * PANEL + step % STEPS * PANEL_STRIDE)
-                                             : FourSteps::plain<0>();
-                widen_piece<STEP_WORDS * 4 / STEP_INPUTS>(codes, four, 0, to + step * STEP_BYTES + column);
+                uint8_t* bytes = to + step * STEP_BYTES + column;
+                if (linear->is_e2m1()) {
+                    widen_e2m1_piece<STEP_WORDS * 4 / STEP_INPUTS, 0>(codes, bytes);
+                    continue;
+                }
+                const uint8_t* zeros = from + group * group_bytes + 2 * PANEL + column / 4;
+                const FourSteps four = linear->has_steps()
+                                           ? FourSteps::load<0>(at + 2 * PANEL + step % STEPS * PANEL_STRIDE)
+                                       : linear->has_zeros() ? FourSteps::of_zeros<0>(zeros)
+                                                             : FourSteps::plain<0>();
+                widen_piece<STEP_WORDS * 4 / STEP_INPUTS>(codes, four, 0, bytes);
             }
         }
     };
@@ -140,7 +148,7 @@ private:
         if (BITS == 8) return {at(first) + linear_.codes_offset, linear_.group_bytes, first, count};
         uint8_t* to = scratch_.codes + first / slice_ % 2 * slice_ * (WORDS * PANEL_STRIDE);
         const int pieces = count * STEPS * PARTS;
-        widening_ = {at(first), linear_.group_bytes, linear_.codes_offset, to, linear_.steps, 0, pieces};
+        widening_ = {at(first), linear_.group_bytes, linear_.codes_offset, to, &linear_, 0, pieces};
         return {to, WORDS * PANEL_STRIDE, first, count};
     }
 

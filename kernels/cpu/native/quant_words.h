@@ -5,15 +5,28 @@
 
 namespace llmbox {
 
-// Some groups of a panel, one behind the other: where the codes, steps and scales of the first lie.
+// What makes bytes of a group's half bytes: where its steps or its zeros lie; null: n - 8.
+struct Offsets4 {
+    const uint8_t *steps, *zeros;
+    bool e2m1;
+
+    Offsets4(const QuantLinear& linear, const uint8_t* group)
+        : steps(linear.has_steps() ? group + 2 * PANEL : nullptr),
+          zeros(linear.has_zeros() ? group + 2 * PANEL : nullptr),
+          e2m1(linear.is_e2m1()) {}
+};
+
+// Some groups of a panel, one behind the other: where the codes, offsets and scales of the first lie.
 struct Groups {
-    const uint8_t *codes, *steps, *scales;  // steps: null where there are none
-    size_t codes_step, scales_step;         // to the next group; steps lie with the scales
+    const uint8_t *codes, *scales;
+    Offsets4 offsets;
+    size_t codes_step, scales_step;  // to the next group; offsets lie with the scales
     int first, count;
 };
 
 typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
 typedef uint8_t Octets __attribute__((vector_size(LANES * 4)));
+typedef uint8_t LaneOctets __attribute__((vector_size(LANES)));
 
 #if defined(__AVX512BW__)
 // Shuffles of bytes inside words; 0x80 makes a zero.
@@ -71,11 +84,48 @@ struct FourSteps {
         const Halves odds = (Halves)(step >> 8 & even) * (Halves)(eight >> 8 & even) >> 1;
         return {step, ((Words)evens | (Words)odds << 8) ^ splat(FLIP * 0x01010101u)};
     }
+    // A byte of `from` is the zero of an output.
+    template <uint32_t FLIP> static INLINE FourSteps of_zeros(const uint8_t* from) {
+        const Words zeros = __builtin_convertvector(load_as<LaneOctets>(from), Words);
+        return {splat(0x01010101u), (zeros * splat(0x01010101u)) ^ splat(FLIP * 0x01010101u)};
+    }
     template <uint32_t FLIP> static INLINE FourSteps plain() {
         return {splat((PLAIN_STEP & 15) * 0x01010101u), splat((8 ^ FLIP) * 0x01010101u)};
     }
     INLINE WideSteps at(int i) const { return {byte_in_halves(step, i), byte_in_bytes(zero, i)}; }
 };
+
+// Bytes of twice the floats in half bytes (E2M1). FLIP: 0x80 adds 128.
+template <uint32_t FLIP> INLINE Words e2m1_bytes(Words n) {
+#if defined(__AVX512BW__) || defined(__AVX2__)
+    constexpr uint32_t ALL = FLIP * 0x01010101u;
+    // Four neighbours of E2M1_VALUES a word.
+    constexpr uint32_t A = 0x03020100u ^ ALL, B = 0x0c080604u ^ ALL, C = 0xfdfeff00u ^ ALL, D = 0xf4f8fafcu ^ ALL;
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8((__m512i)Words{A, B, C, D, A, B, C, D, A, B, C, D, A, B, C, D}, (__m512i)n);
+#else
+    return (Words)_mm256_shuffle_epi8((__m256i)Words{A, B, C, D, A, B, C, D}, (__m256i)n);
+#endif
+#else
+    const Octets x = (Octets)n, m = x & (Octets)splat(0x07070707u), one = (Octets)splat(0x01010101u);
+    const Octets more = ((Octets)(m == 5 * one) & one) + ((Octets)(m == 6 * one) & (2 * one)) + ((Octets)(m == 7 * one) & (5 * one));
+    const Octets sign = (Octets)(x > 7 * one), value = m + more;
+    return (Words)((value ^ sign) - sign) ^ splat(FLIP * 0x01010101u);
+#endif
+}
+template <uint32_t FLIP> INLINE void widen_e2m1(const uint8_t* from, Words* to) {
+    const Words both = load_as<Words>(from), low = splat(0x0f0f0f0fu);
+    to[0] = e2m1_bytes<FLIP>(both & low), to[1] = e2m1_bytes<FLIP>(both >> 4 & low);
+}
+template <int COUNT, uint32_t FLIP> INLINE void widen_e2m1_piece(const uint8_t* codes, uint8_t* to) {
+    UNROLL for (int i = 0; i < 2 * COUNT; i++) {
+        Words words[2];
+        widen_e2m1<FLIP>(codes, words);
+        store_as(to, words[0]), store_as(to + PANEL_STRIDE, words[1]);
+        codes += PANEL_STRIDE;
+        to += 2 * PANEL_STRIDE;
+    }
+}
 
 // int4 as bytes: COUNT times 16 inputs, those from the `first` of `four` on, of 16 (8, 4) outputs.
 template <int COUNT> INLINE void widen_piece(const uint8_t* codes, const FourSteps& four, int first, uint8_t* to) {
@@ -92,19 +142,32 @@ template <int COUNT> INLINE void widen_piece(const uint8_t* codes, const FourSte
 
 // A whole group. `coming` is brought meanwhile, a line for two that are read.
 template <uint32_t FLIP>
-INLINE void widen_group(const uint8_t* codes, const uint8_t* steps, int group, uint8_t* to, const uint8_t* coming) {
+INLINE void widen_group(const uint8_t* codes, Offsets4 offsets, int group, uint8_t* to, const uint8_t* coming) {
     for (int step = 0; step < group / STEP_INPUTS; step++)
         for (int part = 0; part < PANEL / LANES; part++, coming += 64) {
             const size_t column = part * static_cast<size_t>(LANES * 4);
-            const FourSteps four = steps ? FourSteps::load<FLIP>(steps + step / 4 * PANEL_STRIDE + column)
-                                         : FourSteps::plain<FLIP>();
             prefetch_stream(coming);
+            if (offsets.e2m1) {
+                widen_e2m1_piece<1, FLIP>(
+                    codes + step * 2 * PANEL_STRIDE + column, to + step * 4 * PANEL_STRIDE + column);
+                continue;
+            }
+            const FourSteps four = offsets.steps
+                                       ? FourSteps::load<FLIP>(offsets.steps + step / 4 * PANEL_STRIDE + column)
+                                   : offsets.zeros ? FourSteps::of_zeros<FLIP>(offsets.zeros + column / 4)
+                                                   : FourSteps::plain<FLIP>();
             widen_piece<1>(codes + step * 2 * PANEL_STRIDE + column, four, step % 4, to + step * 4 * PANEL_STRIDE + column);
         }
 }
 
-// What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4.
+// What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4 and in FP4, the name that
+// templates have for four bits of E2M1.
+constexpr int FP4 = 3;
 template <int BITS> struct Codes;
+template <> struct Codes<FP4> {
+    static constexpr int WORDS = 2;
+    INLINE void load(const uint8_t* from, Words* to) const { widen_e2m1<0x80>(from, to); }
+};
 template <> struct Codes<8> {
     static constexpr int WORDS = 1;
     INLINE void load(const uint8_t* from, Words* to) const {
@@ -136,8 +199,13 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
                 UNROLL for (int v = 0; v < VECTORS; v++)
                     sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cells[r]]));
             const uint8_t* from = groups.codes + i * groups.codes_step + 4 * column;
-            const uint8_t* steps = groups.steps ? groups.steps + i * groups.scales_step + 4 * column : nullptr;
+            const size_t skipped = i * groups.scales_step;
+            const uint8_t* steps = groups.offsets.steps ? groups.offsets.steps + skipped + 4 * column : nullptr;
             Codes<BITS> codes[VECTORS];
+            if constexpr (BITS == 4)
+                if (const uint8_t* zeros = groups.offsets.zeros)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        codes[v].four = FourSteps::of_zeros<0x80>(zeros + skipped + column + v * LANES);
             const Prefetch coming = column ? Prefetch{} : next;  // the first columns bring it all
             const uint8_t* ahead = coming.at;
             for (int k = 0; k < x.group; k += STEP_INPUTS) {

@@ -42,11 +42,11 @@ Linear* llmbox_linear_new(int dtype, int inputs, int outputs, const void* weight
     return nullptr;
 }
 
-// Quantised: `bits` 8 or 4, a scale for each `group` (32 or 128) inputs, `steps` as in QuantFormat.
+// Quantised: `bits` 8 or 4, a scale for each `group` (32 or 128) inputs, `grid` as in QuantFormat.
 QuantLinear* llmbox_quant_new(
-    int dtype, int inputs, int outputs, int bits, int group, int steps, const void* weight, const float* bias) try {
+    int dtype, int inputs, int outputs, int bits, int group, int grid, const void* weight, const float* bias) try {
     return with_type(dtype, [&]<class E>(E) {
-        auto* linear = new QuantLinear(inputs, outputs, {bits, group, steps != 0});
+        auto* linear = new QuantLinear(inputs, outputs, {bits, group, static_cast<Grid4>(grid)});
         auto* rows = static_cast<const typename E::Element*>(weight);
         return fill(linear, bias, [=](int panel) {
             pack_quant_panel(*linear, panel, [=](int row, int g, int8_t* numbers, uint8_t* to) {
@@ -58,16 +58,19 @@ QuantLinear* llmbox_quant_new(
     return nullptr;
 }
 
-// What was rounded before: numbers[outputs, inputs], scales[outputs, groups] (float16), steps[outputs, groups * 8] or null.
-QuantLinear* llmbox_quant_from(int inputs, int outputs, int bits, int group, const int8_t* numbers,
-                               const uint16_t* scales, const uint8_t* steps, const float* bias) try {
-    auto* linear = new QuantLinear(inputs, outputs, {bits, group, steps != nullptr});
+// What was rounded before: numbers[outputs, inputs], scales[outputs, groups] (float16), by `grid` steps[outputs, groups * 8]
+// or zeros[outputs, groups], and order[inputs] or null.
+QuantLinear* llmbox_quant_from(int inputs, int outputs, int bits, int group, int grid, const int8_t* numbers,
+                               const uint16_t* scales, const uint8_t* offsets, const int32_t* order, const float* bias) try {
+    auto* linear = new QuantLinear(inputs, outputs, {bits, group, static_cast<Grid4>(grid)}, order != nullptr);
+    if (order) std::copy_n(order, inputs, linear->order());
+    const int each = linear->has_steps() ? STEPS : linear->has_zeros() ? 1 : 0;
     return fill(linear, bias, [=](int panel) {
         pack_quant_panel(*linear, panel, [=](int row, int g, int8_t* to, uint8_t* steps_to) {
             const int8_t* from = numbers + static_cast<size_t>(row) * inputs + g * group;
             const size_t cell = static_cast<size_t>(row) * linear->groups + g;
             std::copy_n(from, std::min(group, inputs - g * group), to);
-            if (steps) std::copy_n(steps + cell * STEPS, STEPS, steps_to);
+            std::copy_n(offsets + cell * each, each, steps_to);
             return scales[cell];
         });
     });
@@ -86,8 +89,8 @@ void llmbox_quantize(int dtype, int inputs, int outputs, int bits, int group, co
             int8_t* numbers;
             uint16_t* scales;
             uint8_t* steps;
-        } job{inputs, outputs, {bits, group, steps != nullptr}, static_cast<const typename E::Element*>(weight),
-              numbers, scales, steps};
+        } job{inputs, outputs, {bits, group, steps ? Grid4::STEPS : Grid4::PLAIN},
+              static_cast<const typename E::Element*>(weight), numbers, scales, steps};
         pool().run(
             [](Member& member, void* argument) {
                 const auto& job = *static_cast<Job*>(argument);
@@ -115,8 +118,9 @@ Linear* llmbox_linear_at(int dtype, int inputs, int outputs, uint8_t* packed, co
     });
 }
 QuantLinear* llmbox_quant_at(
-    int inputs, int outputs, int bits, int group, int steps, uint8_t* packed, const float* bias) {
-    return fill(new QuantLinear(inputs, outputs, {bits, group, steps != 0}, packed), bias, [](int) {});
+    int inputs, int outputs, int bits, int group, int grid, int is_ordered, uint8_t* packed, const float* bias) {
+    const QuantFormat format{bits, group, static_cast<Grid4>(grid)};
+    return fill(new QuantLinear(inputs, outputs, format, is_ordered != 0, packed), bias, [](int) {});
 }
 
 const uint8_t* llmbox_packed(const LinearShape* linear) { return linear->packed(); }

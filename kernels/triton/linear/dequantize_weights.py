@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm import Grouped
-from .gemm_inner import numbers_of
+from .gemm_inner import codes_of
 
 BLOCK = 32
 """Outputs of one program."""
@@ -22,12 +22,12 @@ def dequantize(packed: Grouped, dtype: torch.dtype) -> Tensor:
         out_OI,
         packed.weight,
         packed.scales,
-        packed.weight if packed.steps is None else packed.steps,
+        packed.offsets,
         packed.outputs,
         packed.inputs,
         GROUP=packed.group,
         BITS=packed.bits,
-        STEPS=packed.steps is not None,
+        GRID=packed.grid,
         BLOCK=BLOCK,
     )
     return out_OI
@@ -38,12 +38,12 @@ def dequantize_kernel(
     out: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
-    steps: tl.tensor,
+    offsets: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    STEPS: tl.constexpr,
+    GRID: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Write scale * code for one group of BLOCK outputs, computed in float32.
@@ -60,17 +60,14 @@ def dequantize_kernel(
     scale = tl.load(scales + cell, mask=real, other=0.0).to(tl.float32)[:, None]
     i = g * GROUP + j
     place = n.to(tl.int64)[:, None] * inputs + i[None, :]
-    if STEPS:
-        low = numbers_of(stored & 15, steps, cell, real, 0, GROUP, tl.float32)
+    if BITS == 8:
+        low = stored.to(tl.float32)
     else:
-        low = stored if BITS == 8 else (stored & 15).to(tl.int8) - 8
-    wide = low.to(tl.float32) * scale
+        low = codes_of(stored & 15, offsets, cell, real, 0, GROUP, GRID, tl.float32)
+    wide = low * scale
     tl.store(out + place, wide.to(out.dtype.element_ty), mask=real[:, None] & (i < inputs)[None, :])
     if BITS == 4:
-        if STEPS:
-            high = numbers_of(stored >> 4, steps, cell, real, WIDTH, GROUP, tl.float32)
-        else:
-            high = ((stored >> 4).to(tl.int8) - 8).to(tl.float32)
+        high = codes_of(stored >> 4, offsets, cell, real, WIDTH, GROUP, GRID, tl.float32)
         wide = high * scale
         inside = real[:, None] & (i + WIDTH < inputs)[None, :]
         tl.store(out + place + WIDTH, wide.to(out.dtype.element_ty), mask=inside)

@@ -48,7 +48,7 @@ class Stack:
 
     data: Tensor
     scales: Tensor
-    steps: Tensor
+    offsets: Tensor
     kind: int
     group: int
     constants: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def experts_product(
         x_step,
         stack.data,
         stack.scales,
-        stack.steps,
+        stack.offsets,
         starts_X1,
         experts,
         outputs,
@@ -124,7 +124,7 @@ def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
     """Describe the weights to the kernel. `itemsize` is that of x; `wide`: integers are dequantized before
     the product.
     """
-    constants = {"UNROLL": 1, "BITS": 0, "STEPS": False, "WIDE": False, "BLOCKWISE": False, "SHARED": 1}
+    constants = {"UNROLL": 1, "BITS": 0, "GRID": 0, "WIDE": False, "BLOCKWISE": False, "SHARED": 1}
     match packed:
         case DenseLinear(data, _):
             # Float32 has no tensor cores: its tile lives in registers.
@@ -142,14 +142,13 @@ def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
 
 def integer_stack(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> Stack:
     """Describe integer weights to the kernel."""
-    steps = weight.weight if weight.steps is None else weight.steps
     constants |= {
         "UNROLL": max(1, STEP // weight.group),
         "BITS": weight.bits,
-        "STEPS": weight.steps is not None,
+        "GRID": weight.grid,
         "WIDE": wide,
     }
-    return Stack(weight.weight, weight.scales, steps, GROUPED, weight.group, constants)
+    return Stack(weight.weight, weight.scales, weight.offsets, GROUPED, weight.group, constants)
 
 
 def tile_for(device: torch.device, rows_each: int, itemsize: int) -> Tile:
@@ -170,7 +169,7 @@ def experts_kernel(
     x_step: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
-    steps_of: tl.tensor,
+    offsets: tl.tensor,
     starts: tl.tensor,
     experts: tl.tensor,
     outputs: tl.tensor,
@@ -182,7 +181,7 @@ def experts_kernel(
     GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     BITS: tl.constexpr,
-    STEPS: tl.constexpr,
+    GRID: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCKWISE: tl.constexpr,
     SHARED: tl.constexpr,
@@ -223,9 +222,9 @@ def experts_kernel(
         )  # fmt: skip
     else:
         acc = sum_grouped(
-            x + m.to(tl.int64)[:, None] * x_row, real_m, weight, scales, steps_of, row, real_n, 0, turns,
+            x + m.to(tl.int64)[:, None] * x_row, real_m, weight, scales, offsets, row, real_n, 0, turns,
             experts * outputs, inputs,
-            ROWS, COLUMNS, GROUP, UNROLL, BITS, STEPS, WIDE, PRECISION,
+            ROWS, COLUMNS, GROUP, UNROLL, BITS, GRID, WIDE, PRECISION,
         )  # fmt: skip
     place = m.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=real_m[:, None] & real_n[None, :])

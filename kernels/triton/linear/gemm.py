@@ -35,8 +35,8 @@ FIXED_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Integer weights. With `bits` 8 int8; with 4 pairs in uint8: codes plus 8, or with `steps` the nibbles
-    n.
+    """Integer weights. With `bits` 8 int8; with 4 pairs in uint8: codes plus 8, the nibbles n with `steps` or
+    `zeros`, or E2M1.
     """
 
     weight: Tensor
@@ -45,6 +45,21 @@ class Grouped:
     inputs: int
     steps: Tensor | None = None
     """Step bytes, uint8 [I / group, O, group / 16] (`kernels/quantize_int.py`)."""
+    zeros: Tensor | None = None
+    """Zero points, uint8 [I / group, O]."""
+    is_e2m1: bool = False
+    """True if nibbles are floats, which times two are the codes."""
+
+    @property
+    def grid(self) -> int:
+        """Meaning of nibbles, for kernels (`gemm_inner.py`)."""
+        return 3 if self.steps is not None else 1 if self.zeros is not None else 2 * self.is_e2m1
+
+    @property
+    def offsets(self) -> Tensor:
+        """Steps or zeros; any tensor where there are none."""
+        offsets = self.steps if self.zeros is None else self.zeros
+        return self.weight if offsets is None else offsets
 
     @property
     def outputs(self) -> int:
@@ -109,7 +124,7 @@ def run(
         x_TI,
         data,
         grouped.scales if grouped else data,
-        data if grouped is None or grouped.steps is None else grouped.steps,
+        grouped.offsets if grouped else data,
         out_TO if bias_O is None else bias_O,
         rows,
         outputs,
@@ -121,7 +136,7 @@ def run(
         GROUP=group,
         UNROLL=max(1, STEP // group) if grouped else 1,
         BITS=grouped.bits if grouped else 0,
-        STEPS=grouped is not None and grouped.steps is not None,
+        GRID=grouped.grid if grouped else 0,
         WIDE=grouped is not None and not fixed and rows >= WIDE_FROM,
         BIAS=bias_O is not None and splits == 1,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
@@ -138,7 +153,7 @@ def product_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
-    steps_of: tl.tensor,
+    offsets: tl.tensor,
     bias: tl.tensor,
     rows: tl.tensor,
     outputs: tl.tensor,
@@ -150,7 +165,7 @@ def product_kernel(
     GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     BITS: tl.constexpr,
-    STEPS: tl.constexpr,
+    GRID: tl.constexpr,
     WIDE: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -164,9 +179,9 @@ def product_kernel(
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     turns = tl.cdiv(tl.cdiv(inputs, GROUP), UNROLL)
     acc = sum_grouped(
-        x + m.to(tl.int64)[:, None] * x_row, m < rows, weight, scales, steps_of, n, n < outputs,
+        x + m.to(tl.int64)[:, None] * x_row, m < rows, weight, scales, offsets, n, n < outputs,
         split * steps, tl.minimum((split + 1) * steps, turns), outputs, inputs,
-        ROWS, COLUMNS, GROUP, UNROLL, BITS, STEPS, WIDE, PRECISION,
+        ROWS, COLUMNS, GROUP, UNROLL, BITS, GRID, WIDE, PRECISION,
     )  # fmt: skip
     store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)
 

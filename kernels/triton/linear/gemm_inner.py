@@ -10,7 +10,7 @@ def sum_grouped(
     real_m: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
-    steps_of: tl.tensor,
+    offsets: tl.tensor,
     n: tl.tensor,
     real_n: tl.tensor,
     first: tl.tensor,
@@ -22,7 +22,7 @@ def sum_grouped(
     GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     BITS: tl.constexpr,
-    STEPS: tl.constexpr,
+    GRID: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
@@ -64,13 +64,9 @@ def sum_grouped(
                 place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * HALF + tl.arange(0, HALF)[None, :]
                 pairs = tl.load(weight + place, mask=real_w[:, None], other=0)
                 scale = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_w, other=0.0)
-                if STEPS:
-                    cell = tl.cast(g, tl.int64) * outputs + n
-                    low_w = numbers_of(pairs & 15, steps_of, cell, real_w, 0, GROUP, low_x.dtype)
-                    high_w = numbers_of(pairs >> 4, steps_of, cell, real_w, HALF, GROUP, low_x.dtype)
-                else:
-                    low_w = small_integers(pairs & 15, low_x.dtype)
-                    high_w = small_integers(pairs >> 4, low_x.dtype)
+                cell = tl.cast(g, tl.int64) * outputs + n
+                low_w = codes_of(pairs & 15, offsets, cell, real_w, 0, GROUP, GRID, low_x.dtype)
+                high_w = codes_of(pairs >> 4, offsets, cell, real_w, HALF, GROUP, GRID, low_x.dtype)
                 if WIDE:
                     scales_n = scale.to(tl.float32)[:, None]
                     low_w = (low_w.to(tl.float32) * scales_n).to(low_x.dtype)
@@ -82,6 +78,35 @@ def sum_grouped(
                     sums = tl.dot(high_x, tl.trans(high_w), sums, input_precision=PRECISION)
                     acc += sums * scale.to(tl.float32)[None, :]
     return acc
+
+
+@triton.jit
+def codes_of(
+    nibbles: tl.tensor,
+    offsets: tl.tensor,
+    cell: tl.tensor,
+    real: tl.tensor,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    GRID: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """Return the codes of half a group of nibbles, from input FIRST on, one row for each `cell`.
+
+    GRID 0: n - 8; 1: n - zero, one for each cell; 2: doubled E2M1; 3: step * n - zero (`numbers_of`).
+    Reference: `QuantizedWeight.nibbles` in `kernels/weight_packing.py`, which this inverts.
+    """
+    if GRID == 3:
+        return numbers_of(nibbles, offsets, cell, real, FIRST, GROUP, dtype)
+    if GRID == 2:
+        n = nibbles.to(tl.int16)
+        m = n & 7
+        size = m + tl.where(m == 5, 1, 0) + tl.where(m == 6, 2, 0) + tl.where(m == 7, 5, 0)
+        return tl.where(n > 7, -size, size).to(dtype)
+    if GRID == 1:
+        zero = tl.load(offsets + cell, mask=real, other=0).to(tl.int16)
+        return (nibbles.to(tl.int16) - zero[:, None]).to(dtype)
+    return small_integers(nibbles, dtype)
 
 
 @triton.jit

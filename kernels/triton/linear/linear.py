@@ -34,6 +34,8 @@ class WeightOnlyIntLinear:
 
     weight: Grouped
     bias_O: Tensor | None
+    order_I: Tensor | None = None
+    """Input of a row that belongs to each input of the weights; None: the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) 
             return (
                 product(x_TI, weight_OI, bias_O, fixed=True) if fixed else F.linear(x_TI, weight_OI, bias_O)
             )
-        case WeightOnlyIntLinear(weight, bias_O):
+        case WeightOnlyIntLinear(weight, bias_O, order_I):
+            x_TI = x_TI if order_I is None else x_TI.index_select(1, order_I)
             tiled = len(x_TI) <= TILED_ROWS and x_TI.element_size() == 2  # float32 has no tensor cores
             if fixed or tiled:
                 return product(x_TI, weight, bias_O, fixed=fixed)

@@ -63,14 +63,16 @@ def group_codes(rounded: QuantizedWeight) -> Grouped:
     codes_OI = rounded.codes_OI if quant.bits == 8 else rounded.nibbles()
     outputs, inputs = codes_OI.shape
     groups = quant.groups(inputs)
-    fill = 8 if quant.bits == 4 and not quant.step else 0
+    fill = 8 if quant.bits == 4 and not (quant.step or quant.has_zeros or quant.is_e2m1) else 0
     codes_OGg = F.pad(codes_OI, (0, groups * quant.group - inputs), value=fill).view(outputs, groups, -1)
     weight_OGw = codes_OGg if quant.bits == 8 else pack_nibbles(codes_OGg)
     steps_GOS = None
     if rounded.steps_OS is not None:
         steps_GOS = rounded.steps_OS.view(outputs, groups, -1).transpose(0, 1).contiguous()
     scales_GO = rounded.scales_OG.T.contiguous()
-    return Grouped(weight_OGw.transpose(0, 1).contiguous(), scales_GO, quant.bits, inputs, steps_GOS)
+    zeros_GO = None if rounded.zeros_OG is None else rounded.zeros_OG.T.contiguous()
+    weight = weight_OGw.transpose(0, 1).contiguous()
+    return Grouped(weight, scales_GO, quant.bits, inputs, steps_GOS, zeros_GO, quant.is_e2m1)
 
 
 def pack_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

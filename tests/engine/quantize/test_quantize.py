@@ -14,6 +14,7 @@ from llmbox.engine.checkpoint.quantized_layout import FORMATS
 from llmbox.engine.checkpoint.writer import ShardWriter
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.quantize import quantize as module
+from llmbox.engine.quantize.compressed_tensors import TARGETS
 from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.engine.quantize.quantizer import importance
@@ -21,7 +22,7 @@ from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.quantize_int import to_numbers
 from support.odd_files import make_odd, no_hanging
-from support.real_engines import ask, load, tokens
+from support.real_engines import ask, hf_model, hf_tokens, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
@@ -230,3 +231,79 @@ def test_perplexity_is_of_the_given_tokens(tmp_path: Path) -> None:
     assert len(sequences_of(model, "one part\n\nanother part\n\nx")) >= 2
     with pytest.raises(ValueError, match="two tokens"):
         sequences_of(model, "")
+
+
+COMPRESSED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_transformers_reads_the_same_weights(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dequantized by compressed-tensors, they are those that we dequantize, and give the same tokens."""
+    source, out = make_tiny_model(tmp_path / "model", **COMPRESSED), tmp_path / "out"
+    report = quantize(source, out, TARGETS[to], 1, lambda _done, _total: None)
+    assert report.format == to
+    assert 0 < report.relative < {"w4a16-g128": 0.15, "w4a16-g32": 0.12, "w8a8": 0.01, "fp8": 0.04}[to]
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    layer = runner_of(load(out, dtype="float32"))._model.layers[0]
+    state = decompressed(out)
+    q, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    rows = state[q].shape[0]
+    assert torch.equal(layer.attention.qkv.weight_OI[:rows].bfloat16(), state[q])
+    assert torch.equal(layer.mlp.down.weight_OI.bfloat16(), state[down])
+    same = make_tiny_model(tmp_path / "same", **{**COMPRESSED, "torch_dtype": "float32"})
+    packed = load_file(out / "model.safetensors")
+    wide = {name: tensor for name, tensor in packed.items() if tensor.is_floating_point()}
+    for name in [name for name in wide if name.endswith("weight_scale")]:
+        del wide[name]
+    for number, each in enumerate(runner_of(load(out, dtype="float32"))._model.layers):
+        wide |= parts_of(f"model.layers.{number}.", each, load_file(source / "model.safetensors"))
+    save_file(
+        {name: tensor.float().contiguous() for name, tensor in wide.items()}, same / "model.safetensors"
+    )
+    assert answer(out, dtype="float32") == hf_tokens(hf_model(same), PROMPT, 12)
+
+
+def parts_of(prefix: str, layer: Any, original: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    stacks = {
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): layer.attention.qkv,
+        ("self_attn.o_proj",): layer.attention.output,
+        ("mlp.gate_proj", "mlp.up_proj"): layer.mlp.gate_up,
+        ("mlp.down_proj",): layer.mlp.down,
+    }
+    found = {}
+    for names, packed in stacks.items():
+        rows = [len(original[f"{prefix}{name}.weight"]) for name in names]
+        parts = packed.weight_OI.split(rows)
+        found |= {f"{prefix}{name}.weight": part for name, part in zip(names, parts, strict=True)}
+    return found
+
+
+def decompressed(folder: Path) -> dict[str, torch.Tensor]:
+    """By transformers, with compressed-tensors."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=CompressedTensorsConfig(run_compressed=False), dtype=torch.bfloat16
+    )
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("to", ["w4a16-g32", "w8a8"])
+def test_a_compressed_checkpoint_loads_in_its_own_bits(tmp_path: Path, to: str) -> None:
+    source = make_tiny_model(tmp_path / "model", arch="phi3", **COMPRESSED)
+    quantize(source, tmp_path / "out", TARGETS[to], 1, lambda _done, _total: None)
+    names = load_file(tmp_path / "out/model.safetensors")
+    end = "weight_packed" if to == "w4a16-g32" else "weight"
+    assert f"model.layers.0.self_attn.qkv_proj.{end}" in names, "as other tools expect it"
+    engine = load(tmp_path / "out")
+    assert engine.info.quant == TARGETS[to].quant.name
+    assert len(tokens(engine, [ask("a", PROMPT, 4)])["a"]) == 4
+
+
+def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model", hidden_size=70)
+    with pytest.raises(ModelError, match=r"70 inputs, which groups of 128 do not divide: use --to w8a8"):
+        quantize(source, tmp_path / "out", TARGETS["w4a16-g128"], 1, lambda _done, _total: None)
+    assert not (tmp_path / "out").exists()

@@ -134,7 +134,8 @@ def test_the_cpp_kernels_multiply_the_same_numbers(tmp_path: Path, name: str) ->
     stacked = torch.cat([wide[f"{prefix}{part}_proj.weight"] for part in ("gate", "up")])
     for packed, weight in ((mlp.gate_up, stacked), (mlp.down, wide[f"{prefix}down_proj.weight"])):
         form = parse_config(model)
-        assert (packed.quant is None) == (form.quant is None or "act-order" in name)
+        assert (packed.quant is None) == (form.quant is None)
+        assert packed.quant is None or packed.quant.name == form.quant
         got = mlp.ops.linear(packed, torch.eye(weight.shape[1])).T
         assert torch.allclose(got, weight, rtol=2e-3 if name == "bnb-int8" else 1e-6, atol=1e-9)
 

@@ -8,8 +8,12 @@ from llmbox.kernels.dispatch import backends
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.weight_packing import Kind, Packing
+from support.published_formats import stored_weight
 
-INTEGERS = [name for name, quant in QUANTS.items() if quant.kind == "integer"]
+INTEGERS = [
+    name for name, quant in QUANTS.items() if quant.kind == "integer" and not quant.in_checkpoints_only
+]
+STORED = [name for name, quant in QUANTS.items() if quant.kind == "integer" and quant.in_checkpoints_only]
 SHAPES = [(1, 1), (65, 33), (7, 300), (130, 256)]
 
 
@@ -41,7 +45,7 @@ def test_panels_taken_up_again_give_the_same_bits(
         start = -aligned.data_ptr() % 64
         panels = aligned[start : start + packing.panels(packed).nbytes]
         panels.copy_(torch.frombuffer(bytearray(packing.panels(packed)), dtype=torch.uint8))
-        again = packing.attach(kind, (outputs, inputs), dtype, panels, bias)
+        again = packing.attach(packing.format_name(packed), (outputs, inputs), dtype, panels, bias)
         x = torch.randn(5, inputs).to(dtype)
         assert torch.equal(ops.linear(again, x), ops.linear(packed, x))
 
@@ -50,8 +54,8 @@ def test_panels_of_another_size_or_place_are_refused(level: str) -> None:
     _, packing = offered(level, "int8")
     panels = torch.zeros(4096, dtype=torch.uint8)
     start = -panels.data_ptr() % 64
-    assert packing.attach("linear", (64, 64), torch.float32, panels[start : start + 1024]) is None
-    assert packing.attach("linear", (64, 64), torch.float32, panels[start + 1 :]) is None
+    assert packing.attach("", (64, 64), torch.float32, panels[start : start + 1024]) is None
+    assert packing.attach("", (64, 64), torch.float32, panels[start + 1 :]) is None
 
 
 @pytest.mark.parametrize("quant", INTEGERS)
@@ -67,3 +71,25 @@ def test_rounding_apart_and_packing_the_integers_is_packing(
         assert bytes(packing.panels(from_integers)) == bytes(packing.panels(packing.pack("linear", weight)))
         table = ops.embedding(packing.pack_quantized(rounded, torch.float32), torch.arange(outputs))
         assert torch.equal(table, rounded.floats())
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("name", STORED)
+def test_numbers_of_checkpoints_are_multiplied_as_they_are(level: str, name: str, ordered: bool) -> None:
+    """A row with a single one in it gives a column of the weights, alone and beside others."""
+    ops, packing = offered(level, name)
+    for outputs, inputs in SHAPES:
+        weight = stored_weight(QUANTS[name], outputs, inputs, ordered=ordered)
+        packed = packing.pack_quantized(weight, torch.float32)
+        rows = torch.eye(inputs)
+        got = ops.linear(packed, rows)
+        assert torch.allclose(got, weight.floats().T, rtol=1e-6, atol=0)
+        for count in (1, 3, 6):
+            assert torch.equal(ops.linear(packed, rows[-count:]), got[-count:])
+        if not ordered:
+            assert torch.equal(ops.embedding(packed, torch.arange(outputs)), weight.floats())
+        panels = torch.empty(packing.panels(packed).nbytes + 64, dtype=torch.uint8)
+        panels = panels[-panels.data_ptr() % 64 :][: packing.panels(packed).nbytes]
+        panels.copy_(torch.frombuffer(bytearray(packing.panels(packed)), dtype=torch.uint8))
+        again = packing.attach(packing.format_name(packed), (outputs, inputs), torch.float32, panels)
+        assert torch.equal(ops.linear(again, rows), got)

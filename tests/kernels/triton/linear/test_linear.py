@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,9 +22,13 @@ from llmbox.kernels.triton.linear.weight_packing import pack_fp8, pack_fp8_block
 from llmbox.kernels.weight_packing import QuantizedWeight
 from support.numbers import assert_near
 from support.paged import CPU
+from support.published_formats import stored_weight
 
 FP8 = torch.float8_e4m3fn
-INTEGERS = [name for name, quant in QUANTS.items() if quant.kind == "integer"]
+INTEGERS = [
+    name for name, quant in QUANTS.items() if quant.kind == "integer" and not quant.in_checkpoints_only
+]
+STORED = [name for name, quant in QUANTS.items() if quant.kind == "integer" and quant.in_checkpoints_only]
 
 
 def case(rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -44,6 +49,43 @@ def test_integer_weights(quant: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert_near(gemm.product(x, packed, bias), exact(x, dequantize(packed, torch.float32), bias))
     error = (dequantize(packed, torch.float32) - weight.float()).norm() / weight.float().norm()
     assert error < {8: 0.01, 4: 0.12}[packed.bits]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("name", STORED)
+def test_numbers_of_checkpoints_are_multiplied_as_they_are(name: str, ordered: bool) -> None:
+    """Few rows in float32, many in float16, whose weights are made wide tile by tile."""
+    weight = stored_weight(QUANTS[name], 70, 200, ordered=ordered)
+    ops = triton_ops(CPU, torch.float32, QUANTS[name])
+    assert ops.stored is not None
+    packed = ops.stored.pack_quantized(weight, torch.float32)
+    x, bias = torch.randn(2, 200) / 16, torch.zeros(70)
+    assert_near(
+        gemm.product(x[:, packed.order_I] if ordered else x, packed.weight, None),
+        exact(x, weight.floats(), bias),
+    )
+    assert_near(ops.linear(packed, x), exact(x, weight.floats(), bias))
+    many = torch.randn(gemm.WIDE_FROM, 200).half() / 16
+    ops = triton_ops(CPU, torch.float16, QUANTS[name])
+    assert_near(ops.linear(packed, many), exact(many, weight.floats().half(), bias))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_experts_of_checkpoints(name: str) -> None:
+    first, second = (stored_weight(QUANTS[name], outputs, 96) for outputs in (32, 32))
+    both = replace(
+        first,
+        codes_OI=torch.cat((first.codes_OI, second.codes_OI.flip(0))),
+        scales_OG=torch.cat((first.scales_OG, second.scales_OG.flip(0))),
+        zeros_OG=None if first.zeros_OG is None else torch.cat((first.zeros_OG, second.zeros_OG.flip(0))),
+    )
+    ops = triton_ops(CPU, torch.float32, QUANTS[name])
+    assert ops.pack_experts is not None
+    x = torch.randn(5, 96)
+    got = experts_product(x, ops.pack_experts(both), torch.tensor([0, 2, 5]).int())
+    wide = both.floats().view(2, 32, 96)
+    assert_near(got[:2], exact(x[:2], wide[0], torch.zeros(32)))
+    assert_near(got[2:], exact(x[2:], wide[1], torch.zeros(32)))
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
