@@ -217,7 +217,8 @@ def wide_weights(packed: object) -> Tensor:
 def made_wide(setting: Setting, dtype: torch.dtype) -> Checks:
     """Bit by bit by the words of the format: integers of 4 bits lie in pairs, half a group apart."""
     outputs, inputs = (37, 150) if setting.tiny else (1037, 2000)
-    for quant in (quant for quant in QUANTS.values() if quant.kind == "integer"):
+    rounded_here = [quant for quant in QUANTS.values() if not quant.in_checkpoints_only]
+    for quant in (quant for quant in rounded_here if quant.kind == "integer"):
         packed = pack_grouped(setting.randn(outputs, inputs), quant)
         codes = packed.weight
         if packed.bits == 4:

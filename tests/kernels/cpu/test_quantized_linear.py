@@ -20,7 +20,12 @@ def level(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=[name for name, quant in QUANTS.items() if quant.kind == "integer"])
+INTEGERS = [
+    name for name, quant in QUANTS.items() if quant.kind == "integer" and not quant.in_checkpoints_only
+]
+
+
+@pytest.fixture(params=INTEGERS)
 def quant(request: pytest.FixtureRequest) -> Quant:
     return QUANTS[request.param]
 
