@@ -30,11 +30,13 @@ from .moe import (
     ernie_experts,
     gpt_oss_experts,
     granite_moe_experts,
+    lfm2_moe_experts,
     minimax_m2_experts,
     mixtral_experts,
     no_experts,
     olmoe_experts,
     qwen2_moe_experts,
+    qwen3_5_moe_experts,
     qwen3_moe_experts,
 )
 from .multipliers import Scales
@@ -45,6 +47,7 @@ from .recurrent import (
     lfm2_sizes,
     no_recurrence,
     qwen3_5_recurrence,
+    qwen3_next_recurrence,
 )
 from .rope import (
     GPT_OSS_ROPE,
@@ -308,6 +311,41 @@ _QWEN3_5 = Architecture(
     recurrence=qwen3_5_recurrence,
 )
 
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    defaults={
+        **_QWEN3_5.defaults,
+        "intermediate_size": 5632,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    experts=qwen3_5_moe_experts,
+)
+_LFM2 = Architecture(
+    model_type="lfm2",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True},
+    qk_norm="heads",
+    recurrence=lfm2_recurrence,
+    sizes=lfm2_sizes,
+    aliases={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+    names={
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+        "o_proj": "out_proj",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        "norm": "embedding_norm",
+    },
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(model_type="llama", attention_bias=True, mlp_bias=True),
     "MistralForCausalLM": _MISTRAL,
@@ -464,26 +502,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         names={"mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
         refuse=refuse_granite_experts,
     ),
-    "Lfm2ForCausalLM": Architecture(
-        model_type="lfm2",
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True},
-        qk_norm="heads",
-        recurrence=lfm2_recurrence,
-        sizes=lfm2_sizes,
-        aliases={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
-        names={
-            "input_layernorm": "operator_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "mlp": "feed_forward",
-            "gate_proj": "w1",
-            "up_proj": "w3",
-            "down_proj": "w2",
-            "o_proj": "out_proj",
-            "q_norm": "q_layernorm",
-            "k_norm": "k_layernorm",
-            "norm": "embedding_norm",
-        },
+    "Qwen3NextForCausalLM": replace(
+        _QWEN3_5_MOE,
+        model_type="qwen3_next",
+        defaults={**_QWEN3_5_MOE.defaults, "num_experts": 512, "num_experts_per_tok": 10},
+        recurrence=qwen3_next_recurrence,
     ),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, is_nested=True),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(_LFM2, model_type="lfm2_moe", sizes=as_it_is, experts=lfm2_moe_experts),
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,

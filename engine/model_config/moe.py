@@ -1,7 +1,7 @@
 """Mixture-of-experts part of config.json."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llmbox.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
@@ -134,6 +134,28 @@ def qwen2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         shared_inner=fields.integer("shared_expert_intermediate_size"),
         has_shared_gate=True,
         shared="shared_expert",
+    )
+    return found if any(found.layers) else None
+
+
+def qwen3_5_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read the experts of Qwen3-Next and Qwen3.5, which may be in tensors of all experts."""
+    found = qwen2_moe_experts(fields, layers)
+    return None if found is None else replace(found, stacked=StackedExperts())
+
+
+def lfm2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    count, per_token = selected_of(fields, "num_experts")
+    dense = fields.number("num_dense_layers", 2)
+    found = ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", default=True),
+        layers=tuple(layer >= dense for layer in range(layers)),
+        scoring="sigmoid",
+        scale=fields.number("routed_scaling_factor", 1.0),
+        correction="expert_bias" if fields.flag("use_expert_bias", default=True) else "",
     )
     return found if any(found.layers) else None
 

@@ -49,8 +49,26 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+SHARED: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA | SHARED,
+    "qwen3_5_moe_text": DELTA | SHARED,
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "tie_word_embeddings": True,
+    },
     "granitemoehybrid": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -170,3 +188,21 @@ def make_qwen_that_sees(directory: Path) -> Path:
     weights["mtp.layers.0.input_layernorm.weight"] = torch.ones(64)
     save_file(weights, directory / "model.safetensors")
     return directory
+
+
+def stack_experts(directory: Path) -> None:
+    """Rewrite a checkpoint so that gates and ups, and downs, of a layer's experts are one tensor each."""
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    for module in sorted({name.split(".experts.")[0] for name in weights if ".experts." in name}):
+        count = sum(name.startswith(f"{module}.experts.") for name in weights) // 3
+        gates, ups, downs = (
+            [weights.pop(f"{module}.experts.{number}.{part}_proj.weight") for number in range(count)]
+            for part in ("gate", "up", "down")
+        )
+        pairs = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+        weights[f"{module}.experts.gate_up_proj"] = torch.stack(pairs)
+        weights[f"{module}.experts.down_proj"] = torch.stack(downs)
+    save_file(weights, file)

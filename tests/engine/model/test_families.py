@@ -13,6 +13,7 @@ from support.families import (
     make_mistral_that_sees,
     make_qwen_that_sees,
     spell_as_before,
+    stack_experts,
 )
 from support.real_engines import ask, hf_tokens, load, tokens
 
@@ -56,3 +57,10 @@ def test_the_language_part_of_a_qwen_3_5(tmp_path: Path) -> None:
     model = make_qwen_that_sees(tmp_path)
     theirs = Qwen3_5ForConditionalGeneration.from_pretrained(model).eval()
     assert tokens(load(model), [PROMPT])["a"] == hf_tokens(theirs, PROMPT.prompt_ids, 6)
+
+
+def test_experts_of_a_qwen_3_5_in_one_tensor(tmp_path: Path) -> None:
+    model = make_family(tmp_path, "qwen3_5_moe_text")
+    apart = tokens(load(model), [PROMPT])
+    stack_experts(model)
+    assert tokens(load(model), [PROMPT]) == apart
