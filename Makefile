@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help up down test test-installed test-clients check format docs metrics bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
+.PHONY: help up down test test-fast test-installed test-clients check format docs metrics bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
 up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
@@ -14,16 +14,23 @@ help: ## this list
 down: .venv/installed ## stop the daemon
 	$(BIN)/llmbox down
 
-test: .venv/dev ## the whole suite, on two processes
-	$(BIN)/pytest -n 2 --dist worksteal
+# One more process than two cores: tests wait for daemons, engines and sockets.
+test: .venv/dev ## the whole suite, on three processes
+	$(BIN)/pytest -n 3 --dist worksteal
+
+# Which files those are: tests/support/lanes.py.
+test-fast: .venv/dev ## unit tests without processes, whole engines and screens: at every save
+	LLMBOX_TEST_LANE=fast $(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
 # A wheel in new environments, of the pinned and of the lowest versions: every command, every dialect, every page.
 test-installed: .venv/dev ## wheels in new environments: every command, dialect and page
 	$(BIN)/pytest tests/installed/lane.py $(ARGS)
 
-# Property tests with examples that no run before had; ROUNDS of them, each with a seed that it prints.
+# What the suite leaves out for its length, then property tests with examples that no run before had; ROUNDS of
+# them, each with a seed that it prints.
 ROUNDS ?= 10
-nightly: .venv/dev ## property tests with new examples; ROUNDS=10
+nightly: .venv/dev ## long tests, then property tests with new examples; ROUNDS=10
+	LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -q -n 2 --dist worksteal -m nightly
 	@for round in $$(seq $(ROUNDS)); do seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
 	  echo "round $$round of $(ROUNDS): LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -m property --hypothesis-seed=$$seed"; \
 	  LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -q -n 2 --dist worksteal -m property --hypothesis-seed=$$seed || exit 1; \

@@ -2,11 +2,15 @@
 
 import os
 import signal
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from support.lanes import FAST, NIGHTLY, ProcessGuard, examples, why_not_fast
 
 # One cache of compiled kernels for all test processes and for later runs; also for daemons and engines that
 # tests start, whose own cache folders are new each time.
@@ -15,6 +19,9 @@ os.environ.setdefault(
 )
 # Triton reads it as it is imported, by whichever test comes first. Here its kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Hundreds of processes of this tree are started: without byte code on disk each would compile it again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Some shells export the size of the terminal that the suite is started from: commands would cut tables to it.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
@@ -25,14 +32,39 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_number, _handler)
 
 # As much time for each example as a busy machine needs. The suite has the same examples in every run, so that
-# a change is blamed for its own mistakes alone; `make nightly` draws anew.
+# a change is blamed for its own mistakes alone; `make nightly` draws more of them, and anew.
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("suite", _PATIENT, derandomize=True)
+settings.register_profile("suite", _PATIENT, derandomize=True, max_examples=examples(100))
 settings.register_profile("nightly", _PATIENT, derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("LLMBOX_TEST_PROFILE", "suite"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_guard = ProcessGuard()
+if FAST:
+    _guard.install()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if FAST and is_test and why_not_fast(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    _guard.armed = True
+    try:
+        return (yield)
+    finally:
+        _guard.armed = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")
+    other_lanes = [name for name, out in (("nightly", not NIGHTLY), ("process", FAST)) if out]
+    left_out = [item for item in items if any(map(item.get_closest_marker, other_lanes))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]

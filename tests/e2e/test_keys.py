@@ -141,7 +141,7 @@ def test_what_runs_ends_with_its_key_and_others_go_on(server: Server, how: Calla
     _, client = make(server)
     _, other = make(server, "desk")
     options = {"model": "slow", "stream": True, "max_tokens": 1000}
-    ends, stays = iter(chat(client, **options)), iter(chat(other, **options))
+    ends, stays = chat(client, **options), chat(other, **options)
     next(ends)
     name = next(stays).id
     how(store)

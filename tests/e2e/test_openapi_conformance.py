@@ -19,10 +19,11 @@ from llmbox.app.config.schema import MemorySettings
 from llmbox.app.config.schema import Settings as Configured
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
+from support.lanes import NIGHTLY
 from support.openai_server import Server, serving
 from support.tokenizers_zoo import LLAMA2, byte_level, drawn_ids, write_text_files
 
-EXAMPLES = int(os.environ.get("LLMBOX_FUZZ_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("LLMBOX_FUZZ_EXAMPLES", "12" if NIGHTLY else "4"))
 READING = [
     ("GET", "/"),
     ("GET", "/health"),

@@ -98,6 +98,7 @@ def test_lines_of_code_have_no_imports_comments_or_docstrings(tmp_path, source, 
     assert metrics.code_lines(path) == lines
 
 
+@pytest.mark.process
 def test_a_streamed_chat_passes_no_more_files():
     flow = request_flow.measure_flow()
     assert 20 < flow.files <= FLOW_FILES_TODAY

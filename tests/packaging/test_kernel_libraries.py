@@ -32,6 +32,7 @@ def levels(paths: list[Path]) -> list[str]:
     return [path.stem.rpartition("-")[0] for path in paths]
 
 
+@pytest.mark.process
 def test_one_for_each_instruction_set_whole_and_by_the_name_that_is_looked_for(libraries, tmp_path):
     made, problems = libraries.build_libraries(tmp_path)
     assert problems == []
@@ -45,6 +46,7 @@ def test_one_for_each_instruction_set_whole_and_by_the_name_that_is_looked_for(l
     assert sorted(path for path in tmp_path.iterdir() if path.name != "native") == sorted(made)
 
 
+@pytest.mark.process
 def test_what_the_compiler_does_not_know_is_left_out_and_told(libraries, tmp_path, monkeypatch):
     source = libraries.module("compiling").SOURCES / "library.cpp"
     source.write_text(NOT_WITH_AVX2 + source.read_text())

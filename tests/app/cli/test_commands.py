@@ -158,6 +158,7 @@ def test_doctor_reports_findings_with_fixes(llmbox, tmp_path: Path):
     assert "fix:" in out
 
 
+@pytest.mark.process
 def test_version_and_completion(llmbox):
     assert json.loads(llmbox("version", "--json")[1])["schema"] == "llmbox.version/1"
     assert "_LLMBOX_COMPLETE" in llmbox("completion", "bash")[1]

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbox.app.engines.poison_detector import PROVEN_TOKENS, PoisonDetector
+from support.lanes import examples
 
 
 def test_the_first_crash_resumes_everybody():
@@ -173,7 +174,7 @@ class Simulation:
         self.restart()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     requests=st.integers(1, 12),
     poison=st.dictionaries(st.integers(0, 11), st.integers(0, 6), max_size=3),

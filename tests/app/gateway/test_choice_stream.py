@@ -15,6 +15,7 @@ from llmbox.app.text.tokenizer.detokenizer import Detokenizer, decode
 from llmbox.app.text.tokenizer.token_bytes import TokenBytes
 from llmbox.engine.ipc.messages import RequestOutput, TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
+from support.lanes import examples
 from support.tokenizers_zoo import FAMILIES
 
 
@@ -83,7 +84,7 @@ def feed(subject: ChoiceStream, stream: list[RequestOutput]):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_deltas_are_the_text_of_all_ids(family, data):
     ids = data.draw(st.lists(st.integers(0, TEXTS[family].size + 2), max_size=30))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.security.key_store import KeyStore, LastUsed
 from llmbox.app.security.keys import PREFIX, KeySpec
+from support.lanes import examples
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_no_file_means_no_keys(store: KeyStore, file: Path) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_bytes_in_the_file_are_keys_or_an_error(tmp_path_factory: Any, content: bytes) -> None:
     file = tmp_path_factory.mktemp("keys") / "keys.json"
     file.write_bytes(content)

@@ -11,6 +11,7 @@ from llmbox.app.text.chat_template import Chat, RenderedChat, _any_of
 from llmbox.app.text.tokenizer.text_encoder import TextEncoder
 from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
 from llmbox.engine.errors import ModelError
+from support.lanes import examples
 from support.tokenizers_zoo import FAMILIES, SPECIALS, TEMPLATES, write_text_files
 
 FAMILY_NAMES = ("byte_level", "llama2", "metaspace", "gemma")
@@ -52,7 +53,7 @@ chats = st.lists(ORDINARY, min_size=1, max_size=3).map(lambda contents: conversa
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=chats, add=st.booleans())
 async def test_ordinary_chats_equal_transformers(texts, family, template, messages, add):
     ours, theirs = texts[family, template]
@@ -67,7 +68,7 @@ async def test_ordinary_chats_equal_transformers(texts, family, template, messag
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     parts=st.lists(
         st.sampled_from([*SPECIALS, "<tool_call>", " ", "\n", "the", "你"]), min_size=1, max_size=6

@@ -4,6 +4,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmbox.app.text.stop_strings import StopStrings
+from support.lanes import examples
 
 
 def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -31,7 +32,7 @@ def texts_and_stops(draw):
     return text, draw(st.lists(inside | almost | almost, min_size=1, max_size=3))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(texts_and_stops(), st.lists(st.integers(0, 30), max_size=8))
 @example(("acb", ["ab"]), [])
 @example(("aaab", ["aab"]), [2])

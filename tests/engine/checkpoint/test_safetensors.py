@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.errors import ModelError
+from support.lanes import examples
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -23,9 +24,7 @@ ENTRY = st.fixed_dictionaries(
     }
 )
 HEADER = st.dictionaries(st.sampled_from(["a", "b.weight", "../c", "__metadata__"]) | st.text(), ENTRY | JSON)
-RELAXED = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+RELAXED = settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def check(file: Path, content: bytes) -> None:

@@ -11,6 +11,7 @@ from llmbox.engine.core.displacement import MAX_DISPLACEMENTS
 from llmbox.engine.core.request_queue import LIFTED_TOKENS
 from llmbox.engine.core.scheduler import Scheduler
 from support.clock import Clock
+from support.lanes import examples
 from support.scheduling import make_request, make_scheduler, play_model, step
 
 SIZES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=6)
@@ -47,7 +48,7 @@ class Callers:
         self.scheduler.check()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     sizes=st.lists(SIZES, min_size=2, max_size=4),
     token_budget=st.integers(4, 40),

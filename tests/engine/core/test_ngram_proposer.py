@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.core import ngram_proposer as drafts
 from llmbox.engine.core.ngram_proposer import FIRST, LONGEST_REST, MOST, SIZES, NgramProposer, SuffixIndex
+from support.lanes import examples
 
 few_ids = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -25,7 +26,7 @@ def followed(tokens, most):
     return []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(few_ids, st.lists(st.integers(1, 9), max_size=8), st.integers(1, 9))
 def test_the_latest_place_of_the_longest_ending(tokens, pieces, most):
     index, seen = SuffixIndex(), 0

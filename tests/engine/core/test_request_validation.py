@@ -13,6 +13,7 @@ from llmbox.engine.errors import InvalidRequest
 from llmbox.engine.ipc.codec import FrameReader, encode
 from llmbox.engine.ipc.messages import AddRequest, ToEngine, Vocabulary
 from llmbox.engine.sampling_params import SamplingParams
+from support.lanes import examples
 from support.real_engines import ask, load, run
 from support.tiny_models import VOCAB, make_tiny_model
 
@@ -94,7 +95,7 @@ REQUESTS = st.builds(
 
 
 @given(st.lists(REQUESTS, min_size=1, max_size=4))
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arbitrary_requests_end_alone(engine, undisturbed, requests):
     """Every one of them is answered to its end, and the engine and the request beside them go on."""
     neighbour = ask("n", range(3, 40), 24, **NEIGHBOUR)

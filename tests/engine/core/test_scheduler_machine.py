@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
 from support.fake_runner import RunnerError, expected_output
+from support.lanes import examples
 from support.scheduling import FakeEngine, make_request
 
 PREFIXES = ([], [1] * 4, [1] * 8, [1] * 4 + [2] * 5)  # so that prompts meet in the cache
@@ -188,8 +189,7 @@ def _resumed(request, output):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

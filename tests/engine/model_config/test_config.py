@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.errors import ModelError, UnsupportedArchitecture
 from llmbox.engine.model_config.config import ModelConfig, parse_config
+from support.lanes import examples
 from support.tiny_models import ARCHITECTURES, HEAD_DIM, ROPE_VARIANTS, ROPES, tensor_shapes, tiny_config
 
 
@@ -204,7 +205,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_anywhere_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     config = tiny_config(data.draw(st.sampled_from(list(ARCHITECTURES))), "yarn", layer_types=None)
@@ -281,7 +282,7 @@ WILD = st.one_of(
 @given(
     st.sampled_from(sorted(ARCHITECTURES)), st.dictionaries(st.integers(0, 60), WILD, min_size=1, max_size=3)
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_value_of_any_key_is_taken_or_refused(tmp_path: Path, arch: str, changes: dict[int, Any]) -> None:
     """And what is taken can be reckoned with."""
     config = tiny_config(arch, ROPES[arch][-1])

@@ -15,6 +15,7 @@ from llmbox.engine.sampling.sampler import sampling_kinds
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.sampling import likeliest, uniform_rows
+from support.lanes import examples
 from support.late_device import LateDevice
 from support.noise import uniform
 from support.sampling import make_request
@@ -45,7 +46,7 @@ def plain(logits, requests):
     return Sampler(VOCAB, CPU).sample(logits, requests)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_every_mix_of_parameters(data, seed):
     """Coarse logits have ties at every border."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.sampling import Sampler
 from llmbox.engine.sampling.sampler import BROKEN, NOTHING_LEFT
+from support.lanes import examples
 from support.sampling import CPU, make_request, sample_one, token_of
 
 torch.set_num_threads(1)
@@ -57,7 +58,7 @@ def forbidden_ids(request) -> set[int]:
 
 
 @given(st.lists(st.tuples(rows, any_params, outputs), min_size=1, max_size=5))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250))
 def test_a_token_that_is_allowed_or_a_reason(batch):
     logits = torch.tensor([row for row, _, _ in batch], dtype=torch.float32)
     requests = [make_request(str(i), output=out, **params) for i, (_, params, out) in enumerate(batch)]

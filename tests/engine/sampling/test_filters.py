@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.sampling import Sampler
 from llmbox.kernels.reference.sampling import ONE, integer_softmax, likeliest
+from support.lanes import examples
 from support.sampling import CPU, make_request, plain_choice, plain_distribution, sample_one, token_of
 
 torch.set_num_threads(1)
@@ -31,14 +32,14 @@ def many_logits(draw):
 
 
 @given(many_logits(), temperatures, st.integers(0, 1600), top_ps, min_ps, seeds)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_draws_what_the_plain_sampler_draws(logits, temperature, top_k, top_p, min_p, seed):
     request = make_request(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     assert token_of(sample_one(logits, request)) == plain_choice(logits, request)
 
 
 @given(many_logits(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_greedy_takes_the_lowest_of_the_best_ids(logits, half):
     logits = logits.bfloat16() if half else logits
     assert token_of(sample_one(logits, make_request(temperature=0.0))) == plain_choice(
@@ -47,7 +48,7 @@ def test_greedy_takes_the_lowest_of_the_best_ids(logits, half):
 
 
 @given(many_logits(), temperatures, st.integers(1, 1600), top_ps, min_ps, seeds)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_neighbours_that_need_other_methods_change_nothing(logits, temperature, top_k, top_p, min_p, seed):
     kinds = [
         {"top_k": top_k, "top_p": top_p, "min_p": min_p},
@@ -87,7 +88,7 @@ def test_the_smallest_nucleus_that_reaches_top_p_is_kept(top_p, kept):
 
 
 @given(many_logits(), st.integers(1, 1600))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_the_likeliest_are_those_of_a_full_sort(logits, size):
     value, ids = likeliest(logits[None], min(size, len(logits)))
     values = logits.tolist()

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rules, masked_ids
+from support.lanes import examples
 from support.sampling import make_request, plain_distribution
 
 torch.set_num_threads(1)
@@ -88,7 +89,7 @@ def test_min_tokens(produced):
 
 
 @given(st.integers(0, 1000), st.integers(1, 60), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_each_filter_keeps_what_transformers_keeps(seed, top_k, top_p, min_p):
     logits = random_logits(seed)
     warpers = [
@@ -158,7 +159,7 @@ def test_penalties_never_overflow():
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=60), st.integers(0, 60), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_counts_kept_step_by_step_equal_counts_from_scratch(output, start, over_prompt):
     params = {
         "frequency_penalty": 0.5,

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbox.engine.sampling import Sampler
+from support.lanes import examples
 from support.sampling import CPU, make_request, sample_one
 
 torch.set_num_threads(1)
@@ -32,7 +33,7 @@ def test_prompt_logprobs_equal_log_softmax(vocab_size, top):
 
 
 @given(st.integers(0, 1499), st.integers(0, 40), st.sampled_from([0.0, 0.5, 4.0, 1000.0]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_ties_rank_by_lowest_id(token, top, step):
     """Coarse steps up to rows that are all equal."""
     logits = random_logits(1, 1500, step=step)

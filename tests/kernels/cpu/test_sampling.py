@@ -18,6 +18,7 @@ from llmbox.engine.sampling.sampler import BROKEN
 from llmbox.kernels.cpu.backend import CPUBackend
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
+from support.lanes import examples
 from support.noise import uniform
 from support.sampling import CPU, make_request, token_of
 
@@ -170,7 +171,7 @@ def requests(draw: Any, vocab: int, name: str) -> Request:
 
 
 @given(data=st.data(), vocab=st.sampled_from([1, 2, 12, 63, 64, 65, 300, 1100]), count=st.integers(1, 4))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 def test_whatever_the_row_and_the_request(
     backend: CPUBackend, data: st.DataObject, vocab: int, count: int
 ) -> None:

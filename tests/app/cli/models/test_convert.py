@@ -1,5 +1,7 @@
 """What `quantize` and `import` say while their process works."""
 
+import pytest
+
 from llmbox.app.cli.context import Program
 from llmbox.app.cli.models.convert import run_job
 
@@ -10,6 +12,7 @@ for message in ({"compiling": [1, 3]}, {"report": {"done": True}}):
 """
 
 
+@pytest.mark.process
 def test_a_compile_of_the_kernels_is_told(tmp_path, monkeypatch, capsys):
     (tmp_path / "some_job.py").write_text(JOB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

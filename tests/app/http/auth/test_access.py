@@ -16,6 +16,7 @@ from llmbox.app.security.identity import LOCAL, NOBODY, Identity
 from llmbox.app.security.keys import PREFIX, ApiKey, KeySpec
 from support.clock import Clock
 from support.http_app import FakeServices, client, guarded, make_app, over_unix
+from support.lanes import examples
 
 
 @get("/known", opt={"access": Access.KNOWN})
@@ -244,7 +245,7 @@ SCHEMES = st.sampled_from(["Bearer", "bearer", "BEARER", "Basic", "Digest", "", 
 
 
 @given(scheme=SCHEMES, gap=st.sampled_from([" ", "  ", "\t", ""]), rest=st.binary(max_size=120))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_no_header_of_any_bytes_opens_anything(
     app_with_a_key: Any, scheme: str, gap: str, rest: bytes
 ) -> None:

@@ -21,6 +21,7 @@ from llmbox.app.security.security import Security
 from llmbox.app.security.sessions import ABSOLUTE, GRACE, IDLE, ROTATE, TOKEN_LIFE
 from support.clock import Clock
 from support.http_app import client, guarded, make_app
+from support.lanes import examples
 
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 
@@ -261,7 +262,7 @@ async def test_the_page_escapes_what_the_link_says(box: Box) -> None:
 
 
 @given(st.sampled_from([b"cookie", b"x-csrf-token", b"hx-request"]), st.binary(max_size=100), st.booleans())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_no_header_of_any_bytes_signs_in(box: Box, name: bytes, value: bytes, named: bool) -> None:
     value = b"llmbox_7411=" + value if named else value
     async with box.browser() as http:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from llmbox.app.text.tokenizer.detokenizer import Detokenizer, decode
 from llmbox.app.text.tokenizer.token_bytes import TokenBytes
 from llmbox.engine.errors import ModelError
+from support.lanes import examples
 from support.tokenizers_zoo import FAMILIES
 
 ZOO = {name: make() for name, make in FAMILIES.items()}
@@ -22,7 +23,7 @@ def random_ids(family: str) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("skip_special", [True, False])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_streamed_text_is_the_text_of_all_ids(family, skip_special, data):
     ids = data.draw(random_ids(family))
@@ -35,7 +36,7 @@ def test_streamed_text_is_the_text_of_all_ids(family, skip_special, data):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(text=st.text(max_size=30) | st.text("你好é😀 the.<think></s>\n", max_size=30))
 def test_round_trip_of_text(family, text):
     ids = ZOO[family].encode(text, add_special_tokens=False).ids

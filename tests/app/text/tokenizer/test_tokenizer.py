@@ -27,6 +27,7 @@ def test_a_missing_tokenizer_is_named(tmp_path):
         load_model_text(tmp_path)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", ["{", "[]", '"x"'])
 def test_a_broken_file_is_named(model, name, content):
@@ -99,6 +100,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(model, name, kind):
         load_model_text(model)
 
 
+@pytest.mark.process
 def test_a_deep_tokenizer_is_refused(model):
     file = json.loads((model / "tokenizer.json").read_text())
     text = json.dumps({**file, "normalizer": "DEEP"}).replace(

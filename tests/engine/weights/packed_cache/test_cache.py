@@ -25,6 +25,7 @@ from llmbox.engine.weights.packed_cache.file import (
     write,
 )
 from llmbox.engine.weights.packed_cache.key import PackKey
+from support.lanes import examples
 from support.tiny_models import make_tiny_model
 
 GB = 10**9
@@ -132,7 +133,7 @@ def test_any_changed_or_missing_byte_is_noticed(cache: PackedWeightCache, model:
     assert cache.find(key) is not None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=300), st.booleans())
 def test_a_foreign_file_is_an_error_and_no_crash(
     tmp_path_factory: pytest.TempPathFactory, junk: bytes, trailer: bool
