@@ -176,6 +176,7 @@ def flow_rows() -> Iterator[tuple[str, str, str]]:
     flow = measure_flow()
     calls_in = f"{flow.calls_in} ({flow.functions_in} functions)"
     yield "files that a streamed chat passes", str(flow.files), "45"
+    yield "files by room", ", ".join(f"{room} {number}" for room, number in flow.rooms.items()), ""
     yield "calls in the daemon until the engine has it", calls_in, ""
     yield "calls in the daemon for a token", f"{flow.calls_back:.0f}", ""
     yield "calls in the engine for a token", f"{flow.calls_step:.0f}", ""

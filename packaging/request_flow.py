@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,9 @@ class Flow:
     """Files and calls of one streamed chat."""
 
     files: int
-    """Distinct files in all processes."""
+    """Distinct files in all processes; the template worker does not record."""
+    rooms: dict[str, int]
+    """Files of each folder of the second level, such as `app/gateway`, most first."""
     calls_in: int
     """Calls in the daemon from the first byte to the message to the engine."""
     functions_in: int
@@ -120,8 +123,11 @@ def summarize(processes: list[list[Call]]) -> Flow:
     daemon = next(calls for calls in processes if _first(calls, "EngineClient.send") is not None)
     engine = next(calls for calls in processes if _first(calls, "Engine.step") is not None)
     way_in = daemon[: _first(daemon, "EngineClient.send")]
+    files = {file for calls in processes for file, _ in calls}
+    rooms = Counter("/".join(file.split("/")[:2]) for file in files)
     return Flow(
-        files=len({file for calls in processes for file, _ in calls}),
+        files=len(files),
+        rooms=dict(rooms.most_common()),
         calls_in=len(way_in),
         functions_in=len(set(way_in)),
         calls_back=_calls_between(daemon, "TokenStream.push"),

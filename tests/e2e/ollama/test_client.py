@@ -213,7 +213,7 @@ def test_loads_that_cannot_be(
 @pytest.mark.parametrize(
     ("name", "status", "word"),
     [
-        ("llama3.2", 400, "org/name"),
+        ("nonesuch", 400, "org/name"),
         ("org/absent", 404, "llmbox search"),
         (GATED, 403, "terms"),
         (f"{NAME}:Q4_K_M", 400, "org/name"),
