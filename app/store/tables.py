@@ -142,3 +142,20 @@ class BatchItemRow(SQLModel, table=True):
     """JSON."""
     size: int
     """Bytes of body and answer."""
+
+
+class ConversationRow(SQLModel, table=True):
+    """`Conversation` of the panel's chat: kept until its owner deletes it."""
+
+    __tablename__ = "panel_conversation"
+    __table_args__ = (Index("ix_panel_conversation_place", "owner", "id", unique=True),)
+
+    seq: int | None = Field(default=None, primary_key=True)
+    owner: str
+    id: str
+    title: str
+    model: str
+    created: float
+    updated: float
+    body: str
+    """JSON object of `ConversationBody`."""

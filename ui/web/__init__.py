@@ -6,6 +6,7 @@ from litestar.types import ControllerRouterHandler
 from llmbox.app.http.auth.guard import Access
 
 from .live import live
+from .pages.chat import chat_page
 from .pages.first_run import first_run_page
 from .pages.keys import add_key, keys_page, revoke_key, rotate_key
 from .pages.memory import memory_page
@@ -46,6 +47,7 @@ panel_routes: list[ControllerRouterHandler] = [
             bundle,
             cancel_request,
             change_download,
+            chat_page,
             checks_piece,
             discover_page,
             export_csv,

@@ -93,6 +93,7 @@ PanelRequest = Request[Any, Any, State]
 
 PAGES = (
     ("overview", "/admin", "Overview"),
+    ("chat", "/admin/chat", "Chat"),
     ("models", "/admin/models", "Models"),
     ("requests", "/admin/requests", "Requests"),
     ("playground", "/admin/playground", "Playground"),

@@ -3,6 +3,7 @@
 from litestar import Router
 
 from ..auth.guard import Access
+from .conversations import conversation, conversations, delete_conversation, save_conversation
 from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
 from .library import (
     cancel_download,
@@ -40,6 +41,10 @@ admin_router = Router(
         sign_in_link,
         bench_runs,
         blocks,
+        conversation,
+        conversations,
+        delete_conversation,
+        save_conversation,
         cancel_download,
         dismiss_download,
         cancel_request,

@@ -13,6 +13,7 @@ from ..database import give_back_space
 from ..stored_answers import Kind, StoredAnswer, StoredFilter, StoredTotal, encode_json
 from ..tables import StoredRow
 from . import batches as batch_queries
+from . import conversations as conversation_queries
 
 _OVER = text(
     "DELETE FROM stored WHERE seq IN (SELECT seq FROM"
@@ -136,11 +137,11 @@ def erase(engine: Engine, before: float) -> int:
 
 
 def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete answers and batches of keys that are not `known`, with the copies in the write-ahead log.
-
-    Rows without an owner stay.
+    """Delete answers, batches and conversations of keys that are not `known`, with the copies in the
+    write-ahead log. Rows without an owner stay.
     """
     owner, count = col(StoredRow.owner), batch_queries.erase_owners_but(engine, known)
+    count += conversation_queries.erase_owners_but(engine, known)
     with engine.begin() as connection:
         owners = connection.execute(select(owner).distinct()).scalars().all()
         gone = [each for each in owners if each and each not in known]

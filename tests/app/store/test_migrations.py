@@ -7,7 +7,7 @@ from sqlmodel import SQLModel
 import llmbox.app.store.tables  # noqa: F401
 from llmbox.app.store.database import open_database, upgrade
 
-RELEASED = ["001", "002", "003", "004", "005"]
+RELEASED = ["001", "002", "003", "004", "005", "006", "007"]
 
 
 def columns(engine):

@@ -17,6 +17,7 @@ PAGES = {
     "activity": "/admin/models/activity",
     "model": "/admin/models/show?ref=builtin",
     "requests": "/admin/requests",
+    "chat": "/admin/chat",
     "playground": "/admin/playground",
     "telemetry": "/admin/telemetry",
     "memory": "/admin/memory",

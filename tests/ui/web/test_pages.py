@@ -24,6 +24,7 @@ PAGES = [
     "/admin/models/show?ref=builtin&ctx=999999999",
     "/admin/models/template?ref=builtin",
     "/admin/requests",
+    "/admin/chat",
     "/admin/playground",
     "/admin/telemetry",
     "/admin/memory",

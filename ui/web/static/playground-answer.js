@@ -14,7 +14,8 @@ async function* events(response) {
   }
 }
 
-function measure(seen) {
+// Speed and tokens of an answer, as a list of texts.
+export function measure(seen) {
   const seconds = (seen.last - seen.first) / 1000;
   const tokens = seen.usage?.completion_tokens;
   const cached = seen.usage?.prompt_tokens_details?.cached_tokens ?? 0;
@@ -24,6 +25,11 @@ function measure(seen) {
   if (seen.usage) parts.push(`${seen.usage.prompt_tokens} in (${cached} cached), ${tokens} out`);
   if (seen.reason) parts.push(`ended by ${seen.reason}`);
   if (seen.seed !== undefined) parts.push(`seed ${seen.seed}`);
+  return parts;
+}
+
+function measureLine(seen) {
+  const parts = measure(seen);
   const line = document.createElement("p");
   line.className = "measure";
   line.append(parts.join(" · "));
@@ -36,35 +42,43 @@ function measure(seen) {
   return line;
 }
 
-// Calls `say` with each piece of text, `think` with those of thoughts and, however it ends, `told` with a line about
-// its speed. The whole text.
-export async function answerOf(request, say, told, think = () => {}) {
-  const seen = { begun: performance.now(), first: 0, last: 0, usage: null, reason: "", id: "", seed: undefined };
+// What is known of an answer while it streams: times in milliseconds, usage, the request's id.
+export const begun = () => ({ begun: performance.now(), first: 0, last: 0, usage: null, reason: "", id: "", seed: undefined });
+
+// Streams one answer: `say` takes each piece of text, `think` each of thoughts. Returns the whole text.
+export async function streamAnswer(request, seen, say, think) {
   const response = await fetch(request);
   if (!response.ok) throw new Error((await response.json()).error.message);
+  seen.answered = true;
   let whole = "";
-  try {
-    for await (const event of events(response)) {
-      if (event.error) throw new Error(event.error.message);
-      const choice = event.choices?.[0];
-      const text = choice?.delta?.content ?? choice?.text ?? "";
-      const thought = choice?.delta?.reasoning_content ?? "";
-      if (text || thought) {
-        seen.first ||= performance.now();
-        seen.last = performance.now();
-      }
-      if (thought) think(thought);
-      if (text) {
-        whole += text;
-        say(text);
-      }
-      seen.id ||= event.id ?? "";
-      seen.seed = event.seed ?? seen.seed;
-      seen.reason = choice?.finish_reason ?? seen.reason;
-      seen.usage = event.usage ?? seen.usage;
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    const choice = event.choices?.[0];
+    const text = choice?.delta?.content ?? choice?.text ?? "";
+    const thought = choice?.delta?.reasoning_content ?? "";
+    if (text || thought) {
+      seen.first ||= performance.now();
+      seen.last = performance.now();
     }
-  } finally {
-    told(measure(seen));
+    if (thought) think(thought);
+    if (text) {
+      whole += text;
+      say(text);
+    }
+    seen.id ||= event.id ?? "";
+    seen.seed = event.seed ?? seen.seed;
+    seen.reason = choice?.finish_reason ?? seen.reason;
+    seen.usage = event.usage ?? seen.usage;
   }
   return whole;
+}
+
+// The same for a page that shows each answer with a line about its speed, which `told` takes however it ends.
+export async function answerOf(request, say, told, think = () => {}) {
+  const seen = begun();
+  try {
+    return await streamAnswer(request, seen, say, think);
+  } finally {
+    if (seen.answered) told(measureLine(seen));
+  }
 }

@@ -1,0 +1,67 @@
+"""SQL of the panel's conversations, as functions of an open database."""
+
+import msgspec
+from sqlalchemy import ColumnElement, Engine, and_, insert, or_, select
+from sqlalchemy import delete as delete_from
+from sqlalchemy import update as change
+from sqlmodel import col
+
+from ..conversations import ConversationBody, ConversationSummary, encode_body
+from ..database import give_back_space
+from ..tables import ConversationRow
+
+
+def list_of(engine: Engine, owner: str, text: str, limit: int) -> list[ConversationSummary]:
+    names = ("id", "title", "model", "created", "updated")
+    statement = select(*(col(getattr(ConversationRow, name)) for name in names))
+    statement = statement.where(col(ConversationRow.owner) == owner)
+    if text:
+        # Messages are JSON: what is looked for is written as it stands there.
+        inside = msgspec.json.encode(text).decode()[1:-1]
+        statement = statement.where(
+            or_(
+                col(ConversationRow.title).contains(text, autoescape=True),
+                col(ConversationRow.body).contains(inside, autoescape=True),
+            )
+        )
+    statement = statement.order_by(col(ConversationRow.updated).desc()).limit(limit)
+    with engine.connect() as connection:
+        return [ConversationSummary(**row) for row in connection.execute(statement).mappings()]
+
+
+def get(engine: Engine, owner: str, id_: str) -> ConversationBody | None:
+    statement = select(col(ConversationRow.body)).where(_is(owner, id_))
+    with engine.connect() as connection:
+        body = connection.execute(statement).scalar()
+    return None if body is None else msgspec.json.decode(body, type=ConversationBody)
+
+
+def put(engine: Engine, owner: str, id_: str, body: ConversationBody, now: float) -> None:
+    values = {"title": body.title, "model": body.model, "updated": now, "body": encode_body(body)}
+    with engine.begin() as connection:
+        if connection.execute(change(ConversationRow).where(_is(owner, id_)).values(**values)).rowcount:
+            return
+        connection.execute(insert(ConversationRow).values(owner=owner, id=id_, created=now, **values))
+
+
+def delete(engine: Engine, owner: str, id_: str) -> bool:
+    """Delete a conversation, with the copies in the write-ahead log."""
+    with engine.begin() as connection:
+        found = connection.execute(delete_from(ConversationRow).where(_is(owner, id_))).rowcount > 0
+    if found:
+        give_back_space(engine)
+    return found
+
+
+def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
+    """Delete conversations of keys that are not `known`. Those without an owner stay."""
+    owner = col(ConversationRow.owner)
+    with engine.begin() as connection:
+        owners = connection.execute(select(owner).distinct()).scalars().all()
+        gone = [each for each in owners if each and each not in known]
+        deleted = (connection.execute(delete_from(ConversationRow).where(owner == each)) for each in gone)
+        return sum(each.rowcount for each in deleted)
+
+
+def _is(owner: str, id_: str) -> ColumnElement[bool]:
+    return and_(col(ConversationRow.owner) == owner, col(ConversationRow.id) == id_)

@@ -1,0 +1,30 @@
+"""Chat page: conversations kept on this box. Its script uses the API of every client, and the admin API to
+save them.
+"""
+
+from typing import Final
+
+from litestar import Response, get
+
+from llmbox.app.http.admin.models import describe_all
+
+from ..render import PanelRequest, page, panel_of
+
+SAMPLING: Final = (
+    ("temperature", "Temperature"),
+    ("top_p", "Top p"),
+    ("max_tokens", "Max tokens"),
+    ("seed", "Seed"),
+)
+"""(API field, label) of each number that a conversation may set. Empty ones are left to the model."""
+
+
+@get("/chat", sync_to_thread=False, name="panel_chat")
+def chat_page(request: PanelRequest) -> Response[str]:
+    panel = panel_of(request)
+    models = [
+        each.name
+        for each in describe_all(panel.control)
+        if each.state in {"ready", "restarting"} and each.chat
+    ]
+    return page(request, "chat.html", "chat", models=models, sampling=SAMPLING, url=panel.control.running.url)
