@@ -83,7 +83,7 @@ def select_triton(
     *,
     deterministic: bool,
 ) -> Ops:
-    """Select the Triton backend, or the reference if Triton cannot run and nobody requested it."""
+    """Select the Triton backend, or the reference if Triton cannot run and was not requested."""
     if requested not in {None, TRITON}:
         raise UnknownBackend(f"LLMBOX_KERNELS={requested}: not for a GPU; use one of triton, reference")
     reason = why_no_triton(device)

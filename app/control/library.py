@@ -34,7 +34,10 @@ STATUS_OF_EXIT = {Exit.NOT_FOUND: 404, Exit.DENIED: 403, Exit.CONFLICT: 409}
 
 
 class Library:
-    """Use it only from the daemon's event loop, except where a method says otherwise."""
+    """Models on disk and on the hub: listing, search, fit, deletion.
+
+    Use it only from the daemon's event loop, except where a method says otherwise.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services

@@ -1,4 +1,4 @@
-"""Serving phase of the daemon: the API first, then the models, at the end the drain. Tells systemd."""
+"""Serving phase of the daemon: the API first, then the models, at the end the drain. Notifies systemd."""
 
 import asyncio
 import contextlib

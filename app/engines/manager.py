@@ -334,7 +334,7 @@ def _with_warnings(name: str, text: TextModel, supervisor: Supervisor) -> TextMo
 
 
 def _retrieve(task: "asyncio.Task[LoadedModel]") -> None:
-    """Read the exception of a background load, which may have nobody waiting. It is in the log and in
+    """Read the exception of a background load, which may have no waiter. It is in the log and in
     `failures`.
     """
     if not task.cancelled():

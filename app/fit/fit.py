@@ -31,7 +31,7 @@ SUSTAINED = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Speed estimate from memory bandwidth: (low, high) in tokens a second, no promise."""
+    """Speed estimate from memory bandwidth: (low, high) in tokens a second."""
 
     bandwidth: Bandwidth
     one_stream: tuple[float, float]

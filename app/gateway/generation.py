@@ -64,7 +64,7 @@ class Generation:
     """Check whether the caller's credentials are still valid. None for a caller that needed none."""
     client: str = ""
     keep: ContentRetention | None = None
-    """Retention of prompt and answer. None: nothing of them is kept."""
+    """Retention of prompt and answer. None: neither is kept."""
     stream: bool = False
     reservation: QueueReservation | None = None
     """Places in the model's queue, reserved before the prompts were tokenized. Released on submission."""

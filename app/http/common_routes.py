@@ -167,7 +167,7 @@ class UnloadOneRequest(Struct, forbid_unknown_fields=True):
 
 @post("/v1/load", status_code=200, name="load", operation_id="loadModel")
 async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Response[ModelCard]:
-    """Load a model that is on disk, and answer once it is ready. Loading goes on when the client leaves."""
+    """Load a model that is on disk, and answer once it is ready. Loading outlasts the connection."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
     wanted, loading = await begin_load(control, data)

@@ -294,7 +294,7 @@ class Fetching:
 
 
 def _retrieve(work: "asyncio.Future[None]") -> None:
-    """Retrieve the task's exception: maybe nobody awaits it any more."""
+    """Retrieve the task's exception, because nothing may await it."""
     if not work.cancelled():
         work.exception()
 

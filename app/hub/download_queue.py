@@ -219,7 +219,7 @@ class Downloads:
         await asyncio.to_thread(_drop, repo, etags)
 
     def is_open(self, repo: str) -> bool:
-        """Return True if files of this repository are being written, or kept to go on later."""
+        """Return True if files of this repository are being written, or kept to resume later."""
         return any(d.repo == repo and (d.active or d.state == "paused") for d in self._all.values())
 
     def forget(self, repo: str) -> None:

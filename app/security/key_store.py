@@ -34,7 +34,7 @@ class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyStore:
-    """Every method may be called from any thread."""
+    """API keys in one JSON file. Every method may be called from any thread."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

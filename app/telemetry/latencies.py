@@ -31,7 +31,7 @@ class _Ended:
 
 
 class Latencies:
-    """Use it only from the daemon's event loop."""
+    """Latencies of the requests that ended in the window. Use it only from the daemon's event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

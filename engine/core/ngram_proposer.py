@@ -98,5 +98,5 @@ class NgramProposer:
         self._length = accepted + 1 if accepted < drafted else max(self._length, min(2 * drafted, MOST))
 
     def end(self) -> None:
-        """Propose nothing any more."""
+        """Stop proposing for good."""
         self._ended = True

@@ -32,7 +32,7 @@ def as_vector(sums: Sequence[int], rows: int) -> bytes:
 
 
 def finish_reason(request: Request) -> str | None:
-    """Return `stop`, `length`, or None for a request that goes on.
+    """Return `stop`, `length`, or None for a request that continues.
 
     The context limit needs no check: admission has proved prompt + max_tokens <= context.
     """

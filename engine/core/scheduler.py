@@ -154,7 +154,7 @@ class Scheduler:
         pipeline: PipelineDepth,
     ) -> bool:
         """Plan an express step: without the streams of other classes, which would delay the first token of
-        premium requests. Returns False, with nothing planned, where that helps nobody.
+        premium requests. Returns False, with nothing planned, where no request gains by it.
         """
         going_on = [request for request in decoding if is_premium(request) or request.keeps_place]
         urgent = [request for request in prompts if is_premium(request)]

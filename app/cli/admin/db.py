@@ -115,7 +115,7 @@ def backup(program: Program, file: Path | None) -> None:
 
 
 def back_up(path: Path, target: Path) -> None:
-    """Copy the file through SQLite, so that writers go on. Raises CliError, and then leaves no file."""
+    """Copy the file through SQLite, so that writers continue. Raises CliError, and then leaves no file."""
     try:
         target.touch(0o600)
         with _opened(path) as source, contextlib.closing(sqlite3.connect(target)) as copy:

@@ -132,7 +132,7 @@ def rm(program: Program, names: tuple[str, ...], *, yes: bool) -> None:
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
     """List the keys. Secrets are not kept, so they cannot be shown.
 
-    What each used is told while the daemon runs, as far back as the request log goes.
+    Usage is shown while the daemon runs, as far back as the request log goes.
     """
     store = _store(program)
     store.check()

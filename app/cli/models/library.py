@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 @click.option("-q", "--quiet", is_flag=True, help="Names only.")
 @pass_program
 def search(program: Program, *, text: str | None, limit: int, as_json: bool, quiet: bool) -> None:
-    """Search the hub for models, with whether they fit on this machine.
+    """Search the hub for models and show whether they fit this machine.
 
-    Without TEXT: recommended models by purpose, from a list inside llmbox. Nothing is asked of the hub then.
+    Without TEXT: recommended models by purpose, from a list inside llmbox. The hub is not contacted then.
     """
     if text is None:
         _list_recommended(program, as_json=as_json, quiet=quiet)
@@ -152,7 +152,7 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
 def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete models from this disk; org/name@revision deletes that revision only.
 
-    An adopted folder is only forgotten: its files stay. What is loaded or being downloaded stays too.
+    An adopted folder leaves the list: its files stay. What is loaded or being downloaded stays too.
     """
     if not yes:
         require_consent(_what_goes(program, refs), "nothing was deleted", yes=False, as_json=as_json)

@@ -57,7 +57,7 @@ def pull(
     """Fetch a model from the hub: REF is org/name, org/name@revision, or a short name such as qwen3:4b.
 
     It is checked first that the model fits in memory and on the disk. The daemon fetches: Ctrl-C ends only
-    the view, and what was fetched counts when it goes on later, even after a restart.
+    the view, and a download resumes where it was, even after a restart.
     """
     if show_list:
         _list(program, as_json=as_json, quiet=quiet)

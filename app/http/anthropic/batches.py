@@ -78,7 +78,7 @@ class DeletedBatch(Struct, kw_only=True):
     operation_id="createMessageBatch",
 )
 async def create_batch(request: HttpRequest, data: Annotated[BatchRequest, Body()]) -> MessageBatch:
-    """Begin a batch. Its requests run when nothing else waits, and go on after a restart of the daemon."""
+    """Begin a batch. Its requests run when nothing else waits, and resume after a restart of the daemon."""
     services, owner = services_and_owner(request)
     seen: set[str] = set()
     for number, each in enumerate(data.requests):

@@ -66,7 +66,7 @@ async def ollama_pull(
 ) -> Response[dict[str, Any]]:
     """Fetch a model of the Hugging Face hub; lines of JSON unless `stream` is false.
 
-    The download goes on when the client leaves.
+    The download continues if the client disconnects.
     """
     call = await RequestContext.of(request)
     name = normalize_name(data.requested_name)

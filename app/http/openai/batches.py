@@ -79,7 +79,7 @@ class BatchObjectList(Struct, kw_only=True):
 
 @post(_PATH, status_code=200, opt={"access": Access.INFER}, name="batches_create", operation_id="createBatch")
 async def create_batch(request: HttpRequest, data: Annotated[BatchCreateRequest, Body()]) -> BatchObject:
-    """Begin a batch. Its requests run when nothing else waits, and go on after a restart of the daemon."""
+    """Begin a batch. Its requests run when nothing else waits, and resume after a restart of the daemon."""
     services, owner = services_and_owner(request)
     file = await services.files.get(owner, data.input_file_id)
     if file is None:

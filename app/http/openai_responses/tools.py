@@ -27,7 +27,7 @@ Placed = tuple[str, dict[str, Any]]
 """An item with its place in the request."""
 _JOINT: Final = "__"
 _DISPENSABLE: Final = ("web_search", "image_generation", "tool_search")
-"""Beginnings of tool types that agents offer in every request: a model without them answers all the same."""
+"""Beginnings of tool types that agents offer in every request: a model answers without them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,5 +146,5 @@ def preflight_headers(headers: Mapping[bytes, bytes]) -> list[Header]:
 
 
 def _is_admin(path: str) -> bool:
-    """Return True for admin paths, however many slashes they begin with: routes are found all the same."""
+    """Return True for admin paths, however many slashes they begin with: routing ignores them."""
     return next((part for part in path.split("/") if part), "") == "admin"

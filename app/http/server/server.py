@@ -89,7 +89,7 @@ async def serve(
 ) -> None:
     """Serve until `drain.begin()` was called and all open requests ended, at most `drain_timeout` seconds.
 
-    The sockets are closed at the end. While draining they still accept, so that clients are told 503 and
+    The sockets are closed at the end. While draining they still accept, so that clients get 503 and
     `/ready` can be asked; every answer then closes its connection. A second `drain.begin()` ends at once.
     """
     proxies = TrustedProxies(trusted_proxies)

@@ -14,7 +14,7 @@ from .prefix_history import PrefixHistory
 
 
 class BlockPool:
-    """Allocates blocks and takes them back. No other class does."""
+    """Pool of KV blocks: the only class that allocates and frees them."""
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True) -> None:
         assert num_blocks > 0
