@@ -31,7 +31,7 @@ PROVEN_TOKENS: Final = 2
 
 
 class PoisonDetector:
-    """State machine that finds the request that kills its engine, as the module describes. Requests are ids."""
+    """State machine that finds the request that kills its engine (see the module). Requests are ids."""
 
     def __init__(self) -> None:
         self._crashes: dict[str, int] = {}
