@@ -8,6 +8,31 @@ Pooling = Literal["last", "mean", "cls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingParams:
+    """Reasoning of one answer: how it begins and ends, and what ends it by force."""
+
+    begins: str = "may"
+    """`no`, `may` (the answer may begin with it) or `inside` (the prompt has begun it)."""
+    opener: str = "<think>"
+    closer: str = "</think>"
+    opener_ids: tuple[int, ...] = ()
+    closer_ids: tuple[int, ...] = ()
+    """Tokens of the marks. Without them the marks are looked for in the text."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end the reasoning by force."""
+    budget: int | None = None
+    """Number of reasoning tokens after which it is ended; None: any."""
+    stop_loops: bool = False
+    """End it when it repeats itself for ever."""
+    anywhere: bool = False
+    """Reasoning may also follow text."""
+    in_grammar: bool = False
+    """The grammar describes the reasoning too."""
+    ended_by_calls: bool = False
+    """A trigger ends the reasoning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping rules of one output sequence, already resolved and range-checked by the daemon.
 
@@ -31,9 +56,11 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: str | None = None
     """Grammar of the answer in llguidance's JSON, made by `app/text/grammar/grammars.py`."""
-    thinking: str = "no"
-    """Reasoning before the constrained answer: `no`, `may` (the model may begin with it) or `inside` (the
-    prompt has begun it)."""
+    triggers: tuple[str, ...] = ()
+    """Texts of which the first to be written switches the grammar on, right after it; an empty one: at the
+    answer's first token. With any, an answer that the grammar fails goes on without it."""
+    thinking: ThinkingParams | None = None
+    """Reasoning before the answer, where something depends on it: a grammar, a budget, a search for loops."""
     min_tokens: int = 0
     """Number of output tokens before which stop tokens are banned."""
     stop_token_ids: tuple[int, ...] = ()
@@ -43,6 +70,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
     """Return an embedding of the prompt instead of sampling tokens. Then `max_tokens` is 0."""
+
+    @property
+    def needs_vocabulary(self) -> bool:
+        """True if the engine must know the texts of its tokens."""
+        return self.grammar is not None or (self.thinking is not None and not self.thinking.closer_ids)
 
     @property
     def penalises(self) -> bool:

@@ -357,8 +357,8 @@ class Supervisor:
     def _send(self, message: ToEngine) -> None:
         if self._process is None:
             return
-        has_grammar = isinstance(message, AddRequest) and message.params.grammar is not None
-        if has_grammar and self._vocabulary_sent_to is not self._process:
+        needs_vocabulary = isinstance(message, AddRequest) and message.params.needs_vocabulary
+        if needs_vocabulary and self._vocabulary_sent_to is not self._process:
             assert self.vocabulary is not None
             self._process.send(self.vocabulary)
             self._vocabulary_sent_to = self._process

@@ -340,6 +340,9 @@ def _params_json(generation: Generation) -> str:
     for name in ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids", "grammar"):
         if name in params:
             params[name] = len(params[name])
+    params.pop("triggers", None)
+    if (thinking := params.pop("thinking", None)) is not None and thinking["budget"] is not None:
+        params["thinking_token_budget"] = thinking["budget"]
     if generation.stop:
         params["stop"] = len(generation.stop)
     return msgspec.json.encode(params).decode()

@@ -18,12 +18,12 @@ from ..ipc.messages import (
 )
 from .executor_interface import Executor, pipeline_of
 from .kv_cache.snapshot import block_map
+from .output_constraint import GrammarCompiler
 from .outputs import finish_reason, make_error_output
 from .request import Request
 from .request_validation import check_request
 from .scheduler import Scheduler
 from .step import StepPlan
-from .structured_output import GrammarCompiler
 
 log = logging.getLogger("llmbox.engine")
 
@@ -66,7 +66,7 @@ class Engine:
         worked = bool(self._launched)
         plan = self._scheduler.schedule(self._pipeline)
         try:
-            _update_grammar_masks(plan)
+            _update_masks(plan)
             if plan:
                 self._launched.append((plan, self._runner.launch(plan)))
             outputs = self._take_results() if self._is_full or not plan else []
@@ -125,8 +125,7 @@ class Engine:
         )
         if (reason := finish_reason(request)) is not None:
             return RequestOutput(request_id=request.request_id, finish_reason=reason)
-        if request.params.grammar is not None:
-            request.constraint = self._grammars.constraint(request.params, request.num_prompt)
+        request.constraint = self._grammars.constraint(request.params, request.num_prompt)
         self._scheduler.add(request)
         return None
 
@@ -182,10 +181,10 @@ class Engine:
         self._launched.clear()
 
 
-def _update_grammar_masks(plan: StepPlan) -> None:
-    """Update the grammar masks of the sampling rows, before the step is launched. `Scheduler` takes a request
-    with a grammar only when all its tokens are known.
+def _update_masks(plan: StepPlan) -> None:
+    """Update the masks of the sampling rows, before the step is launched. `Scheduler` takes a request whose
+    next tokens are limited only when all its tokens are known.
     """
     for row in plan.rows:
         if row.samples:
-            row.request.update_grammar_mask()
+            row.request.update_mask()

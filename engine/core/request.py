@@ -16,7 +16,7 @@ from ..errors import InvalidRequest
 from ..ipc.messages import PrefixMissReason, TokenLogprobs
 from ..sampling_params import SamplingParams
 from .ngram_proposer import NgramProposer
-from .structured_output import GrammarState
+from .output_constraint import OutputConstraint
 
 if TYPE_CHECKING:
     from .fair_shares import Flow
@@ -70,10 +70,10 @@ class Request:
     pooled: list[int] = field(default_factory=list)
     """Fixed-point sums of hidden states over the chunks of the prompt (`runner/pooling.py`), for pooling
     requests."""
-    constraint: GrammarState | None = None
-    """Position in its grammar, if it has one."""
+    constraint: OutputConstraint | None = None
+    """Position in its thoughts and its grammar, if one of them limits its tokens."""
     mask: bytes | None = None
-    """Bit mask of the ids allowed as next token (`GrammarState.allowed`), for the step that samples it."""
+    """Bit mask of the ids allowed as next token (`OutputConstraint.allowed`), for the step that draws it."""
     drafter: NgramProposer | None = None
     """Proposer of draft tokens, made at the first decoding step that may have some; used by
     `DraftScheduler`."""
@@ -97,10 +97,12 @@ class Request:
         self.token_ids += ids
         self.num_pending -= 1
 
-    def update_grammar_mask(self) -> None:
-        """Compute `mask` for the next token. All tokens before it must be in `token_ids`."""
+    def update_mask(self) -> None:
+        """Compute `mask` for the next token. With a token before it unknown there is none (see
+        `needs_all_tokens`).
+        """
         if self.constraint is not None:
-            self.mask = self.constraint.allowed(self.token_ids)
+            self.mask = None if self.num_unknown else self.constraint.allowed(self.token_ids)
 
     @property
     def num_prompt(self) -> int:
@@ -136,8 +138,12 @@ class Request:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """True if the host must know the last token before the next is sampled: a grammar reads it."""
-        return self.params.grammar is not None
+        """True if the host must know the last token before the next is sampled: a grammar reads it, or it
+        may be the one at which thoughts are ended.
+        """
+        if self.constraint is None:
+            return False
+        return self.constraint.needs_all_tokens(self.token_ids, self.num_pending)
 
     @property
     def keeps_place(self) -> bool:

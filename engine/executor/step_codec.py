@@ -19,6 +19,8 @@ from ..ipc.messages import TokenLogprobs
 from ..sampling_params import SamplingParams
 
 _DEFAULTS = SamplingParams(max_tokens=0)
+_IN_MASKS = {"grammar", "triggers", "thinking"}
+"""Parameters that workers meet in the masks alone."""
 _ROW = 9
 # Integers of a row: number, start, tokens, flags, admission, pending, new ids, new blocks, mask. Flags: if it
 # samples, and twice the number of states that it saves.
@@ -149,7 +151,8 @@ def _introduction(request: Request) -> list[Any]:
     params = {
         field.name: value
         for field in fields(SamplingParams)
-        if (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
+        if field.name not in _IN_MASKS
+        and (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
     }
     return [request.request_id, request.num_prompt, params, request.state_slot]
 

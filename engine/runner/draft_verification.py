@@ -89,7 +89,7 @@ def _take(result: StepResult, row: ScheduledRequest, depth: int, pick: SampledTo
     request.token_ids.append(pick.token_id)
     if finish_reason(request) is not None:
         return False
-    request.update_grammar_mask()
+    request.update_mask()
     return True
 
 

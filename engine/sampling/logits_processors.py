@@ -110,8 +110,8 @@ class LogitsProcessors:
         self.lacks_last = self.request.num_unknown == 1
         if self.counts is not None:
             self.counts.catch_up(self.request)
-        if self.request.mask is not None:
-            self.allowed = masked_ids(self.request.mask, self._listed)
+        mask = self.request.mask
+        self.allowed = self._listed if mask is None else masked_ids(mask, self._listed)
         penalised = self.counts is not None and (len(self.counts) > 0 or self.lacks_last)
         fixed = self.allowed is not None or len(self.bias_ids) > 0
         return penalised or fixed or bool(self._bad_words) or self._too_short()
@@ -166,7 +166,7 @@ class LogitsProcessorCache:
         self._rules = {name: rules for name, rules in self._rules.items() if rules.is_current}
         active = {}
         for request in requests:
-            if not may_change_logits(request.params):
+            if not may_change_logits(request):
                 continue
             rules = self._rules.get(request.request_id)
             if rules is None or rules.request is not request:
@@ -192,12 +192,12 @@ class LogitsProcessorCache:
         return edited_RV.index_copy_(0, place_E, part_EV)
 
 
-def may_change_logits(params: SamplingParams) -> bool:
-    return params.grammar is not None or has_rules(params)
+def may_change_logits(request: Request) -> bool:
+    return request.mask is not None or has_rules(request.params)
 
 
 def has_rules(params: SamplingParams) -> bool:
-    """Return whether any processor other than a grammar's mask is used."""
+    """Return whether any processor other than a mask is used."""
     return bool(
         params.penalises
         or params.logit_bias

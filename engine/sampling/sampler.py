@@ -121,7 +121,7 @@ class Sampler:
 
     def _choose(self, logits_RV: Tensor, requests: Sequence[Request]) -> Tensor:
         """Return float64 [R, 3]: id, largest logit before and after the logits processors."""
-        if self._find_best is not None and all(_is_plain_greedy(request.params) for request in requests):
+        if self._find_best is not None and all(map(_is_plain_greedy, requests)):
             best_R, id_R = self._find_best(logits_RV)
             return torch.stack([id_R.double(), best_R.double(), best_R.double()], 1)
         if self._draw_rows is not None:
@@ -248,8 +248,8 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
-def _is_plain_greedy(params: SamplingParams) -> bool:
-    return is_greedy(params) and not may_change_logits(params)
+def _is_plain_greedy(request: Request) -> bool:
+    return is_greedy(request.params) and not may_change_logits(request)
 
 
 def problem_of(raw_best: float, best: float) -> str | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import Vocabulary
+from llmbox.engine.sampling_params import ThinkingParams
 from support.real_engines import ask
 
 EOS = 2
@@ -61,4 +62,6 @@ def learned(engine: Engine) -> Engine:
 
 def constrained(name: str, grammar: str, max_tokens: int = 90, prompt=(5, 6, 7), **params: Any):
     settings = {"temperature": 1.0, "stop_token_ids": (EOS,), **params}
+    if isinstance(begins := settings.get("thinking"), str):
+        settings["thinking"] = ThinkingParams(begins=begins)
     return ask(name, prompt, max_tokens, grammar=grammar, **settings)

@@ -72,6 +72,9 @@ def chat_fields(request: MessagesRequest, *, late_system: bool) -> dict[str, Any
     }
     if (asked := output_format(request)) is not None:
         given["response_format"] = {"type": "json_schema", "json_schema": {"schema": asked.schema}}
+    if thinking is not None and is_thinking(request):
+        given["thinking_token_budget"] = thinking.budget_tokens
+    given["reasoning_effort"] = _effort(request)
     body |= {name: value for name, value in given.items() if value is not None}
     if "tools" in body and (choice := request.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or "-"}}
@@ -225,11 +228,17 @@ async def prepare_message(call: RequestContext, data: MessagesRequest) -> Messag
     late_system = await _renders_late_system(call, data)
     plain = chat_fields(edited, late_system=late_system)
     format_name = "output_config.format" if data.output_format is None else "output_format"
-    names = {"response_format": format_name, "continue_final_message": "messages", "stop": "stop_sequences"}
+    names = {
+        "response_format": format_name,
+        "continue_final_message": "messages",
+        "stop": "stop_sequences",
+        "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
     chat = await prepare_translated(call, plain, [], "msg_", names)
     generation = replace(chat.generation, max_tokens_clamped=True)
     _check_prompt(generation.model, len(generation.prompts[0]))
-    warnings = [*_warnings(call, data, generation.model), *chat.warnings]
+    warnings = [*_warnings(call, data), *chat.warnings]
     return MessageCall(
         chat=replace(chat, generation=generation, warnings=warnings),
         context_management=await _described(edits, generation.model),
@@ -298,15 +307,9 @@ async def _described(edits: AppliedEdits, model: LoadedModel) -> dict[str, Any] 
     return await model.text.off_loop(size, lambda: edits.describe(count_tokens))
 
 
-def _warnings(call: RequestContext, data: MessagesRequest, model: LoadedModel) -> list[str]:
+def _warnings(call: RequestContext, data: MessagesRequest) -> list[str]:
     found = unknown_fields(type(data), call.plain)
     found += unknown_fields(OutputConfig, call.plain.get("output_config") or {}, "output_config.")
-    thinking = data.thinking
-    if thinking is not None and thinking.budget_tokens is not None:
-        found.append("'thinking.budget_tokens' has no effect: reasoning ends when the model ends it.")
-    config = data.output_config
-    if config is not None and config.effort and "reasoning_effort" not in (model.text.chat_template or ""):
-        found.append("'output_config.effort' has no effect: this model's chat template has no levels.")
     if data.diagnostics:
         found.append("'diagnostics' has no effect: the request log says where a prefix ended.")
     return found

@@ -29,7 +29,7 @@ NAMES = {
 """Ollama's fields by those of the chat."""
 _EFFORTS = {"max": "xhigh"}
 """Levels that chat templates know under another name."""
-_OF_CHATS = {"chat_template_kwargs", "include_reasoning", "logprobs", "top_logprobs"}
+_OF_CHATS = {"chat_template_kwargs", "reasoning_effort", "include_reasoning", "logprobs", "top_logprobs"}
 
 
 def chat_fields(request: ChatRequest) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def _common(request: Common) -> dict[str, Any]:
         body["chat_template_kwargs"] = {"enable_thinking": request.think is not False}
         body["include_reasoning"] = request.think is not False
         if isinstance(request.think, str):
-            body["chat_template_kwargs"]["reasoning_effort"] = _EFFORTS.get(request.think, request.think)
+            effort = _EFFORTS.get(request.think, request.think)
+            body["chat_template_kwargs"]["reasoning_effort"] = body["reasoning_effort"] = effort
     if request.logprobs:
         body |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     return body

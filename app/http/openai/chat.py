@@ -1,11 +1,12 @@
 """POST /v1/chat/completions: build the generation, then turn deltas into an answer or into chunks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType
 
 from llmbox.engine.ipc.messages import TokenLogprobs
+from llmbox.engine.sampling_params import ThinkingParams
 
 from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
@@ -15,11 +16,11 @@ from ...text.chat_template import Chat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
-from .chat_messages import Parsing, build_chat, call_id, final_reason, reasoning_tokens, with_effort
+from .chat_messages import Parsing, build_chat, call_id, final_reason, reasoning_tokens
 from .completions import check_prompts, truncate_prompts
 from .prepared_request import CheckedRequest, Deadlines
 from .request_context import ChunkHeader, RequestContext
-from .request_types import ChatCompletionRequest, FunctionTool, Message
+from .request_types import ChatCompletionRequest, Message
 from .response_types import (
     CalledCustom,
     CalledFunction,
@@ -45,6 +46,7 @@ from .sampling import (
 )
 from .stored import NOT_STORED, Store
 from .structured_output import add_grammar, find_answer_constraint, find_call_constraint, unknown_inside
+from .thinking import budget_warnings, describe_thinking, thinking_budget, with_effort
 from .tools import input_of
 from .unsupported import refuse_unsupported, unknown_fields
 
@@ -86,7 +88,11 @@ async def prepare_chat(
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
     calls = find_call_constraint(body, chat.tools, parsing.tools, call.limits)
-    params = await add_grammar(params, answer, calls, parsing.thinking, model, call.gateway, call.limits)
+    thinking = await _thinking(body, parsing, model)
+    warnings += budget_warnings(body.thinking_token_budget, thinking)
+    params = replace(params, thinking=thinking)
+    params, unchecked = await add_grammar(params, answer, calls, model, call.gateway, call.limits)
+    warnings += unchecked
     prompt = await model.text.off_loop(len(rendered.marked), rendered.ids)
     check_prompts([prompt], "messages", model)
     prompts, cut = truncate_prompts([prompt], body.truncate_prompt_tokens, max_tokens, model)
@@ -117,6 +123,22 @@ async def prepare_chat(
     )
     echo = _echo(chat) if body.echo else ""
     return ChatCall(body, generation, _warnings(call, body) + warnings + cut, parsing, echo)
+
+
+async def _thinking(
+    body: ChatCompletionRequest, parsing: Parsing, model: LoadedModel
+) -> ThinkingParams | None:
+    info, text = model.supervisor.info, model.text
+    assert info is not None
+    size = info.vocab_size
+    budget = thinking_budget(body.thinking_token_budget, body.reasoning_effort, text.chat_template)
+    stop_loops = body.thinking_loop_detection is not False
+    return await text.off_loop(
+        0,
+        lambda: describe_thinking(
+            parsing.format, parsing.thinking, text, size, budget=budget, stop_loops=stop_loops
+        ),
+    )
 
 
 def _echo(chat: Chat) -> str:
@@ -241,10 +263,6 @@ def _warnings(call: RequestContext, body: ChatCompletionRequest) -> list[str]:
         known = {name: value for name, value in plain.items() if name != "type"}
         found += unknown_fields(type(tool), known, "tools[].")
     found += unknown_inside(call.plain)
-    if any(
-        isinstance(tool, FunctionTool) and tool.function.strict for tool in body.tools or ()
-    ) and body.tool_choice in (None, "auto"):
-        found.append("'tools[].function.strict' has no effect: arguments are what the model writes.")
     options = body.stream_options
     if options is not None and options.include_obfuscation:
         found.append("'stream_options.include_obfuscation' has no effect.")

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...config.schema import LimitSettings
@@ -17,7 +17,7 @@ from ...text.output.call_parsers import Schemas
 from ...text.output.output_formats import OutputFormat, ReasoningMarks, Thinking, ToolSyntax, thinking_after
 from ...text.output.output_parser import OutputParser
 from ...text.tokenizer.tokenizer import TextModel
-from .request_types import ChatCompletionRequest, ContentPart, Effort, Message, ToolCall
+from .request_types import ChatCompletionRequest, ContentPart, Message, ToolCall
 from .sampling import invalid
 from .tools import INPUT, custom_names, offered_tools
 
@@ -215,34 +215,3 @@ def _count_thoughts(ids: list[int], text: TextModel, marks: ReasoningMarks) -> i
         elif not inside and marks.opener in tail:
             inside = True
     return count
-
-
-_LEVELS, _SWITCH = "reasoning_effort", "enable_thinking"
-
-
-def thinks(effort: Effort) -> bool:
-    """True if this effort turns thinking on in a template that has only a switch."""
-    return effort not in {"none", "minimal"}
-
-
-def with_effort(chat: Chat, effort: Effort | None, template: str | None) -> tuple[Chat, list[str]]:
-    """Return the chat with the template variables of `effort`, and warnings. `chat_template_kwargs` of the
-    request take precedence.
-    """
-    if effort is None:
-        return chat, []
-    known = template or ""
-    chosen: dict[str, str | bool]
-    if _LEVELS in known:
-        chosen, warnings = {_LEVELS: effort}, []
-    elif _SWITCH in known:
-        chosen = {_SWITCH: thinks(effort)}
-        warnings = [] if effort == "none" else [_switched(effort)]
-    else:
-        return chat, ["'reasoning_effort' has no effect: this model's chat template has no such switch."]
-    return replace(chat, template_kwargs=chosen | chat.template_kwargs), warnings
-
-
-def _switched(effort: Effort) -> str:
-    way = "on" if thinks(effort) else "off"
-    return f"'reasoning_effort' only turns thinking on or off with this model: {effort!r} turns it {way}."

@@ -131,7 +131,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
     else:
         prompts = await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)
     prompts, cut = truncate_prompts(prompts, body.truncate_prompt_tokens, body.max_tokens, model)
-    params = await add_grammar(params, answer, None, "no", model, call.gateway, call.limits)
+    params, _ = await add_grammar(params, answer, None, model, call.gateway, call.limits)
     generation = Generation(
         id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,

@@ -55,7 +55,16 @@ async def prepare_translated(
     blamed = chat.generation.prompt_param, chat.generation.max_tokens_param
     prompt_param, max_tokens_param = (names.get(name, name) for name in blamed)
     generation = replace(chat.generation, prompt_param=prompt_param, max_tokens_param=max_tokens_param)
-    return replace(chat, generation=generation, warnings=[*warnings, *chat.warnings])
+    found = [_renamed(each, names) for each in chat.warnings]
+    return replace(chat, generation=generation, warnings=[*warnings, *found])
+
+
+def _renamed(warning: str, names: Mapping[str, str]) -> str:
+    """Name the field that the caller sent in a warning."""
+    field = re.match(r"'(\w+)'", warning)
+    if field is None or field[1] not in names:
+        return warning
+    return f"'{names[field[1]]}'{warning[field.end() :]}"
 
 
 def _rename(error: ApiError, names: Mapping[str, str]) -> None:

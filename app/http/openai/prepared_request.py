@@ -33,7 +33,8 @@ class CheckedRequest(Generic[Body]):
 
     def warnings_at_end(self, opened: OpenRequest) -> list[str]:
         """Return the warnings: ignored fields, and a structured answer that was cut short."""
-        follows = self.generation.params.grammar is not None
+        params = self.generation.params
+        follows = params.grammar is not None and not params.triggers
         if not follows or all(each.finish_reason != "length" for each in opened.sequences):
             return [*self.warnings, *self.generation.remarks]
         where = "the end of the context"

@@ -12,6 +12,7 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+ThinkingBudget = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$", description="A token id.")]
@@ -260,6 +261,10 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    """Tokens of thoughts after which the answer must begin; -1: any number."""
+    thinking_loop_detection: bool | None = None
+    """false: thoughts that repeat themselves for ever are not ended."""
     echo: bool | None = None
     """The answer begins with the last message, where that is the assistant's."""
 

@@ -9,9 +9,11 @@ from llmbox.engine.sampling_params import SamplingParams
 
 from ...config.schema import LimitSettings
 from ...engines.loaded_model import LoadedModel
+from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...text.grammar.grammars import (
     Grammar,
+    bare_calls,
     calls,
     choice,
     free_text,
@@ -22,18 +24,20 @@ from ...text.grammar.grammars import (
     with_closed_objects,
     written,
 )
-from ...text.output.output_formats import Thinking, ToolSyntax
+from ...text.output.output_formats import ToolSyntax
 from ...util.threads import off_loop
 from .request_types import (
     AllowedChoice,
     ChatCompletionRequest,
     CustomReference,
     FunctionReference,
+    FunctionTool,
     GenerationFields,
     ResponseFormat,
     StructuredOutputs,
 )
 from .sampling import invalid
+from .thinking import within_grammar
 from .tools import input_grammars
 from .unsupported import refuse_unsupported, unknown_fields
 
@@ -58,6 +62,10 @@ class Calls:
     """Grammars of the inputs of custom tools, by their names."""
     forced: bool
     several: bool
+    free: bool = False
+    """A grammar could not be followed together with other fields of the request."""
+    is_strict: bool = False
+    """A tool asks that its schema is followed."""
 
     @property
     def bound(self) -> bool:
@@ -110,6 +118,8 @@ def find_call_constraint(
         },
         forced=forced,
         several=not named and body.parallel_tool_calls is not False and syntax.most != 1,
+        free=bool(body.ignore_eos or body.min_tokens or body.bad_words or body.allowed_token_ids is not None),
+        is_strict=any(isinstance(tool, FunctionTool) and tool.function.strict for tool in body.tools or ()),
     )
     if wanted.bound:
         _check_others(body, "tool_choice" if forced else "tools")
@@ -120,14 +130,15 @@ async def add_grammar(
     params: SamplingParams,
     answer: StructuredAnswer | None,
     of_calls: Calls | None,
-    thinking: Thinking,
     model: LoadedModel,
     gateway: Gateway,
     limits: LimitSettings,
-) -> SamplingParams:
-    """Return `params` with the compiled grammar. Raises ApiError 400."""
+) -> tuple[SamplingParams, list[str]]:
+    """Return `params` with the compiled grammar, and warnings. Raises ApiError 400."""
     if answer is None and (of_calls is None or not of_calls.bound):
-        return params
+        if of_calls is not None and not of_calls.free:
+            return await _add_call_grammar(params, of_calls, model, gateway, limits)
+        return await _with_vocabulary(params, model), []
     param = answer.param if answer is not None else "tool_choice" if of_calls and of_calls.forced else "tools"
     if not params.stop_token_ids:
         raise invalid(param, "this model has no token that ends an answer")
@@ -140,12 +151,35 @@ async def add_grammar(
         elif followed is None:
             followed = free_text(model.text, of_calls.syntax)
     harmony = model.text if model.text.output_format.is_harmony else None
-    wanted = grammars(followed, made, harmony)
-    if not limits.additional_properties:
-        wanted = with_closed_objects(wanted)
+    wanted = _closed(grammars(followed, made, harmony), limits)
     grammar = await gateway.grammars.compile_grammars(wanted, param)
-    await _teach(model)
-    return replace(params, grammar=grammar, thinking=thinking if harmony is None else "no")
+    params = within_grammar(replace(params, grammar=grammar), model.text, calls_only=followed is None)
+    return await _with_vocabulary(params, model), []
+
+
+async def _add_call_grammar(
+    params: SamplingParams, of_calls: Calls, model: LoadedModel, gateway: Gateway, limits: LimitSettings
+) -> tuple[SamplingParams, list[str]]:
+    """Add the grammar that begins where the model begins a call. A schema that cannot be followed is no error
+    unless it is a strict one: then arguments are what the model writes.
+    """
+    syntax = of_calls.syntax
+    made = calls(model.text, syntax, of_calls.tools, {}, several=of_calls.several, opened=not syntax.bare)
+    top = [bare_calls(syntax, of_calls.tools), *made] if syntax.bare else grammars(None, made)
+    try:
+        grammar = await gateway.grammars.compile_grammars(_closed(top, limits), "tools")
+    except ApiError as error:
+        if error.status != 400 or of_calls.is_strict:
+            raise
+        why = error.message.partition(": ")[2]
+        params = await _with_vocabulary(params, model)
+        return params, [f"Arguments of calls are not checked against 'tools[].function.parameters': {why}"]
+    triggers = ("",) if syntax.bare else (syntax.opener,)
+    return await _with_vocabulary(replace(params, grammar=grammar, triggers=triggers), model), []
+
+
+def _closed(wanted: list[Grammar], limits: LimitSettings) -> list[Grammar]:
+    return wanted if limits.additional_properties else with_closed_objects(wanted)
 
 
 def unknown_inside(plain: dict[str, Any]) -> list[str]:
@@ -156,13 +190,14 @@ def unknown_inside(plain: dict[str, Any]) -> list[str]:
     return found
 
 
-async def _teach(model: LoadedModel) -> None:
-    """Send the vocabulary to the model's engines, with the first request that has a grammar."""
+async def _with_vocabulary(params: SamplingParams, model: LoadedModel) -> SamplingParams:
+    """Send the vocabulary to the model's engines, with the first request that needs it."""
     supervisor = model.supervisor
-    if supervisor.vocabulary is None:
+    if params.needs_vocabulary and supervisor.vocabulary is None:
         assert supervisor.info is not None
         size = supervisor.info.vocab_size
         supervisor.vocabulary = await off_loop(size, lambda: vocabulary(model.text, size))
+    return params
 
 
 def _check_others(fields: GenerationFields, param: str) -> None:

@@ -19,6 +19,7 @@ from .translate import LOGPROBS, append_to, chat_fields, items_before, items_of,
 from .writer import PreparedResponse
 
 _NAMES = {
+    "reasoning_effort": "reasoning.effort",
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -123,8 +124,6 @@ def _warnings(call: RequestContext, data: ResponseRequest) -> list[str]:
     found = unknown_fields(type(data), call.plain)
     if set(data.include or ()) - {LOGPROBS}:
         found.append(f"'include' has no effect but for {LOGPROBS!r}: answers hold all there is.")
-    if data.reasoning is not None and data.reasoning.effort not in {None, "none", "minimal"}:
-        found.append("'reasoning.effort' only turns thinking on, or off with 'none', where the model can.")
     if data.text is not None and data.text.verbosity not in {None, "medium"}:
         found.append("'text.verbosity' has no effect.")
     return found

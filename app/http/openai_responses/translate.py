@@ -8,10 +8,10 @@ from typing import Any
 from ...errors import ApiError
 from ...services import Services
 from ...store.stored_answers import StoredAnswer, StoredAnswers
-from ..openai.chat_messages import thinks
 from ..openai.request_context import RequestContext
 from ..openai.sampling import invalid
 from ..openai.stored import not_found
+from ..openai.thinking import thinks
 from .items import chat_messages
 from .request_types import PromptFields, ResponseRequest
 from .tools import Placed, Toolbox, joined_name
@@ -55,6 +55,7 @@ def chat_fields(request: ResponseRequest, items: Sequence[Placed], tools: Toolbo
         "user": request.user,
         "safety_identifier": request.safety_identifier,
         "prompt_cache_key": request.prompt_cache_key,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
     }
     set_ones = {name: value for name, value in given.items() if value is not None}
     return {**prompt_fields(request, items, tools), **set_ones}

@@ -40,7 +40,10 @@ class CallGrammars:
         names = [self._call(number, tool["function"]) for number, tool in enumerate(tools)]
         self.rules.append(f"call: {' | '.join(names)}")
         pad = self.text(syntax.padding)
-        if (syntax.style == "json" and syntax.several) or syntax.style == "python":
+        if syntax.style == "python":  # with the bracket in one piece: bare calls are known by it
+            self.rules.append(f"first: {' | '.join(f'first{number}' for number in range(len(names)))}")
+            inner = 'first (", " call)* "]"' if several else 'first "]"'
+        elif syntax.style == "json" and syntax.several:
             inner = '"[" call (", " call)* "]"' if several else '"[" call "]"'
         elif syntax.several and several:
             inner = f"call ({self.text(syntax.between)} call)*"
@@ -90,6 +93,7 @@ class CallGrammars:
                 body = f"{begin} {members} {self.text(syntax.after_call)}"
             case "python":
                 members = self._members(arguments, schema, self._keyword, ", ", given)
+                self.rules.append(f'first{number}: {quote(f"[{name}(")} {members} ")"')
                 body = f'{quote(name + "(")} {members} ")"'
             case "gemma":
                 members = self._members(arguments, schema, self._pair, ",", given)

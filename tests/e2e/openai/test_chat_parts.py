@@ -159,9 +159,21 @@ def test_what_cannot_be_done_is_refused(client, model, fields, param):
     assert caught.value.param == param
 
 
-def test_strict_schemas_are_warned_about(client):
+def test_a_schema_that_cannot_be_followed_is_told_and_a_strict_one_refused(client):
+    tool = {**WEATHER, "parameters": {"type": "object", "not": {"required": ["city"]}}}
+    (warning,) = ask(client, "caller", tools=[{"type": "function", "function": tool}]).warnings
+    assert "not checked" in warning
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, "caller", tools=[{"type": "function", "function": {**tool, "strict": True}}])
+    assert refused.value.code == "invalid_grammar"
     strict = [{"type": "function", "function": {**WEATHER, "strict": True}}]
-    assert "strict" in ask(client, "caller", tools=strict).warnings[0]
+    assert not hasattr(ask(client, "caller", tools=strict), "warnings")
+
+
+def test_budgets_of_thoughts_are_taken_and_told_where_nothing_thinks(client):
+    assert not hasattr(ask(client, "thinker", extra_body={"thinking_token_budget": 100}), "warnings")
+    (warning,) = ask(client, "plain", extra_body={"thinking_token_budget": 100}).warnings
+    assert "no thoughts" in warning
 
 
 def test_the_template_gets_the_effort_or_the_answer_says_that_it_cannot(client):

@@ -107,7 +107,7 @@ BOTH = [
     ({"guided_regex": "["}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "a"}, "guided_grammar"),
-    ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),

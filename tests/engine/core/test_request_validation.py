@@ -12,7 +12,7 @@ from llmbox.engine.core.request_validation import check_request
 from llmbox.engine.errors import InvalidRequest
 from llmbox.engine.ipc.codec import FrameReader, encode
 from llmbox.engine.ipc.messages import AddRequest, ToEngine, Vocabulary
-from llmbox.engine.sampling_params import SamplingParams
+from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 from support.lanes import examples
 from support.real_engines import ask, load, run
 from support.tiny_models import VOCAB, make_tiny_model
@@ -75,7 +75,17 @@ PARAMS = st.builds(
     bad_words=or_default(st.lists(st.lists(INTEGERS, max_size=3).map(tuple), max_size=3).map(tuple), ()),
     allowed_token_ids=or_default(st.lists(INTEGERS, max_size=3).map(tuple), None),
     grammar=GRAMMARS,
-    thinking=st.sampled_from(["no", "may", "inside", "x"]),
+    triggers=st.sampled_from([(), (), ("a",)]),
+    thinking=st.none()
+    | st.builds(
+        ThinkingParams,
+        begins=st.sampled_from(["no", "may", "inside", "x"]),
+        closer_ids=st.sampled_from([(), (4,)]),
+        end_ids=st.lists(INTEGERS, max_size=3).map(tuple),
+        budget=st.none() | INTEGERS,
+        stop_loops=st.booleans(),
+        anywhere=st.booleans(),
+    ),
     min_tokens=or_default(INTEGERS, 0),
     stop_token_ids=or_default(st.lists(INTEGERS, max_size=3).map(tuple), ()),
     logprobs=or_default(INTEGERS, None),

@@ -7,6 +7,8 @@ from dataclasses import replace
 import jsonschema_rs
 import pytest
 
+from llmbox.engine.core.output_constraint import LOOP_TOKENS
+from llmbox.engine.sampling_params import ThinkingParams
 from support.grammars import (
     BREAK,
     CHOICE,
@@ -34,6 +36,17 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("qwen3"), tokenizer=False)
 
 
+def limited():
+    """Requests whose thoughts are ended by force, and one whose grammar begins at a trigger."""
+    short = ThinkingParams(begins="inside", closer_ids=(THOUGHT,), end_ids=(THOUGHT,), budget=7)
+    never = {THOUGHT: -90.0, EOS: -90.0}
+    return [
+        ask("budget", range(5, 12), 20, temperature=0.9, seed=3, thinking=short, logit_bias=never),
+        constrained("both", CHOICE, thinking=short, logit_bias=never, seed=4),
+        constrained("trigger", CHOICE, 60, triggers=('{"',), seed=5, logit_bias={TEXTS.index(b'{"'): 3.0}),
+    ]
+
+
 def mixed(count=12):
     """Requests with and without grammars, of all ways to draw."""
     ways = [
@@ -45,7 +58,7 @@ def mixed(count=12):
         {"allowed_token_ids": tuple(range(320)), "bad_words": ((TEXT_A,),)},
     ]
     grammars = [JSON, REGEX, CHOICE, None]
-    return [
+    return limited() + [
         constrained(f"r{n}", grammars[n % 4], prompt=range(5, 12 + 3 * n), seed=n, **ways[n % len(ways)])
         if grammars[n % 4]
         else ask(f"r{n}", range(5, 12 + 3 * n), 20, temperature=0.9, seed=n, logprobs=2)
@@ -53,6 +66,7 @@ def mixed(count=12):
     ]
 
 
+KNOWN = tuple(range(len(TEXTS)))
 TEXT_A = 3 + ord("a")
 
 
@@ -137,6 +151,66 @@ def test_only_requests_with_a_grammar_wait_for_their_tokens(model, monkeypatch):
             steps.append({row.request.request_id for row in engine._launched[-1][0].rows})
     assert sum("free" in step for step in steps) >= 7
     assert sum("held" in step for step in steps) == 4
+
+
+def test_thoughts_are_ended_at_their_budget_or_in_a_loop(model):
+    seen = tokens(learned(load(model)), limited())
+    assert seen["budget"].index(THOUGHT) == 7
+    assert len(seen["budget"]) == 20
+    assert seen["both"].index(THOUGHT) == 7
+    assert text_of(seen["both"][8:]).lstrip(b"\n") in {b"red", b"green", b"great"}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_thoughts_that_go_round_are_ended(model, ahead, monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    engine = learned((device_engine if ahead else load)(model))
+    looping = ThinkingParams(begins="inside", closer_ids=(THOUGHT,), end_ids=(THOUGHT,), stop_loops=True)
+    request = ask("a", range(5, 12), 235, temperature=0.0, thinking=looping, logit_bias={TEXT_A: 99.0})
+    ids = tokens(engine, [request])["a"]
+    assert ids == [TEXT_A] * LOOP_TOKENS + [THOUGHT] + [TEXT_A] * (235 - LOOP_TOKENS - 1)
+    wanted = replace(request, params=replace(request.params, thinking=replace(looping, stop_loops=False)))
+    assert tokens(engine, [wanted])["a"] == [TEXT_A] * 235
+
+
+def test_a_trigger_switches_the_grammar_on(model):
+    engine = learned(load(model))
+    bias = {TEXTS.index(b'{"'): 4.0}
+    lengths = set()
+    for seed in range(8):
+        ids = answer(
+            engine,
+            constrained(
+                "a", CHOICE, 200, triggers=('{"',), seed=seed, logit_bias=bias, allowed_token_ids=KNOWN
+            ),
+        )
+        said, _, rest = text_of(ids).partition(b'{"')
+        assert rest in {b"red", b"green", b"great"}
+        lengths.add(len(said))
+    assert len(lengths) > 1
+
+
+def test_a_trigger_that_is_spelled_takes_nothing_of_the_grammar_along(model):
+    """A token that goes on after the trigger's end would skip the grammar's start."""
+    engine = learned(load(model))
+    request = constrained("a", CHOICE, 60, triggers=("</th",), logit_bias={3 + ord("h"): 60.0})
+    ids = answer(engine, replace(request, output_ids=[3 + byte for byte in b"</t"]))
+    assert text_of(ids[1:]) in {b"red", b"green", b"great"}
+
+
+def test_an_answer_goes_on_without_a_grammar_that_it_cannot_follow_on_from_a_trigger(model):
+    engine = learned(load(model))
+    request = constrained("a", CHOICE, 12, triggers=("x",), stop_token_ids=(), seed=1)
+    outputs = run(engine, [replace(request, output_ids=[3 + byte for byte in b"xz"])])["a"]
+    assert outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("cut", [3, 7, 8, 12])
+def test_resumed_thoughts_end_where_they_would_have(model, cut):
+    for request in limited()[::2]:
+        whole = tokens(learned(load(model)), [request])[request.request_id]
+        rest = tokens(learned(load(model)), [replace(request, output_ids=whole[:cut])])[request.request_id]
+        assert (whole[:cut] + rest)[: len(whole)] == whole
 
 
 @pytest.mark.parametrize("cut", [1, 5, 17])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import messages as m
 from llmbox.engine.ipc.codec import FrameReader, FrameTooLarge, TransportError, encode
-from llmbox.engine.sampling_params import SamplingParams
+from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 
 PARAMS = SamplingParams(
     max_tokens=5,
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(
     stop_token_ids=(7,),
     logprobs=2,
     grammar="{}",
-    thinking="may",
+    thinking=ThinkingParams(begins="may", opener_ids=(1, 2), budget=3),
 )
 LOGPROBS = m.TokenLogprobs(token_id=1, logprob=-0.25, rank=1, top=[(1, -0.25), (2, -1.5)])
 STATS = m.EngineStats(running=1, steps=2, step_seconds=0.5)

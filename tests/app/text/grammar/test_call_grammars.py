@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from llmbox.app.text.grammar.grammars import calls, free_text, grammars, json_input
+from llmbox.app.text.grammar.grammars import bare_calls, calls, free_text, grammars, json_input
 from llmbox.app.text.grammar.json_lark import lark_in_json
 from llmbox.app.text.output.output_formats import ToolSyntax
 from llmbox.app.text.output.output_parser import OutputParser
@@ -156,3 +156,31 @@ def test_harmony_answers_and_calls_come_after_the_thoughts():
         assert not accepts(either, f"{before}<|channel|>final<|message|>YES")
     assert not accepts(grammars(None, made, harmony), "<|channel|>final<|message|>yes")
     assert ARGUMENTS
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama4", "pythonic"])
+def test_calls_without_a_mark_follow_the_schema_and_other_text_is_free(name):
+    syntax = FORMATS[name].tools
+    made = [bare_calls(syntax, WEATHER), *calls(TEXT, syntax, WEATHER, {}, several=False)]
+    call = EXAMPLES["llama3"] if name.startswith("llama") else EXAMPLES[name]
+    assert accepts(made, call)
+    assert not accepts(made, call.replace("3", '"three"'))
+    for said in (
+        "It rains.",
+        "",
+        '{"name": "get_whether", "parameters": {}}',
+        '{"city": "Köln"}',
+        "[1, 2]",
+        "{",
+    ):
+        assert accepts(made, said), said
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if not FORMATS[name].tools.bare])
+def test_after_the_opening_mark_the_schema_is_followed(name):
+    syntax = FORMATS[name].tools
+    made = grammars(None, calls(TEXT, syntax, WEATHER, {}, several=True, opened=True))
+    rest = EXAMPLES[name].removeprefix(syntax.opener)
+    assert rest != EXAMPLES[name]
+    assert accepts(made, rest)
+    assert not accepts(made, rest.replace("3", '"three"'))
