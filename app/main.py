@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import click
 
 from .cli import output
-from .cli.context import Program
 from .cli.root import COMMANDS, LazyGroup, ReaderLeft
 from .errors import CliError, Exit
+from .lifecycle.program import Program
 
 INTERRUPTED = 130
 """Exit code that shells report for a process that SIGINT ended."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from llmbox.app.cli.context import Program
+from llmbox.app.lifecycle.program import Program
 from llmbox.ui.tui.app import Dashboard
 from llmbox.ui.tui.data.api import LiveApi
 

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import click
 
+from ..lifecycle.program import Command, location_options
 from ..util.formatting import nearest
-from .context import location_options
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "up": (".server.up:up", "Start the daemon in the background and wait until it is ready."),
@@ -105,14 +105,6 @@ def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> N
     meant = meant or nearest(word, names)
     hint = f" Did you mean '{meant}'?" if meant else ""
     raise click.UsageError(f"No such command '{word}'.{hint}", ctx)
-
-
-class Command(click.Command):
-    """Command that also takes `--data-dir` and `--config`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params += location_options()
 
 
 class CommandGroup(click.Group):

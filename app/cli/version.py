@@ -1,17 +1,13 @@
 """`llmbox version`."""
 
 import platform
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed
 
 import click
 
 from llmbox import __version__
 
+from ..lifecycle.program import Command, package_versions
 from . import output
-from .root import Command
-
-PARTS = ("torch", "litestar", "uvicorn", "tokenizers", "huggingface-hub")
 
 
 @click.command(cls=Command)
@@ -23,14 +19,3 @@ def version(*, as_json: bool) -> None:
         return
     told = {"version": __version__, "python": platform.python_version(), "packages": package_versions()}
     output.write_json("version", told)
-
-
-def package_versions() -> dict[str, str | None]:
-    return {name: _installed(name) for name in PARTS}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return installed(name)
-    except PackageNotFoundError:
-        return None

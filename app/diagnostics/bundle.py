@@ -16,10 +16,9 @@ from typing import Any
 from llmbox import __version__
 from llmbox.engine.hardware.machine import read_machine
 
-from ..cli.admin.config import format_setting
-from ..cli.context import Program
-from ..cli.version import package_versions
 from ..errors import CliError, Exit
+from ..lifecycle.program import Program, package_versions
+from ..util.formatting import format_setting
 from .checks import Finding
 
 GONE = "[removed]"

@@ -22,14 +22,13 @@ from llmbox.kernels.cpu.isa import Level, usable_levels
 from llmbox.kernels.cpu.prebuilt import find_prebuilt
 from llmbox.kernels.registry import known_kernels
 
-from ..cli.context import Program
-from ..cli.models.models import runs_on
 from ..daemon.listen import check_bind, holder_of
 from ..errors import CliError
 from ..lifecycle.instance import find_running
+from ..lifecycle.program import Program
 from ..models.catalog import hub_cache, on_disk
 from ..security.key_store import KeyStore
-from ..util.formatting import size
+from ..util.formatting import runs_on, size
 
 OLDEST_TORCH = (2, 11)
 LEAST_MEMORY = 1_000_000_000

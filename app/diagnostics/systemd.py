@@ -1,4 +1,4 @@
-"""Systemd unit of the daemon, for one user or for the machine.
+"""Systemd unit of the daemon, for one user or for the machine: its text, its state, its removal.
 
 Settings are never in it: they stay in the TOML file that every command reads, and change without a reload of
 units. Its hardening was chosen with `systemd-analyze security`. Options that would stop the work are left
@@ -6,10 +6,19 @@ out: GPU drivers and compiled kernels map memory that is both writable and execu
 MemoryDenyWriteExecute, and clients are on the network.
 """
 
+import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ..errors import CliError, Exit
+from ..lifecycle.program import Program
+
+BOOTED = Path("/run/systemd/system")
+"""Folder that exists while systemd runs the machine (sd_booted)."""
+FACTS = ("LoadState", "ActiveState", "SubState", "UnitFileState", "MainPID", "StatusText")
 NAME = "llmbox.service"
 SYSTEM_USER = "llmbox"
 SYSTEM_DATA = Path("/var/lib/llmbox")
@@ -110,4 +119,89 @@ def quote_argument(word: str) -> str:
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return (
         f'"{escaped}"' if escaped != word or not word or any(c.isspace() or c in "';" for c in word) else word
+    )
+
+
+def unit_file(program: Program, *, system: bool) -> Path:
+    if system:
+        return SYSTEM_FOLDER / NAME
+    config = program.environ.get("XDG_CONFIG_HOME")
+    home = Path(program.environ.get("HOME") or "~").expanduser()
+    return (Path(config) if config else home / ".config") / "systemd" / "user" / NAME
+
+
+def read_status(program: Program, *, system: bool) -> dict[str, Any]:
+    """Read the unit's state. Never raises: a machine without systemd is reported as such."""
+    file = unit_file(program, system=system)
+    facts: dict[str, Any] = {
+        "systemd": BOOTED.is_dir(),
+        "scope": "system" if system else "user",
+        "unit": str(file),
+        "installed": file.is_file(),
+        "enabled": "unknown",
+        "active": "unknown",
+        "detail": "",
+        "pid": None,
+    }
+    if not facts["systemd"]:
+        return facts
+    try:
+        shown = systemctl(program, system, "show", NAME, f"--property={','.join(FACTS)}")
+    except CliError as error:
+        return {**facts, "detail": error.why}
+    told = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    return {
+        **facts,
+        "enabled": told.get("UnitFileState") or "no",
+        "active": told.get("ActiveState", "unknown"),
+        "detail": told.get("StatusText") or told.get("SubState", ""),
+        "pid": int(told.get("MainPID") or 0) or None,
+    }
+
+
+def remove_unit(program: Program, *, system: bool) -> bool:
+    """Remove the unit. Returns True if there was one."""
+    file = unit_file(program, system=system)
+    if not file.is_file():
+        return False
+    if BOOTED.is_dir():
+        systemctl(program, system, "disable", "--now", NAME)
+    try:
+        file.unlink()
+    except OSError as error:
+        raise write_denied(f"cannot remove {file}", error) from error
+    if BOOTED.is_dir():
+        systemctl(program, system, "daemon-reload")
+    return True
+
+
+def systemctl(program: Program, system: bool, *words: str) -> str:
+    scope = [] if system else ["--user"]
+    return run_tool(["systemctl", *scope, "--no-pager", *words], program)
+
+
+def run_tool(command: list[str], program: Program) -> str:
+    path = shutil.which(command[0], path=program.environ.get("PATH"))
+    if path is None:
+        raise CliError(f"there is no {command[0]}", "it is not on PATH", "llmbox service install --print")
+    done = subprocess.run(  # noqa: S603 - a fixed program with fixed words
+        [path, *command[1:]], capture_output=True, text=True, check=False, env=dict(program.environ)
+    )
+    if done.returncode != 0:
+        why = (done.stderr or done.stdout).strip().splitlines()
+        raise CliError(
+            f"{' '.join(command[:4])} failed",
+            why[-1] if why else f"exit code {done.returncode}",
+            f"look at it: systemctl status {NAME}",
+        )
+    return done.stdout
+
+
+def write_denied(what: str, error: OSError) -> CliError:
+    denied = isinstance(error, PermissionError)
+    return CliError(
+        what,
+        error.strerror or str(error),
+        "with sudo, or --user" if denied else "free some space",
+        Exit.DENIED if denied else Exit.FAILED,
     )

@@ -118,11 +118,6 @@ def _refuse_newer(current: str | None, scripts: ScriptDirectory) -> None:
         )
 
 
-def size_on_disk(path: Path) -> int:
-    """Bytes of the database with its write-ahead log."""
-    return sum(p.stat().st_size for p in (path, path.with_name(path.name + "-wal")) if p.exists())
-
-
 def give_back_space(engine: Engine) -> bool:
     """Return freed pages to the file system and empty the write-ahead log, which holds deleted rows.
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 from sqlalchemy import Engine
 
-from .database import erase_damaged, give_back_space, size_on_disk
+from .database import erase_damaged, give_back_space
+from .database_file import size_on_disk
 from .queries import batches as batch_queries
 from .queries import requests as queries
 from .queries import stored_answers as stored_queries

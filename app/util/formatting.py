@@ -1,10 +1,10 @@
 """Formatting of sizes, times, progress and suggestions for people: CLI, dashboard and panel."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmbox.engine.ipc.messages import Progress
@@ -96,3 +96,23 @@ def rate_range(low: float, high: float) -> str:
     """Format a range of tokens a second, without its unit."""
     digits = 1 if high < 20 else 0
     return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def format_setting(value: object) -> str:
+    """Format a setting's value as the command line takes it."""
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def runs_on(info: Mapping[str, Any]) -> str:
+    """Format device, weight format and ranks of a loaded model (`ModelInfo` as a mapping)."""
+    weights = info["dtype"] if info["quant"] == "none" else info["quant"]
+    ranks = info["tp"] * info["pp"]
+    return f"{info['device']} {weights}" + (
+        f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']})" if ranks > 1 else ""
+    )

@@ -15,10 +15,10 @@ import openai
 import pytest
 
 from llmbox.app.admin_client import ApiRefusal
-from llmbox.app.cli.context import Program
 from llmbox.app.cli.server.up import sign_in_link
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError, Exit
+from llmbox.app.lifecycle.program import Program
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import ApiKey, KeySpec
 from llmbox.app.store.record import RecordFilter

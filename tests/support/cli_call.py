@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.cli.context import Program
+from llmbox.app.lifecycle.program import Program
 from llmbox.app.main import run
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from llmbox.app import admin_client as client
-from llmbox.app.cli.context import Program
 from llmbox.app.cli.server import daemon_starter as starter
+from llmbox.app.lifecycle.program import Program
 from llmbox.app.main import main
 
 PATIENCE = 180.0

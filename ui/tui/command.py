@@ -9,9 +9,8 @@ from typing import TextIO
 import click
 
 from llmbox.app.admin_client import Client
-from llmbox.app.cli.context import Program, pass_program
-from llmbox.app.cli.root import Command
 from llmbox.app.errors import CliError, Exit
+from llmbox.app.lifecycle.program import Command, Program, pass_program
 
 
 @click.command(cls=Command)

@@ -12,9 +12,8 @@ from ...bench.ab_compare import SCALES, SCENARIOS
 from ...bench.client import Prompts, Target, uniform
 from ...bench.measure import Levels, Summary, bench_folder, keep_run, ratios, read_levels, run, summarise
 from ...errors import CliError
+from ...lifecycle.program import Command, Program, pass_program
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command
 
 
 @click.command(cls=Command)

@@ -11,9 +11,10 @@ from ...config.loader import LoadedSettings, SettingOrigin, check_value, unknown
 from ...config.schema import Scalar, SettingSpec, schema
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
+from ...lifecycle.program import Command, Program, pass_program
+from ...util.formatting import format_setting
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command, CommandGroup
+from ..root import CommandGroup
 
 
 @click.command(cls=Command)
@@ -127,16 +128,6 @@ def check(program: Program) -> None:
     """Check files and environment; exit 2 when something is wrong."""
     program.settings()
     output.say("The configuration is valid.")
-
-
-def format_setting(value: Scalar) -> str:
-    if value is None:
-        return "auto"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _key(name: str) -> SettingSpec:

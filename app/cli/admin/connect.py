@@ -6,10 +6,9 @@ import click
 
 from ...errors import CliError, Exit
 from ...integrations.guides import GUIDES, KEY_VARIABLE, Endpoint, Guide
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command
 
 
 @click.command(cls=Command)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ...errors import Exit
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command
 
 if TYPE_CHECKING:
     from ...diagnostics.checks import Finding

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import CliError, Exit
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
 from ..output import require_consent
-from ..root import Command, CommandGroup
+from ..root import CommandGroup
 
 if TYPE_CHECKING:
     from ...security.key_store import KeyStore, LastUsed

@@ -10,11 +10,11 @@ from urllib.parse import quote, urlencode
 import click
 
 from ...errors import CliError, Exit
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
 from ..output import require_consent
-from ..root import Command, CommandGroup
+from ..root import CommandGroup
 
 MARGIN = 20
 """Characters shown on both sides of the place where two answers part."""

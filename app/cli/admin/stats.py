@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command
 
 
 @click.command(cls=Command)

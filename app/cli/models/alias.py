@@ -2,10 +2,10 @@
 
 import click
 
+from ...lifecycle.program import Command, Program, pass_program
 from ...models.aliases import set_alias
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command, CommandGroup
+from ..root import CommandGroup
 
 
 @click.group(cls=CommandGroup)

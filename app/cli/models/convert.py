@@ -26,11 +26,10 @@ from llmbox.engine.ipc.spawn import Launch
 from ...config.schema import CacheSettings
 from ...daemon.run import with_caches
 from ...errors import CliError, Exit
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from ...util.formatting import did_you_mean, format_compile_progress
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command
 
 EXITS = {"does_not_fit": Exit.DOES_NOT_FIT, "bad_model": Exit.FAILED}
 

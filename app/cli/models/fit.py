@@ -21,12 +21,11 @@ from ...fit.fit import fit as check_fit
 from ...fit.recommendations import Recommendation, recommend, smaller_models
 from ...fit.words import fit_rows, verdict
 from ...hub.model_info import ModelFacts, find_facts
+from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import hub_cache, on_disk
 from ...models.load_request import ModelRequest
 from .. import output
-from ..context import Program, pass_program
 from ..options import read_flags, setting_options
-from ..root import Command
 
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import CliError, Exit
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
 from ..output import require_consent
-from ..root import Command
 
 if TYPE_CHECKING:
     from llmbox.engine.weights.packed_cache.cache import PackedCacheEntry, PackedWeightCache

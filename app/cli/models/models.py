@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command
 from .pull import summary
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
             (
                 ", ".join([model["name"], *model["aliases"]]),
                 model["state"],
-                runs_on(info) if info else "-",
+                formatting.runs_on(info) if info else "-",
                 info["context_window"] if info else "-",
                 formatting.size(memory),
                 formatting.size(info["kv_bytes"]) if info else "-",
@@ -237,19 +236,11 @@ def _stay(model: Mapping[str, Any]) -> str:
     return f"idle {formatting.span(model['ttl_s'])}" if left is None else formatting.span(left)
 
 
-def runs_on(info: Mapping[str, Any]) -> str:
-    weights = info["dtype"] if info["quant"] == "none" else info["quant"]
-    ranks = info["tp"] * info["pp"]
-    return f"{info['device']} {weights}" + (
-        f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']})" if ranks > 1 else ""
-    )
-
-
 def _print_info(model: Mapping[str, Any]) -> None:
     info = model["info"]
     output.write("")
     rows = {
-        "runs on": f"{runs_on(info)}, kernels: {info['backend']}",
+        "runs on": f"{formatting.runs_on(info)}, kernels: {info['backend']}",
         **({"because": "; ".join(info["notes"])} if info["notes"] else {}),
         "context window": f"{info['context_window']} tokens",
         "at full context": f"{info['max_concurrency']:.1f} requests at once",

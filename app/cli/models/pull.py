@@ -12,13 +12,12 @@ import click
 from ...config.schema import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
+from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import HUB_ID
 from ...models.recommended import full_name
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
 from ..output import require_consent
-from ..root import Command
 
 LOOK = 0.25
 """Seconds between two looks at the download."""

@@ -12,9 +12,8 @@ import click
 
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
+from ...lifecycle.program import Command, Program, pass_program
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command
 from ..server.daemon_starter import Started, start_daemon, wait_for_models
 from ..server.up import load_missing
 from .pull import fetch_missing

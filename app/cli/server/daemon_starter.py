@@ -11,11 +11,11 @@ from typing import Any
 from ...config.schema import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import RunningDaemon, find_running
+from ...lifecycle.program import Program
 from ...models.load_request import load_error
 from ...util import formatting
 from ...util.formatting import size
 from .. import output
-from ..context import Program
 from ..options import as_arguments
 from ..output import ProgressLine
 from .logs import error_in, last_lines

@@ -15,12 +15,11 @@ import click
 from ...config.schema import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import RunningDaemon, find_running
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
 from ..models.models import print_models
 from ..options import parameter
-from ..root import Command
 from .daemon_starter import start_daemon, wait_for_models
 
 

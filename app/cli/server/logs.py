@@ -11,11 +11,10 @@ from pathlib import Path
 import click
 
 from ...errors import CliError, Exit
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from ...util.formatting import clock, printable
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command
 
 LEVEL_WORDS = ("debug", "info", "warning", "error")
 

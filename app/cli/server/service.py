@@ -2,30 +2,38 @@
 
 import os
 import pwd
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from ...diagnostics.systemd import NAME, SYSTEM_DATA, SYSTEM_FOLDER, SYSTEM_USER, UnitSpec, unit_text
+from ...diagnostics import systemd
+from ...diagnostics.systemd import (
+    NAME,
+    SYSTEM_DATA,
+    SYSTEM_USER,
+    UnitSpec,
+    read_status,
+    remove_unit,
+    run_tool,
+    systemctl,
+    unit_file,
+    unit_text,
+    write_denied,
+)
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from ...util.atomic_file import write_whole
 from .. import output
-from ..context import Program, pass_program
-from ..root import Command, CommandGroup
+from ..root import CommandGroup
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BOOTED = Path("/run/systemd/system")
-"""Folder that exists while systemd runs the machine (sd_booted)."""
 PROTECTED = ("/home", "/root", "/run/user")
 """Folders that a hardened service of the machine cannot read."""
-FACTS = ("LoadState", "ActiveState", "SubState", "UnitFileState", "MainPID", "StatusText")
 
 
 def scope_option(function: F) -> F:
@@ -68,8 +76,8 @@ def install(program: Program, *, system: bool | None, only_print: bool) -> None:
         )
     file = unit_file(program, system=system)
     _write(file, text)
-    _systemctl(program, system, "daemon-reload")
-    _systemctl(program, system, "enable", "--now", NAME)
+    systemctl(program, system, "daemon-reload")
+    systemctl(program, system, "enable", "--now", NAME)
     output.say(f"{file} is installed and started.")
     output.say(f"  State    llmbox service status {_flag(system)}")
     output.say(f"  Log      journalctl {'' if system else '--user '}-u {NAME}")
@@ -101,7 +109,7 @@ def status(program: Program, *, system: bool | None, as_json: bool, quiet: bool)
 def uninstall(program: Program, *, system: bool | None) -> None:
     """Stop the service and remove its unit. Models, keys and settings stay."""
     system = _scope(system)
-    if not remove(program, system=system):
+    if not remove_unit(program, system=system):
         raise CliError(
             f"there is no unit {unit_file(program, system=system)}",
             "nothing to remove",
@@ -109,59 +117,6 @@ def uninstall(program: Program, *, system: bool | None) -> None:
             Exit.NOT_FOUND,
         )
     output.say("The service is gone; models, keys and settings stay.")
-
-
-def unit_file(program: Program, *, system: bool) -> Path:
-    if system:
-        return SYSTEM_FOLDER / NAME
-    config = program.environ.get("XDG_CONFIG_HOME")
-    home = Path(program.environ.get("HOME") or "~").expanduser()
-    return (Path(config) if config else home / ".config") / "systemd" / "user" / NAME
-
-
-def read_status(program: Program, *, system: bool) -> dict[str, Any]:
-    """Read the unit's state. Never raises: a machine without systemd is reported as such."""
-    file = unit_file(program, system=system)
-    facts: dict[str, Any] = {
-        "systemd": BOOTED.is_dir(),
-        "scope": "system" if system else "user",
-        "unit": str(file),
-        "installed": file.is_file(),
-        "enabled": "unknown",
-        "active": "unknown",
-        "detail": "",
-        "pid": None,
-    }
-    if not facts["systemd"]:
-        return facts
-    try:
-        shown = _systemctl(program, system, "show", NAME, f"--property={','.join(FACTS)}")
-    except CliError as error:
-        return {**facts, "detail": error.why}
-    told = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-    return {
-        **facts,
-        "enabled": told.get("UnitFileState") or "no",
-        "active": told.get("ActiveState", "unknown"),
-        "detail": told.get("StatusText") or told.get("SubState", ""),
-        "pid": int(told.get("MainPID") or 0) or None,
-    }
-
-
-def remove(program: Program, *, system: bool) -> bool:
-    """Remove the unit. Returns True if there was one."""
-    file = unit_file(program, system=system)
-    if not file.is_file():
-        return False
-    if BOOTED.is_dir():
-        _systemctl(program, system, "disable", "--now", NAME)
-    try:
-        file.unlink()
-    except OSError as error:
-        raise _denied(f"cannot remove {file}", error) from error
-    if BOOTED.is_dir():
-        _systemctl(program, system, "daemon-reload")
-    return True
 
 
 def _print_status(facts: dict[str, Any]) -> None:
@@ -220,7 +175,7 @@ def _prepare_machine(program: Program) -> None:
         )
     if not _has_user():
         words = ["useradd", "--system", "--home-dir", str(SYSTEM_DATA), "--shell", "/usr/sbin/nologin"]
-        _run([*words, SYSTEM_USER], program)
+        run_tool([*words, SYSTEM_USER], program)
         output.say(f"Made the user {SYSTEM_USER}.")
 
 
@@ -233,35 +188,13 @@ def _has_user() -> bool:
 
 
 def _require_systemd() -> None:
-    if not BOOTED.is_dir():
+    if not systemd.BOOTED.is_dir():
         raise CliError(
             "this machine does not run systemd",
-            f"there is no {BOOTED}",
+            f"there is no {systemd.BOOTED}",
             "llmbox up, or llmbox serve under your own supervisor; --print shows the unit",
             Exit.FAILED,
         )
-
-
-def _systemctl(program: Program, system: bool, *words: str) -> str:
-    scope = [] if system else ["--user"]
-    return _run(["systemctl", *scope, "--no-pager", *words], program)
-
-
-def _run(command: list[str], program: Program) -> str:
-    path = shutil.which(command[0], path=program.environ.get("PATH"))
-    if path is None:
-        raise CliError(f"there is no {command[0]}", "it is not on PATH", "llmbox service install --print")
-    done = subprocess.run(  # noqa: S603 - a fixed program with fixed words
-        [path, *command[1:]], capture_output=True, text=True, check=False, env=dict(program.environ)
-    )
-    if done.returncode != 0:
-        why = (done.stderr or done.stdout).strip().splitlines()
-        raise CliError(
-            f"{' '.join(command[:4])} failed",
-            why[-1] if why else f"exit code {done.returncode}",
-            f"look at it: systemctl status {NAME}",
-        )
-    return done.stdout
 
 
 def _write(file: Path, text: str) -> None:
@@ -270,14 +203,4 @@ def _write(file: Path, text: str) -> None:
         write_whole(file, text.encode())
         file.chmod(0o644)
     except OSError as error:
-        raise _denied(f"cannot write {file}", error) from error
-
-
-def _denied(what: str, error: OSError) -> CliError:
-    denied = isinstance(error, PermissionError)
-    return CliError(
-        what,
-        error.strerror or str(error),
-        "with sudo, or --user" if denied else "free some space",
-        Exit.DENIED if denied else Exit.FAILED,
-    )
+        raise write_denied(f"cannot write {file}", error) from error

@@ -8,17 +8,14 @@ from pathlib import Path
 
 import click
 
-from ...diagnostics.systemd import quote_argument
+from ...diagnostics.systemd import quote_argument, remove_unit, unit_file
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
+from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
-from ..context import Program, pass_program
 from ..output import require_consent
-from ..root import Command
 from .lifecycle import stop
-from .service import remove as remove_service
-from .service import unit_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ def uninstall(program: Program, *, models: bool, yes: bool, as_json: bool) -> No
     if running is not None:
         stop(program, running, now=False, timeout=None)
     for system in _services(program):
-        remove_service(program, system=system)
+        remove_unit(program, system=system)
     for item in items:
         _delete(item.path)
     _drop_empty_folders(program)

@@ -13,13 +13,12 @@ import click
 from ...config.schema import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import RunningDaemon, find_running
+from ...lifecycle.program import Command, Program, pass_program, require_single
 from ...models.load_request import ModelRequest
+from ...util.formatting import format_setting
 from .. import output
-from ..admin.config import format_setting
-from ..context import Program, pass_program, require_single
 from ..models.pull import fetch_missing
 from ..options import checked_alias, daemon_options, flag, model_options, parameter, read_flags
-from ..root import Command
 from .daemon_starter import Started, start_daemon, wait_for_models
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.context import Program
 from llmbox.app.cli.options import as_arguments
 from llmbox.app.cli.root import COMMANDS, LazyGroup
 from llmbox.app.errors import Exit
+from llmbox.app.lifecycle.program import Program
 from llmbox.app.main import cli, run
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.context import Program
 from llmbox.app.diagnostics.checks import Finding, check_kernels
+from llmbox.app.lifecycle.program import Program
 from llmbox.kernels.cpu import compiling, prebuilt
 from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from llmbox.kernels.cpu.isa import usable_levels

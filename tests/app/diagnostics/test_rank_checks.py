@@ -2,11 +2,12 @@
 
 import pytest
 
-from llmbox.app.cli.context import Program
-from llmbox.app.cli.models.models import _print_info, runs_on
+from llmbox.app.cli.models.models import _print_info
 from llmbox.app.diagnostics import checks
 from llmbox.app.diagnostics.checks import Finding
 from llmbox.app.errors import Exit
+from llmbox.app.lifecycle.program import Program
+from llmbox.app.util.formatting import runs_on
 from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
 from support.cli_call import Call, FakeClient, call, home
 

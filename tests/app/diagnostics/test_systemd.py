@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.server import service
 from llmbox.app.config.schema import schema
 from llmbox.app.diagnostics.systemd import UnitSpec, quote_argument, unit_text
 from llmbox.app.errors import Exit
@@ -33,7 +32,7 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     tool.chmod(0o755)
     (tmp_path / "booted").mkdir()
-    monkeypatch.setattr(service, "BOOTED", tmp_path / "booted")
+    monkeypatch.setattr("llmbox.app.diagnostics.systemd.BOOTED", tmp_path / "booted")
     notes.touch()
     return notes
 
@@ -72,7 +71,7 @@ def test_a_systemctl_that_fails_tells_why(call: Call, home: Path, systemd: Path)
 
 
 def test_machines_without_systemd_say_so(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(service, "BOOTED", tmp_path / "absent")
+    monkeypatch.setattr("llmbox.app.diagnostics.systemd.BOOTED", tmp_path / "absent")
     status = call("service", "status", "--user")
     assert status.code == Exit.UNREACHABLE
     assert "this machine does not run systemd" in status.out

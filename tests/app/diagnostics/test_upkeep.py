@@ -62,7 +62,7 @@ def test_a_damaged_file_is_found_with_exit_8(call: Call, store: Path):
 
 
 def test_a_locked_file_is_waited_for_and_told(call: Call, store: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llmbox.app.cli.admin.db.BUSY_S", 0.05)
+    monkeypatch.setattr("llmbox.app.store.database_file.BUSY_S", 0.05)
     holder = sqlite3.connect(store, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     done = call("db", "vacuum")

@@ -15,17 +15,17 @@ from litestar import MediaType, Response, get, post
 from litestar.params import FromQuery
 from litestar.response import Stream
 
-from llmbox.app.cli.admin.db import back_up
-from llmbox.app.cli.context import Program
-from llmbox.app.cli.server.service import read_status
 from llmbox.app.config.paths import Paths
 from llmbox.app.diagnostics.bundle import write_bundle
 from llmbox.app.diagnostics.checks import run_checks
+from llmbox.app.diagnostics.systemd import read_status
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.auth.credentials import identity_of
 from llmbox.app.http.server.request import form_of
+from llmbox.app.lifecycle.program import Program
 from llmbox.app.logging.setup import LEVEL_NAMES, tail
 from llmbox.app.services import Services
+from llmbox.app.store.database_file import back_up
 from llmbox.app.telemetry.snapshot import NA, GpuReading
 
 from ..render import Panel, PanelRequest, done, page, panel_of, render

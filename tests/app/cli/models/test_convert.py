@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmbox.app.cli.context import Program
 from llmbox.app.cli.models.convert import run_job
+from llmbox.app.lifecycle.program import Program
 
 JOB = """
 import json

@@ -3,11 +3,11 @@
 import pytest
 
 from llmbox.app.cli import output
-from llmbox.app.cli.context import Program
 from llmbox.app.cli.server import daemon_starter as starter
 from llmbox.app.cli.server.daemon_starter import Started, progress_text, wait_for_models
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.instance import RunningDaemon
+from llmbox.app.lifecycle.program import Program
 
 RUNNING = RunningDaemon(pid=1, host="127.0.0.1", port=1, socket="", started_at=0.0, version="")
 READY = {"name": "m", "aliases": [], "state": "ready", "cause": "", "progress": None}

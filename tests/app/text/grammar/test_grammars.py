@@ -7,15 +7,7 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import GrammarPool
-from llmbox.app.text.grammar.grammars import (
-    calls,
-    choice,
-    grammars,
-    json_schema,
-    regex,
-    vocabulary,
-    written,
-)
+from llmbox.app.text.grammar.grammars import calls, choice, grammars, json_schema, regex, vocabulary, written
 from llmbox.app.text.output.call_parsers import parse_calls
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.engine.core.output_constraint import GrammarCompiler

@@ -1,4 +1,4 @@
-"""Context of every command: where files are, which settings hold, how to reach or start the daemon.
+"""Context and base of every command: where files are, which settings hold, how to reach the daemon.
 
 Each part is computed when a command first asks for it.
 """
@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -158,3 +160,25 @@ def location_options(*, from_environment: bool = False) -> list[click.Option]:
             help="Read this file instead of the user's config.toml.",
         ),
     ]
+
+
+class Command(click.Command):
+    """Command that also takes `--data-dir` and `--config`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += location_options()
+
+
+PARTS = ("torch", "litestar", "uvicorn", "tokenizers", "huggingface-hub")
+
+
+def package_versions() -> dict[str, str | None]:
+    return {name: _installed(name) for name in PARTS}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return installed(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,114 @@
+"""Request log as a plain SQLite file, without SQLAlchemy: state, copies, access, also beside a daemon."""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CliError, Exit
+
+BUSY_S = 10.0
+"""Seconds to wait for a writer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseState:
+    path: str
+    sound: bool
+    schema: str | None
+    newest_schema: str | None
+    size: int
+    rows: dict[str, int]
+    """Number of rows by table."""
+    findings: list[str]
+
+
+def examine(path: Path) -> DatabaseState:
+    findings, schema, rows = ["ok"], None, {}
+    with open_file(path) as connection:
+        try:
+            findings = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)")]
+            schema = schema_of(connection)
+            rows = {name: _count(connection, name) for name in _tables(connection)}
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            findings = [str(error)]
+    sound = findings == ["ok"]
+    return DatabaseState(
+        path=str(path),
+        sound=sound,
+        schema=schema,
+        newest_schema=_newest_schema(),
+        size=size_on_disk(path),
+        rows=rows,
+        findings=[] if sound else findings,
+    )
+
+
+def back_up(path: Path, target: Path) -> None:
+    """Copy the file through SQLite, so that writers continue. Raises CliError, and then leaves no file."""
+    try:
+        target.touch(0o600)
+        with open_file(path) as source, contextlib.closing(sqlite3.connect(target)) as copy:
+            source.backup(copy)
+    except (OSError, CliError, sqlite3.Error) as error:
+        target.unlink(missing_ok=True)
+        why = error.why if isinstance(error, CliError) else str(error)
+        raise CliError(f"cannot write {target}", why, "free some space, or name another FILE") from error
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes of the database with its write-ahead log."""
+    return sum(p.stat().st_size for p in (path, path.with_name(path.name + "-wal")) if p.exists())
+
+
+@contextlib.contextmanager
+def open_file(path: Path, *, write: bool = False) -> Iterator[sqlite3.Connection]:
+    """Open the file. Raises CliError for a file that is locked, full or no database."""
+    try:
+        mode = "rw" if write else "ro"
+        connection = sqlite3.connect(
+            f"file:{_escaped(path)}?mode={mode}", uri=True, timeout=BUSY_S, isolation_level=None
+        )
+        with contextlib.closing(connection):
+            yield connection
+    except sqlite3.OperationalError as error:
+        raise CliError(
+            f"cannot use {path}",
+            str(error),
+            "try again; if it stays locked: llmbox down" if "locked" in str(error) else "llmbox doctor",
+        ) from error
+    except sqlite3.DatabaseError as error:
+        raise CliError(f"{path} is damaged", str(error), "llmbox db check", Exit.INTEGRITY) from error
+
+
+def _escaped(path: Path) -> str:
+    return path.absolute().as_uri().removeprefix("file://")
+
+
+def _tables(connection: sqlite3.Connection) -> list[str]:
+    query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY name"
+    return [str(row[0]) for row in connection.execute(query)]
+
+
+def _count(connection: sqlite3.Connection, table: str) -> int:
+    quoted = table.replace('"', '""')
+    return int(connection.execute(f'SELECT count(*) FROM "{quoted}"').fetchone()[0])  # noqa: S608 - of sqlite_master
+
+
+def schema_of(connection: sqlite3.Connection) -> str | None:
+    if "alembic_version" not in _tables(connection):
+        return None
+    row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    return None if row is None else str(row[0])
+
+
+def _newest_schema() -> str | None:
+    """Return the schema revision that this version writes."""
+    from alembic.script import ScriptDirectory  # noqa: PLC0415 - large
+
+    import llmbox.migrations  # noqa: PLC0415
+
+    return ScriptDirectory(str(Path(llmbox.migrations.__file__).parent)).get_current_head()
