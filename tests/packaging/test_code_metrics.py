@@ -20,7 +20,7 @@ metrics = load("code_metrics")
 request_flow = load("request_flow")
 
 FLAT = 15
-FLAT_TODAY = {"kernels/cpu/native": 53, "ui/web/templates": 21, "ui/web/templates/live": 18}
+FLAT_TODAY = {"kernels/cpu/native": 53, "ui/web/templates/live": 18}
 """Folders over the limit, with numbers that may fall but not rise."""
 
 MODULE_LINES = 400

@@ -134,7 +134,7 @@ async def model_page(request: PanelRequest, ref: FromQuery[str]) -> Response[str
     loads = await asyncio.to_thread(read_loads, panel.services.paths.loads_file)
     return page(
         request,
-        "model.html",
+        "models/model.html",
         "models",
         ref=ref,
         disk=disk,
@@ -215,7 +215,7 @@ async def template_preview(
     values = await _render_preview(panel, ref, system[:LONGEST], user[:LONGEST])
     if is_fragment(request):
         return Response(render("live/template.html", panel, **values), media_type=MediaType.HTML)
-    return page(request, "template.html", "models", ref=ref, system=system, user=user, **values)
+    return page(request, "models/template.html", "models", ref=ref, system=system, user=user, **values)
 
 
 async def _render_preview(panel: Panel, ref: str, system: str, user: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class ModelRow:
 
 @get("/models", name="panel_models")
 async def models_page(request: PanelRequest) -> Response[str]:
-    return page(request, "models.html", "models", rows=await _rows(panel_of(request)))
+    return page(request, "models/models.html", "models", rows=await _rows(panel_of(request)))
 
 
 async def models_pieces(panel: Panel) -> dict[str, str]:
@@ -105,7 +105,7 @@ async def discover_page(request: PanelRequest, text: FromQuery[str] = "") -> Res
             problem = " ".join(part for part in (f"{error.what}: {error.why}.", error.fix) if part)
     return page(
         request,
-        "discover.html",
+        "models/discover.html",
         "models",
         text=text,
         hits=hits,
@@ -117,7 +117,7 @@ async def discover_page(request: PanelRequest, text: FromQuery[str] = "") -> Res
 
 @get("/models/activity", sync_to_thread=False, name="panel_activity")
 def activity_page(request: PanelRequest) -> Response[str]:
-    return page(request, "activity.html", "models", downloads=downloads_of(panel_of(request)))
+    return page(request, "models/activity.html", "models", downloads=downloads_of(panel_of(request)))
 
 
 async def activity_pieces(panel: Panel) -> dict[str, str]:

@@ -80,7 +80,7 @@ async def requests_page(
     chosen = filter_of(model, key, status, since, before)
     return page(
         request,
-        "requests.html",
+        "requests/requests.html",
         "requests",
         live=_live(panel),
         most_live=MOST_LIVE,
@@ -128,7 +128,7 @@ async def request_page(request: PanelRequest, request_id: FromPath[str]) -> Resp
     record = detail.request
     return page(
         request,
-        "request.html",
+        "requests/request.html",
         "requests",
         detail=detail,
         live=detail.in_flight,
@@ -147,7 +147,7 @@ async def replay_request(request: PanelRequest, request_id: FromPath[str]) -> Re
     if is_fragment(request):
         html = render("live/replayed.html", panel, replayed=answer)
         return Response(html, media_type=MediaType.HTML)
-    return page(request, "replayed.html", "requests", replayed=answer)
+    return page(request, "requests/replayed.html", "requests", replayed=answer)
 
 
 @post("/requests/{request_id:str}/cancel", status_code=200, name="panel_cancel")

@@ -63,7 +63,7 @@ async def review_settings(request: PanelRequest) -> Response[str]:
         return _page(request, 400, problem=f"{error.why}.", form=form)
     if not changes:
         return _page(request, problem="Nothing was changed.")
-    return page(request, "settings_review.html", "settings", changes=changes)
+    return page(request, "settings/settings_review.html", "settings", changes=changes)
 
 
 @post("/settings/save", status_code=200, name="panel_settings_save")
@@ -93,7 +93,7 @@ def _page(
         sections.setdefault(key.section, []).append(row)
     return page(
         request,
-        "settings.html",
+        "settings/settings.html",
         "settings",
         status,
         sections=sections,
