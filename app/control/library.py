@@ -164,7 +164,8 @@ class Card:
         """Type of the weights in the files; empty when unknown."""
         if self.config is None:
             return ""
-        return self.config.quant or _SHORT[self.config.dtype]
+        stored = self.config.stored
+        return self.config.quant or (stored.label if stored else _SHORT[self.config.dtype])
 
 
 def read_card(folder: Path) -> Card:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from llmbox.engine.checkpoint.formats.floats import split_experts
+from llmbox.engine.checkpoint.formats.weight_format import check_tensors
 from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_undeclared
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
@@ -45,7 +47,7 @@ class ModelFacts:
     def notes(self) -> tuple[str, ...]:
         """Disagreements between config and weights."""
         wanted = self.config.num_parameters
-        if abs(self.stored_params - wanted) > 0.01 * wanted:
+        if self.config.stored is None and abs(self.stored_params - wanted) > 0.01 * wanted:
             return (
                 f"config.json describes {wanted:,} parameters, the weight files hold {self.stored_params:,}",
             )
@@ -137,10 +139,12 @@ def _facts(
 ) -> ModelFacts:
     """Build the facts of a model. Raises ModelError."""
     entries = list(tensors)
-    if config.quant is None:
+    if config.stored is None:
         for each in entries:
             if each.name.endswith(".weight"):
                 refuse_undeclared(each)
+    else:
+        check_tensors(config.stored, split_experts(config.stored, {each.name: each for each in entries}))
     counted = [e for e in entries if not (config.tie_word_embeddings and e.name.endswith(_TIED))]
     return ModelFacts(
         name,

@@ -111,7 +111,9 @@ def _resolve_stored(
     if shape.quant is not None:
         reason = _why_not_stored(shape, budget, config)
         if not reason:
-            return shape, replace(config, quant=_stored_format(shape.quant, config.quant)), ()
+            running = replace(config, quant=_stored_format(shape.quant, config.quant))
+            own = f"{shape.stored} weights stay in their own numbers, as {shape.quant}"
+            return shape, running, (own,) if shape.stored not in {None, shape.quant} else ()
     name = shape.stored or shape.quant
     note = f"{name} weights are dequantized at load: {reason}"
     return replace(shape, quant=None, wide_params=0), config, (note,)

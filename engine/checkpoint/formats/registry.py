@@ -22,7 +22,7 @@ from llmbox.kernels.quant_formats import QUANTS
 
 from ..fp8_config import DYNAMIC, modelopt_entry, read_compressed, read_fp8, read_modelopt
 from ..json_file import read_json
-from ..quantized_layout import FORMATS, METHOD, MODELOPT_FILE, version_of
+from ..quantized_layout import FORMATS, INPUT_SCALES, METHOD, MODELOPT_FILE, SCALE, SCALES, version_of
 from .floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
 from .integers import AwqFormat, CompressedBytes, CompressedWords, GptqFormat
 from .weight_format import NativeFormat, NotReadable, WeightFormat, require
@@ -64,11 +64,14 @@ def _read_llmbox(raw: Config) -> WeightFormat:
     quant = QUANTS[str(name)]
     if raw.get("version") != version_of(quant):
         raise NotReadable(f"{name} weights of another version of llmbox: make them again (llmbox quantize)")
-    return NativeFormat(quant=quant.name, dtypes=("I8", "U8"))
+    dtypes, needed = ("I8", "U8"), ((f".weight{SCALE}",),)
+    return NativeFormat(quant=quant.name, dtypes=dtypes, needed=needed, has_steps=quant.step > 0)
 
 
 def _float8(name: str) -> WeightFormat:
-    return NativeFormat(quant=name, dtypes=("F8_E4M3",))
+    scales = tuple(f".weight{suffix}" for suffix in SCALES)
+    given = (tuple(f".{suffix}" for suffix in INPUT_SCALES),) if QUANTS[name].kind == "given" else ()
+    return NativeFormat(quant=name, dtypes=("F8_E4M3",), needed=(scales, *given))
 
 
 def _group_of(raw: Config, *keys: str) -> int:

@@ -3,6 +3,7 @@
 A format is one class here and one decoder in `engine/weights/decoders.py`. No torch.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -23,6 +24,9 @@ class NotReadable(ValueError):  # noqa: N818 - named for what it says
 def require(holds: bool, problem: str) -> None:
     if not holds:
         raise NotReadable(problem)
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,10 @@ class NativeFormat:
 
     quant: str
     dtypes: tuple[str, ...]
+    needed: tuple[tuple[str, ...], ...]
+    """Ends of the names of tensors of a linear: it has one of each."""
+    has_steps: bool = False
+    """True if linears of U8 have steps too."""
 
     @property
     def label(self) -> str:
@@ -112,9 +120,12 @@ def quantized_linears(form: WeightFormat, entries: Mapping[str, TensorEntry]) ->
 
 def check_tensors(form: WeightFormat, entries: Mapping[str, TensorEntry]) -> None:
     """Raise ModelError, with the tensor's name, where the files do not hold what config.json says."""
-    if isinstance(form, NativeFormat):
-        return
     linears = set(quantized_linears(form, entries))
+    _refuse_mixed_experts(form, entries, linears)
+    if isinstance(form, NativeFormat):
+        for linear in linears:
+            _check_native(form, linear, entries)
+        return
     known: set[str] = set()
     suffixes = {form.main.suffix, *(tensor.suffix for tensor in form.tensors(0, 0))}
     for linear in linears:
@@ -129,6 +140,32 @@ def check_tensors(form: WeightFormat, entries: Mapping[str, TensorEntry]) -> Non
         raise ModelError(
             f"config.json names {form.label} weights, but no tensor ends in {form.main.suffix!r}: config and "
             "weights are not of the same model"
+        )
+
+
+def _check_native(form: NativeFormat, linear: str, entries: Mapping[str, TensorEntry]) -> None:
+    """Raise ModelError where a linear has none of the tensors that it needs one of."""
+    steps = ((".weight_step",),) if form.has_steps and entries[f"{linear}.weight"].dtype == "U8" else ()
+    for suffixes in (*form.needed, *steps):
+        names = [linear + suffix for suffix in suffixes]
+        if not any(name in entries for name in names):
+            file = entries[f"{linear}.weight"].file
+            raise ModelError(
+                f"{file}: tensor {shown(names[0])} is missing, which {form.label} weights need; {FETCH_AGAIN}"
+            )
+
+
+def _refuse_mixed_experts(form: WeightFormat, entries: Mapping[str, TensorEntry], linears: set[str]) -> None:
+    """Raise ModelError for a layer of which only some experts are quantized: kernels compute them as one."""
+    layers = {found[1]: linear for linear in sorted(linears) if (found := _EXPERT.match(linear))}
+    for name, entry in entries.items():
+        linear, found = name.removesuffix(".weight"), _EXPERT.match(name)
+        if found is None or linear == name or linear in linears or found[1] not in layers:
+            continue
+        raise ModelError(
+            f"{entry.file}: {shown(name)} is kept in {entry.dtype} and {shown(layers[found[1]])} has "
+            f"{form.label} weights, but all experts of a layer are computed as one: use a checkpoint that "
+            "quantizes all of them, or none"
         )
 
 

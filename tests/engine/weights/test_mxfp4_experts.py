@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.formats.floats import split_experts
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
@@ -14,8 +14,11 @@ from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.partition import ShardSlice
 from llmbox.engine.weights.source import Checkpoint, WeightRequest
+from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.reference import REFERENCE
+from support.families import make_family
 from support.published_formats import mxfp4_blocks
+from support.real_engines import ask, hf_model, hf_tokens, load, runner_of, tokens
 
 EXPERTS, OUTPUTS, INPUTS = 3, 24, 64
 MODULE = "model.layers.0.mlp.experts"
@@ -68,3 +71,39 @@ def test_half_of_it_is_refused(tmp_path: Path, end: str, says: str) -> None:
     form = read_weight_format(ENTRY)
     with pytest.raises(ModelError, match=says):
         check_tensors(form, split_experts(form, list_tensors(tmp_path)))
+
+
+def publish_gpt_oss(folder: Path) -> tuple[Path, Path]:
+    """A tiny gpt-oss with MXFP4 experts, and the model that it stands for."""
+    model, same = make_family(folder / "model", "gpt_oss"), make_family(folder / "same", "gpt_oss")
+    weights = load_file(model / "model.safetensors")
+    wide = dict(weights)
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts = [mxfp4_blocks(each.T.contiguous()) for each in weights.pop(name)]
+        weights |= {name + end: torch.stack([stored[end] for stored, _ in experts]) for end in experts[0][0]}
+        wide[name] = torch.stack([weight.T for _, weight in experts])
+    save_file(weights, model / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in wide.items()}, same / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": ENTRY}))
+    return model, same
+
+
+def test_gpt_oss_answers_as_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, same = publish_gpt_oss(tmp_path)
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    prompt = list(range(5, 30))
+    assert tokens(load(model, dtype="float32"), [ask("a", prompt, 12)])["a"] == hf_tokens(
+        hf_model(same), prompt, 12
+    )
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+def test_gpt_oss_runs_in_its_own_bits(tmp_path: Path) -> None:
+    model, _ = publish_gpt_oss(tmp_path)
+    engine = load(model)
+    assert engine.info.quant == "mxfp4"
+    mixture = runner_of(engine)._model.layers[0].mlp.mixture
+    assert {packed.quant.name for packed in (*mixture.gate_ups, *mixture.downs)} == {"mxfp4"}
+    requests = [ask("a", range(5, 30), 6), ask("b", [7, 8], 6)]
+    assert tokens(engine, requests) == tokens(load(model), requests[:1]) | tokens(load(model), requests[1:])
