@@ -6,17 +6,14 @@ import os
 import torch
 
 from .cpu.backend import CPUBackend
-from .cpu.cache_folder import cache_folder
 from .cpu.compiling import NativeUnavailable
-from .cpu.cores import pick_cores
-from .cpu.isa import usable_levels
+from .cpu.isa import cache_folder, pick_cores, usable_levels
 from .cpu.library import backend_name, load_backend
 from .onednn import ONEDNN, supports
 from .ops import Ops
 from .quant_formats import Quant
 from .reference import REFERENCE
-from .registry import BEST_CPU, TRITON
-from .support import KernelSite, is_native, why_no_quant, why_unknown_kernels
+from .support import BEST_CPU, TRITON, KernelSite, is_native, why_no_quant, why_unknown_kernels
 from .support import why_no_triton as why_triton_is_missing
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,19 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final, Literal
 
+from .cpu.isa import usable_levels
 from .quant_formats import Quant
-from .registry import TORCH, TRITON, known_kernels
+
+BEST_CPU = "cpu"
+"""Name of the best instruction set of this machine."""
+TRITON = "triton"
+TORCH = ("onednn", "reference")
+
+
+def known_kernels() -> list[str]:
+    """List the values that this CPU can run. A GPU is not looked at."""
+    return [BEST_CPU, *(f"cpu {level.name}" for level in usable_levels()), *TORCH, TRITON]
+
 
 NATIVE_DTYPES: Final = frozenset({"float32", "bfloat16"})
 NATIVE_KV_DTYPES: Final = NATIVE_DTYPES | {"int8"}

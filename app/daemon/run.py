@@ -17,7 +17,7 @@ from setproctitle import setproctitle
 from llmbox import __version__
 from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 from llmbox.engine.weights.packed_cache import environment
-from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
+from llmbox.kernels.cpu.isa import KERNEL_CACHE
 
 from ..config.loader import LoadedSettings
 from ..config.paths import Paths

@@ -16,11 +16,10 @@ from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.placement import describe_interconnect
 from llmbox.kernels.cpu.build import find_compiled, temporary_folder
-from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from llmbox.kernels.cpu.compiling import NativeUnavailable, find_compiler
-from llmbox.kernels.cpu.isa import Level, usable_levels
+from llmbox.kernels.cpu.isa import KERNEL_CACHE, Level, usable_levels
 from llmbox.kernels.cpu.prebuilt import find_prebuilt
-from llmbox.kernels.registry import known_kernels
+from llmbox.kernels.support import known_kernels
 
 from ..daemon.listen import check_bind, holder_of
 from ..errors import CliError

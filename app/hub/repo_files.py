@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from llmbox.engine.checkpoint.json_file import parse_json
+from llmbox.engine.checkpoint.files import parse_json
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.model_config.pooling import MODULES_FILE, POOLING_FILE
 

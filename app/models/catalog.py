@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from llmbox.engine.checkpoint.json_file import parse_json
-from llmbox.engine.checkpoint.regular_file import read_regular
+from llmbox.engine.checkpoint.files import parse_json, read_regular
 from llmbox.engine.gguf.reader import is_gguf
 
 from ..errors import CliError, Exit

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmbox.engine.checkpoint.json_file import MAX_BYTES
-from llmbox.engine.checkpoint.regular_file import read_regular
+from llmbox.engine.checkpoint.files import MAX_BYTES, read_regular
 
 from ..text.tokenizer.text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
 from .worker import Answer, run_worker

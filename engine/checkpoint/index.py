@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
-from .json_file import MAX_BYTES, parse_json
+from .files import MAX_BYTES, parse_json, read_regular
 from .quantized_layout import STORED_BYTES
-from .regular_file import read_regular
 from .safetensors import FETCH_AGAIN, TensorEntry, read_header, shown
 
 SINGLE = "model.safetensors"

@@ -8,9 +8,9 @@ from typing import Final
 from llmbox.kernels.quant_formats import Quant
 
 from ..errors import ModelError
+from .files import open_regular
 from .index import list_tensors
 from .quantized_layout import SCALE
-from .regular_file import open_regular
 from .safetensors import FETCH_AGAIN, TensorEntry, shown
 
 _BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from ..errors import ModelError
-from .json_file import parse_json
+from .files import open_regular, parse_json
 from .quantized_layout import STORED_BYTES
-from .regular_file import open_regular
 
 FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
 MAX_HEADER = 100_000_000

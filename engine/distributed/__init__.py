@@ -2,7 +2,7 @@
 
     communicator.py           `TensorParallel`, the layers' view, and `Communicator`, the collectives below it
     shm_communicator.py       `Communicator` between CPU processes: shared memory and sockets
-    torch_communicator.py     `Communicator` over torch.distributed: NCCL, gloo (process_group.py creates it)
+    torch_communicator.py     `Communicator` over torch.distributed: NCCL; gloo in tests
     custom_all_reduce.py      one-shot all-reduce between NVLink peers
     fused_allreduce_rmsnorm.py, fused_allreduce_rmsnorm_kernel.py: all-reduce, residual and RMSNorm in one
     socket_link.py            control messages between rank 0 and a worker

@@ -15,8 +15,7 @@ from typing import Final, Literal
 import torch
 
 from llmbox.kernels.cpu.build import compile_progress
-from llmbox.kernels.cpu.cores import pick_cores
-from llmbox.kernels.cpu.isa import usable_levels
+from llmbox.kernels.cpu.isa import pick_cores, usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
 from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.ops import Ops

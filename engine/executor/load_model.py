@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ from ..model.decoder import Decoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig
 from ..weights.packed_cache import environment
+from ..weights.packed_cache.cache import PackedWeightCache
+from ..weights.packed_cache.file import DamagedPackedFile
+from ..weights.packed_cache.key import PackKey
+from ..weights.packed_cache.source import PackedWeightSource, PackedWeightWriter
 from ..weights.source import Checkpoint, WeightObserver
 
 _STATUS = Path("/proc/self/status")
@@ -64,7 +69,6 @@ def load_weights(config: ModelConfig, wanted: WeightsWanted, progress: Progress)
     place = environment.read()
     if wanted.ops.packing is None or place is None:
         return from_checkpoint(config, wanted, progress)
-    from .load_packed import load_repacked  # noqa: PLC0415 - needs xxhash, which GPU machines may not have
 
     return load_repacked(config, wanted, progress, place)
 
@@ -79,3 +83,50 @@ def from_checkpoint(
     )
     model = build_model(config, source, QUANTS.get(wanted.quant))
     return model, delta_or_none(before, memory_in_use(wanted.device))
+
+
+log = logging.getLogger(__name__)
+
+
+def load_repacked(
+    config: ModelConfig, wanted: WeightsWanted, progress: Progress, place: tuple[Path, int]
+) -> Loaded:
+    """Load from the cache in `place` (folder, maximum bytes), or fill it. Raises ModelError."""
+    packing = wanted.ops.packing
+    assert packing is not None
+    cache = PackedWeightCache(*place)
+    key = PackKey(
+        directory=wanted.directory,
+        dtype=str(wanted.dtype),
+        quant=wanted.quant,
+        layout=packing.layout,
+        shard=wanted.rank.layout.shard,
+    )
+    found = _from_cache(config, wanted, cache, key)
+    if found is not None:
+        return found
+    keeper = PackedWeightWriter(cache, key, packing)
+    loaded = from_checkpoint(config, wanted, progress, keeper)
+    keeper.start()
+    return loaded
+
+
+def _from_cache(
+    config: ModelConfig, wanted: WeightsWanted, cache: PackedWeightCache, key: PackKey
+) -> Loaded | None:
+    """Return the cached model; None when there is none. A damaged file is removed."""
+    before = memory_in_use(wanted.device)
+    try:
+        file = cache.find(key)
+        if file is None:
+            return None
+        source = PackedWeightSource(wanted.ops, wanted.dtype, file, wanted.rank)
+        model = build_model(config, source, QUANTS.get(wanted.quant))
+    except DamagedPackedFile as damage:
+        cache.discard(key, str(damage))
+        return None
+    except OSError as error:
+        log.warning("packed weights cannot be taken up: %s", error)
+        return None
+    anonymous = delta_or_none(before, memory_in_use(wanted.device))
+    return model, None if anonymous is None else anonymous + source.mapped

@@ -16,9 +16,9 @@ from ..core.executor_interface import Executor
 from ..core.step import StepPlan, StepResult
 from ..device.cuda_order import cuda_machine
 from ..distributed.communicator import Communicator, TensorParallel
-from ..distributed.process_group import join, leave
 from ..distributed.shm_communicator import PeerSockets, ShmCommunicator
 from ..distributed.socket_link import Frame
+from ..distributed.torch_communicator import join, leave
 from ..errors import DeviceError
 from ..hardware.proc import at_exit
 from ..model_config.parallel_layout import ParallelLayout

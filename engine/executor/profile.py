@@ -21,9 +21,8 @@ from ..model.decoder import Decoder
 from ..model.rotary import Rotary
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
-from ..runner.cuda_graphs import CudaCapture
+from ..runner.cuda_graphs import CudaCapture, GraphCapture
 from ..runner.gpu_runner import DeviceSizes, GPUModelRunner
-from ..runner.graph_pool import GraphCapture
 from ..sampling_params import SamplingParams
 from ..units import show_bytes
 

@@ -24,7 +24,7 @@ STOPPED_TICKS: Final = 5
 """Ticks for which a rank may be in state T (SIGSTOP) during one step."""
 STILL_TICKS: Final = 30
 """Ticks of one step in which no rank uses the CPU. On GPUs this is the only check for hangs: NCCL's own
-watchdog (`process_group.STUCK_SECONDS`) does not see collectives inside CUDA graphs."""
+watchdog (`torch_communicator.STUCK_SECONDS`) does not see collectives inside CUDA graphs."""
 _IDLE_TICKS: Final = 2
 # Hundredths of a second of CPU time that a waiting rank uses: NCCL's threads poll, and so does this one.
 _CRASHED: Final = 70

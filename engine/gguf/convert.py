@@ -17,9 +17,9 @@ import torch
 
 from llmbox.kernels.quant_formats import QUANTS, Quant
 
+from ..checkpoint.files import open_regular
 from ..checkpoint.index import list_tensors
 from ..checkpoint.quantized_layout import FORMATS, entry_in_config
-from ..checkpoint.regular_file import open_regular
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..hardware.machine import read_cpu
 from ..ipc.subprocess_job import ReportProgress, run_job

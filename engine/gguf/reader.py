@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from ..checkpoint.regular_file import open_regular
+from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, refuse_overlaps, shown
 from ..errors import ModelError
 

@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..checkpoint.regular_file import open_regular
+from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import bytes_of, read_fully, refuse_non_finite
 from ..errors import ModelError
-from .config import architecture_of, dtype_of
+from .config import NOT_NEEDED, Place, architecture_of, dtype_of, place_of
 from .dequantize import dequantise
 from .reader import BLOCKS, GgufFile
-from .tensor_names import NOT_NEEDED, Place, place_of
 
 CHUNK_BLOCKS = 1 << 18
 """Blocks that are dequantized at once."""

@@ -1,8 +1,17 @@
+"""MLP of a layer: gated, or a mixture of experts (MoE).
+
+T rows, E hidden, X experts.
+"""
+
+from typing import Any
+
 from torch import Tensor
 
+from llmbox.kernels.op_types import Mixture, Routing
 from llmbox.kernels.ops import Ops
 
 from ..model_config.config import ModelConfig
+from ..model_config.moe import ExpertsConfig
 from ..partition import ShardSlice
 from ..weights.source import Weights
 
@@ -27,3 +36,103 @@ class GatedMLP:
     def inner(self, x_TE: Tensor) -> Tensor:
         """Return the input of `down`, this rank's [T, F]."""
         return self.ops.gate_mul(self.ops.linear(self.gate_up, x_TE), self.activation)
+
+
+class SparseMoE:
+    """Top-k routing: each row passes through its k best experts, weighted by their router scores, and through
+    the shared expert if there is one.
+
+    With tensor parallelism each rank has a slice of every expert's intermediate rows, as of an MLP's.
+    """
+
+    def __init__(self, model: ModelConfig, config: ExpertsConfig, weights: Weights, ops: Ops) -> None:
+        self.ops = ops
+        self.rank = weights.rank
+        whole, count = ShardSlice.whole(model.hidden_size), ShardSlice.whole(config.count)
+        self.router = weights.router(config.router, count, whole, bias=config.has_bias)
+        gate_ups, downs = _expert_linears(config, model.hidden_size, weights, ops)
+        self.mixture = Mixture(
+            gate_ups,
+            downs,
+            config.count,
+            config.per_token,
+            config.normalised,
+            _routing(config, weights),
+            model.activation,
+        )
+        self.shared, self.shared_gate = None, None
+        if config.shared_inner:
+            self.shared = GatedMLP(model, weights.at(config.shared), ops, config.shared_inner)
+        if config.has_shared_gate:
+            self.shared_gate = weights.router(f"{config.shared}_gate", ShardSlice.whole(1), whole)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
+        ops = self.ops
+        logits_TX = ops.logits(self.router, x_TE)
+        shared_TE = None if self.shared is None else ops.linear(self.shared.down, self.shared.inner(x_TE))
+        gate_T1 = None if self.shared_gate is None else ops.logits(self.shared_gate, x_TE)
+        out_TE = ops.experts(self.mixture, x_TE, logits_TX, shared_TE, gate_T1)
+        return self.rank.reduce_partial(ops, out_TE)
+
+
+def _routing(config: ExpertsConfig, weights: Weights) -> Routing:
+    correction_X = None
+    if config.correction:
+        correction_X = weights.floats(config.correction, config.count)
+    return Routing(
+        scoring=config.scoring,
+        scale=config.scale,
+        groups=config.groups,
+        top_groups=config.top_groups,
+        group_best=config.group_best,
+        correction_X=correction_X,
+    )
+
+
+def _expert_linears(
+    config: ExpertsConfig, hidden: int, weights: Weights, ops: Ops
+) -> tuple[list[Any], list[Any]]:
+    """Return the packed gates and ups, and the packed downs: one of each for every expert, or for all."""
+    whole, inner = ShardSlice.whole(hidden), weights.rank.part(config.inner)
+    every = [f"experts.{expert}" for expert in range(config.count)]
+    is_single = ops.pack_experts is not None
+    gate, up, down = config.projections
+    is_paired = config.stacked is not None and config.stacked.is_interleaved
+    if config.stacked is not None:
+        _split_stacked(config, weights, every)
+    gate_ups, downs = [], []
+    for group in [every] if is_single else [[name] for name in every]:
+        order = None
+        if is_paired:
+            # A rank's gates and ups are neighbors: its slice of both is one of twice the rows.
+            pairs = ShardSlice(2 * inner.total, 2 * inner.start, 2 * inner.stop)
+            rows = {f"{name}.gate_up_proj": pairs for name in group}
+            order = _apart(len(group), pairs.size)
+        else:
+            rows = {f"{name}.{part}": inner for name in group for part in (gate, up)}
+        bias = config.has_bias
+        gate_ups.append(weights.linear(rows, whole, bias=bias, experts=is_single, order=order))
+        rows = {f"{name}.{down}": whole for name in group}
+        downs.append(weights.linear(rows, inner, bias=bias, experts=is_single))
+    return gate_ups, downs
+
+
+def _split_stacked(config: ExpertsConfig, weights: Weights, every: list[str]) -> None:
+    assert config.stacked is not None
+    gate, up, down = config.projections
+    for stored, part in ((config.stacked.gate_up, "gate_up_proj"), (config.stacked.down, down)):
+        names = [f"{name}.{part}" for name in every]
+        weights.split_experts(stored, names, transposed=config.stacked.is_transposed)
+    if not config.stacked.is_interleaved:
+        for name in every:
+            weights.split(
+                f"{name}.gate_up_proj", {f"{name}.{gate}": config.inner, f"{name}.{up}": config.inner}
+            )
+
+
+def _apart(experts: int, rows: int) -> tuple[int, ...]:
+    """Return the order that puts the gates of each expert before its ups, which alternate."""
+    return tuple(
+        expert * rows + row for expert in range(experts) for half in (0, 1) for row in range(half, rows, 2)
+    )

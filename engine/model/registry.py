@@ -13,8 +13,7 @@ from ..weights.source import Weights, WeightSource
 from .attention import Attention, FullWidthQKNormAttention
 from .blocks import MLP, DecoderBlock, Mixer, PostNormBlock, PreNormBlock, SandwichNormBlock
 from .decoder import Decoder
-from .mlp import GatedMLP
-from .moe import SparseMoE
+from .mlp import GatedMLP, SparseMoE
 from .recurrent import GatedDeltaNet, Mamba2, ShortConv
 
 _Block = type[PreNormBlock] | type[PostNormBlock] | type[SandwichNormBlock]

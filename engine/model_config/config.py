@@ -6,12 +6,12 @@ from pathlib import Path
 
 from llmbox.kernels.activation import Activation
 
+from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
 from ..checkpoint.formats.integers import Integers
 from ..checkpoint.formats.registry import READERS, find_weight_format
 from ..checkpoint.formats.weight_format import NotReadable, WeightFormat, check_tensors
 from ..checkpoint.index import list_tensors
-from ..checkpoint.json_file import read_json
 from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
 from ..errors import ModelError, UnsupportedArchitecture

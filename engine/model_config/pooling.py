@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.json_file import read_json, read_value
+from ..checkpoint.files import read_json, read_value
 from ..errors import ModelError
 from ..sampling_params import Pooling
 from .fields import Fields

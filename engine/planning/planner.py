@@ -1,6 +1,6 @@
 """Planner of one rank: decides everything that its configuration leaves open."""
 
-from llmbox.kernels.cpu.kv_width import kv_width
+from llmbox.kernels.cpu.isa import kv_width
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..config import Dtype, EngineConfig, KVDtype

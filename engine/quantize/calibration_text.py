@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint.json_file import read_json
+from ..checkpoint.files import read_json
 from ..config import EngineConfig
 from ..executor.build import load_engine
 from ..ipc.messages import AddRequest

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint.json_file import MAX_BYTES
-from ..checkpoint.regular_file import read_regular
+from ..checkpoint.files import MAX_BYTES, read_regular
 from ..config import EngineConfig
 from ..core.engine import Engine
 from ..ipc.messages import AddRequest

@@ -24,8 +24,8 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.weight_packing import Packing
 
+from ..checkpoint.files import read_json
 from ..checkpoint.index import INDEX, list_tensors
-from ..checkpoint.json_file import read_json
 from ..checkpoint.quantized_layout import COMPRESSED_FORMATS, FORMATS, entry_in_config
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..errors import DeviceError, ModelError

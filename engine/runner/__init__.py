@@ -3,7 +3,7 @@
     cpu_runner.py            synchronous runner: a step is done when `execute` returns
     gpu_runner.py            asynchronous runner: `launch` queues a step, `collect` waits for its results
     input_batch.py, gpu_inputs.py: a step's token ids, positions and block tables as tensors
-    cuda_graphs.py           capture of CUDA graphs; graph_pool.py: which decoding sizes are captured
+    cuda_graphs.py           which decoding sizes are captured as CUDA graphs, and their capture
     pipeline_feedback.py     sampled tokens from the last pipeline stage to the first
     draft_verification.py    sampling of steps with draft tokens
     prompt_logprobs.py, pooling.py: log-probabilities of prompts, embeddings

@@ -30,8 +30,8 @@ from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
 from ..sampling.device_state import DeviceRequestState
+from .cuda_graphs import DecodeGraphs, GraphCapture
 from .gpu_inputs import MixedStep, decode_inputs, mixed_inputs
-from .graph_pool import DecodeGraphs, GraphCapture
 from .input_batch import begun_blocks
 from .pipeline_feedback import SampledTokenFeedback
 from .pooling import PooledRows, read_sums, sum_states

@@ -20,6 +20,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.quant_formats import OF_LAYERS, QUANTS, Quant
 from llmbox.kernels.weight_packing import Kind, QuantizedWeight
 
+from ..checkpoint.files import open_regular, read_json
 from ..checkpoint.formats.floats import split_experts
 from ..checkpoint.formats.registry import find_weight_format
 from ..checkpoint.formats.weight_format import (
@@ -29,9 +30,7 @@ from ..checkpoint.formats.weight_format import (
     is_quantized,
 )
 from ..checkpoint.index import list_tensors, refuse_undeclared
-from ..checkpoint.json_file import read_json
 from ..checkpoint.quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
-from ..checkpoint.regular_file import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, shown
 from ..checkpoint.tensor_io import (
     DTYPES,

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from .cache_folder import cache_folder
 from .compiling import (
     DIGITS,
     FLAGS,
@@ -25,9 +24,8 @@ from .compiling import (
     digest_sources,
     find_compiler,
 )
-from .isa import Level, usable_levels
-from .prebuilt import prebuilt_path
-from .sealed import is_sealed, seal
+from .isa import Level, cache_folder, usable_levels
+from .prebuilt import is_sealed, prebuilt_path, seal
 
 log = logging.getLogger(__name__)
 

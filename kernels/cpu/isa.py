@@ -1,9 +1,11 @@
-"""Instruction sets that the kernels are compiled for, best first. Torch-free, as the daemon uses them."""
+"""Facts of this machine that kernels are chosen by: instruction sets, best first, and cores. Torch-free."""
 
+import os
 import platform
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +55,49 @@ def cpu_flags() -> frozenset[str]:
     except OSError:
         pass
     return frozenset()
+
+
+_SYS_CPU = Path("/sys/devices/system/cpu")
+
+
+def pick_cores(threads: int) -> list[int]:
+    """Return at most `threads` logical CPUs of this process, on distinct physical cores first."""
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if not usable:
+        return list(range(threads))
+    first: dict[str, int] = {}
+    for cpu in usable:
+        first.setdefault(_core_of(cpu), cpu)
+    apart = list(first.values())
+    return (apart + [cpu for cpu in usable if cpu not in apart])[:threads]
+
+
+def _core_of(cpu: int) -> str:
+    """Return an identifier of the physical core, or the CPU itself if the system does not report it."""
+    try:
+        return (_SYS_CPU / f"cpu{cpu}" / "topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+STRIP: Final = 16
+TILE: Final = 32
+"""Numbers of bfloat16 in a row of an AMX tile."""
+
+
+def kv_width(head_dim: int, dtype: str, level: str) -> int:
+    """Return the stored numbers for `head_dim`; `level` is the name of one of `LEVELS`."""
+    step = TILE if (dtype, level) == ("bfloat16", "amx") else STRIP
+    return -(-head_dim // step) * step
+
+
+KERNEL_CACHE = "LLMBOX_KERNEL_CACHE"
+"""Name of the environment variable that sets the folder."""
+
+
+def cache_folder() -> Path:
+    base = os.environ.get(KERNEL_CACHE)
+    if base:
+        return Path(base)
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "llmbox" / "kernels"

@@ -3,11 +3,28 @@
 A file's name has a digest of the sources and flags it was built from: one of other sources is never loaded.
 """
 
+import hashlib
 from pathlib import Path
 
 from .compiling import DIGITS, FLAGS, digest_sources
 from .isa import Level
-from .sealed import is_sealed
+
+DIGEST_BYTES = 32
+
+
+def seal(path: Path) -> None:
+    body = path.read_bytes()
+    path.write_bytes(body + hashlib.sha256(body).digest())
+
+
+def is_sealed(path: Path) -> bool:
+    """Return whether the file exists and is undamaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
+
 
 FOLDER = Path(__file__).parent / "prebuilt"
 

@@ -3,8 +3,7 @@
 import torch
 
 from ..ops import Ops
-from .attention import attention, write_kv
-from .attention_metadata import build_attention_metadata
+from .attention import attention, build_attention_metadata, write_kv
 from .elementwise import (
     add_rms_norm,
     embedding,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from llmbox.engine.distributed.process_group import join, leave
 from llmbox.engine.distributed.shm_communicator import ShmCommunicator, make_ends
+from llmbox.engine.distributed.torch_communicator import join, leave
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 SIZES = (2048, 8192, 65536, 1 << 20)

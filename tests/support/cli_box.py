@@ -18,7 +18,7 @@ from llmbox.app.admin_client import Client
 from llmbox.app.config.paths import find_paths
 from llmbox.app.lifecycle.instance import RunningDaemon, is_locked, read_pid_file
 from llmbox.engine.hardware.proc import read_state
-from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
+from llmbox.kernels.cpu.isa import KERNEL_CACHE
 from support.fake_engine import write_model
 from support.tokenizers_zoo import byte_level, write_text_files
 

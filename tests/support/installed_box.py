@@ -26,7 +26,7 @@ from typing import Any
 import click
 
 from llmbox.app.cli.root import COMMANDS
-from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
+from llmbox.kernels.cpu.isa import KERNEL_CACHE
 from support.cli_box import PATIENCE, Result, until
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.device.device import Device
+from llmbox.engine.runner.cuda_graphs import GraphCapture
 from llmbox.engine.runner.gpu_runner import DeviceSizes, GPUModelRunner
-from llmbox.engine.runner.graph_pool import GraphCapture
 from llmbox.kernels.op_types import KVShape
 from support.real_engines import load, runner_of
 

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from llmbox.engine.checkpoint.json_file import MAX_BYTES, parse_json
-from llmbox.engine.checkpoint.regular_file import read_regular
+from llmbox.engine.checkpoint.files import MAX_BYTES, parse_json, read_regular
 from llmbox.engine.errors import ModelError
 
 from ...errors import ApiError

@@ -5,9 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...checkpoint.files import MAX_BYTES, open_regular, read_regular
 from ...checkpoint.index import weight_files
-from ...checkpoint.json_file import MAX_BYTES
-from ...checkpoint.regular_file import open_regular, read_regular
 from ...checkpoint.safetensors import MAX_HEADER
 from .file import PackedOrigin
 

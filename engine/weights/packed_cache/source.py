@@ -14,7 +14,7 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import Packing
 
-from ...checkpoint.regular_file import open_regular
+from ...checkpoint.files import open_regular
 from ...distributed.communicator import SINGLE, TensorParallel
 from ...hardware.proc import at_exit
 from ..source import WeightRequest

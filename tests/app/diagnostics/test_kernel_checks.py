@@ -7,11 +7,10 @@ import pytest
 from llmbox.app.diagnostics.checks import Finding, check_kernels
 from llmbox.app.lifecycle.program import Program
 from llmbox.kernels.cpu import compiling, prebuilt
-from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
-from llmbox.kernels.cpu.isa import usable_levels
-from llmbox.kernels.cpu.sealed import seal
+from llmbox.kernels.cpu.isa import KERNEL_CACHE, usable_levels
+from llmbox.kernels.cpu.prebuilt import seal
 from llmbox.kernels.dispatch import backends
-from llmbox.kernels.registry import BEST_CPU, TRITON, known_kernels
+from llmbox.kernels.support import BEST_CPU, TRITON, known_kernels
 
 BEST, LEAST = usable_levels()[0], usable_levels()[-1]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from llmbox.engine.checkpoint.regular_file import open_regular, read_regular
+from llmbox.engine.checkpoint.files import open_regular, read_regular
 from support.odd_files import KINDS, make_odd, no_hanging
 
 

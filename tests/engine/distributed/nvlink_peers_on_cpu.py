@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from llmbox.engine.distributed import process_group as group_module
+from llmbox.engine.distributed import torch_communicator as group_module
 from llmbox.engine.distributed.custom_all_reduce import BUFFER_BYTES, KERNEL
 from llmbox.engine.distributed.fused_allreduce_rmsnorm import ROWS
 from llmbox.engine.distributed.torch_communicator import sum_in_order

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmbox.engine.distributed import process_group as group
+from llmbox.engine.distributed import torch_communicator as group
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 GPU = torch.device("cuda", 1)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from llmbox.engine.distributed import custom_all_reduce as oneshot
 from llmbox.engine.distributed import fused_allreduce_rmsnorm as fused_sum
 from llmbox.engine.distributed import torch_communicator as collective
-from llmbox.engine.distributed.process_group import join, leave
+from llmbox.engine.distributed.torch_communicator import join, leave
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 def numbers(rank, size):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmbox.engine.errors import RankLost
-from llmbox.engine.runner.graph_pool import WANTED
+from llmbox.engine.runner.cuda_graphs import WANTED
 from support.device_ranks import device_ranks
 from support.late_device import LateDevice
 from support.mixes import drawn, told

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from llmbox.engine.distributed.communicator import TensorParallel
-from llmbox.engine.distributed.process_group import join, leave
+from llmbox.engine.distributed.torch_communicator import join, leave
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.sampling import Sampler
 from support.device_steps import Steps, alike

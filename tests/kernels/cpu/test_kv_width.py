@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu.kv_width import kv_width
+from llmbox.kernels.cpu.isa import kv_width
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.op_types import KVShape

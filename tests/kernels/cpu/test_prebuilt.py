@@ -13,7 +13,7 @@ from llmbox.kernels.cpu import ffi as native
 from llmbox.kernels.cpu import library as load
 from llmbox.kernels.cpu.ffi import DeniedInstructions
 from llmbox.kernels.cpu.isa import LEVELS, Level, usable_levels
-from llmbox.kernels.cpu.sealed import seal
+from llmbox.kernels.cpu.prebuilt import seal
 from llmbox.kernels.dispatch import select_ops
 
 PORTABLE = LEVELS[-1]

@@ -3,7 +3,7 @@
 import pytest
 
 from llmbox.engine.planning.memory_model import capture_sizes
-from llmbox.engine.runner.graph_pool import NEAR, WANTED, DecodeGraphs
+from llmbox.engine.runner.cuda_graphs import NEAR, WANTED, DecodeGraphs
 from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, run
 from support.tiny_models import make_tiny_model

@@ -1,6 +1,6 @@
 import pytest
 
-from llmbox.engine.checkpoint.json_file import MAX_DEPTH, parse_json, read_json
+from llmbox.engine.checkpoint.files import MAX_DEPTH, parse_json, read_json
 from llmbox.engine.errors import ModelError
 
 
