@@ -9,7 +9,23 @@ import torch
 from torch import Tensor
 
 from ..op_types import KVShape
-from .quantize_activations import FP8, LARGEST, quantize_dynamic
+
+FP8 = torch.float8_e4m3fn
+LARGEST = {torch.int8: 127, FP8: 448}
+
+
+def quantize_dynamic(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize to codes shaped like `rows` and scales without the last dim.
+
+    A row with NaN or infinity has codes 0 and the scale NaN.
+    """
+    rows, largest = rows.float(), LARGEST[dtype]
+    most = rows.abs().amax(-1)
+    # torch divides a Python number by a tensor with two roundings.
+    inverse = torch.where(most > 0, torch.full_like(most, largest) / most, 0)
+    scales = torch.where(most.isfinite(), most / largest, torch.nan)
+    codes = (rows * inverse.unsqueeze(-1)).nan_to_num(0, 0, 0)
+    return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from gpu.timing import Call
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
-from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import scaled_mm_choice as choice
 from llmbox.kernels.triton.linear.linear import Fp8BlockLinear, Fp8Linear, multiply_floats
 from llmbox.kernels.triton.linear.quantize_activations import Rows8, quantize_rows
 from llmbox.kernels.triton.linear.tile_config import has_fp8
 from llmbox.kernels.weight_packing import QuantizedWeight
+from support.fake_quantized import fake_quantized_ops
 
 FP8 = torch.float8_e4m3fn
 NEAR = 0.02

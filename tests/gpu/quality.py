@@ -25,9 +25,9 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton.linear.tile_config import has_fp8
 from support.builtin_model import ASSETS, IN_SCOPE, ROOT, is_right, user
+from support.fake_quantized import fake_quantized_ops
 from support.real_engines import ask, tokens
 
 TEXT = ROOT / "packaging/builtin_model/perplexity.txt"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.reference.quantize_activations import quantize_dynamic
+from llmbox.kernels.reference.kv_cache import quantize_dynamic
 from support.numbers import DTYPES, assert_near
 from support.paged import ragged_rows
 

@@ -12,9 +12,9 @@ turn_on()
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import Quant
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton.linear.dequantize_weights import dequantize
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
+from support.fake_quantized import fake_quantized_ops
 
 
 def plain_torch(quant: Quant | None) -> Ops:

@@ -125,7 +125,7 @@ def fp8_kernel(
     """Write one tile of (x * x_scales) @ (weight * scales).T + bias, or the partial sum of one split; sums
     are float32.
 
-    Reference: `quantized_linear` in `kernels/reference/rounded.py`.
+    Reference: `quantized_linear` in `tests/support/fake_quantized.py`.
     """
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -228,7 +228,7 @@ def int8_kernel(
     """Write one tile of (x * x_scales) @ (weight * scales).T + bias, or the partial sum of one split.
 
     Products of a group are summed in int32, groups in float32. Reference: `quantized_linear` in
-    `kernels/reference/rounded.py`.
+    `tests/support/fake_quantized.py`.
     """
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

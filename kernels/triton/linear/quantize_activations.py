@@ -140,7 +140,7 @@ def quantize_kernel(
 ) -> None:
     """Quantize one tile of a row: code = x * LARGEST / max|x| and scale = max|x| / LARGEST, float32.
 
-    Reference: `quantize_dynamic` in `kernels/reference/quantize_activations.py`.
+    Reference: `quantize_dynamic` in `kernels/reference/kv_cache.py`.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
@@ -203,7 +203,7 @@ def row_scale(most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
 @triton.jit
 def eight_bits(values: tl.tensor, most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
     """Return values * LARGEST / most, float32: bit for bit as `quantize_dynamic` of
-    `kernels/reference/quantize_activations.py` where all is finite.
+    `kernels/reference/kv_cache.py` where all is finite.
 
     Integers are rounded to nearest even: adding 1.5 * 2^23 leaves no bits for a fraction.
     """

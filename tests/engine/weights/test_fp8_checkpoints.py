@@ -19,8 +19,8 @@ from llmbox.engine.weights.source import Checkpoint, WeightRequest
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Kind, Quant
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.weight_packing import QuantizedWeight
+from support.fake_quantized import fake_quantized_ops
 from support.fp8_checkpoint import PLANNED_WITHOUT_KERNELS, compressed, round_by_output
 from support.rank_threads import load_threads
 from support.real_engines import ask, load, tokens

@@ -17,7 +17,7 @@ from llmbox.engine.planning.roofline import decode_tokens_per_second
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.reference.elementwise import ReferenceLinear
-from llmbox.kernels.reference.rounded import QuantizedLinear, fake_quantized_ops
+from support.fake_quantized import QuantizedLinear, fake_quantized_ops
 from support.fp8_checkpoint import (
     ENTRY,
     PLANNED_WITHOUT_KERNELS,

@@ -9,7 +9,7 @@ from torch import Tensor
 from llmbox.kernels.activation import Activation
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.quantize_activations import quantize_dynamic
+from llmbox.kernels.reference.kv_cache import quantize_dynamic
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.attention.kv_cache import LARGEST
 from llmbox.kernels.triton.backend import triton_ops

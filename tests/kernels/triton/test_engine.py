@@ -12,10 +12,10 @@ from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.cpu.isa import usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, select_ops
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton import probe
 from llmbox.kernels.triton.linear import tile_config as tiles
 from llmbox.kernels.triton.linear.linear import W8A8Linear, WeightOnlyIntLinear
+from support.fake_quantized import fake_quantized_ops
 from support.fp8_checkpoint import compressed, round_by_output, round_to_blocks, spread
 from support.real_engines import ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model

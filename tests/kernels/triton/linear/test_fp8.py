@@ -10,8 +10,6 @@ from torch import Tensor
 
 from llmbox.kernels.dispatch import UnknownBackend, select_ops
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.reference.quantize_activations import fake_quantize_static
-from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton import act_and_mul as gate_mul
 from llmbox.kernels.triton import rms_norm
 from llmbox.kernels.triton.act_and_mul import gate_rows
@@ -30,6 +28,7 @@ from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, 
 from llmbox.kernels.triton.linear.scaled_mm_choice import ScaledMMSelector, sharing_of, why_not
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.weight_packing import QuantizedWeight
+from support.fake_quantized import fake_quantize_static, fake_quantized_ops
 from support.numbers import assert_near
 from support.paged import CPU
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from llmbox.kernels.dispatch import native_ready, select_ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.quantize_int import to_numbers
-from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import gemm, linear
 from llmbox.kernels.triton.linear import gemm_w8a8 as gemm_8_bits
@@ -20,6 +19,7 @@ from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, DenseLinea
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.linear.weight_packing import pack_fp8, pack_fp8_blocks, pack_grouped
 from llmbox.kernels.weight_packing import QuantizedWeight
+from support.fake_quantized import fake_quantized_ops
 from support.numbers import assert_near
 from support.paged import CPU
 from support.published_formats import stored_weight

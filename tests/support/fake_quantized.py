@@ -1,6 +1,6 @@
-"""Reference of the GPU formats in plain torch: linears with 8-bit rows and weights, and FP8 keys and values.
+"""The GPU formats in plain torch: linears with 8-bit rows and weights, and FP8 keys and values.
 
-Not used for serving: quality is measured with it where there is no GPU, and kernels are compared with it.
+Quality is measured with it where there is no GPU, and kernels are compared with it.
 """
 
 from dataclasses import dataclass, replace
@@ -9,14 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import Ops
-from ..quant_formats import UNQUANTIZED_KINDS, Kind, Quant
-from ..weight_packing import QuantizedWeight
-from . import REFERENCE
-from .elementwise import ReferenceLinear, linear
-from .elementwise import embedding as wide_embedding
-from .moe import make_experts
-from .quantize_activations import FP8, LARGEST, fake_quantize, fake_quantize_static
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant_formats import UNQUANTIZED_KINDS, Kind, Quant
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.reference.elementwise import ReferenceLinear, linear
+from llmbox.kernels.reference.elementwise import embedding as wide_embedding
+from llmbox.kernels.reference.kv_cache import FP8, LARGEST, quantize_dynamic
+from llmbox.kernels.reference.moe import make_experts
+from llmbox.kernels.weight_packing import QuantizedWeight
+
+
+def fake_quantize_static(rows: Tensor, given: Tensor) -> Tensor:
+    """Quantize to E4M3 with the static scale `given`, float32 [1], and dequantize to float32.
+
+    Larger numbers saturate. A row that is not finite becomes NaN.
+    """
+    rows = rows.float()
+    codes = (rows * (1 / given)).clamp(-LARGEST[FP8], LARGEST[FP8]).to(FP8)
+    return torch.where(rows.isfinite().all(-1, keepdim=True), codes.float() * given, torch.nan)
+
+
+def fake_quantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantize dynamically and dequantize to float32."""
+    codes, scales = quantize_dynamic(rows, dtype)
+    return codes.float() * scales.unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,13 @@ import torch
 from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.quantize_activations import FP8, fake_quantize, quantize_dynamic
-from llmbox.kernels.reference.rounded import fake_quantize_rows, fake_quantize_weights, fake_quantized_ops
+from llmbox.kernels.reference.kv_cache import FP8, quantize_dynamic
+from support.fake_quantized import (
+    fake_quantize,
+    fake_quantize_rows,
+    fake_quantize_weights,
+    fake_quantized_ops,
+)
 from support.numbers import assert_near
 
 CPU = torch.device("cpu")
