@@ -1,7 +1,7 @@
 """Multi-process executors on rank 0: send every step to all ranks and execute rank 0's own shard of it.
 
-`ParallelRunner` drives synchronous runners (CPU): a launch executes the first pipeline stage.
-`DeviceRanks` drives asynchronous runners (`runner/gpu_runner.py`), which launch steps ahead of their results.
+`SyncMultiprocExecutor` drives synchronous runners (CPU): a launch executes the first pipeline stage.
+`AsyncMultiprocExecutor` drives asynchronous runners (GPU), which launch steps ahead of their results.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..core.executor_interface import Executor
+from ..core.executor_interface import Executor, ModelRunner
 from ..core.step import StepPlan, StepResult
 from ..device.cuda_order import cuda_machine
 from ..distributed.communicator import Communicator, TensorParallel
@@ -24,144 +24,97 @@ from ..hardware.proc import at_exit
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 from ..planning.placement import are_nvlink_peers
-from ..runner.gpu_runner import GPUModelRunner
+from ..runner.gpu_runner import GPUModelRunner, LaunchedStep
 from .step_codec import StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
 from .workers import Transport, WorkerGroup
 
 
-class LocalRunner(Protocol):
-    def execute(self, plan: StepPlan) -> StepResult: ...
+class MultiprocExecutor:
+    """Base of the executors: sends steps to the workers and receives results from the answering rank.
+
+    All ranks run the same steps and get the same tokens; the results of one rank are used.
+    """
+
+    def __init__(self, workers: WorkerGroup, watchdog: WorkerWatchdog) -> None:
+        self._workers = workers
+        self._watchdog = watchdog
+        self._encoder = StepEncoder()
+
+    def shut_down(self) -> None:
+        """Ask the workers to end and stop watching them, without waiting."""
+        self._watchdog.close()
+        self._workers.shut_down()
+
+    def close(self) -> None:
+        self.shut_down()
+        self._workers.close()
 
 
-class ParallelStepHandle(Protocol):
-    def wait(self) -> None:
-        """Block until the step is done on this rank's device."""
-        ...
-
-
-class LocalDevice(Protocol):
-    """Asynchronous runner of one rank: `GPUModelRunner`."""
-
-    depth: int
-
-    @property
-    def urgent_capture(self) -> int | None: ...
-    @property
-    def next_capture(self) -> int | None: ...
-    def size_for(self, plan: StepPlan) -> int: ...
-    def launch_sized(self, plan: StepPlan, size: int) -> Any:
-        """Launch the step padded to `size` rows and return a `ParallelStepHandle`."""
-        ...
-
-    def collect(self, handle: Any) -> StepResult: ...
-    def capture(self, size: int) -> None: ...
-
-
-class Others(Protocol):
-    """Workers as rank 0 sees them: `WorkerGroup`."""
-
-    layout: ParallelLayout
-
-    def send(self, frame: Frame) -> None:
-        """Send to all workers."""
-        ...
-
-    def receive(self, rank: int) -> Frame: ...
-    def dismiss(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class ParallelRunner:
-    """`Executor` over synchronous runners. All ranks run the same steps and sample the same tokens; the
-    results of one rank are used.
+class SyncMultiprocExecutor(MultiprocExecutor):
+    """`Executor` over synchronous runners.
 
     Pipeline stages overlap: the first stage executes the next step while later stages work on this one. With
     one stage a step is done when `launch` returns; with several, up to one step per stage is in flight.
     """
 
-    def __init__(self, local: LocalRunner, crew: Others, watch: WorkerWatchdog) -> None:
-        self.stages = crew.layout.pp
+    def __init__(self, local: ModelRunner, workers: WorkerGroup, watchdog: WorkerWatchdog) -> None:
+        super().__init__(workers, watchdog)
+        self.stages = workers.layout.pp
         self.depth = self.stages - 1
         self._local = local
-        self._crew = crew
-        self._watch = watch
-        self._encoder = StepEncoder()
 
     def launch(self, plan: StepPlan) -> StepResult | None:
-        with self._watch.guarding():
-            self._crew.send(self._encoder.encode(plan))
+        with self._watchdog.guarding():
+            self._workers.send(self._encoder.encode(plan))
             result = self._local.execute(plan)
-            return result if self._crew.layout.answers == 0 else None
+            return result if self._workers.layout.answers == 0 else None
 
     def collect(self, handle: StepResult | None) -> StepResult:
         if handle is not None:
             return handle
-        with self._watch.guarding():
-            return decode_result(self._crew.receive(self._crew.layout.answers))
+        with self._watchdog.guarding():
+            return decode_result(self._workers.receive(self._workers.layout.answers))
 
     def prepare(self) -> bool:
         return False
 
-    def dismiss(self) -> None:
-        """Ask the workers to end and stop watching them, without waiting."""
-        self._watch.close()
-        self._crew.dismiss()
 
-    def close(self) -> None:
-        self.dismiss()
-        self._crew.close()
-
-
-class DeviceRanks:
+class AsyncMultiprocExecutor(MultiprocExecutor):
     """`Executor` over asynchronous runners. Rank 0 decides; every rank launches the same steps, padded to the
     same size, in the same order, and captures the same CUDA graphs between them. So collectives match up.
-
-    Only the answering rank sends results: the other ranks sample the same tokens.
     """
 
-    def __init__(self, local: LocalDevice, crew: Others, watch: WorkerWatchdog) -> None:
-        self.depth, self.stages = local.depth, crew.layout.pp
+    def __init__(self, local: GPUModelRunner, workers: WorkerGroup, watchdog: WorkerWatchdog) -> None:
+        super().__init__(workers, watchdog)
+        self.depth, self.stages = local.depth, workers.layout.pp
         self._local = local
-        self._crew = crew
-        self._watch = watch
-        self._encoder = StepEncoder()
 
-    def launch(self, plan: StepPlan) -> Any:
-        with self._watch.guarding():
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        with self._watchdog.guarding():
             if (urgent := self._local.urgent_capture) is not None:
                 self._capture(urgent)
             size = self._local.size_for(plan)
-            self._crew.send(self._encoder.encode(plan, size))
+            self._workers.send(self._encoder.encode(plan, size))
             return self._local.launch_sized(plan, size)
 
-    def collect(self, handle: Any) -> StepResult:
-        answers = self._crew.layout.answers
-        with self._watch.guarding():
+    def collect(self, handle: LaunchedStep) -> StepResult:
+        answers = self._workers.layout.answers
+        with self._watchdog.guarding():
             if answers == 0:
-                result: StepResult = self._local.collect(handle)
-                return result
+                return self._local.collect(handle)
             handle.wait()
-            return decode_result(self._crew.receive(answers))
+            return decode_result(self._workers.receive(answers))
 
     def prepare(self) -> bool:
         size = self._local.next_capture
         if size is not None:
-            with self._watch.guarding():
+            with self._watchdog.guarding():
                 self._capture(size)
         return size is not None
 
-    def dismiss(self) -> None:
-        """Ask the workers to end and stop watching them, without waiting."""
-        self._watch.close()
-        self._crew.dismiss()
-
-    def close(self) -> None:
-        self.dismiss()
-        self._crew.close()
-
     def _capture(self, size: int) -> None:
-        self._crew.send(Frame("capture", {"size": size}))
+        self._workers.send(Frame("capture", {"size": size}))
         self._local.capture(size)
 
 
@@ -193,8 +146,8 @@ class RankProcesses:
     def __init__(self, config: EngineConfig, plan: MemoryPlan, layout: ParallelLayout) -> None:
         self._config = config
         self._plan = plan
-        self._crew = WorkerGroup(layout)
-        self._watch: WorkerWatchdog | None = None
+        self._workers = WorkerGroup(layout)
+        self._watchdog: WorkerWatchdog | None = None
         """Set once all have loaded: until then a rank that fails can still report why."""
 
     def load(self, load: Callable[[TensorParallel, Progress], L], progress: Progress) -> tuple[L, int | None]:
@@ -204,18 +157,18 @@ class RankProcesses:
         """
         at_exit(self._end)
         try:
-            roll_call = self._crew.start(self._config, self._plan)
+            barrier = self._workers.start(self._config, self._plan)
 
             def report(done: int, total: int) -> None:
-                roll_call.poll()  # a rank that cannot load ends the load of all
+                barrier.poll()  # a rank that cannot load ends the load of all
                 progress(done, total)
 
-            rank = TensorParallel(self._crew.layout)
+            rank = TensorParallel(self._workers.layout)
             mine = load(rank, report)
-            others = roll_call.wait()
+            others = barrier.wait()
             if self._plan.device == "cuda":
                 refuse_other_kernels([mine.backend, *(each["backend"] for each in others)])
-            self._watch = WorkerWatchdog(self._crew.workers)
+            self._watchdog = WorkerWatchdog(self._workers.processes)
             self._connect(rank)
         except BaseException:
             self._close()
@@ -225,33 +178,36 @@ class RankProcesses:
 
     def _connect(self, rank: TensorParallel) -> None:
         over = choose_transport(self._plan)
-        file = self._crew.start_rendezvous(over)
-        rank.join(connect(rank.layout, self._config, self._plan, self._crew.take_sockets(), over, file))
-        self._crew.finish_rendezvous()
+        file = self._workers.start_rendezvous(over)
+        rank.join(connect(rank.layout, self._config, self._plan, self._workers.take_sockets(), over, file))
+        self._workers.finish_rendezvous()
 
     @property
     def worker_pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._crew.workers]
+        return [worker.process.pid for worker in self._workers.processes]
 
     def runner(self, share: LoadedRanks) -> tuple[Executor, MemoryPlan]:
         """Return the executor and the plan as measured by all ranks. Raises DoesNotFit."""
-        assert self._watch is not None
+        assert self._watchdog is not None
         try:
-            with self._watch.guarding():
-                local, plan = share.finish(self._crew.all_min)
+            with self._watchdog.guarding():
+                local, plan = share.finish(self._workers.all_min)
         except BaseException:
             self._close()
             raise
-        make = DeviceRanks if isinstance(local, GPUModelRunner) else ParallelRunner
-        runner = make(local, self._crew, self._watch)
+        runner: SyncMultiprocExecutor | AsyncMultiprocExecutor
+        if isinstance(local, GPUModelRunner):
+            runner = AsyncMultiprocExecutor(local, self._workers, self._watchdog)
+        else:
+            runner = SyncMultiprocExecutor(local, self._workers, self._watchdog)
         # Before what `load` left to finish, so that all ranks finish that in parallel; `_end` comes last.
-        at_exit(runner.dismiss)
+        at_exit(runner.shut_down)
         return runner, plan
 
     def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        self._crew.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._workers.close()
 
     def _end(self) -> None:
         """Shut down workers and process group while the interpreter is still whole."""

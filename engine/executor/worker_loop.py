@@ -4,13 +4,14 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from ..core.executor_interface import ModelRunner
 from ..distributed.socket_link import Link
 from ..errors import RankLost
-from .multiproc import LocalDevice, LocalRunner
+from ..runner.gpu_runner import GPUModelRunner
 from .step_codec import StepDecoder, decode_graph, encode_result
 
 
-def serve_steps(link: Link, runner: LocalRunner, *, answers: bool) -> None:
+def serve_steps(link: Link, runner: ModelRunner, *, answers: bool) -> None:
     """Execute steps in order of arrival until rank 0 is gone, which raises RankLost.
 
     `answers`: this rank sends results. A thread sends them: rank 0 may be blocked until this stage receives
@@ -24,7 +25,7 @@ def serve_steps(link: Link, runner: LocalRunner, *, answers: bool) -> None:
                 sender.submit(link.send, encode_result(result).encode())
 
 
-def serve_launches(link: Link, runner: LocalDevice, *, answers: bool) -> None:
+def serve_launches(link: Link, runner: GPUModelRunner, *, answers: bool) -> None:
     """Launch steps ahead of their results, no further than rank 0 does, until rank 0 is gone (RankLost)."""
     follow = _Answering(link, runner) if answers else _Following(runner)
     decoder = StepDecoder()
@@ -46,7 +47,7 @@ def serve_launches(link: Link, runner: LocalDevice, *, answers: bool) -> None:
 class _Following:
     """Bookkeeping of a rank that sends no results: waits for older launches."""
 
-    def __init__(self, runner: LocalDevice) -> None:
+    def __init__(self, runner: GPUModelRunner) -> None:
         self._depth = runner.depth
         self._launched: deque[Any] = deque()
 
@@ -64,7 +65,7 @@ class _Answering:
     is launched meanwhile. Rank 0 sends no step before it has the results of older ones.
     """
 
-    def __init__(self, link: Link, runner: LocalDevice) -> None:
+    def __init__(self, link: Link, runner: GPUModelRunner) -> None:
         self._link = link
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, "answers")

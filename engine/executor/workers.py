@@ -131,22 +131,22 @@ class WorkerGroup:
     def __init__(self, layout: ParallelLayout) -> None:
         """`layout` is rank 0's."""
         self.layout = layout
-        self.workers: list[Worker] = []
+        self.processes: list[Worker] = []
         self._ends: PeerSockets | None = None
         """Rank 0's ends of the shared-memory transport, until they are taken."""
         self._folder: Path | None = None
-        self._dismissed_at: float | None = None
+        self._shut_down_at: float | None = None
 
     def start(self, config: EngineConfig, plan: MemoryPlan) -> WorkerBarrier:
         """Start every worker on loading its shard; the barrier collects their `loaded` frames."""
         self._ends, *others = make_ends(self.layout)
         for rank, ends in enumerate(others, 1):
             worker = spawn(rank, ends)
-            self.workers.append(worker)
+            self.processes.append(worker)
             body = {"config": asdict(config), "plan": asdict(plan), "rank": rank, "ends": asdict(ends)}
             worker.link.send(Frame("load", body).encode())
             ends.close()
-        return WorkerBarrier(self.workers, "loaded")
+        return WorkerBarrier(self.processes, "loaded")
 
     def take_sockets(self) -> PeerSockets:
         ends, self._ends = self._ends, None
@@ -164,42 +164,42 @@ class WorkerGroup:
 
     def finish_rendezvous(self) -> None:
         """Wait until all workers have joined and remove the file store."""
-        WorkerBarrier(self.workers, "joined").wait()
+        WorkerBarrier(self.processes, "joined").wait()
         self._forget_folder()
 
     def all_min(self, number: int) -> int:
         """Return the minimum of `number` over all ranks, and send it to every worker."""
-        told = [worker.link.receive().body["number"] for worker in self.workers]
-        number = min([number, *told])
+        numbers = [worker.link.receive().body["number"] for worker in self.processes]
+        number = min([number, *numbers])
         self.send(Frame("least", {"number": number}))
         return number
 
     def send(self, frame: Frame) -> None:
         data = frame.encode()
-        for worker in self.workers:
+        for worker in self.processes:
             worker.link.send(data)
 
     def receive(self, rank: int) -> Frame:
-        return self.workers[rank - 1].link.receive()
+        return self.processes[rank - 1].link.receive()
 
-    def dismiss(self) -> None:
+    def shut_down(self) -> None:
         """Ask all workers to end, without waiting: each finishes what it is writing. Idempotent."""
-        if self._dismissed_at is None:
-            self._dismissed_at = time.monotonic()
-            for worker in self.workers:
+        if self._shut_down_at is None:
+            self._shut_down_at = time.monotonic()
+            for worker in self.processes:
                 worker.link.close()
 
     def close(self) -> None:
         """Wait until all workers have ended; kill those that take longer than `_END_SECONDS`. Idempotent."""
-        self.dismiss()
-        assert self._dismissed_at is not None
-        for worker in self.workers:
+        self.shut_down()
+        assert self._shut_down_at is not None
+        for worker in self.processes:
             try:
-                worker.process.wait(max(0.0, self._dismissed_at + _END_SECONDS - time.monotonic()))
+                worker.process.wait(max(0.0, self._shut_down_at + _END_SECONDS - time.monotonic()))
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
-        self.workers = []
+        self.processes = []
         if self._ends is not None:
             self.take_sockets().close()
         self._forget_folder()

@@ -29,14 +29,3 @@ def decode_tokens_per_second(
         weight_bytes = int(head * quant.head_bytes(wide)) + layers_bytes(shape, quant, wide, rows)
     states = 2 * shape.slot_bytes  # read and written
     return rows * bandwidth / (weight_bytes + rows * (seen * shape.kv_bytes_per_token(kv_dtype) + states))
-
-
-def prefill_tokens_per_second(shape: ModelShape, peak_flops: float, *, prompt: int) -> float:
-    """Return the mean bound over a prompt: two operations per parameter, and four per head dimension and
-    visible token.
-
-    The output projection is left out, because only the last row of a prompt needs it.
-    """
-    visible = shape.seen(prompt / 2)
-    attention = 4 * shape.kv_layers * shape.heads * shape.head_dim * visible
-    return peak_flops / (2 * (shape.active_params - shape.vocab * shape.hidden) + attention)

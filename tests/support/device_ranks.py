@@ -19,7 +19,7 @@ from llmbox.engine.distributed.communicator import TensorParallel
 from llmbox.engine.distributed.socket_link import Frame, Link
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget, model_info
-from llmbox.engine.executor.multiproc import DeviceRanks
+from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor
 from llmbox.engine.executor.profile import build
 from llmbox.engine.executor.watchdog import WorkerWatchdog
 from llmbox.engine.executor.worker_loop import serve_launches
@@ -109,14 +109,14 @@ class ThreadCrew:
     def receive(self, rank: int) -> Frame:
         return self._links[rank - 1].receive()
 
-    def dismiss(self) -> None:
+    def shut_down(self) -> None:
         for link in self._links:
             link.close()
         for stage in self._stages:
             stage.end()
 
     def close(self) -> None:
-        self.dismiss()
+        self.shut_down()
         for thread in self._threads:
             thread.join(90)
             assert not thread.is_alive()
@@ -156,7 +156,7 @@ def device_ranks(
         capture = FakeCapture(fail_at=failing.get(layout.rank)) if graphs else None
         ranks.append(make_rank(config, plan, layout, ThreadCollective(layout, stages, fused_rows), capture))
     crew = ThreadCrew(layouts[0], ranks, stages)
-    runner = DeviceRanks(ranks[0].runner, crew, WorkerWatchdog([]))
+    runner = AsyncMultiprocExecutor(ranks[0].runner, crew, WorkerWatchdog([]))
     info = model_info(config, model, plan, "reference", 0.0, measured=None, worker_pids=[])
     try:
         yield Engine(make_scheduler(config, plan), runner, info), ranks

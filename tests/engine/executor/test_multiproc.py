@@ -8,7 +8,7 @@ import pytest
 from llmbox.engine.core.step import SampledToken, StepResult
 from llmbox.engine.distributed.socket_link import Link
 from llmbox.engine.errors import RankLost
-from llmbox.engine.executor.multiproc import DeviceRanks, ParallelRunner
+from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor, SyncMultiprocExecutor
 from llmbox.engine.executor.watchdog import WorkerWatchdog
 from llmbox.engine.executor.worker_loop import serve_launches, serve_steps
 from llmbox.engine.ipc.messages import TokenLogprobs
@@ -33,11 +33,11 @@ class OneOther:
         assert rank == 1
         return self._link.receive()
 
-    def dismiss(self):
+    def shut_down(self):
         self._link.close()
 
     def close(self):
-        self.dismiss()
+        self.shut_down()
 
 
 class Stage:
@@ -69,7 +69,7 @@ class Stages:
         """What ended the last stage of each."""
         self._opened = []
 
-    def __call__(self, first, last, make=ParallelRunner, serve=serve_steps):
+    def __call__(self, first, last, make=SyncMultiprocExecutor, serve=serve_steps):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         runner = make(first, OneOther(Link(ours), ParallelLayout(1, 2)), WorkerWatchdog([]))
         thread = threading.Thread(target=self._serve, args=(Link(theirs), last, serve))
@@ -164,8 +164,8 @@ class Handle:
 
 
 def ahead(connect, last):
-    """-> `DeviceRanks` over a first stage that never waits, and `last`."""
-    return connect(Ahead(), last, DeviceRanks, serve_launches)
+    """-> `AsyncMultiprocExecutor` over a first stage that never waits, and `last`."""
+    return connect(Ahead(), last, AsyncMultiprocExecutor, serve_launches)
 
 
 def test_a_result_does_not_wait_for_the_launch_of_a_later_step(two_stages):
@@ -195,7 +195,9 @@ def test_a_result_that_fails_ends_its_rank_and_the_wait_for_it(two_stages):
 def test_one_stage_is_done_when_it_is_launched():
     """Its other ranks are told, and not asked."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    runner = ParallelRunner(Stage(tokens), OneOther(Link(ours), ParallelLayout(2, 1)), WorkerWatchdog([]))
+    runner = SyncMultiprocExecutor(
+        Stage(tokens), OneOther(Link(ours), ParallelLayout(2, 1)), WorkerWatchdog([])
+    )
     assert (runner.stages, runner.depth) == (1, 0)
     (plan,) = plans(1)
     assert runner.collect(runner.launch(plan)) == tokens(plan)

@@ -14,7 +14,7 @@ from llmbox.engine.model_config.parallel_layout import ParallelLayout
 def test_all_ranks_take_the_least_of_their_numbers(numbers):
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in numbers[1:]]
     crew = WorkerGroup(ParallelLayout(3))
-    crew.workers = [Worker(rank, None, Link(ours)) for rank, (ours, _) in enumerate(pairs, 1)]
+    crew.processes = [Worker(rank, None, Link(ours)) for rank, (ours, _) in enumerate(pairs, 1)]
     with ThreadPoolExecutor(2) as pool:
         others = pool.map(all_min_on_worker, [Link(theirs) for _, theirs in pairs], numbers[1:])
         assert crew.all_min(numbers[0]) == 5

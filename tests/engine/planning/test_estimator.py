@@ -17,7 +17,7 @@ from llmbox.engine.planning.estimator import (
     show_bytes,
 )
 from llmbox.engine.planning.memory_model import workspace_bytes
-from llmbox.engine.planning.roofline import decode_tokens_per_second, prefill_tokens_per_second
+from llmbox.engine.planning.roofline import decode_tokens_per_second
 from support.shapes import LLAMA_3_8B, MISTRAL_7B, QWEN_2_500M, QWEN_3_600M
 
 GB = 10**9
@@ -364,12 +364,6 @@ def test_a_window_bounds_what_is_read():
         decode_tokens_per_second(MISTRAL_7B, "bfloat16", "bfloat16", 1e12, context=n) for n in (4096, 30000)
     )
     assert short == long
-
-
-def test_prefill_is_bound_by_arithmetic():
-    short = prefill_tokens_per_second(LLAMA_3_8B, 1e15, prompt=1)
-    assert short == pytest.approx(1e15 / (2 * (8_030_261_248 - 2 * 128_256 * 4096)), rel=1e-3)
-    assert prefill_tokens_per_second(LLAMA_3_8B, 1e15, prompt=8000) < short
 
 
 def test_no_torch():
