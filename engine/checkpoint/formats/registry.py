@@ -22,7 +22,6 @@ from llmbox.kernels.quant_formats import QUANTS
 
 from ..files import read_json
 from ..fp8_config import DYNAMIC, modelopt_entry, read_compressed, read_fp8, read_modelopt
-from ..json_file import read_json
 from ..quantized_layout import FORMATS, INPUT_SCALES, METHOD, MODELOPT_FILE, SCALE, SCALES, version_of
 from .floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
 from .integers import AwqFormat, CompressedBytes, CompressedWords, GptqFormat
