@@ -46,7 +46,10 @@ def select_rows(rounded: QuantizedWeight, rows: list[int]) -> QuantizedWeight:
     """Select rows in this order. Rows must stay within a block that shares scales."""
     codes_OI = rounded.codes_OI.view(torch.uint8)[rows].view(rounded.codes_OI.dtype)
     steps_OS = None if rounded.steps_OS is None else rounded.steps_OS[rows]
-    return replace(rounded, codes_OI=codes_OI, scales_OG=rounded.scales_OG[rows], steps_OS=steps_OS)
+    zeros_OG = None if rounded.zeros_OG is None else rounded.zeros_OG[rows]
+    return replace(
+        rounded, codes_OI=codes_OI, scales_OG=rounded.scales_OG[rows], steps_OS=steps_OS, zeros_OG=zeros_OG
+    )
 
 
 def slice_codes(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:

@@ -1,5 +1,6 @@
 """Every published format gives the weights of its own library to the last bit, and the tokens of these."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
+from llmbox.engine.errors import ParallelError
 from llmbox.engine.model_config.config import parse_config
 from llmbox.kernels.dispatch import native_ready
 from support.published_formats import (
@@ -25,6 +27,7 @@ from support.published_formats import (
     publish,
     scheme_of,
 )
+from support.rank_threads import load_threads
 from support.real_engines import ask, hf_model, hf_tokens, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
@@ -149,8 +152,72 @@ def test_configs_name_the_format(name: str) -> None:
 
 def test_layers_that_are_kept_wide_are_counted(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, tokenizer=False, **SIZES)
-    wide = publish(model, STYLES["awq-g128"].entry, awq, keeps=("layers.0.mlp",))
+    publish(model, STYLES["awq-g128"].entry, awq, keeps=("layers.0.mlp",))
     assert parse_config(model).wide_params == 3 * 128 * 256
-    engine = load(model)
-    assert tokens(engine, [ask("a", [5, 6, 7], 3)])["a"]
-    assert wide
+    first, second = runner_of(load(model))._model.layers
+    wide = load_file(model / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    if native_ready():
+        assert first.mlp.down.quant is None
+        assert second.mlp.down.quant.name == "w4a16-g128-zp"
+        got = first.mlp.ops.linear(first.mlp.down, torch.eye(256)).T
+        assert torch.equal(got, wide.float())
+
+
+@pytest.mark.parametrize("store", [awq, partial(gptq, group=32, order=True)], ids=["zeros", "act-order"])
+def test_stacked_rows_and_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Callable[[Tensor], Stored]
+) -> None:
+    """Phi-3 stores q, k and v as one, and rotary heads that turn in part reorder rows."""
+    sizes = SIZES | {"arch": "phi3", "partial_rotary_factor": 0.5}
+    model = make_tiny_model(tmp_path / "model", tokenizer=False, **sizes)
+    entry = STYLES["awq-g128" if store is awq else "gptq-4-g32-act-order"].entry
+    wide = publish(model, entry, store)
+    same = make_tiny_model(tmp_path / "wide", tokenizer=False, **sizes)
+    save_file(wide, same / "model.safetensors")
+    prompt = list(range(5, 40))
+    expected = hf_tokens(hf_model(same), prompt, 12)
+    native = runner_of(load(model))._model.layers[0]
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    engine = load(model, dtype="float32")
+    assert tokens(engine, [ask("a", prompt, 12)])["a"] == expected
+    if native_ready():
+        qkv = runner_of(engine)._model.layers[0].attention.qkv.weight_OI
+        packed = native.attention.qkv
+        assert packed.quant is not None
+        rows = torch.eye(128, dtype=packed.dtype)
+        assert torch.allclose(native.mlp.ops.linear(packed, rows).T.float(), qkv, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["awq-g64", "gptq-4-asym", "w4a16-channel", "mxfp4", "bnb-nf4", "nvfp4"])
+def test_ranks_answer_as_one(tmp_path: Path, name: str, cut: dict[str, int]) -> None:
+    """Each rank takes its rows and groups of what is decoded; in float32, as ranks add in another order."""
+    model, _ = make(tmp_path, STYLES[name], head_dim=64, intermediate_size=256, torch_dtype="float32")
+    requests = [ask("a", range(5, 25), 6), ask("b", [7, 8], 6)]
+    wanted = tokens(load(model), requests)
+    assert tokens(load_threads(model, **cut), requests) == wanted
+
+
+def test_inputs_in_another_order_are_not_cut(tmp_path: Path) -> None:
+    model, _ = make(tmp_path, STYLES["gptq-4-g32-act-order"], head_dim=64)
+    with pytest.raises(ParallelError, match=r"act-order.*--pp instead of --tp"):
+        load_threads(model, tp=2)
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize("name", ["awq-g128", "gptq-4-g32-act-order", "mxfp4"])
+def test_packed_weights_are_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Linears that are kept wide stay so, and those with an order of inputs keep it."""
+    monkeypatch.setenv("LLMBOX_REPACKED", str(tmp_path / "repacked"))
+    monkeypatch.setenv("LLMBOX_REPACKED_GB", "1")
+    model = make_tiny_model(tmp_path / "model", tokenizer=False, **SIZES)
+    publish(model, STYLES[name].entry, STYLES[name].store, keeps=("layers.0.mlp",))
+    request = [ask("a", range(5, 40), 8)]
+    wanted = tokens(load(model), request)
+    for thread in threading.enumerate():
+        if thread.name == "keep packed weights":
+            thread.join()
+    monkeypatch.setattr("llmbox.engine.weights.source.Checkpoint.packed", None)  # not called
+    assert tokens(load(model), request) == wanted
