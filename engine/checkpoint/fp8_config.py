@@ -47,10 +47,10 @@ def read_modelopt(raw: dict[str, Any]) -> str:
 
 def modelopt_entry(raw: dict[str, Any]) -> dict[str, Any] | None:
     """Convert an hf_quant_config.json to a config.json entry. None if only the KV cache is quantized."""
-    told = raw.get("quantization")
-    require(isinstance(told, dict), "hf_quant_config.json without an object `quantization`")
-    assert isinstance(told, dict)
-    return None if told.get("quant_algo") is None else {"quant_method": "modelopt", **told}
+    section = raw.get("quantization")
+    require(isinstance(section, dict), "hf_quant_config.json without an object `quantization`")
+    assert isinstance(section, dict)
+    return None if section.get("quant_algo") is None else {"quant_method": "modelopt", **section}
 
 
 def read_compressed(raw: dict[str, Any]) -> str:

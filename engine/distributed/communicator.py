@@ -51,7 +51,7 @@ class Communicator(Protocol):
         ...
 
     def all_to_all_rows(self, x: Tensor) -> Tensor:
-        """All-to-all of rows: from x [R, ...] of every rank to [tp, this rank's rows of R, ...]."""
+        """All-to-all of rows: from shards [R, V] of every rank to this rank's rows, whole: [rows, tp V]."""
         ...
 
     def send(self, *tensors: Tensor) -> None:
@@ -159,7 +159,7 @@ class TensorParallel:
         rows, tp = len(shard_RV), self.layout.tp
         if tp == 1:
             return compute(shard_RV, slice(0, rows))
-        whole_MV = self.communicator.all_to_all_rows(shard_RV).transpose(0, 1).flatten(1)
+        whole_MV = self.communicator.all_to_all_rows(shard_RV)
         most = rows_of_rank(rows, tp, 0).stop
         padded = torch.zeros(most, columns, dtype=torch.float64, device=shard_RV.device)
         if len(whole_MV):

@@ -132,10 +132,10 @@ def sum_norm_kernel(
     for rank in tl.static_range(RANKS):
         theirs = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(theirs + row * RANKS + RANK, epoch, sem="release", scope="sys")
-    told = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + row * RANKS
+    signal_ptrs = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + row * RANKS
     for rank in tl.static_range(RANKS):
         # A rank may be one call ahead; the difference stays right when epochs wrap around.
-        while tl.atomic_add(told + rank, 0, sem="acquire", scope="sys") - epoch < 0:
+        while tl.atomic_add(signal_ptrs + rank, 0, sem="acquire", scope="sys") - epoch < 0:
             pass
     tl.debug_barrier()  # no thread reads before all flags have been seen
 

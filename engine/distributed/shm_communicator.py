@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -101,15 +102,22 @@ class ShmCommunicator:
         return whole.view(self._layout.tp, *x.shape)
 
     def all_to_all_rows(self, x: Tensor) -> Tensor:
-        layout, received = self._layout, x.new_empty(self._layout.tp, 0, *x.shape[1:])
+        layout, width = self._layout, x.shape[1]
+        at_once = max(1, SLOT // (width * x.element_size()))
+        columns = min(width, SLOT // x.element_size())
+        mine = rows_of_rank(len(x), layout.tp, layout.tp_rank)
+        out = x.new_empty(mine.stop - mine.start, layout.tp, width)
         for rank in range(layout.tp):
-            rows = x[rows_of_rank(len(x), layout.tp, rank)]
-            if rank == layout.tp_rank:
-                received = self.all_gather(rows)
-            else:
-                for piece in _pieces(rows.reshape(-1)):
-                    self._exchange(piece)  # nothing to read: that rank does
-        return received
+            rows = rows_of_rank(len(x), layout.tp, rank)
+            for start, first in product(range(rows.start, rows.stop, at_once), range(0, width, columns)):
+                part = x[start : min(rows.stop, start + at_once), first : first + columns]
+                received = self._exchange(part.reshape(-1))
+                if rank != layout.tp_rank:
+                    continue  # nothing to read: that rank does
+                into = out[start - rows.start :, :, first:]
+                for peer, piece in enumerate(received):
+                    into[: len(part), peer, : part.shape[1]].copy_(piece.view(part.shape))
+        return out.flatten(1)
 
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:
@@ -168,10 +176,10 @@ class ShmCommunicator:
         try:
             for peer in self._stage:
                 peer.send(b"\0")
-            told = [peer.recv(1) for peer in self._stage]
+            signals = [peer.recv(1) for peer in self._stage]
         except OSError as error:
             raise RankLost("another rank is gone") from error
-        if not all(told):
+        if not all(signals):
             raise RankLost("another rank is gone")
         return places
 

@@ -156,7 +156,7 @@ def _gemma(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
     theta = 1e6 if gguf.architecture == "gemma3" else 1e4
     rope = config.pop("rope_parameters")
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
         "sliding_window": gguf.value("attention.sliding_window"),
@@ -165,7 +165,7 @@ def _gemma(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": _number(gguf, "rope.freq_base", theta),
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
     }
-    return told
+    return fields
 
 
 def _head_dim(gguf: GgufFile, heads: int) -> int:

@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(link: Link) -> int:
-    told = link.receive()
-    assert told.kind == "load"
-    config, plan = EngineConfig(**told.body["config"]), MemoryPlan(**told.body["plan"])
-    layout = ParallelLayout(plan.tp, plan.pp, told.body["rank"])
+    frame = link.receive()
+    assert frame.kind == "load"
+    config, plan = EngineConfig(**frame.body["config"]), MemoryPlan(**frame.body["plan"])
+    layout = ParallelLayout(plan.tp, plan.pp, frame.body["rank"])
     setproctitle(f"llmbox: worker {config.name} rank {layout.rank}")
     rank = TensorParallel(layout)
     try:
@@ -71,7 +71,7 @@ def _run(link: Link) -> int:
         raise
     link.send(Frame("loaded", {"measured": share.measured, "backend": share.backend}).encode())
     ends = PeerSockets(
-        told.body["ends"]["memory"], {int(r): fd for r, fd in told.body["ends"]["peers"].items()}
+        frame.body["ends"]["memory"], {int(r): fd for r, fd in frame.body["ends"]["peers"].items()}
     )
     where = link.receive().body
     try:

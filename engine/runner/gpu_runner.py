@@ -70,10 +70,10 @@ class LaunchedStep:
     """Handle of a launched step."""
 
     event: DeviceEvent
-    drawing: DeviceSamplerOutput | None
+    sampled: DeviceSamplerOutput | None
     numbers_SC: Tensor | None
     """Sampler output on the host; valid after the event."""
-    told: StepExtras | None = None
+    extras: StepExtras | None = None
 
     def wait(self) -> None:
         self.event.wait()
@@ -146,9 +146,9 @@ class GPUModelRunner:
     def collect(self, handle: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its results."""
         handle.event.wait()
-        result = handle.told.read() if handle.told is not None else StepResult()
-        if handle.drawing is not None and handle.numbers_SC is not None:
-            tokens, failed = handle.drawing.read(handle.numbers_SC.tolist())
+        result = handle.extras.read() if handle.extras is not None else StepResult()
+        if handle.sampled is not None and handle.numbers_SC is not None:
+            tokens, failed = handle.sampled.read(handle.numbers_SC.tolist())
             result.tokens.update(tokens)
             result.failed.update(failed)
         return result
@@ -201,10 +201,10 @@ class GPUModelRunner:
         step = mixed_inputs(planned, numbers, self._rows, self._uploader, self._sizes.block_size)
         hidden_WE = self._model.hidden(self._forward(step.ids_T, step.ragged), step.wanted_W)
         count = len(step.row_S)
-        told = self._queue_extras(hidden_WE[count:], step)
+        extras = self._queue_extras(hidden_WE[count:], step)
         if not count:
-            return LaunchedStep(self._device.record(), None, None, told)
-        return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, told)
+            return LaunchedStep(self._device.record(), None, None, extras)
+        return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, extras)
 
     def _queue_extras(self, hidden_PE: Tensor, step: MixedStep) -> StepExtras | None:
         """Queue prompt log-probabilities and pooling. P: rows of prompts, then pooled rows."""
@@ -228,20 +228,20 @@ class GPUModelRunner:
         numbers: Sequence[int],
         row_S: Tensor,
         position_S: Tensor,
-        told: StepExtras | None = None,
+        extras: StepExtras | None = None,
     ) -> LaunchedStep:
         layout = self._rank.layout
         if not layout.is_last:
             if layout.is_first:
-                sampled = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
-                self._feedback.post_receive(row_S, sampled)
+                sampling = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
+                self._feedback.post_receive(row_S, sampling)
             return LaunchedStep(self._device.record(), None, None)
         requests = [row.request for row in planned if row.samples]
-        drawing = self._sampler.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
+        sampled = self._sampler.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
         if not layout.is_first:
-            self._feedback.send(drawing.ids_S)
-        host_SC = self._to_host(drawing.numbers_SC)
-        return LaunchedStep(self._device.record(), drawing, host_SC, told)
+            self._feedback.send(sampled.ids_S)
+        host_SC = self._to_host(sampled.numbers_SC)
+        return LaunchedStep(self._device.record(), sampled, host_SC, extras)
 
     def _to_host(self, numbers: Tensor) -> Tensor:
         """Copy float64 numbers to the host; valid after an event recorded later."""

@@ -49,8 +49,8 @@ class OneRank:
         def noting(plan: StepPlan, size: int) -> LaunchedStep:
             self.sizes.append(size)
             launched = launch(plan, size)
-            if launched.drawing is not None:
-                self.drawn.append(launched.drawing.ids_S.clone())
+            if launched.sampled is not None:
+                self.drawn.append(launched.sampled.ids_S.clone())
             return launched
 
         self.runner.launch_sized = noting

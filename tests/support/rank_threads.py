@@ -83,7 +83,8 @@ class ThreadCollective:
         return parts
 
     def all_to_all_rows(self, x: Tensor) -> Tensor:
-        return self.all_gather(x)[:, rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)]
+        mine = rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)
+        return self.all_gather(x)[:, mine].transpose(0, 1).flatten(1)
 
     def send(self, *tensors: Tensor) -> None:
         inbox = self._stages[self._layout.stage + 1].inboxes[self._layout.tp_rank]

@@ -42,7 +42,7 @@ class Counting(ThreadCollective):
         """What it keeps is not sent."""
         mine = rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)
         self.bytes += x.nbytes - x[mine].nbytes
-        return super().all_gather(x)[:, mine]
+        return super().all_gather(x)[:, mine].transpose(0, 1).flatten(1)
 
 
 def part_of(logits_RV: Tensor, part: ShardSlice) -> Tensor:
