@@ -174,6 +174,12 @@ class Ops:
     softcap: Callable[[Tensor, float], Tensor]
     """(logits_RV as `logits` returns them, cap) -> cap * tanh(logits / cap), in place or a new tensor."""
 
+    concat: Callable[[Sequence[Tensor]], Tensor]
+    """(x_TnD of several widths D, strided in T and n) -> their columns side by side, new tensor."""
+
+    linear_by_head: Callable[[Sequence[PackedLinear], Tensor], Tensor]
+    """(packed weights of each head, x_THI, strided in T and H) -> `linear` of each, new tensor [T, H, O]."""
+
     experts: Experts
 
     make_kv_cache: Callable[[KVShape, torch.device], KVCache]

@@ -146,7 +146,8 @@ def plan_within_budget(
     )
     try:
         plan = estimate(config.shape(engine.context), have, asked)
-        require_runnable(RunnablePlan.of(plan, config.quant), kernel_site(have, plan), engine)
+        wanted = RunnablePlan.of(plan, config.quant, is_latent=config.latent is not None)
+        require_runnable(wanted, kernel_site(have, plan), engine)
     except (DoesNotFit, DeviceError, ParallelError) as error:
         return None, str(error)
     return plan, ""

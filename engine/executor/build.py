@@ -137,7 +137,7 @@ def load_rank(
     threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
     torch.set_num_threads(threads)
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
-    wanted = RunnablePlan.of(plan, model_config.quant)
+    wanted = RunnablePlan.of(plan, model_config.quant, is_latent=model_config.latent is not None)
     ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config, wanted)
     if kv_dtype not in ops.kv_dtypes:
         raise DeviceError(

@@ -13,6 +13,7 @@ from ..weights.source import Weights, WeightSource
 from .attention import Attention, FullWidthQKNormAttention
 from .blocks import MLP, DecoderBlock, Mixer, PostNormBlock, PreNormBlock, SandwichNormBlock
 from .decoder import Decoder
+from .latent_attention import LatentAttention
 from .mlp import GatedMLP, SparseMoE
 from .recurrent import GatedDeltaNet, Mamba2, ShortConv
 
@@ -46,6 +47,8 @@ def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) ->
         if config.recurrent.kind == "mamba2":
             return Mamba2(config, number, weights.at("mamba"), ops)
         return ShortConv(config, number, weights.at("conv"), ops)
+    if config.latent is not None:
+        return LatentAttention(config, number, weights.at("self_attn"), ops)
     attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
     return attention_kind(config, number, weights.at("self_attn"), ops)
 

@@ -20,7 +20,7 @@ class Rotary:
     """RoPE tables of a model, one for each of `config.ropes`. `context`: the longest sequence served."""
 
     def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
-        half = config.head_dim // 2
+        half = config.rope_width // 2
         inverse_A1D2, scale_A1D2 = (torch.zeros(len(config.ropes), 1, half) for _ in range(2))
         for a, rope in enumerate(config.ropes):
             turned = rope.rotary_dim // 2  # the other dims of each half have angle 0: they are not rotated

@@ -24,8 +24,10 @@ from .gemma import (
     refuse_gemma2,
     refuse_gemma3,
 )
+from .latent import LatentRule, deepseek_latent, deepseek_scales, deepseek_sizes, no_latent
 from .moe import (
     ExpertRule,
+    deepseek_v2_experts,
     deepseek_v3_experts,
     ernie_experts,
     gpt_oss_experts,
@@ -38,8 +40,10 @@ from .moe import (
     qwen2_moe_experts,
     qwen3_5_moe_experts,
     qwen3_moe_experts,
+    refuse_granite_experts,
+    refuse_other_minimax,
 )
-from .multipliers import Scales
+from .multipliers import Scales, granite_scales, no_scales
 from .recurrent import (
     RecurrentRule,
     granite_recurrence,
@@ -53,6 +57,7 @@ from .rope import (
     GPT_OSS_ROPE,
     MINISTRAL3_ROPE,
     RopeRule,
+    deepseek_rope,
     interleaved_rope,
     olmo3_ropes,
     one_rope,
@@ -65,6 +70,7 @@ from .rope import (
     rope_of_some_layers,
 )
 from .sliding_window import (
+    MISTRAL3_TEXT,
     WindowRule,
     exaone4_windows,
     no_windows,
@@ -80,10 +86,6 @@ BlockKind = Literal["pre_norm", "post_norm", "sandwich"]
 """Position of a layer's norms: before attention and MLP, after them, or both."""
 QKNorm = Literal["heads", "width"]
 """QK-norm: RMS norm of queries and keys per head, or over all heads of a row together."""
-
-
-def no_scales(_fields: Fields) -> Scales:
-    return Scales()
 
 
 def nothing(_fields: Fields) -> None:
@@ -137,6 +139,7 @@ class Architecture:
     ropes: RopeRule = one_rope
     experts: ExpertRule = no_experts
     recurrence: RecurrentRule = no_recurrence
+    latent: LatentRule = no_latent
     scales: Callable[[Fields], Scales] = no_scales
     own_code: str = ""
     """Class in `auto_map` of its repositories that transformers has adopted, so that the code need not be
@@ -151,23 +154,6 @@ class Architecture:
     """Modules of a layer that its checkpoints call otherwise: {name in `engine/model`: name there}."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""
-
-
-def granite_scales(fields: Fields) -> Scales:
-    residual = multiplier(fields, "residual_multiplier")
-    return Scales(
-        embedding=multiplier(fields, "embedding_multiplier") / residual,
-        attention=multiplier(fields, "attention_multiplier"),
-        residual=residual,
-        logits=1 / multiplier(fields, "logits_scaling"),
-    )
-
-
-def multiplier(fields: Fields, name: str) -> float:
-    value = fields.number(name, 1.0)
-    if not 1e-6 <= value <= 1e6:
-        raise fields.error(f"{name} {value} must be between 1e-6 and 1e6")
-    return value
 
 
 def refuse_clipping(fields: Fields) -> None:
@@ -185,42 +171,10 @@ def refuse_shared_layers(fields: Fields) -> None:
         raise fields.error("use_cla is not supported: layers that share keys and values of others")
 
 
-def refuse_granite_experts(fields: Fields) -> None:
-    if fields.raw.get("num_local_experts", 8):
-        raise fields.error(
-            "num_local_experts: the experts of Granite hybrids are not supported, only dense ones"
-        )
-
-
-def refuse_other_minimax(fields: Fields) -> None:
-    has_norms = fields.flag("use_qk_norm", default=True)
-    if not has_norms or fields.text("qk_norm_type", "per_layer") != "per_layer":
-        raise fields.error("only a qk_norm_type of 'per_layer' is supported")
-    if set(fields.raw.get("attn_type_list") or [1]) != {1}:
-        raise fields.error("attn_type_list names layers of linear attention, which are not supported")
-    if fields.raw.get("shared_intermediate_size"):
-        raise fields.error("shared_intermediate_size is not supported")
-
-
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 """Default for a config.json without the key; null means no sliding window."""
 
 _MISTRAL = Architecture(model_type="mistral", defaults=SLIDING, windows=one_window)
-MISTRAL3_TEXT: Mapping[str, Any] = {
-    "vocab_size": 131072,
-    "hidden_size": 5120,
-    "intermediate_size": 32768,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e9,
-    "sliding_window": None,
-}
-"""Defaults of transformers for the text part of a Mistral 3, whose `text_config` may leave keys out."""
-
 _OLMO2 = Architecture(
     model_type="olmo2",
     defaults={"rms_norm_eps": 1e-5},
@@ -228,6 +182,23 @@ _OLMO2 = Architecture(
     qk_norm="width",
     block="post_norm",
     refuse=refuse_clipping,
+)
+_DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3",
+    defaults={
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_nextn_predict_layers": 1,
+    },
+    sizes=deepseek_sizes,
+    latent=deepseek_latent,
+    scales=deepseek_scales,
+    ropes=deepseek_rope,
+    experts=deepseek_v3_experts,
+    own_code="modeling_deepseek.DeepseekV3ForCausalLM",
 )
 _ERNIE = Architecture(
     model_type="ernie4_5",
@@ -384,6 +355,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         fits_float16=False,
         windows=windows_every_other,
         experts=gpt_oss_experts,
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK_V3,
+        model_type="deepseek_v2",
+        defaults={"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0},
+        ropes=interleaved_rope,
+        experts=deepseek_v2_experts,
+        own_code="modeling_deepseek.DeepseekV2ForCausalLM",
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.8,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        own_code="",
     ),
     "Qwen2MoeForCausalLM": Architecture(
         model_type="qwen2_moe",

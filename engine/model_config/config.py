@@ -17,41 +17,13 @@ from ..config import Dtype
 from ..errors import ModelError, UnsupportedArchitecture
 from .architectures import ARCHITECTURES, Architecture, BlockKind, QKNorm
 from .fields import Fields, show
+from .latent import LatentConfig
 from .moe import ExpertsConfig
 from .multipliers import Scales
-from .pooling import is_declared
+from .pooling import has_head, with_head
 from .recurrent import RecurrentConfig
 from .rope import RopeConfig
 from .shape import ExpertShape, ModelShape
-
-HEAD = "lm_head.weight"
-_WHOLE = "ForCausalLM"
-_OTHERS = ("ForSequenceClassification", "Model")
-"""Suffixes of class names of the same transformer without an output head."""
-
-
-def with_head(architecture: str) -> str:
-    """Return the class name with the output head: `Qwen3ForCausalLM` for `Qwen3Model`."""
-    end = next((end for end in _OTHERS if architecture.endswith(end)), None)
-    return architecture if end is None else architecture.removesuffix(end) + _WHOLE
-
-
-def has_head(fields: Fields, directory: Path) -> bool:
-    """Return True if the model has an output head, by the class name, tied embeddings, or the weight files.
-
-    A folder without pooling configuration is expected to have a head: without one it is damaged.
-    """
-    named = fields.raw.get("architectures") or []
-    names = named if isinstance(named, list) else [named]
-    if any(isinstance(name, str) and name.endswith(_OTHERS) for name in names):
-        return False
-    if fields.flag("tie_word_embeddings", default=False) or not is_declared(directory):
-        return True
-    try:
-        return HEAD in list_tensors(directory)
-    except ModelError:  # loading says why
-        return True
-
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 12
@@ -118,6 +90,8 @@ class ModelConfig:
     """True if QK-norm comes after RoPE."""
     recurrent: RecurrentConfig | None = None
     has_attention_gate: bool = False
+    latent: LatentConfig | None = None
+    """Latent attention (MLA); `head_dim` is then the width of the cached latents."""
     has_sinks: bool = False
     """True if each query head has a sink."""
     extra_layers: int = 0
@@ -128,6 +102,11 @@ class ModelConfig:
     @property
     def rope(self) -> RopeConfig:
         return self.ropes[0]
+
+    @property
+    def rope_width(self) -> int:
+        """Width of the heads that RoPE rotates."""
+        return self.head_dim if self.latent is None else self.latent.rope
 
     def query_rope(self, rope: int) -> int:
         """Return the index of the RoPE of queries where that of keys is `rope`."""
@@ -162,6 +141,8 @@ class ModelConfig:
         attention = norms + hidden * (q + 2 * kv) + q * hidden
         attention += q * (hidden + self.qkv_bias) * self.has_attention_gate
         attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias + self.num_heads * self.has_sinks
+        if self.latent is not None:
+            attention = self.latent.shape(hidden, self.num_heads).params
         mixers = self.layers_with(range(self.num_layers), state=False) * attention
         if self.recurrent is not None:
             mixers += sum(self.recurrent.layers) * self.recurrent.parameters(hidden)
@@ -192,6 +173,7 @@ class ModelConfig:
             qk_norm=self.qk_norm == "heads",
             norms_all_heads=self.qk_norm == "width",
             exact_params=self.num_parameters,
+            latent=None if self.latent is None else self.latent.shape(self.hidden_size, self.num_heads),
             fits_float16=self.fits_float16,
             quant=self.quant,
             stored=None if self.stored is None else self.stored.label,
@@ -242,7 +224,8 @@ def parse_config(path: Path | str) -> ModelConfig:
     head = has_head(fields, Path(path))
     bias = kind.attention_bias and fields.flag("attention_bias", default=False)
     scales = kind.scales(fields)
-    ropes, layer_ropes = kind.ropes(fields, head_dim, positions, layers)
+    latent = kind.latent(fields)
+    ropes, layer_ropes = kind.ropes(fields, latent.rope if latent else head_dim, positions, layers)
     ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
     stored = stored_format(fields, Path(path))
     experts = kind.experts(fields, layers)
@@ -285,6 +268,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
         has_attention_gate=kind.has_attention_gate,
+        latent=latent,
         has_sinks=kind.has_sinks,
         extra_layers=int(fields.number("num_nextn_predict_layers", 0)),
         names=kind.names,

@@ -327,3 +327,20 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
         raise fields.error(f"mlp_only_layers must be a list of layers below {layers}")
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
+
+
+def refuse_granite_experts(fields: Fields) -> None:
+    if fields.raw.get("num_local_experts", 8):
+        raise fields.error(
+            "num_local_experts: the experts of Granite hybrids are not supported, only dense ones"
+        )
+
+
+def refuse_other_minimax(fields: Fields) -> None:
+    has_norms = fields.flag("use_qk_norm", default=True)
+    if not has_norms or fields.text("qk_norm_type", "per_layer") != "per_layer":
+        raise fields.error("only a qk_norm_type of 'per_layer' is supported")
+    if set(fields.raw.get("attn_type_list") or [1]) != {1}:
+        raise fields.error("attn_type_list names layers of linear attention, which are not supported")
+    if fields.raw.get("shared_intermediate_size"):
+        raise fields.error("shared_intermediate_size is not supported")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .fields import Fields
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
@@ -22,3 +24,24 @@ class Scales:
     """Softcap of scaled attention scores s: cap * tanh(s / cap)."""
     logits_cap: float | None = None
     """Softcap of logits."""
+
+
+def no_scales(_fields: Fields) -> Scales:
+    return Scales()
+
+
+def granite_scales(fields: Fields) -> Scales:
+    residual = multiplier(fields, "residual_multiplier")
+    return Scales(
+        embedding=multiplier(fields, "embedding_multiplier") / residual,
+        attention=multiplier(fields, "attention_multiplier"),
+        residual=residual,
+        logits=1 / multiplier(fields, "logits_scaling"),
+    )
+
+
+def multiplier(fields: Fields, name: str) -> float:
+    value = fields.number(name, 1.0)
+    if not 1e-6 <= value <= 1e6:
+        raise fields.error(f"{name} {value} must be between 1e-6 and 1e6")
+    return value

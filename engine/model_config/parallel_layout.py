@@ -129,7 +129,8 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         return f"the {shape.experts.shared} inner rows of the shared expert cannot be shared equally"
     if -(-shape.vocab // tp) * (tp - 1) >= shape.vocab:
         return f"the vocabulary has only {shape.vocab} tokens"
-    inner = {"attention": shape.heads * shape.head_dim // tp}
+    width = shape.heads * shape.head_dim if shape.latent is None else shape.latent.inner
+    inner = {"attention": width // tp}
     if shape.experts is None or shape.experts.layers < shape.layers:
         inner["the MLP"] = shape.ffn // tp
     if shape.experts:

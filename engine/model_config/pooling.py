@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import read_json, read_value
+from ..checkpoint.index import list_tensors
 from ..errors import ModelError
 from ..sampling_params import Pooling
 from .fields import Fields
@@ -104,3 +105,32 @@ def _one_of(known: dict[str, Pooling], asked: list[str], file: Path) -> Pooling:
             "mean of all, and the first (cls)"
         )
     return known[asked[0]]
+
+
+HEAD = "lm_head.weight"
+_WHOLE = "ForCausalLM"
+_OTHERS = ("ForSequenceClassification", "Model")
+"""Suffixes of class names of the same transformer without an output head."""
+
+
+def with_head(architecture: str) -> str:
+    """Return the class name with the output head: `Qwen3ForCausalLM` for `Qwen3Model`."""
+    end = next((end for end in _OTHERS if architecture.endswith(end)), None)
+    return architecture if end is None else architecture.removesuffix(end) + _WHOLE
+
+
+def has_head(fields: Fields, directory: Path) -> bool:
+    """Return True if the model has an output head, by the class name, tied embeddings, or the weight files.
+
+    A folder without pooling configuration is expected to have a head: without one it is damaged.
+    """
+    named = fields.raw.get("architectures") or []
+    names = named if isinstance(named, list) else [named]
+    if any(isinstance(name, str) and name.endswith(_OTHERS) for name in names):
+        return False
+    if fields.flag("tie_word_embeddings", default=False) or not is_declared(directory):
+        return True
+    try:
+        return HEAD in list_tensors(directory)
+    except ModelError:  # loading says why
+        return True

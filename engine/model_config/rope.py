@@ -121,6 +121,14 @@ def interleaved_rope(
     return (replace(rope, interleaved=True),), layer_ropes
 
 
+def deepseek_rope(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE, of neighboring pairs unless `rope_interleave` is false."""
+    interleaved = fields.flag("rope_interleave", default=True)
+    return (interleaved_rope if interleaved else partial_rope)(fields, head_dim, positions, layers)
+
+
 def rope_of_rotary_dim(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:

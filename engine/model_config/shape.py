@@ -50,6 +50,24 @@ class RecurrentShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Parameters of one layer's latent attention (MLA), in place of query, key, value and output linears."""
+
+    whole: int
+    """Parameters that each rank holds."""
+    split: int
+    """Parameters that the ranks of a stage share."""
+    absorbed: int
+    """Parameters that they share too, and that no format quantizes."""
+    inner: int
+    """Inputs of the output linear."""
+
+    @property
+    def params(self) -> int:
+        return self.whole + self.split + self.absorbed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes from config.json; a gated MLP (three matrices of hidden x ffn) is assumed."""
 
@@ -86,6 +104,8 @@ class ModelShape:
     exact_params: int | None = None
     """Number of parameters if known; None uses the closed form."""
     experts: ExpertShape | None = None
+    latent: LatentShape | None = None
+    """Latent attention; heads and `head_dim` are then those of the cached latents."""
     fits_float16: bool = True
     """True if the outputs of layers stay within the range of float16."""
     recurrent: RecurrentShape | None = None
@@ -145,13 +165,16 @@ class ModelShape:
 
     @property
     def router_params(self) -> int:
-        """Number of parameters of all routers, which no format quantizes."""
-        return self.experts.layers * self.experts.count * self.hidden if self.experts else 0
+        """Number of parameters of all routers and absorbed linears, which no format quantizes."""
+        routers = self.experts.layers * self.experts.count * self.hidden if self.experts else 0
+        return routers + (self.layers * self.latent.absorbed if self.latent else 0)
 
     @property
     def layers_params(self) -> int:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * q + 2 * kv)  # q, o and k, v
+        if self.latent is not None:
+            attention = self.latent.whole + self.latent.split
         bias = q + 2 * kv if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         mlps = 3 * self.hidden * self.inner_rows + self.router_params

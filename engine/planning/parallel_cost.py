@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..model_config.parallel_layout import ParallelLayout
-from ..model_config.shape import DTYPE_BYTES, ExpertShape, ModelShape, RecurrentShape
+from ..model_config.shape import DTYPE_BYTES, ExpertShape, LatentShape, ModelShape, RecurrentShape
 from .roofline import decode_tokens_per_second
 
 
@@ -25,6 +25,7 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         tied=shape.tied or pp > 1,
         no_head=pp > 1 and not shape.tied,
         exact_params=None,
+        latent=shape.latent and _latent_share(shape.latent, tp),
         experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
     )
@@ -35,6 +36,11 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
     # All unquantized linears may be in one stage.
     wide = min(-(-shape.wide_params // tp), part.layers_params)
     return replace(part, exact_params=part.params + -(-more // pp), wide_params=wide)
+
+
+def _latent_share(latent: LatentShape, tp: int) -> LatentShape:
+    split, absorbed, inner = latent.split // tp, latent.absorbed // tp, latent.inner // tp
+    return replace(latent, split=split, absorbed=absorbed, inner=inner)
 
 
 def _expert_share(experts: ExpertShape, layers: int, tp: int) -> ExpertShape:

@@ -30,10 +30,15 @@ class RunnablePlan:
     has_state: bool = False
     """True for a model with recurrent layers."""
 
+    is_latent: bool = False
+    """True for a model with latent attention (MLA)."""
+
     @classmethod
-    def of(cls, plan: MemoryPlan, stored: str | None) -> "RunnablePlan":
+    def of(cls, plan: MemoryPlan, stored: str | None, *, is_latent: bool = False) -> "RunnablePlan":
         has_state = plan.state_slots > 0
-        return cls(plan.dtype, plan.kv_dtype, plan.quant, plan.ranks, stored is not None, has_state)
+        return cls(
+            plan.dtype, plan.kv_dtype, plan.quant, plan.ranks, stored is not None, has_state, is_latent
+        )
 
 
 def kernel_site(budget: MemoryBudget, plan: MemoryPlan) -> KernelSite:
@@ -55,6 +60,11 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             else "load with --quant none, or another checkpoint"
         )
         raise DeviceError(f"{reason}: {instead}")
+    if plan.is_latent and site.device == "cuda" and site.uses_triton:
+        raise DeviceError(
+            "the latent attention of this model has no Triton kernel yet: load with --device cpu, or with "
+            "LLMBOX_KERNELS=reference in the daemon's environment, which is slow"
+        )
     if reason := why_no_kv_dtype(plan.kv_dtype, site):
         raise DeviceError(f"{reason}: use --kv-dtype int8, as small")
     invariant = is_row_invariant(plan.dtype, plan.kv_dtype, site, deterministic=config.deterministic)

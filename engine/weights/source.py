@@ -88,6 +88,8 @@ class WeightRequest:
     bias: bool = False
     order: tuple[int, ...] | None = None
     """Row permutation: row i of the weight is row order[i] of the stack."""
+    transposed: bool = False
+    """True if inputs and outputs of the stored tensor change places."""
 
     @property
     def name(self) -> str:
@@ -96,7 +98,8 @@ class WeightRequest:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return sum(rows.size for rows in self.outputs.values()), self.inputs.size
+        outputs, inputs = sum(rows.size for rows in self.outputs.values()), self.inputs.size
+        return (inputs, outputs) if self.transposed else (outputs, inputs)
 
 
 class WeightSource(Protocol):
@@ -113,9 +116,7 @@ class WeightSource(Protocol):
         """Dtype in which the model computes."""
         ...
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """Read a vector in the model's dtype."""
-        ...
+    def vector(self, name: str, size: int) -> Tensor: ...
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read the whole of a small tensor in float32, whatever the rank and the model's dtype."""
@@ -128,9 +129,8 @@ class WeightSource(Protocol):
         ...
 
     def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
-        """Declare that the checkpoint may store these linears of equal shapes as one tensor `name`.
-
-        `transposed`: it is [experts, inputs, outputs].
+        """Declare that the checkpoint may store these linears as one tensor `name`, [experts, O, I];
+        `transposed`: [experts, I, O].
         """
         ...
 
@@ -194,6 +194,13 @@ class Weights:
         self, name: str, experts: ShardSlice, hidden: ShardSlice, *, bias: bool = False
     ) -> PackedLinear:
         return self._source.packed(WeightRequest("router", {self._full(name): experts}, hidden, bias))
+
+    def wide_linear(
+        self, name: str, outputs: ShardSlice, inputs: ShardSlice, *, transposed: bool = False
+    ) -> PackedLinear:
+        """Request a linear that no format quantizes. `transposed`: as in `WeightRequest`."""
+        asked = WeightRequest("router", {self._full(name): outputs}, inputs, transposed=transposed)
+        return self._source.packed(asked)
 
     def linear(
         self,
@@ -294,7 +301,8 @@ class Checkpoint:
         entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
         if entry is not None:
             refuse_undeclared(entry)
-        weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device)
+        shape = asked.shape[::-1] if asked.transposed else asked.shape
+        weight_OI = torch.empty(shape, dtype=self.dtype, device=self.device)
         row = 0
         for name, rows in asked.outputs.items():
             end = row + rows.size
@@ -310,6 +318,8 @@ class Checkpoint:
             kind = "head"  # such formats leave it unquantized
         if asked.order is not None:
             weight_OI = weight_OI[list(asked.order)]
+        if asked.transposed:
+            weight_OI = weight_OI.T.contiguous()
         bias_O = self._bias(asked)
         return pack(self.ops, kind, weight_OI, bias_O), bias_O
 

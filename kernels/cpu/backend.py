@@ -1,7 +1,7 @@
 """`Ops` on the C++ kernels: each method creates one C++ operation and submits it."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,8 @@ class CPUBackend:
             rotary=self.rotary,
             gate_mul=self.gate_mul,
             softcap=self.softcap,
+            concat=self.concat,
+            linear_by_head=self.linear_by_head,
             experts=self.experts,
             make_kv_cache=lambda shape, _device: CPUKVCache(self.library, shape),
             plan_attention=lambda ragged, _cache, window: CPUAttentionMetadata(ragged, window),
@@ -123,9 +125,11 @@ class CPUBackend:
         return self._linear("logits", packed, x_TI, torch.float32)
 
     def _linear(self, name: str, packed: CPULinear, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._linear_to(self.recorder.result(name, len(x_TI), packed.outputs, dtype), packed, x_TI)
+
+    def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor) -> Tensor:
         assert x_TI.dtype == packed.dtype
         assert x_TI.stride(1) == 1
-        out_TO = self.recorder.result(name, len(x_TI), packed.outputs, dtype)
         make = self.library.llmbox_linear_op
         if packed.quant is not None:
             make = self.library.llmbox_quant_op
@@ -136,7 +140,7 @@ class CPUBackend:
             x_TI.stride(0),
             out_TO.data_ptr(),
             out_TO.stride(0),
-            DTYPES[dtype],
+            DTYPES[out_TO.dtype],
         )
         self.recorder.submit(op, Step(rows=len(x_TI)), packed, x_TI, out_TO)
         return out_TO
@@ -215,6 +219,37 @@ class CPUBackend:
         op = self.library.llmbox_softcap_op(logits_RV.data_ptr(), logits_RV.stride(0), width, cap)
         self.recorder.submit(op, Step(rows=rows), logits_RV)
         return logits_RV
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        rows, heads, _ = parts[0].shape
+        width = sum(part.shape[2] for part in parts)
+        out_THD = self.recorder.result("concat", rows, heads * width, parts[0].dtype).view(-1, heads, width)
+        start = 0
+        for part in parts:
+            assert part.stride(2) == 1
+            columns = part.shape[2]
+            op = self.library.llmbox_copy_op(
+                DTYPES[part.dtype],
+                part.data_ptr(),
+                part.stride(0),
+                part.stride(1),
+                heads,
+                columns,
+                out_THD[:, :, start:].data_ptr(),
+                out_THD.stride(0),
+                out_THD.stride(1),
+            )
+            self.recorder.submit(op, Step(rows=rows), part, out_THD)
+            start += columns
+        return out_THD
+
+    def linear_by_head(self, packed: Sequence[CPULinear], x_THI: Tensor) -> Tensor:
+        heads, outputs = len(packed), packed[0].outputs
+        out = self.recorder.result("linear_by_head", len(x_THI), heads * outputs, x_THI.dtype)
+        out_THO = out.view(-1, heads, outputs)
+        for head, linear in enumerate(packed):
+            self._linear_to(out_THO[:, head], linear, x_THI[:, head])
+        return out_THO
 
     def experts(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops import Ops
 from ..reference import REFERENCE
-from ..reference.elementwise import ReferenceLinear
+from ..reference.elementwise import ReferenceLinear, make_linear_by_head
 from ..reference.elementwise import linear as plain_linear
 from ..reference.moe import make_experts
 
@@ -63,6 +63,7 @@ ONEDNN: Ops = replace(
     pack_head=pack_linear,
     linear=linear,
     logits=linear,
+    linear_by_head=make_linear_by_head(linear),
     experts=make_experts(linear),
 )
 

@@ -6,9 +6,11 @@ from ..ops import Ops
 from .attention import attention, build_attention_metadata, write_kv
 from .elementwise import (
     add_rms_norm,
+    concat,
     embedding,
     gate_mul,
     linear,
+    make_linear_by_head,
     pack_embedding,
     pack_linear,
     rms_norm,
@@ -35,6 +37,8 @@ REFERENCE = Ops(
     rotary=rotary,
     gate_mul=gate_mul,
     softcap=softcap,
+    concat=concat,
+    linear_by_head=make_linear_by_head(linear),
     experts=make_experts(linear),
     make_kv_cache=make_kv_cache,
     plan_attention=build_attention_metadata,

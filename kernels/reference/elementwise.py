@@ -1,6 +1,8 @@
 """Elementwise operations, norms, RoPE and linears in plain torch."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,21 @@ def linear(packed: ReferenceLinear, x_TI: Tensor) -> Tensor:
         return F.linear(x_TI, packed.weight_OI, packed.bias_O)
     padded = MIN_ROWS if rows < MIN_ROWS else MKL_ODD_ROWS
     return F.linear(F.pad(x_TI, (0, 0, 0, padded - rows)), packed.weight_OI, packed.bias_O)[:rows]
+
+
+def concat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), dim=2)
+
+
+def make_linear_by_head(
+    linear: Callable[[Any, Tensor], Tensor],
+) -> Callable[[Sequence[Any], Tensor], Tensor]:
+    """Build `Ops.linear_by_head` on these linears."""
+
+    def linear_by_head(packed: Sequence[Any], x_THI: Tensor) -> Tensor:
+        return torch.stack([linear(each, x_THI[:, head]) for head, each in enumerate(packed)], dim=1)
+
+    return linear_by_head
 
 
 def pack_embedding(weight_VE: Tensor, tied: bool) -> ReferenceLinear:  # noqa: ARG001 - one layout serves both uses

@@ -11,6 +11,7 @@ from ..activation import Activation
 from ..op_types import BatchLayout
 from ..ops import Ops, StepInputs
 from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
+from ..reference.elementwise import concat, make_linear_by_head
 from ..weight_packing import QuantizedWeight
 from . import act_and_mul as gate_mul
 from . import embedding, rms_norm
@@ -85,6 +86,8 @@ class TritonBackend:
             rotary=heads.rotary,
             gate_mul=self.gate_mul,
             softcap=softcap,
+            concat=concat,
+            linear_by_head=make_linear_by_head(self.linear),
             experts=partial(experts, fixed=self.fixed),
             make_kv_cache=kv_cache.make_kv_cache,
             plan_attention=self.plan_attention,

@@ -39,6 +39,15 @@ DEEPSEEK: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
 }
+LATENT: dict[str, Any] = DEEPSEEK | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 DELTA: dict[str, Any] = {
@@ -103,6 +112,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": MIXED | {"sliding_window": 19, "rope_parameters": YARN | {"truncate": False}},
     "qwen2_moe": MOE | {"mlp_only_layers": [0], "shared_expert_intermediate_size": 48},
     "olmoe": MOE | {"num_key_value_heads": 4},
+    "deepseek_v3": LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "deepseek_v2": LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "glm4_moe_lite": LATENT | {"attention_bias": True},
     "glm4_moe": DEEPSEEK | {"use_qk_norm": True, "attention_bias": True},
     "ernie4_5_moe": {
         "moe_num_experts": 8,

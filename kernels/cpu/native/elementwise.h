@@ -1,6 +1,7 @@
 // Norms, rotation, gating and caps: computed in float32 and rounded once at the end.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "tape.h"
@@ -107,6 +108,36 @@ private:
     T* x_;
     int64_t x_stride_;
     int heads_, width_, table_;
+};
+
+// out = x for [rows, heads, width] numbers; strides of rows and heads count elements.
+template <class T> class CopyOp : public Op {
+public:
+    CopyOp(const T* x, int64_t x_stride, int64_t x_head, int heads, int width, T* out, int64_t out_stride, int64_t out_head)
+        : x_(x),
+          x_stride_(x_stride),
+          x_head_(x_head),
+          heads_(heads),
+          width_(width),
+          out_(out),
+          out_stride_(out_stride),
+          out_head_(out_head) {}
+
+    bool small(const Step& step) const override { return few(int64_t{step.rows} * heads_ * width_); }
+
+    void run(const Step& step, Member& member) override {
+        const auto rows = member.share(step.rows);
+        for (int row = rows.begin; row < rows.end; row++)
+            for (int head = 0; head < heads_; head++)
+                std::copy_n(x_ + row * x_stride_ + head * x_head_, width_, out_ + row * out_stride_ + head * out_head_);
+    }
+
+private:
+    const T* x_;
+    int64_t x_stride_, x_head_;
+    int heads_, width_;
+    T* out_;
+    int64_t out_stride_, out_head_;
 };
 
 // As Python names them (kernels/cpu/weight_packing.py).

@@ -90,6 +90,15 @@ Op* llmbox_gate_mul_op(int dtype, int activation, void* x, int64_t x_stride, int
     });
 }
 
+Op* llmbox_copy_op(int dtype, const void* x, int64_t x_stride, int64_t x_head, int heads, int width, void* out,
+                   int64_t out_stride, int64_t out_head) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new CopyOp<T>(static_cast<const T*>(x), x_stride, x_head, heads, width, static_cast<T*>(out), out_stride,
+                             out_head);
+    });
+}
+
 Op* llmbox_softcap_op(float* x, int64_t x_stride, int width, float cap) {
     return new SoftcapOp(x, x_stride, width, cap);
 }

@@ -31,6 +31,7 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("ministral3", {}, {"tp": 2}),
         ("gpt_oss", {}, {"tp": 2, "pp": 2}),
         ("qwen2_moe", {}, {"tp": 2}),
+        ("deepseek_v3", {}, {"tp": 2, "pp": 2}),
         ("exaone4", {}, {"tp": 2, "pp": 2}),
     ],
 )

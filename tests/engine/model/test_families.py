@@ -1,12 +1,20 @@
 """Families whose checkpoints transformers writes: both spellings of config.json, shards, parameters."""
 
+import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmbox.engine.checkpoint.index import list_tensors
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DeviceError
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.parallel_cost import rank_shape
+from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
+from llmbox.kernels.support import KernelSite
 from support.families import (
     FAMILIES,
     make_family,
@@ -64,3 +72,85 @@ def test_experts_of_a_qwen_3_5_in_one_tensor(tmp_path: Path) -> None:
     apart = tokens(load(model), [PROMPT])
     stack_experts(model)
     assert tokens(load(model), [PROMPT]) == apart
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5}
+KNOWN: list[tuple[str, dict[str, Any], int, float]] = [
+    (
+        "GptOssForCausalLM",
+        {
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+        },
+        20_914_757_184,
+        3.6e9,
+    ),
+    (
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | {
+            "vocab_size": 129280,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        671_026_419_200,
+        36.6e9,
+    ),
+    (
+        "Qwen2MoeForCausalLM",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
+        14_315_784_192,
+        2.4e9,
+    ),
+]
+"""gpt-oss-20b, DeepSeek-V3 and Qwen1.5-MoE-A2.7B: all parameters, and those that one token meets."""
+
+
+@pytest.mark.parametrize(("name", "sizes", "params", "active"), KNOWN)
+def test_sizes_of_known_models(
+    tmp_path: Path, name: str, sizes: dict[str, Any], params: int, active: float
+) -> None:
+    config = {"architectures": [name], "max_position_embeddings": 4096, "dtype": "bfloat16", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = parse_config(tmp_path)
+    shape = found.shape()
+    assert found.num_parameters == params
+    assert shape.active_params == pytest.approx(active, rel=0.01)
+    # The closed form, by which ranks are planned, leaves out only some norms and biases.
+    assert replace(shape, exact_params=None).params == pytest.approx(params, rel=1e-3)
+    assert rank_shape(shape, 2, 1).params == pytest.approx(params / 2, rel=0.02)
+    if found.latent is not None:  # keys and values of one latent, whatever the heads
+        assert shape.kv_bytes_per_token("bfloat16") == 2 * 2 * 61 * (512 + 64)
+
+
+def test_latent_attention_has_no_kernel_for_gpus() -> None:
+    plan = RunnablePlan("bfloat16", "bfloat16", "none", is_latent=True)
+    asked = EngineConfig(model_path="", name="")
+    with pytest.raises(DeviceError, match="latent attention of this model has no Triton kernel yet"):
+        require_runnable(plan, KernelSite(device="cuda"), asked)
+    require_runnable(plan, KernelSite(device="cpu"), asked)

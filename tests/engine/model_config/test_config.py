@@ -133,7 +133,7 @@ def test_layer_types_must_fit(tmp_path: Path, changes: dict[str, Any]) -> None:
     "changes",
     [
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"},
         {"architectures": [], "model_type": "gpt2"},
         {"architectures": None, "model_type": None},
         {"architectures": [{}]},
