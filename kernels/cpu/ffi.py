@@ -48,7 +48,7 @@ class NativeRouting(ctypes.Structure):
 
 
 class NativeDrawRow(ctypes.Structure):
-    """Mirror of `NativeDrawRow` in native/draw.h and of `Edits` in native/edits.h, which it ends with."""
+    """Mirror of `DrawRow` in native/draw.h and of `Edits` in native/edits.h, which it ends with."""
 
     _fields_ = (
         ("temperature", c_double),

@@ -2,7 +2,7 @@
 //
 // float32 and bf16 meet rows of their own type. int8 codes meet rows of 16-bit integers, 127 * 128 / max|x|
 // times x, so that a product is an exact int32 whatever the instruction set, and nothing but the stored key or
-// value itself was rounded to eight bits. With VNNI a row is two rows of bytes, x = 128 * high + low.
+// value itself is quantized to eight bits. With VNNI a row is two rows of bytes, x = 128 * high + low.
 #pragma once
 
 #include "kv_cache.h"

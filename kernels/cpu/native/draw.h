@@ -1,4 +1,4 @@
-// Choosing one id of a row, bit by bit as kernels/reference/sampling.py: min-p, then top-k, then top-p over what those leave;
+// Samples one id of a row, bit by bit as kernels/reference/sampling.py: min-p, then top-k, then top-p over what those leave;
 // among what is left by inverting the cumulative weights, in the order of ids where nothing needs a ranking, best first
 // otherwise. Equal logits are ordered by lowest id.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace llmbox {
 
-// How a row is drawn. Mirrored by `DrawRow` in native.py.
+// Sampling parameters of a row. Mirrored by `NativeDrawRow` in kernels/cpu/ffi.py.
 struct DrawRow {
     double temperature;  // below 1e-5: greedy
     double top_p, min_p;

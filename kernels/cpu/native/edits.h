@@ -1,12 +1,12 @@
-// What a request changes in its row before anything is chosen, as engine/sampling/logits_processors.py: bias, then penalties, then
-// what is forbidden. The row is changed where it lies and put back afterwards.
+// Logits processors: changes to a row before sampling, as engine/sampling/logits_processors.py: bias, then penalties, then
+// banned ids. The row is changed in place and restored afterwards.
 #pragma once
 
 #include "logits.h"
 
 namespace llmbox {
 
-// Mirrored by `Edits` in native.py. Ids lie in the row; those of one list differ, but for `forbidden`.
+// Mirrored by `NativeDrawRow` in kernels/cpu/ffi.py. Ids lie in the row; those of one list differ, but for `forbidden`.
 struct Edits {
     const int64_t* bias_ids;
     const float* biases;

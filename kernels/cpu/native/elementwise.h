@@ -1,4 +1,4 @@
-// Norms, rotation, gating and caps: computed in float32 and rounded once at the end.
+// Norms, RoPE, gated activations and softcaps: computed in float32 and rounded once at the end.
 #pragma once
 
 #include <algorithm>
@@ -166,7 +166,7 @@ template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int 
     }
 }
 
-// Pieces of rows of `width` numbers, dealt out so that a single long row is shared too.
+// Pieces of rows of `width` numbers, assigned so that threads share a single long row too.
 template <class Each> void in_pieces(int rows, int width, Member& member, Each each) {
     constexpr int PIECE = 1024;
     const int pieces = ceil_div(width, PIECE);

@@ -1,4 +1,4 @@
-// Rows of an embedding table. It is packed for its use as output head too, so a row is gathered word by word.
+// Embedding lookup. It is packed for its use as output head too, so a row is gathered word by word.
 #pragma once
 
 #include "gemm.h"
@@ -18,7 +18,7 @@ public:
         const auto rows = member.share(step.rows);
         for (int row = rows.begin; row < rows.end; row++) {
             const int64_t id = step.ids[row];
-            if (id < 0 || id >= table_.outputs) {  // nobody should ask: the row says so by being NaN
+            if (id < 0 || id >= table_.outputs) {  // invalid id: its row becomes NaN
                 std::fill_n(out_ + row * out_stride_, table_.inputs, from_float<Element>(NAN));
                 continue;
             }
@@ -46,7 +46,7 @@ private:
     int64_t out_stride_;
 };
 
-// The rows `ids` of a quantised table, times `scale`.
+// The rows `ids` of a quantized table, times `scale`.
 template <class Out> class QuantEmbeddingOp : public Op {
 public:
     QuantEmbeddingOp(const QuantLinear& table, float scale, Out* out, int64_t out_stride)

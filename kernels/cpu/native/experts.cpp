@@ -19,7 +19,7 @@ Op* make_experts(int count, const LinearShape* const* gate_ups, const LinearShap
 
 }  // namespace
 
-// `count` experts, each with two linears, all of one kind: `quant` says whether they are rounded. `shared` and its gate may
+// `count` experts, each with two linears, all of one kind: `quant` says whether they are quantized. `shared` and its gate may
 // be null.
 extern "C" Op* llmbox_experts_op(int dtype, int quant, int count, const LinearShape* const* gate_ups,
                                  const LinearShape* const* downs, const void* x, int64_t x_stride, const float* logits,

@@ -1,7 +1,7 @@
-// A mixture of experts: each row goes through the few that its router logits choose, down(activation(gate(x)) * up(x)), and
+// Mixture of experts (MoE): each row goes through the few that its router logits choose, down(activation(gate(x)) * up(x)), and
 // their results are summed by their shares, the best first, and what all rows share last.
 //
-// Rows are copied together by expert, and panels of all experts that have rows are dealt out at once: experts alone would
+// Rows are copied together by expert, and panels of all experts that have rows are assigned at once: experts alone would
 // be too little work for many threads. A copy's bits are those of the linears alone, and a row's sum has one order, so who
 // else is in the step does not matter.
 #pragma once
@@ -21,7 +21,7 @@ template <class Shape> struct ExpertLinears {
     int count() const { return static_cast<int>(downs.size()); }
 };
 
-// What a mixture reads and writes. Strides count elements.
+// Inputs and outputs of an MoE layer. Strides count elements.
 template <class T> struct ExpertsCall {
     const T* x;
     int64_t x_stride;

@@ -1,4 +1,4 @@
-// Rows of x as the linears of experts multiply them: copied, padded and rounded from wherever they lie.
+// Rows of x as the linears of experts multiply them: gathered, padded and quantized.
 //
 // Each kind has the products of gemm.h, gemm_tiles.h and quant.h, so a row's bits are those of the linear alone. The rows
 // of an expert begin at a multiple of ALIGN.

@@ -199,7 +199,7 @@ void write_tile(const float* tile, int rows, int columns, const float* bias, Out
     }
 }
 
-// What all linears share: panels times blocks of rows are dealt out, and sums are written with the bias.
+// Shared part of all linears: panels times blocks of rows are assigned to threads, and sums are written with the bias.
 // Out: type of the result.
 template <class Out> class LinearOp : public Op {
 public:

@@ -1,4 +1,4 @@
-// How many threads of the pool run: fewer while another process holds the core of one of them.
+// Number of threads of the pool that run: fewer while another process holds the core of one of them.
 //
 // All threads wait for the slowest behind every operation. Where the slowest of T gets the fraction 1 - w of its core
 // and the others 1 - r, a job advances at T (1 - w), and without the slowest at (T - 1) (1 - r). Where all lose alike

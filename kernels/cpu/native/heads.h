@@ -1,4 +1,4 @@
-// From one linear's rows of queries, keys and values to rotated queries and a written cache, in one pass.
+// QK-norm, RoPE and KV write in one pass over the rows of the qkv linear.
 #pragma once
 
 #include "elementwise.h"
@@ -7,7 +7,7 @@
 namespace llmbox {
 
 // x is [rows, H + 2 G heads, D] with strided rows: queries, keys, values. Queries and keys are normed (where
-// `norm` is given, [H + G, D]) and rotated in place, keys and values written to the cache. In between numbers are
+// `norm` is given, [H + G, D]) and RoPE-rotated in place, keys and values written to the cache. In between numbers are
 // rounded as if these were operations of their own. `table`: which of the step's angles.
 template <class E, class T, class W> class HeadsOp : public Op {
 public:

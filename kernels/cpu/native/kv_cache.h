@@ -81,7 +81,7 @@ template <> struct StoredRow<INT8> {
     void put_scale(uint8_t* to) const { store_as(to, scale); }
 };
 
-// Puts rows of one head where they belong. One for each thread: it rounds into memory of its own.
+// Writes rows of one head to their slots. One for each thread, as it quantizes into its own memory.
 template <class E> class HeadWriter {
 public:
     HeadWriter(const KVCache& cache, int layer, int head, Member& member)

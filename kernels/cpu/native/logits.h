@@ -1,4 +1,4 @@
-// A row of logits in blocks of 64. Their maxima tell where large logits are: whoever ranks looks only there.
+// A row of logits in blocks of 64. Their maxima show where large logits are: ranking reads only those blocks.
 #pragma once
 
 #include <algorithm>

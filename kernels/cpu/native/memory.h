@@ -27,7 +27,7 @@ private:
 
 class HugeBlock {
 public:
-    // With `outside` the memory is somebody else's, filled already and perhaps not writable.
+    // With `outside` the memory belongs to the caller, is filled and may be read-only.
     explicit HugeBlock(size_t bytes, uint8_t* outside = nullptr) : data_(outside) {
         if (outside) return;
         // Small ones stay in small pages: a model has hundreds of them.

@@ -1,4 +1,4 @@
-// Rounding weights to int8 or int4: a float16 scale for each group.
+// Quantizes weights to int8 or int4: a float16 scale for each group.
 #pragma once
 
 #include "quant_steps.h"
@@ -20,7 +20,7 @@ INLINE Floats load_scales(const uint16_t* from) {
 INLINE uint16_t to_scale(float x) { return load_as<uint16_t>(&static_cast<const _Float16&>(static_cast<_Float16>(x))); }
 INLINE float from_scale(uint16_t bits) { return static_cast<float>(load_as<_Float16>(&bits)); }
 
-// How weights are rounded. `grid`: what the halves of a byte mean where weights have four bits.
+// Parameters of the quantization. `grid`: what the halves of a byte mean where weights have four bits.
 enum class Grid4 {
     PLAIN,  // n - 8
     ZEROS,  // n - zero, one of 0 to 15 for each group and output

@@ -1,4 +1,4 @@
-// Rows of x as int8, rounded when they arrive.
+// Activations: rows of x quantized to int8 as they arrive.
 #pragma once
 
 #include "quant_pack.h"

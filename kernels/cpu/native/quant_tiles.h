@@ -1,4 +1,4 @@
-// The quantised linear with AMX, on the panels of quant_pack.h.
+// The quantized linear with AMX, on the panels of quant_pack.h.
 //
 // Inside a group the sums are exact integers, and what follows is what quant_words.h computes, in the same order:
 // both give the same bits, and each number of rows takes whichever is faster.

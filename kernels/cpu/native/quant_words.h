@@ -1,4 +1,4 @@
-// The quantised linear with the dot instructions of vectors (words.h): ROWS rows of x, some groups of a panel.
+// The quantized linear with the dot instructions of vectors (words.h): ROWS rows of x, some groups of a panel.
 #pragma once
 
 #include "quant_rows.h"

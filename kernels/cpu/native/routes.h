@@ -1,4 +1,4 @@
-// Which experts rows go through, and where their copies lie for them.
+// Routing: the experts of each row, and the places of their copies.
 #pragma once
 
 #include <algorithm>
@@ -121,7 +121,7 @@ public:
         for (int k = 0; by.scale != 1 && k < per_row_; k++) shares[k] *= by.scale;
     }
 
-    // All rows have chosen: who lies where. By one thread.
+    // Places of the copies once all rows are routed. Run by one thread.
     void place(int rows) {
         next_.assign(experts_, 0);
         runs_.clear();

@@ -8,7 +8,7 @@ extern "C" Op* llmbox_draw_op(float* x, int64_t x_stride, int width, const DrawR
     return new DrawOp(x, x_stride, width, how, drawn);
 }
 
-// How likely `chosen`[rows] are in the rows `places`[rows], and the `count` likeliest ids there.
+// Log-probability statistics of `chosen`[rows] in the rows `places`[rows], and the `count` likeliest ids there.
 extern "C" Op* llmbox_rank_op(float* x, int64_t x_stride, int width, const int64_t* places, const int64_t* chosen,
                               int count, RankOp::Told* told, int64_t* leaders, float* leader_logits) {
     return new RankOp(x, x_stride, width, places, chosen, count, told, leaders, leader_logits);

@@ -1,4 +1,4 @@
-// Drawing a token for each row of logits, and telling how likely tokens are.
+// Samples a token for each row of logits, and ranks tokens for log-probabilities.
 //
 // A row is one thread's work from its maxima on, as it lies in that core's cache then. Rows that are fewer than threads
 // have their maxima found by all of them first.

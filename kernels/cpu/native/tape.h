@@ -10,7 +10,7 @@
 
 namespace llmbox {
 
-// The engine's `Ragged` and friends, as pointers. Mirrored by `Step` in native.py.
+// Inputs of a step (`BatchLayout` and RoPE tables) as pointers. Mirrored by `Step` in kernels/cpu/ffi.py.
 struct Step {
     int32_t rows;
     int32_t sequences;
@@ -46,7 +46,7 @@ public:
 protected:
     static bool few(int64_t numbers) { return numbers <= 1 << 14; }
 
-    // Work for whoever comes first: threads that lose their core for a while take less.
+    // Work for the first free thread: threads that lose their core for a while take less.
     int take(int count = 1) { return next_.fetch_add(count, std::memory_order_relaxed); }
 
 private:

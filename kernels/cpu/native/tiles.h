@@ -11,8 +11,8 @@
 // one direction.
 //
 // A loop writes few registers, and rather loads one again: a core renames what it writes from a small file of tiles
-// that its two hardware threads share. While the other thread has tiles of its own (it may be somebody else's
-// machine) a product with its loads takes 28 ns if a loop writes all eight registers, 17 if six, 13 if four; alone
+// that its two hardware threads share. While the other thread has tiles of its own (it may belong to another
+// virtual machine) a product with its loads takes 28 ns if a loop writes all eight registers, 17 if six, 13 if four; alone
 // 6.5 with any (docs/cpu-kernels.md). A register that was cleared or configured and not written takes no place.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Probabilities as integers, floor(2^40 exp((logit - best) / temperature)): sums over the vocabulary depend neither on
-// their order nor on who computes them. As in kernels/reference/sampling.py.
+// their order nor on the thread that computes them. As in kernels/reference/sampling.py.
 #pragma once
 
 #include <cmath>

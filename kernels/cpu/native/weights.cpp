@@ -1,4 +1,4 @@
-// Weights: rounded and packed, or packed before.
+// Weights: quantized and packed, or packed before.
 #include "dtypes.h"
 #include "gemm.h"
 #include "quant_pack.h"
@@ -58,7 +58,7 @@ QuantLinear* llmbox_quant_new(
     return nullptr;
 }
 
-// What was rounded before: numbers[outputs, inputs], scales[outputs, groups] (float16), by `grid` steps[outputs, groups * 8]
+// Already quantized: numbers[outputs, inputs], scales[outputs, groups] (float16), by `grid` steps[outputs, groups * 8]
 // or zeros[outputs, groups], and order[inputs] or null.
 QuantLinear* llmbox_quant_from(int inputs, int outputs, int bits, int group, int grid, const int8_t* numbers,
                                const uint16_t* scales, const uint8_t* offsets, const int32_t* order, const float* bias) try {
