@@ -3,9 +3,9 @@
 import time
 from collections.abc import Iterator
 
-from llmbox.engine.planning.estimator import MemoryPlan, show_bytes
+from llmbox.engine.planning.estimator import MemoryPlan
 
-from ..util.formatting import rate_range
+from ..util.formatting import rate_range, size
 from .fit import SUSTAINED, Fit, Speed
 
 
@@ -21,19 +21,19 @@ def fit_rows(result: Fit) -> dict[str, str]:
     if (plan := result.plan) is not None:
         each = f" on each of {plan.ranks} ranks (tp {plan.tp}, pp {plan.pp})" if plan.ranks > 1 else ""
         weights = plan.dtype if plan.quant == "none" else f"{plan.quant}, {plan.dtype} beside them"
-        token = _size(plan.kv_bytes_per_token)
+        token = size(plan.kv_bytes_per_token)
         rows |= {
-            "weights": f"{_size(plan.weights_bytes)} as {weights}",
-            "workspace": _size(plan.workspace_bytes),
-            "KV cache": f"{_size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}",
+            "weights": f"{size(plan.weights_bytes)} as {weights}",
+            "workspace": size(plan.workspace_bytes),
+            "KV cache": f"{size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}",
             **({"state": _states(plan)} if plan.state_slots else {}),
-            "together": _size(plan.total_bytes) + each,
+            "together": size(plan.total_bytes) + each,
             "context": f"{plan.context} tokens",
             "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
         }
-    rows["budget"] = f"{_size(result.budget)} ({_size(result.available)} free now)"
+    rows["budget"] = f"{size(result.budget)} ({size(result.available)} free now)"
     rows["disk"] = (
-        f"{_size(result.disk_need)} to fetch, {_size(result.disk_free)} free"
+        f"{size(result.disk_need)} to fetch, {size(result.disk_free)} free"
         if result.disk_need
         else "all here"
     )
@@ -43,7 +43,7 @@ def fit_rows(result: Fit) -> dict[str, str]:
 
 
 def _states(plan: MemoryPlan) -> str:
-    return f"{_size(plan.state_bytes)}, recurrent: {plan.state_slots} slots of {_size(plan.slot_bytes)}"
+    return f"{size(plan.state_bytes)}, recurrent: {plan.state_slots} slots of {size(plan.slot_bytes)}"
 
 
 def _speed_rows(speed: Speed) -> Iterator[tuple[str, str]]:
@@ -51,15 +51,11 @@ def _speed_rows(speed: Speed) -> Iterator[tuple[str, str]]:
     yield "speed", one + (f", {many} for {speed.streams}" if speed.streams > 1 else "")
     memory, share = speed.bandwidth, f"{SUSTAINED:.0%}"
     if memory.probed_at is None:
-        yield "memory", f"{_size(memory.best)}/s; the speed is that of {share} to all of it"
+        yield "memory", f"{size(memory.best)}/s; the speed is that of {share} to all of it"
     else:
         when = time.strftime("%Y-%m-%d", time.localtime(memory.probed_at))
-        read = f"reads {_size(memory.typical)}/s as a rule and {_size(memory.best)}/s at best, probed {when}"
+        read = f"reads {size(memory.typical)}/s as a rule and {size(memory.best)}/s at best, probed {when}"
         read += " while the machine was busy" if memory.was_busy else ""
         yield "memory", f"{read}; the speed is that of {share} of the first to all of the second"
     if speed.sums_bytes:
-        yield "scaling", f"{speed.scaling:.2f} times one rank; each sends {_size(speed.sums_bytes)} a token"
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e3:.1f} kB" if count < 1e6 else show_bytes(int(count))
+        yield "scaling", f"{speed.scaling:.2f} times one rank; each sends {size(speed.sums_bytes)} a token"

@@ -12,6 +12,31 @@ from ..config.schema import ModelSettings, Scalar
 from ..errors import CliError, Exit
 from .catalog import ModelRef, check_name
 
+_SAME = (
+    *(
+        "device",
+        "dtype",
+        "kv_dtype",
+        "quant",
+        "max_running",
+        "token_budget",
+        "kv_tokens",
+        "threads",
+        "tp",
+        "pp",
+    ),
+    *(
+        "batching",
+        "premium_share",
+        "prefix_cache",
+        "chunked_prefill",
+        "speculate",
+        "deterministic",
+        "cuda_graphs",
+    ),
+)
+"""Settings of a model that `EngineConfig` has under the same name."""
+
 
 def load_error(model: str, cause: str, code: str | None, log_file: str) -> CliError:
     """Error of a failed load. `code` is the engine's error code, such as `bad_model`."""
@@ -57,26 +82,10 @@ class ModelRequest:
         return EngineConfig(
             model_path=str(self.ref.path),
             name=check_name(self.served_name),
-            device=value("device"),
-            dtype=value("dtype"),
-            kv_dtype=value("kv_dtype"),
-            quant=value("quant"),
             context=value("ctx"),
-            max_running=value("max_running"),
-            token_budget=value("token_budget"),
             memory_bytes=None if memory is None else int(memory * 1e9),
-            kv_tokens=value("kv_tokens"),
-            threads=value("threads"),
-            tp=value("tp"),
-            pp=value("pp"),
-            batching=value("batching"),
-            premium_share=value("premium_share"),
-            prefix_cache=value("prefix_cache"),
-            chunked_prefill=value("chunked_prefill"),
-            speculate=value("speculate"),
-            deterministic=value("deterministic"),
             overlap=None if value("overlap") else False,
-            cuda_graphs=value("cuda_graphs"),
+            **{name: value(name) for name in _SAME},
         )
 
 
@@ -84,24 +93,8 @@ def options_of(config: EngineConfig) -> dict[str, Scalar]:
     """Return the model settings of a configuration by short key. `up` compares them with its flags."""
     memory = config.memory_bytes
     return {
-        "device": config.device,
-        "dtype": config.dtype,
-        "kv_dtype": config.kv_dtype,
-        "quant": config.quant,
+        **{name: getattr(config, name) for name in _SAME},
         "ctx": config.context,
-        "max_running": config.max_running,
-        "token_budget": config.token_budget,
         "memory": None if memory is None else memory / 1e9,
-        "kv_tokens": config.kv_tokens,
-        "threads": config.threads,
-        "tp": config.tp,
-        "pp": config.pp,
-        "batching": config.batching,
-        "premium_share": config.premium_share,
-        "prefix_cache": config.prefix_cache,
-        "chunked_prefill": config.chunked_prefill,
-        "speculate": config.speculate,
-        "deterministic": config.deterministic,
         "overlap": config.overlap is not False,
-        "cuda_graphs": config.cuda_graphs,
     }

@@ -29,31 +29,36 @@ def hide_folders(text: str, folder: object = None) -> str:
     return _FOLDERS.sub("", known)
 
 
-def size(count: float | None) -> str:
-    """Format bytes."""
+def size(count: float | None, *, short: bool = False) -> str:
+    """Format bytes in powers of 1000. `short` shows decimals from GB on only."""
     if count is None:
         return "-"
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+    for limit, unit, digits in ((1e12, "TB", 2), (1e9, "GB", 1), (1e6, "MB", 1), (1e3, "kB", 1)):
+        if count >= limit:
+            return f"{count / limit:.{0 if short and limit < 1e9 else digits}f} {unit}"
+    return f"{count:.0f} B"
 
 
-def span(seconds: float | None) -> str:
-    """Format a duration in seconds."""
+def span(seconds: float | None, *, padded: bool = False) -> str:
+    """Format a duration. `padded`: minutes and seconds beside a larger unit have two digits."""
     if seconds is None:
         return "-"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
+    return f"{seconds:.1f} s" if seconds < 60 else whole_span(seconds, padded=padded)
+
+
+def whole_span(seconds: float, *, padded: bool = False) -> str:
+    """Format a duration in whole seconds."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
+    digits = "02d" if padded else "d"
     if days:
         return f"{days} d {hours} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    if hours:
+        return f"{hours} h {minutes:{digits}} min"
+    return f"{minutes} min {rest:{digits}} s" if minutes else f"{rest} s"
 
 
 def clock(unix: float) -> str:

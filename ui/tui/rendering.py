@@ -11,6 +11,7 @@ from rich.style import Style
 from textual.theme import Theme
 
 from llmbox.app.telemetry.snapshot import NA, Number
+from llmbox.app.util import formatting
 from llmbox.app.util.formatting import printable
 
 Span = tuple[str, str]
@@ -123,10 +124,7 @@ def gigabytes(value: Number | int) -> str:
 
 
 def size(value: float) -> str:
-    for limit, unit, digits in ((1e12, "TB", 2), (1e9, "GB", 1), (1e6, "MB", 0), (1e3, "kB", 0)):
-        if value >= limit:
-            return f"{value / limit:.{digits}f} {unit}"
-    return f"{value:.0f} B"
+    return formatting.size(value, short=True)
 
 
 def rate(value: Number) -> str:
@@ -138,24 +136,11 @@ def unit(value: Number, name: str) -> str:
 
 
 def seconds(value: Number | None) -> str:
-    if value is None or value is NA:
-        return DASH
-    if value < 1:
-        return f"{value * 1000:.0f} ms"
-    if value < 60:
-        return f"{value:.1f} s"
-    return duration(value)
+    return DASH if value is None or value is NA else formatting.span(value, padded=True)
 
 
 def duration(value: float) -> str:
-    minutes, rest = divmod(int(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return formatting.whole_span(value, padded=True)
 
 
 def known(value: Number, otherwise: float = 0.0) -> float:

@@ -2,13 +2,13 @@
 
 from typing import Annotated
 
-from litestar import Response, Router, post
+from litestar import Response, Router
 from litestar.params import Body
 from msgspec import UNSET
 
-from ..auth.guard import Access
+from ..openai.generating import answer, inference_route
 from ..openai.request_context import HttpRequest, RequestContext
-from ..server.sse import EventStreamResponse, SseOptions, while_connected
+from ..server.sse import SseOptions
 from .batches import batches_router
 from .request_types import CountTokensRequest, MessagesRequest
 from .responder import complete_message, stream_message
@@ -18,34 +18,23 @@ from .translate import count_prompt_tokens, prepare_message
 _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
 
 
-@post(
-    "/v1/messages",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="messages",
-    operation_id="createMessage",
-)
+@inference_route("/v1/messages", "messages", "createMessage")
 async def messages(
     request: HttpRequest, data: Annotated[MessagesRequest, Body()]
 ) -> Response[AnthropicMessage]:
     """Generate the model's next message, in the shape of Anthropic's API; server-sent events with
     `stream`.
     """
-    call = await RequestContext.of(request)
-    with call.recording_refusals():
-        prepared = await prepare_message(call, data)
-    if data.stream:
-        return EventStreamResponse(stream_message(call.gateway, prepared), _STREAM)
-    return Response(await while_connected(request.receive, complete_message(call.gateway, prepared)))
+    return await answer(
+        request,
+        lambda call: prepare_message(call, data),
+        lambda call, made: complete_message(call.gateway, made),
+        (lambda call, made: stream_message(call.gateway, made)) if data.stream else None,
+        _STREAM,
+    )
 
 
-@post(
-    "/v1/messages/count_tokens",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="count_tokens",
-    operation_id="countTokens",
-)
+@inference_route("/v1/messages/count_tokens", "count_tokens", "countTokens")
 async def count_tokens(request: HttpRequest, data: Annotated[CountTokensRequest, Body()]) -> TokenCount:
     """Count the tokens that the prompt of such a message would have."""
     call = await RequestContext.of(request)

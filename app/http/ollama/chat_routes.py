@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import msgspec
-from litestar import Response, Router, post
+from litestar import Response, Router
 from litestar.params import Body
 from litestar.types import ControllerRouterHandler
 from msgspec import UNSET, Struct, UnsetType
@@ -15,9 +15,9 @@ from ...engines.loaded_model import LoadedModel
 from ...gateway.choice_stream import unit_vector
 from ...gateway.gateway import model_limit
 from ...util.threads import off_loop
-from ..auth.guard import Access
 from ..openai.completions import prompt_ids
 from ..openai.embeddings import Pooled, build_pooling_generation, check_dimensions, check_inputs, pool
+from ..openai.generating import inference_route
 from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.sampling import public_id
 from ..openai.unsupported import unknown_fields
@@ -57,13 +57,7 @@ Told = Callable[[list[list[float]], Pooled | None, list[str]], Struct]
 """The answer of a route: vectors, what they came from (None where the prompt is empty), warnings."""
 
 
-@post(
-    "/api/embed",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="ollama_embed",
-    operation_id="ollamaEmbed",
-)
+@inference_route("/api/embed", "ollama_embed", "ollamaEmbed")
 async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body()]) -> Response[Embedded]:
     """Return a vector of length 1 for each text."""
     began = time.monotonic()
@@ -81,13 +75,7 @@ async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body(
     return await _answer_embeddings(request, data, list(texts), "input", build_answer)
 
 
-@post(
-    "/api/embeddings",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="ollama_embeddings",
-    operation_id="ollamaEmbeddings",
-)
+@inference_route("/api/embeddings", "ollama_embeddings", "ollamaEmbeddings")
 async def ollama_embeddings(
     request: HttpRequest, data: Annotated[EmbeddingsRequest, Body()]
 ) -> Response[EmbeddedOne]:
@@ -162,9 +150,7 @@ def _warnings(call: RequestContext, data: EmbedCommon) -> list[str]:
 embed_routes: list[ControllerRouterHandler] = [ollama_embed, ollama_embeddings]
 
 
-@post(
-    "/api/chat", status_code=200, opt={"access": Access.INFER}, name="ollama_chat", operation_id="ollamaChat"
-)
+@inference_route("/api/chat", "ollama_chat", "ollamaChat")
 async def ollama_chat(request: HttpRequest, data: Annotated[ChatRequest, Body()]) -> Response[dict[str, Any]]:
     """Generate the model's next message in Ollama's shape; lines of JSON unless `stream` is false."""
     call = await RequestContext.of(request)
@@ -173,13 +159,7 @@ async def ollama_chat(request: HttpRequest, data: Annotated[ChatRequest, Body()]
     return await _answer_prompt(request, call, "chat", data)
 
 
-@post(
-    "/api/generate",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="ollama_generate",
-    operation_id="ollamaGenerate",
-)
+@inference_route("/api/generate", "ollama_generate", "ollamaGenerate")
 async def ollama_generate(
     request: HttpRequest, data: Annotated[GenerateRequest, Body()]
 ) -> Response[dict[str, Any]]:

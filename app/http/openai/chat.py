@@ -98,7 +98,6 @@ async def prepare_chat(
     prompts, cut = truncate_prompts([prompt], body.truncate_prompt_tokens, max_tokens, model)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
-        endpoint=call.endpoint,
         model=model,
         prompts=prompts,
         params=params,
@@ -107,14 +106,7 @@ async def prepare_chat(
         stop=stop,
         keep_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False and not parsing.needs_special(model.text),
-        priority=call.caller.priority(body.priority),
-        tenant=call.caller.tenant,
-        cache_salt=call.caller.cache_namespace(body.cache_salt or ""),
-        key=call.caller.name,
-        meter=call.caller.meter,
-        still_authorized=call.allowed(),
-        client=call.client,
-        keep=call.keep(),
+        **call.caller_fields(body.priority, body.cache_salt),
         stream=bool(body.stream),
         reservation=reservation,
         finish_by=deadlines.finish_by,

@@ -134,7 +134,6 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
     params, _ = await add_grammar(params, answer, None, model, call.gateway, call.limits)
     generation = Generation(
         id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
-        endpoint=call.endpoint,
         model=model,
         prompts=prompts,
         params=params,
@@ -144,14 +143,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
         keep_stop=bool(body.include_stop_str_in_output),
         starts_new_text=False,
         skip_special=body.skip_special_tokens is not False,
-        priority=call.caller.priority(body.priority),
-        tenant=call.caller.tenant,
-        cache_salt=call.caller.cache_namespace(body.cache_salt or ""),
-        key=call.caller.name,
-        meter=call.caller.meter,
-        still_authorized=call.allowed(),
-        client=call.client,
-        keep=call.keep(),
+        **call.caller_fields(body.priority, body.cache_salt),
         stream=bool(body.stream),
         reservation=reservation,
         finish_by=deadlines.finish_by,

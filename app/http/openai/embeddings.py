@@ -114,18 +114,10 @@ def pooled(
 ) -> Generation:
     return Generation(
         id=id_,
-        endpoint=call.endpoint,
         model=model,
         prompts=prompts,
         params=SamplingParams(max_tokens=0, pooling=pooling),
-        priority=call.caller.priority(priority),
-        tenant=call.caller.tenant,
-        cache_salt=call.caller.cache_namespace(cache_salt),
-        key=call.caller.name,
-        meter=call.caller.meter,
-        still_authorized=call.allowed(),
-        client=call.client,
-        keep=call.keep(),
+        **call.caller_fields(priority, cache_salt),
         reservation=reservation,
         prompt_param=prompt_param,
     )

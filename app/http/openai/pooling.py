@@ -19,7 +19,7 @@ from ...text.classifier import Classifier, not_a_classifier, read_classifier
 from ...text.reranker import Reranker, build_rerank_prompts
 from ...util.threads import off_loop
 from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
-from .embeddings import build_pooling_generation, check_dimensions, check_inputs, pool, pooled
+from .embeddings import Pooled, build_pooling_generation, check_dimensions, check_inputs, pool, pooled
 from .prepared_request import Deadlines
 from .request_context import RequestContext
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
@@ -29,17 +29,33 @@ from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
 
 
-class ScoreRequest(Struct, kw_only=True):
-    """Pairs of `text_1` and `text_2`: one with one, one with many, or pair by pair."""
+class PoolingFields(Struct, kw_only=True):
+    """Fields of requests for scores and classes."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
     model: Name | None = None
-    instruction: str | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     request_id: RequestId | None = None
     user: Tag | None = None
+
+
+class PooledAnswer(Struct, kw_only=True):
+    """Fields of answers to them and to `/pooling`."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: EmbeddingUsage
+    warnings: list[str] | UnsetType = UNSET
+
+
+class ScoreRequest(PoolingFields, kw_only=True):
+    """Pairs of `text_1` and `text_2`: one with one, one with many, or pair by pair."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    instruction: str | None = None
 
 
 class Score(Struct, kw_only=True):
@@ -49,25 +65,14 @@ class Score(Struct, kw_only=True):
     """Relevance from 0 to 1 of a reranker or a chat model; cosine from -1 to 1 of an embedding model."""
 
 
-class ScoreList(Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class ScoreList(PooledAnswer, kw_only=True):
     data: list[Score]
-    usage: EmbeddingUsage
-    warnings: list[str] | UnsetType = UNSET
 
 
-class ClassifyRequest(Struct, kw_only=True):
+class ClassifyRequest(PoolingFields, kw_only=True):
     input: str | list[str | TokenId | list[TokenId]]
-    model: Name | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: TruncateTo | None = None
-    priority: Priority | None = None
-    cache_salt: Salt | None = None
-    request_id: RequestId | None = None
-    user: Tag | None = None
 
 
 class TextClass(Struct, kw_only=True):
@@ -78,14 +83,8 @@ class TextClass(Struct, kw_only=True):
     num_classes: int
 
 
-class ClassList(Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class ClassList(PooledAnswer, kw_only=True):
     data: list[TextClass]
-    usage: EmbeddingUsage
-    warnings: list[str] | UnsetType = UNSET
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):
@@ -100,14 +99,8 @@ class PooledData(Struct, kw_only=True):
     """A vector of length 1 (base64 where asked for), or the probability of each class."""
 
 
-class PoolingList(Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class PoolingList(PooledAnswer, kw_only=True):
     data: list[PooledData]
-    usage: EmbeddingUsage
-    warnings: list[str] | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +149,9 @@ async def run_score(call: RequestContext, body: ScoreRequest, prepared: ScoreCal
     found = await pool(call.gateway, prepared.generation)
     size = sum(map(len, found.vectors))
     scores = await off_loop(size, lambda: _scores(prepared, found.vectors))
-    tokens = found.usage.prompt_tokens
     return ScoreList(
-        id=prepared.generation.id,
-        created=int(time.time()),
-        model=body.model or prepared.generation.model.name,
+        **_common(call, body, prepared.generation, found),
         data=[Score(index=i, score=score) for i, score in enumerate(scores)],
-        usage=EmbeddingUsage(tokens, tokens),
-        warnings=call.warnings(ScoreRequest) or UNSET,
     )
 
 
@@ -175,11 +163,8 @@ async def classify(
     result = await pool(call.gateway, generation)
     size = sum(map(len, result.vectors)) * len(found.labels)
     probabilities = await off_loop(size, lambda: list(map(found.probabilities, result.vectors)))
-    tokens = result.usage.prompt_tokens
     return ClassList(
-        id=generation.id,
-        created=int(time.time()),
-        model=body.model or model.name,
+        **_common(call, body, generation, result),
         data=[
             TextClass(
                 index=i,
@@ -189,9 +174,21 @@ async def classify(
             )
             for i, probs in enumerate(probabilities)
         ],
-        usage=EmbeddingUsage(tokens, tokens),
-        warnings=call.warnings(type(body)) or UNSET,
     )
+
+
+def _common(
+    call: RequestContext, body: PoolingFields | PoolingRequest, generation: Generation, result: Pooled
+) -> dict[str, Any]:
+    """Return the fields of `PooledAnswer`."""
+    tokens = result.usage.prompt_tokens
+    return {
+        "id": generation.id,
+        "created": int(time.time()),
+        "model": body.model or generation.model.name,
+        "usage": EmbeddingUsage(tokens, tokens),
+        "warnings": call.warnings(type(body)) or UNSET,
+    }
 
 
 async def find_classifier(model: LoadedModel) -> Classifier | None:
@@ -209,31 +206,32 @@ async def require_classifier(model: LoadedModel) -> Classifier:
     return found
 
 
-async def run_pooling(call: RequestContext, body: PoolingRequest) -> bytes:
+async def prepare_pooling(call: RequestContext, body: PoolingRequest) -> tuple[Generation, Classifier | None]:
+    """Check a request and build its generation. Raises ApiError."""
+    refuse_unsupported(body)
+    model = await call.find_model(body.model, Deadlines.of(call).next)
+    classes = await find_classifier(model) if body.task != "embed" else None
+    if body.task == "classify" and classes is None:
+        raise not_a_classifier()
+    if classes is not None and body.dimensions is not None:
+        raise invalid("dimensions", "probabilities of classes have no dimensions to choose from")
+    check_dimensions(body.dimensions, model)
+    return await _inputs(call, body, model, "pool", None if classes is None else "last"), classes
+
+
+async def run_pooling(
+    call: RequestContext, body: PoolingRequest, prepared: tuple[Generation, Classifier | None]
+) -> bytes:
     """Return the answer's JSON. Raises ApiError."""
-    with call.recording_refusals():
-        refuse_unsupported(body)
-        model = await call.find_model(body.model, Deadlines.of(call).next)
-        classes = await find_classifier(model) if body.task != "embed" else None
-        if body.task == "classify" and classes is None:
-            raise not_a_classifier()
-        if classes is not None and body.dimensions is not None:
-            raise invalid("dimensions", "probabilities of classes have no dimensions to choose from")
-        check_dimensions(body.dimensions, model)
-        generation = await _inputs(call, body, model, "pool", None if classes is None else "last")
+    generation, classes = prepared
     result = await pool(call.gateway, generation)
 
     def encode() -> bytes:
-        tokens = result.usage.prompt_tokens
         answer = PoolingList(
-            id=generation.id,
-            created=int(time.time()),
-            model=body.model or model.name,
+            **_common(call, body, generation, result),
             data=[
                 PooledData(index=i, data=_data(raw, body, classes)) for i, raw in enumerate(result.vectors)
             ],
-            usage=EmbeddingUsage(tokens, tokens),
-            warnings=call.warnings(PoolingRequest) or UNSET,
         )
         return msgspec.json.encode(answer)
 

@@ -198,6 +198,21 @@ class RequestContext:
     def warnings(self, kind: type[msgspec.Struct]) -> list[str]:
         return unknown_fields(kind, self.plain)
 
+    def caller_fields(self, priority: int | None, cache_salt: str | None) -> dict[str, Any]:
+        """Return the fields of a `Generation` that are the caller's."""
+        caller = self.caller
+        return {
+            "endpoint": self.endpoint,
+            "priority": caller.priority(priority),
+            "tenant": caller.tenant,
+            "cache_salt": caller.cache_namespace(cache_salt or ""),
+            "key": caller.name,
+            "meter": caller.meter,
+            "still_authorized": self.allowed(),
+            "client": self.client,
+            "keep": self.keep(),
+        }
+
     def allowed(self) -> Callable[[], bool] | None:
         """Return the check that is repeated while the request runs: a key may be revoked meanwhile."""
         caller, security = self.caller, self.services.security

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Annotated, Any
 
-from litestar import Response, Router, delete, get, post
+from litestar import Response, Router, delete, get
 from litestar.params import Body, Parameter, QueryParameter
 
 from ...control.controller import DaemonController
@@ -15,13 +15,13 @@ from ...util.threads import off_loop
 from ..auth.credentials import identity_of
 from ..auth.guard import Access
 from ..model_pages import AnthropicModel, AnthropicModelPage, is_anthropic_client, model_info, model_page
-from ..server.sse import EventStreamResponse, while_connected
 from .batches import openai_batches_router
-from .chat import chat_ids, complete_chat, prepare_chat
+from .chat import ChatCall, chat_ids, complete_chat, prepare_chat
 from .chat_messages import build_chat
 from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
 from .files import files_router
+from .generating import answer, inference_route
 from .pooling_routes import pooling_router
 from .request_context import HttpRequest, RequestContext
 from .request_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -39,43 +39,35 @@ from .stored import Store, stored_chats_router
 from .unsupported import refuse_unsupported
 
 
-@post(
-    "/v1/chat/completions",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="chat_completions",
-    operation_id="createChatCompletion",
-)
+@inference_route("/v1/chat/completions", "chat_completions", "createChatCompletion")
 async def chat_completions(
     request: HttpRequest, data: Annotated[ChatCompletionRequest, Body()]
 ) -> Response[ChatCompletion]:
     """Generate the model's next message in a conversation; server-sent events with `stream`."""
-    call = await RequestContext.of(request)
-    with call.recording_refusals():
+
+    async def prepare(call: RequestContext) -> tuple[ChatCall, Store | None]:
         store = Store.wanted(call, "chat", data, call.plain["messages"])
-        chat = await prepare_chat(call, data)
-    if data.stream:
-        return EventStreamResponse(stream_chat(call.gateway, chat, store))
-    return Response(await while_connected(request.receive, complete_chat(call.gateway, chat, store)))
+        return await prepare_chat(call, data), store
+
+    return await answer(
+        request,
+        prepare,
+        lambda call, made: complete_chat(call.gateway, *made),
+        (lambda call, made: stream_chat(call.gateway, *made)) if data.stream else None,
+    )
 
 
-@post(
-    "/v1/completions",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="completions",
-    operation_id="createCompletion",
-)
+@inference_route("/v1/completions", "completions", "createCompletion")
 async def completions(
     request: HttpRequest, data: Annotated[CompletionRequest, Body()]
 ) -> Response[Completion]:
     """Continue a raw prompt; server-sent events with `stream`."""
-    call = await RequestContext.of(request)
-    with call.recording_refusals():
-        completion = await prepare_completion(call, data)
-    if data.stream:
-        return EventStreamResponse(stream_completion(call.gateway, completion))
-    return Response(await while_connected(request.receive, complete(call.gateway, completion)))
+    return await answer(
+        request,
+        lambda call: prepare_completion(call, data),
+        lambda call, made: complete(call.gateway, made),
+        (lambda call, made: stream_completion(call.gateway, made)) if data.stream else None,
+    )
 
 
 @get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
@@ -122,7 +114,7 @@ async def remove_model(request: HttpRequest, model_id: Annotated[str, Parameter(
     return DeletedModel(id=name)
 
 
-@post("/tokenize", status_code=200, opt={"access": Access.INFER}, name="tokenize", operation_id="tokenize")
+@inference_route("/tokenize", "tokenize", "tokenize")
 async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
     """Return the token ids of a text, or of a conversation as the model would see it."""
     call = await RequestContext.of(request)
@@ -146,9 +138,7 @@ async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()
     return Tokenized(tokens=ids, count=len(ids), max_model_len=context_limit(info), token_strs=strings)
 
 
-@post(
-    "/detokenize", status_code=200, opt={"access": Access.INFER}, name="detokenize", operation_id="detokenize"
-)
+@inference_route("/detokenize", "detokenize", "detokenize")
 async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
     """Return the text of token ids, special tokens by name."""
     call = await RequestContext.of(request)

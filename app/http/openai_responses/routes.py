@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from litestar import Response, Router, post
+from litestar import Response, Router
 from litestar.params import Body
 from msgspec import UNSET, Struct, UnsetType
 
 from ...gateway.gateway import Gateway
-from ..auth.guard import Access
 from ..openai.chat_messages import reasoning_tokens
+from ..openai.generating import answer, inference_route
 from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.stored import Store
 from ..openai.unsupported import refuse_unsupported
@@ -49,6 +49,7 @@ class PreparedSummary:
 
 async def prepare_summary(call: RequestContext, data: CompactRequest) -> PreparedSummary:
     """Build the request for a summary. Items that do not fit are left out, oldest first. Raises ApiError."""
+    refuse_unsupported(data)
     asked = "\n\n".join(filter(None, (_INSTRUCTIONS, data.instructions)))
     own = items_of(data.input)
     request = ResponseRequest(
@@ -88,13 +89,7 @@ def _with_ids(items: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
     return made
 
 
-@post(
-    "/v1/responses",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="responses",
-    operation_id="createResponse",
-)
+@inference_route("/v1/responses", "responses", "createResponse")
 async def responses(
     request: HttpRequest, data: Annotated[ResponseRequest, Body()]
 ) -> Response[ResponseObject]:
@@ -115,13 +110,7 @@ async def responses(
     return Response(await while_connected(request.receive, work))
 
 
-@post(
-    "/v1/responses/input_tokens",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="response_input_tokens",
-    operation_id="countInputTokens",
-)
+@inference_route("/v1/responses/input_tokens", "response_input_tokens", "countInputTokens")
 async def input_tokens(request: HttpRequest, data: Annotated[InputTokensRequest, Body()]) -> InputTokens:
     """Count the tokens that the prompt of such a request would have."""
     call = await RequestContext.of(request)
@@ -129,22 +118,16 @@ async def input_tokens(request: HttpRequest, data: Annotated[InputTokensRequest,
         return InputTokens(input_tokens=await count_input_tokens(call, data))
 
 
-@post(
-    "/v1/responses/compact",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="response_compact",
-    operation_id="compactResponse",
-)
+@inference_route("/v1/responses/compact", "response_compact", "compactResponse")
 async def compact(
     request: HttpRequest, data: Annotated[CompactRequest, Body()]
 ) -> Response[CompactedResponse]:
     """Return a shorter conversation: the user's messages, and a summary of the rest that the model writes."""
-    call = await RequestContext.of(request)
-    with call.recording_refusals():
-        refuse_unsupported(data)
-        summary = await prepare_summary(call, data)
-    return Response(await while_connected(request.receive, summarize(call.gateway, summary)))
+    return await answer(
+        request,
+        lambda call: prepare_summary(call, data),
+        lambda call, made: summarize(call.gateway, made),
+    )
 
 
 responses_router = Router(
