@@ -36,8 +36,7 @@ from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.pooling import POOLING_FILE
 from ..weights.source import Checkpoint
-from .calibration import Calibration
-from .calibration_text import generate_calibration_text
+from .calibration import Calibration, generate_calibration_text
 from .compressed_tensors import TARGETS, CompressedTarget
 from .perplexity import config_for, perplexity, sequences_of
 from .quantizer import Quantizer, TensorError

@@ -22,10 +22,10 @@ from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budge
 from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor
 from llmbox.engine.executor.profile import build
 from llmbox.engine.executor.watchdog import WorkerWatchdog
-from llmbox.engine.executor.worker_loop import serve_launches
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.planning.estimator import MemoryPlan, estimate
+from llmbox.engine.process.worker_main import serve_launches
 from llmbox.engine.runner.gpu_runner import GPUModelRunner, LaunchedStep
 from support.late_device import FakeCapture, LateDevice
 from support.no_questions import NoQuestions

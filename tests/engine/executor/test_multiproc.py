@@ -10,9 +10,9 @@ from llmbox.engine.distributed.socket_link import Link
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor, SyncMultiprocExecutor
 from llmbox.engine.executor.watchdog import WorkerWatchdog
-from llmbox.engine.executor.worker_loop import serve_launches, serve_steps
 from llmbox.engine.ipc.messages import TokenLogprobs
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.engine.process.worker_main import serve_launches, serve_steps
 from support.scheduling import make_request, make_scheduler
 
 PATIENCE = 20.0

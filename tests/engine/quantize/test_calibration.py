@@ -9,8 +9,13 @@ import torch
 
 from bench.product_error import activations
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.quantize.calibration import BLOCK, Calibration
-from llmbox.engine.quantize.calibration_text import MOST_BEGINNINGS, generate_calibration_text, prompt_seeds
+from llmbox.engine.quantize.calibration import (
+    BLOCK,
+    MOST_BEGINNINGS,
+    Calibration,
+    generate_calibration_text,
+    prompt_seeds,
+)
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant_formats import QUANTS
@@ -79,7 +84,7 @@ def test_texts_begin_with_special_tokens_that_the_model_knows(tmp_path: Path) ->
 def test_a_calibrated_checkpoint_loads_and_says_what_it_was_made_of(
     tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmbox.engine.quantize.calibration_text.LENGTH", 20)
+    monkeypatch.setattr("llmbox.engine.quantize.calibration.LENGTH", 20)
     source = make_tiny_model(tmp_path / "model", arch="llama", hidden_size=72, intermediate_size=77)
     told: list[tuple[int, int]] = []
     nothing = lambda _done, _total: None  # noqa: E731
