@@ -65,6 +65,8 @@ class KVShape:
     dtype: torch.dtype
     """dtype of the stored keys and values; `compute_dtype` is the model's."""
     compute_dtype: torch.dtype
+    is_windowed: bool = False
+    """True for sliding-window layers with block tables of their own: `BatchLayout.window`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,16 @@ class StateLayout:
     save_starts_N1: Tensor
     save_rows: Tensor
     save_slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayout:
+    """Blocks and slots of sliding-window layers, as in `BatchLayout`. Blocks behind the window are 0: their
+    keys may be read, and are masked.
+    """
+
+    block_tables_NB: Tensor
+    slots_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,5 +113,7 @@ class BatchLayout:
     positions_T: Tensor
     slots_T: Tensor
     """`block * block_size + offset` of each row: the slot that its key and value are written to."""
+    window: "WindowLayout | None" = None
+    """For models whose sliding-window layers have blocks of their own."""
     states: StateLayout | None = None
     """For models with recurrent layers."""

@@ -37,6 +37,8 @@ class DraftScheduler:
             if row.samples and row.num_tokens == 1 and (drafts := self._propose(row.request, share, running)):
                 plan.rows[place] = replace(row, num_tokens=1 + len(drafts), drafts=drafts)
                 row.request.num_scheduled += len(drafts)
+                if self._kv_cache.windows is not None:
+                    self._kv_cache.windows.cover(row.request, row.start, plan.rows[place].end)
                 room -= len(drafts)
 
     def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> None:

@@ -83,6 +83,10 @@ class Request:
     """Positions of its prompt whose states are to be kept for the prefix cache, ascending."""
     answer_state: bytes | None = None
     """Chain hash under which the last state of its answer is kept."""
+    window_table: list[int] = field(default_factory=list)
+    """Blocks of sliding-window layers, 0 before `window_begin`; empty where they share `block_table`."""
+    window_begin: int = 0
+    """Index of the first block that its window needs. `WindowManager` writes both."""
     first_output_sent: bool = False
     """Set once the first output is made."""
 

@@ -169,9 +169,8 @@ class Scheduler:
 
     def _schedule_decoding(self, plan: StepPlan, decoding: Iterable[Request]) -> None:
         rows = [schedule_tokens(request, 1, 1) for request in decoding]
-        if self.kv_cache.states is not None:
-            for row in rows:
-                self.kv_cache.states.plan_saves(row)
+        for row in rows:
+            self._plan_memory(row)
         plan.rows.extend(rows)
         self._flows.charge(rows)
 
@@ -231,11 +230,17 @@ class Scheduler:
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
         plan.rows.append(schedule_tokens(request, tokens, remaining))
-        if self.kv_cache.states is not None:
-            self.kv_cache.states.plan_saves(plan.rows[-1])
+        self._plan_memory(plan.rows[-1])
         self._flows.charge(plan.rows[-1:])
         self._flows.note_served(request, self._clock())
         return budget - tokens
+
+    def _plan_memory(self, row: ScheduledRequest) -> None:
+        """Allocate what a row needs beside its block table."""
+        if self.kv_cache.states is not None:
+            self.kv_cache.states.plan_saves(row)
+        if self.kv_cache.windows is not None:
+            self.kv_cache.windows.cover(row.request, row.start, row.end)
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Move a waiting request to the running ones; False when blocks are short."""
@@ -332,6 +337,8 @@ class Scheduler:
             request.num_computed = end = row.end - row.num_rejected(len(taken))
             if row.start // size != end // size:
                 self.kv_cache.cache_blocks(request, row.start)
+                if self.kv_cache.windows is not None:
+                    self.kv_cache.windows.trim(request, end)
             self._apply_saves(row, valid=True)
             if row.drafts:
                 self.drafting.record_acceptance(row, taken)
@@ -397,6 +404,8 @@ class Scheduler:
         self.pool.check_holders(held)
         if self.kv_cache.states is not None:
             self.kv_cache.states.check(list(self._running.values()))
+        if self.kv_cache.windows is not None:
+            self.kv_cache.windows.check(list(self._running.values()))
         flows = [flow for _, flows in self._flows.bands for flow in flows]
         assert sum(flow.running for flow in flows) == len(self._running)
         assert sum(flow.present for flow in flows) == len(self._requests)

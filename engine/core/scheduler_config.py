@@ -22,6 +22,10 @@ class SchedulerConfig:
     state_slots: int = 0
     """Slots of recurrent state, of running sequences and of the prefix cache together; 0 for a model
     without."""
+    window: int = 0
+    """Tokens behind which blocks of sliding-window layers are freed; 0: never."""
+    window_blocks: int = 0
+    """Blocks of these layers."""
     draft_rows: int = 0
     """Maximum rows of a step with draft tokens (`draft_scheduler.py`); 0 turns drafts off. Only for executors
     that run one step at a time and whose rows are independent of each other."""

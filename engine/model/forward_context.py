@@ -22,6 +22,8 @@ class ForwardContext:
     cache: KVCache
     plans: dict[int | None, AttentionPlan]
     """Attention plans by sliding window; None: full attention."""
+    window_cache: KVCache | None = None
+    """KV cache of sliding-window layers, where they have one of their own."""
     layout: BatchLayout | None = None
     states: RecurrentState | None = None
-    """Both for models with recurrent layers."""
+    """These two for models with recurrent layers."""

@@ -43,6 +43,7 @@ class CPUKVCache(PackedHandle):
                 shape.block_size,
                 shape.num_kv_heads,
                 shape.head_dim,
+                shape.is_windowed,
             ),
             library.llmbox_cache_free,
         )

@@ -146,7 +146,7 @@ class CommandGraph:
 
 def ragged_step(rows: int, ragged: BatchLayout) -> Step:
     """Build the C++ step. `ragged` must stay alive until the step has run."""
-    states = ragged.states
+    states, window = ragged.states, ragged.window
     return Step(
         rows=rows,
         sequences=len(ragged.query_lens),
@@ -156,6 +156,8 @@ def ragged_step(rows: int, ragged: BatchLayout) -> Step:
         contexts=ragged.context_lens_N.data_ptr(),
         block_tables=ragged.block_tables_NB.data_ptr(),
         slots=ragged.slots_T.data_ptr(),
+        window_tables=None if window is None else window.block_tables_NB.data_ptr(),
+        window_slots=None if window is None else window.slots_T.data_ptr(),
         state_slots=None if states is None else states.slots_N.data_ptr(),
         save_starts=None if states is None else states.save_starts_N1.data_ptr(),
         save_rows=None if states is None else states.save_rows.data_ptr(),

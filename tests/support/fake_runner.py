@@ -65,8 +65,12 @@ def expected_output(namespace: str, prompt_ids: Sequence[int], params: SamplingP
 class FakeRunner:
     """One step at a time."""
 
-    def __init__(self, num_blocks: int, block_size: int, state_slots: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, state_slots: int = 0, window: int = 0, window_blocks: int = 0
+    ) -> None:
         self.block_size = block_size
+        self.window = window
+        self.window_slots: list[int | None] = [None] * (window_blocks * block_size)
         self.states: list[int | None] = [None] * state_slots
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.crash_next = False
@@ -145,6 +149,21 @@ class FakeRunner:
             self.slots[self._slot(request, position)] = wanted[position]
         if self.states:
             self._go_on(row, wanted)
+        if self.window:
+            self._slide(row, wanted)
+
+    def _slide(self, row: ScheduledRequest, wanted: list[int]) -> None:
+        """Write the row's tokens to the window's blocks, and read its window there."""
+        size, table = self.block_size, row.request.window_table
+
+        def slot(position: int) -> int:
+            return table[position // size] * size + position % size
+
+        for position in range(row.start, row.end):
+            self.window_slots[slot(position)] = wanted[position]
+        for position in range(max(0, row.start - self.window + 1), row.end):
+            found = self.window_slots[slot(position)]
+            assert found == wanted[position], f"{row.request.request_id}: wrong window at {position}"
 
     def _go_on(self, row: ScheduledRequest, wanted: list[int]) -> None:
         """Take the request's recurrent state from `row.start` to `row.end`."""
@@ -168,9 +187,9 @@ class FakeOverlappingRunner(FakeRunner):
     """Computes a step when it is launched, as what comes next on a device would see it, and tells later."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, depth: int = 1, stages: int = 1, state_slots: int = 0
+        self, num_blocks: int, block_size: int, depth: int = 1, stages: int = 1, *kinds: int
     ) -> None:
-        super().__init__(num_blocks, block_size, state_slots)
+        super().__init__(num_blocks, block_size, *kinds)
         self.depth, self.stages = depth, stages
         self.most_launched = 0
         self.crash_next_collect = False

@@ -121,15 +121,18 @@ class FakeEngine:
         depth: int = 0,
         stages: int = 1,
         state_slots: int = 0,
+        window: int = 0,
+        window_blocks: int = 0,
         **scheduler: object,
     ) -> None:
-        scheduler["state_slots"] = state_slots
+        kinds = state_slots, window, window_blocks
+        scheduler |= {"state_slots": state_slots, "window": window, "window_blocks": window_blocks}
         self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **scheduler)
         self.runner: FakeRunner
         if depth:
-            self.runner = driven = FakeOverlappingRunner(num_blocks, block_size, depth, stages, state_slots)
+            self.runner = driven = FakeOverlappingRunner(num_blocks, block_size, depth, stages, *kinds)
         else:
-            self.runner = FakeRunner(num_blocks, block_size, state_slots)
+            self.runner = FakeRunner(num_blocks, block_size, *kinds)
             driven = SyncExecutor(self.runner)
         self.engine = Engine(self.scheduler, driven, INFO)
         self.answers: dict[str, Answer] = {}
@@ -171,6 +174,8 @@ class FakeEngine:
         assert self.scheduler.pool.num_used == 0
         if self.scheduler.kv_cache.states is not None:
             assert self.scheduler.kv_cache.states.pool.num_used == 0
+        if self.scheduler.kv_cache.windows is not None:
+            assert self.scheduler.kv_cache.windows.pool.num_used == 0
         return self.answers
 
     def _take(self, output: RequestOutput | None) -> None:

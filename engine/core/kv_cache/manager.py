@@ -20,6 +20,7 @@ from .prefix_cache import extend_hashes, first_block_digest
 from .prefix_usage import PrefixUses
 from .state_manager import StateManager
 from .state_pool import StatePool
+from .window_manager import WindowManager
 
 
 class StepCopies(NamedTuple):
@@ -43,6 +44,10 @@ class KVCacheManager:
             slots = StatePool(config.state_slots)
             self.states = StateManager(slots, pool.block_size, caching=pool.caching)
         self._config = config
+        self.windows = None
+        if config.window:
+            kept = BlockPool(config.window_blocks, pool.block_size, enable_prefix_cache=pool.caching)
+            self.windows = WindowManager(kept, config.window)
         self._watermark = int(config.watermark * pool.num_blocks)
         self._premium_blocks = int(config.premium_share * pool.num_blocks)
         self._premium_held = 0
@@ -83,11 +88,12 @@ class KVCacheManager:
         Returns the copies to make before the step; None, with nothing changed, when blocks or slots are
         short. `alone`: no other request runs, so no block needs to stay free.
 
-        A recurrent state is only kept at the ends of blocks, so forks share what the prefix cache has.
+        A recurrent state is only kept at the ends of blocks, and a window moves on: then forks share what the
+        prefix cache has.
         """
         shared, known = self._find_prefix(request)
         hits = computed = len(shared) * self.pool.block_size
-        if self.states is not None:
+        if self.states is not None or self.windows is not None:
             sibling = None
         if sibling is not None and (forked := self._forkable(request)) > computed:
             shared, computed = sibling.block_table[: forked // self.pool.block_size], forked
@@ -101,6 +107,8 @@ class KVCacheManager:
         request.num_computed = request.num_scheduled = computed
         request.admissions += 1
         self._count_premium(request, size)
+        if self.windows is not None:
+            self.windows.allocate(request, len(shared))
         if self.states is not None:
             return StepCopies([], self.states.allocate(request, len(shared), known))
         if sibling is None or computed % self.pool.block_size == 0:
@@ -147,6 +155,8 @@ class KVCacheManager:
         for index in range(first, last):
             self.pool.cache_block(request.block_table[index], request.block_hashes[index])
             self.computed_by[request.block_table[index]] = request.request_id
+        if self.windows is not None:
+            self.windows.cache_blocks(request, first, last)
 
     def free(self, request: Request, *, suspect: bool = False) -> None:
         """Free the request's whole block table. `suspect`: its KV may be wrong, so its blocks leave the
@@ -156,6 +166,8 @@ class KVCacheManager:
             self.pool.uncache(request.block_table)
         if self.states is not None:
             self.states.free(request, suspect=suspect)
+        if self.windows is not None:
+            self.windows.free(request, suspect=suspect)
         self.pool.free(request.block_table)
         self._count_premium(request, -len(request.block_table))
         request.block_table = []
@@ -175,14 +187,16 @@ class KVCacheManager:
 
     def _find_prefix(self, request: Request) -> tuple[list[int], int]:
         """Return cached blocks to share, and the number of cached blocks, which is larger where recurrent
-        state was not kept for all of them. Never blocks of all tokens, because the logits of the last one
-        must be computed.
+        state, or the window of sliding layers, was not kept for all of them. Never blocks of all tokens,
+        because the logits of the last one must be computed.
         """
         if not self.pool.caching or _needs_all_rows(request):
             return [], 0
         usable = self._usable_blocks(request)
         extend_hashes(request, self.pool.block_size, usable)
         blocks = self.pool.find(request.block_hashes[:usable])
+        if self.windows is not None:
+            return blocks[: self.windows.usable(request.block_hashes[: len(blocks)])], len(blocks)
         if self.states is None:
             return blocks, len(blocks)
         with_state, _ = self.states.pool.find(request.block_hashes[: len(blocks)])
@@ -201,8 +215,8 @@ class KVCacheManager:
         found = hits // size
         if found == usable:
             return "complete" if usable else "short"
-        if self.states is not None and self.pool.has_prefix(request.block_hashes[found]):
-            return "state"
+        if self.pool.has_prefix(request.block_hashes[found]):
+            return "evicted" if self.states is None else "state"
         first = first_block_digest(request, size) if found == 0 else None
         return self.pool.history.why_absent(request.block_hashes[found], first)
 

@@ -95,7 +95,7 @@ private:
 
     Walk walk_of(const Step& step, const Tile& tile) const {
         const int position = position_of(step, tile), seen = Sights{position, 1, window_}.oldest(0);
-        const int32_t* table = step.block_tables + static_cast<int64_t>(tile.sequence) * step.table_width;
+        const int32_t* table = cache_.tables(step) + static_cast<int64_t>(tile.sequence) * step.table_width;
         const int first = strip_of(step, seen) / STRIPS * STRIPS;  // whole chunks, from the beginning on
         return {table, tile.head, first, strip_of(step, position + tile.tokens - 1) + 1};
     }

@@ -24,17 +24,18 @@ private:
         const int width = cache_.head_dim, first_key = heads_ - 2 * cache_.heads, first_value = heads_ - cache_.heads;
         const bool is_value = rows.head >= first_value, is_key = rows.head >= first_key && !is_value;
         const int kv_head = rows.head - (is_value ? first_value : first_key);
+        const int32_t* slots = cache_.slots(step);
         const HeadWriter<E> writer(cache_, layer_, kv_head, member);
         for (int row = rows.begin; row < rows.end; row++) {
             T* x = x_ + row * x_stride_ + rows.head * width;
             if (is_value) {
-                writer.value(step.slots[row], x);
+                writer.value(slots[row], x);
                 continue;
             }
             const int64_t angles = step.angles(table_, row, width);
             if (norm_) norm_row(x, norm_ + rows.head * width, x, width, eps_);
             rotate_row(x, step.cos + angles, step.sin + angles, width);
-            if (is_key) writer.key(step.slots[row], x);
+            if (is_key) writer.key(slots[row], x);
         }
     }
 

@@ -28,10 +28,11 @@ struct KVCache {
     size_t codes_bytes;  // of a strip, without its scales
     size_t strip_bytes;
     size_t half_bytes;  // keys of one head in one block; the values are as large
+    bool windowed;      // of sliding-window layers, with block tables of their own
     HugeBlock memory;
 
     // `element_size` 1 is int8 with scales.
-    KVCache(int layers, int blocks, int block_size, int heads, int head_dim, int element_size)
+    KVCache(int layers, int blocks, int block_size, int heads, int head_dim, int element_size, bool windowed)
         : layers(layers),
           blocks(blocks),
           block_size(block_size),
@@ -42,7 +43,11 @@ struct KVCache {
           codes_bytes(static_cast<size_t>(STRIP) * padded_dim * element_size),
           strip_bytes(codes_bytes + (element_size == 1 ? STRIP * sizeof(float) : 0)),
           half_bytes(strips * strip_bytes),
+          windowed(windowed),
           memory(layers * blocks * block_bytes()) {}
+
+    const int32_t* slots(const Step& step) const { return windowed ? step.window_slots : step.slots; }
+    const int32_t* tables(const Step& step) const { return windowed ? step.window_tables : step.block_tables; }
 
     size_t block_bytes() const { return 2 * half_bytes * heads; }
     uint8_t* block(int layer, int block) const {
@@ -147,9 +152,10 @@ public:
             const HeadRows rows(index, step.rows, cache_.heads);
             const HeadWriter<E> writer(cache_, layer_, rows.head, member);
             const int offset = rows.head * cache_.head_dim;
+            const int32_t* slots = cache_.slots(step);
             for (int row = rows.begin; row < rows.end; row++) {
-                writer.key(step.slots[row], k_ + row * k_stride_ + offset);
-                writer.value(step.slots[row], v_ + row * v_stride_ + offset);
+                writer.key(slots[row], k_ + row * k_stride_ + offset);
+                writer.value(slots[row], v_ + row * v_stride_ + offset);
             }
         }
     }

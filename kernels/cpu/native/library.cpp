@@ -27,9 +27,9 @@ int llmbox_threads_running() { return pool().threads(); }
 
 // ---------------------------------------------------------------- KV cache
 
-KVCache* llmbox_cache_new(int dtype, int layers, int blocks, int block_size, int heads, int head_dim) try {
+KVCache* llmbox_cache_new(int dtype, int layers, int blocks, int block_size, int heads, int head_dim, int windowed) try {
     const int element_size = with_kv_type(dtype, []<class E>(E) -> int { return sizeof(typename E::Element); });
-    return new KVCache(layers, blocks, block_size, heads, head_dim, element_size);
+    return new KVCache(layers, blocks, block_size, heads, head_dim, element_size, windowed);
 } catch (const std::bad_alloc&) {
     return nullptr;
 }

@@ -23,6 +23,8 @@ struct Step {
     const int32_t* contexts;       // [sequences]
     const int32_t* block_tables;   // [sequences, table_width]
     const int32_t* slots;          // [rows]
+    const int32_t* window_tables;  // as these two, of caches of sliding-window layers
+    const int32_t* window_slots;
     const int32_t* state_slots;    // [sequences]; these four only for models with recurrent layers
     const int32_t* save_starts;    // [sequences + 1]
     const int32_t* save_rows;      // [save_starts[sequences]]

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from llmbox.engine.core.kv_cache.window_manager import pool_blocks
 from support.fake_runner import expected_output
 from support.scheduling import FakeEngine, make_request
 
@@ -46,6 +47,14 @@ VARIANTS = {
     "preempted, cache off": {"num_blocks": 13, "cache": False},
     "preempted, chunks": {"num_blocks": 13, "token_budget": 8},
     "block of one": {"block_size": 1, "num_blocks": 50},
+    "window": {"window": 5, "window_blocks": pool_blocks(5, 4, 8, 64)},
+    "window, preempted, chunks": {
+        "window": 6,
+        "window_blocks": pool_blocks(6, 4, 8, 8),
+        "num_blocks": 13,
+        "token_budget": 8,
+    },
+    "window, cache off": {"window": 1, "window_blocks": pool_blocks(1, 4, 8, 11), "cache": False, "token_budget": 11},
     "recurrent": {"state_slots": 20},
     "recurrent, two slots": {"state_slots": 2},
     "recurrent, one slot": {"state_slots": 1},
