@@ -30,6 +30,8 @@ FLOAT8_SINCE: Final = (8, 9)
 """Minimum compute capabilities, of Triton and of FP8."""
 MAX_CONV_WIDTH: Final = 8
 """Most inputs that a channel of a recurrent layer's convolution may span."""
+WINDOW_MARGIN: Final = 128
+"""Tokens before a sliding window that the C++ kernels may read: whole chunks of keys, partly masked."""
 INTERPRETER_ONLY: Final = "on a CPU they run under TRITON_INTERPRET=1 only, for tests"
 
 

@@ -72,6 +72,7 @@ def least_bytes(plan: MemoryPlan) -> int:
     """Minimum bytes that a plan needs of each memory: one request of full context."""
     blocks = -(-plan.context // plan.block_size)
     kv = blocks * plan.block_size * plan.kv_bytes_per_token
+    kv += plan.least_window_blocks * plan.block_size * plan.window_bytes_per_token
     states = min(2, plan.state_slots) * plan.slot_bytes
     return (plan.weights_bytes + plan.workspace_bytes + kv + states) * plan.ranks_in_memory
 

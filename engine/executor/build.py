@@ -168,6 +168,13 @@ def load_rank(
         dtype=kv_dtype,
         compute_dtype=dtype,
     )
+    window_shape = None
+    if plan.window:
+        sliding = model_config.sliding_layers(stage)
+        kv_shape = replace(kv_shape, num_layers=max(1, kv_shape.num_layers - sliding))
+        window_shape = replace(
+            kv_shape, num_layers=max(1, sliding), num_blocks=plan.window_blocks, is_windowed=True
+        )
     rotary = Rotary(model_config, plan.context, device)
     if overlaps:
         parts = GPUEngineParts(model, rotary, kv_shape)
@@ -175,12 +182,20 @@ def load_rank(
         return RankEngine(make, plan, ops.name, measured)
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)
+    window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
     states = None
     if model_config.recurrent is not None:
         count = model_config.layers_with(stage, state=True)
         states = make_state(state_shape(model_config.recurrent, count, plan, layout.tp), device)
     runner = CPUModelRunner(
-        model, rotary, cache, sampler, block_size=plan.block_size, device=device, states=states
+        model,
+        rotary,
+        cache,
+        sampler,
+        block_size=plan.block_size,
+        device=device,
+        window_cache=window_cache,
+        states=states,
     )
     return RankEngine(runner, plan, ops.name, measured, rows)
 
@@ -295,6 +310,8 @@ def make_scheduler(config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0) 
         watermark=config.watermark,
         draft_rows=draft_rows,
         state_slots=plan.state_slots,
+        window=plan.window,
+        window_blocks=plan.window_blocks,
     )
     return Scheduler(settings, pool)
 

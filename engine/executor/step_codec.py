@@ -41,6 +41,7 @@ class _Mirror:
     tokens: int = 0
     blocks: int = 0
     """Sent blocks of its table, which only grows during an admission."""
+    window_blocks: int = 0
 
     @property
     def is_gone(self) -> bool:
@@ -84,13 +85,15 @@ class StepEncoder:
         return [self._mirrors.pop(key).number for key in gone]
 
     def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Mirror) -> None:
-        """Append the integers of `_ROW`, then the new ids, the new blocks, the mask and the saves."""
+        """Append the integers of `_ROW`, then the new ids, the new blocks, the mask, the saves, and the
+        number of new blocks of sliding windows with these. Blocks freed behind the window are not sent: they
+        are not read.
+        """
         request = row.request
         ids = request.token_ids[known.tokens :]
         added = request.block_table[known.blocks :]
-        numbers.extend(
-            (known.number, row.start, row.num_tokens, row.samples + 2 * len(row.saves), row.admission)
-        )
+        flags = row.samples + 2 * bool(request.window_table) + 4 * len(row.saves)
+        numbers.extend((known.number, row.start, row.num_tokens, flags, row.admission))
         mask = _as_numbers(request.mask) if row.samples else array(NUMBER)
         numbers.extend((request.num_pending, len(ids), len(added), len(mask)))
         numbers.extend(ids)
@@ -98,6 +101,10 @@ class StepEncoder:
         numbers.extend(mask)
         for save in row.saves:
             numbers.extend(save)
+        if request.window_table:
+            more = request.window_table[known.window_blocks :]
+            numbers.extend((len(more), *more))
+            known.window_blocks += len(more)
         known.tokens += len(ids)
         known.blocks += len(added)
 
@@ -121,13 +128,15 @@ class StepDecoder:
         number, start, tokens, flags, admission, pending, num_ids, added, mask = islice(numbers, _ROW)
         ids, blocks = list(islice(numbers, num_ids)), list(islice(numbers, added))
         allowed = array(NUMBER, islice(numbers, mask)).tobytes()
-        saves = list(islice(numbers, flags // 2 * 2))
+        saves = list(islice(numbers, flags // 4 * 2))
+        window = list(islice(numbers, *islice(numbers, 1))) if flags & 2 else []
         request = self._requests.get(number)
         if request is None:
             request = self._requests[number] = _introduced(new[str(number)], ids)
         else:
             request.token_ids += ids
         request.block_table += blocks
+        request.window_table += window
         request.admissions, request.num_pending = admission, pending
         request.mask = allowed or None
         pairs = tuple(zip(saves[::2], saves[1::2], strict=True))

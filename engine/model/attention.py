@@ -6,7 +6,7 @@ T rows, E hidden, H query heads and G kv heads of this rank, D head dim, n = H +
 import torch
 from torch import Tensor
 
-from llmbox.kernels.ops import AttentionPlan, Ops
+from llmbox.kernels.ops import AttentionPlan, KVCache, Ops
 
 from ..model_config.config import ModelConfig
 from ..partition import ShardSlice
@@ -24,6 +24,9 @@ class Attention:
         stage = rank.layout.layers(config.num_layers)
         self.layer = config.layers_with(range(stage.start, layer), state=False)
         """Index in the KV cache, which holds the layers of this stage."""
+        sliding = config.sliding_layers(range(stage.start, layer))
+        self.layer_of_kind = self.layer - sliding if config.windows[layer] is None else sliding
+        """Index where sliding-window layers have a cache of their own, and the others another."""
         heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(config.num_kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
         self.scale = config.scales.attention or config.head_dim**-0.5
@@ -83,7 +86,7 @@ class Attention:
         qkv, gates = rows[:, : self.heads + 2 * self.kv_heads], rows[:, self.heads + 2 * self.kv_heads :]
         q_THD = self._rotate_and_write_kv(qkv, forward, plan)
         special = self.softcap, self.sinks_H
-        out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, *special)
+        out = ops.attention(q_THD, *self._cache(forward), plan, self.scale, *special)
         if self.has_gate:
             assert ops.recurrent is not None
             out = ops.recurrent.sigmoid_mul(out, gates.flatten(1))
@@ -96,15 +99,21 @@ class Attention:
         if self.norms_after_rope or self.query_rope != self.rope:
             return self._rotate_apart(qkv, forward, plan)
         if ops.rotate_and_write is not None:
-            norm_nD, cache = self.norm_nD, forward.cache
-            qk_TnD = ops.rotate_and_write(qkv, norm_nD, self.eps, *angles, cache, self.layer, plan)
+            norm_nD, cache = self.norm_nD, self._cache(forward)
+            qk_TnD = ops.rotate_and_write(qkv, norm_nD, self.eps, *angles, *cache, plan)
         else:
             qk_TnD = qkv[:, :rotated]
             if self.norm_nD is not None:
                 qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
             qk_TnD = ops.rotary(qk_TnD, *angles)
-            ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
+            ops.write_kv(*self._cache(forward), qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
         return qk_TnD[:, : self.heads]
+
+    def _cache(self, forward: ForwardContext) -> tuple[KVCache, int]:
+        """Return this layer's cache, and its index there."""
+        if forward.window_cache is None:
+            return forward.cache, self.layer
+        return (forward.cache if self.window is None else forward.window_cache), self.layer_of_kind
 
     def _rotate_apart(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
         """Do as `_rotate_and_write_kv` where queries have a table of their own, or norms come last."""
@@ -120,7 +129,7 @@ class Attention:
         if self.query_rope != self.rope:
             k_TGD = ops.rotary(k_TGD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
             q_THD = ops.rotary(q_THD, forward.cos_ATD[self.query_rope], forward.sin_ATD[self.query_rope])
-        ops.write_kv(forward.cache, self.layer, k_TGD, qkv[:, rotated:], plan)
+        ops.write_kv(*self._cache(forward), k_TGD, qkv[:, rotated:], plan)
         return q_THD
 
 
@@ -151,7 +160,7 @@ class FullWidthQKNormAttention(Attention):
         q_THD, k_TGD = self._norm(qkv.flatten(1))
         q_THD, k_TGD = self.ops.rotary(q_THD, *angles), self.ops.rotary(k_TGD, *angles)
         values = qkv[:, self.heads + self.kv_heads :]
-        self.ops.write_kv(forward.cache, self.layer, k_TGD, values, plan)
+        self.ops.write_kv(*self._cache(forward), k_TGD, values, plan)
         return q_THD
 
     def _norm(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from .multipliers import Scales
 from .pooling import has_head, with_head
 from .recurrent import RecurrentConfig
 from .rope import RopeConfig
-from .shape import ExpertShape, ModelShape
+from .shape import ExpertShape, ModelShape, SlidingShape
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 12
@@ -119,6 +119,10 @@ class ModelConfig:
             return 0 if state else len(layers)
         return sum(self.recurrent.layers[layer] == state for layer in layers)
 
+    def sliding_layers(self, layers: range) -> int:
+        """Return how many of these layers have a sliding window."""
+        return sum(self.windows[layer] is not None for layer in layers)
+
     @property
     def context_limit(self) -> int:
         """Longest sequence that the model supports, in tokens."""
@@ -180,7 +184,20 @@ class ModelConfig:
             wide_params=self.wide_params,
             experts=None if self.experts is None else expert_shape(self.experts),
             recurrent=None if self.recurrent is None else self.recurrent.shape(),
+            sliding=sliding_shape(self.windows),
         )
+
+
+def sliding_shape(windows: tuple[int | None, ...]) -> SlidingShape | None:
+    is_sliding = tuple(window is not None for window in windows)
+    if not any(is_sliding):
+        return None
+    return SlidingShape(
+        is_sliding=is_sliding,
+        layers=sum(is_sliding),
+        full_layers=max(1, is_sliding.count(False)),
+        window=max(window or 0 for window in windows),
+    )
 
 
 def norm_eps(fields: Fields) -> float:

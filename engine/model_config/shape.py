@@ -68,6 +68,19 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingShape:
+    """Layers with a sliding window, beside which others may see the whole context."""
+
+    is_sliding: tuple[bool, ...]
+    """True for each layer of the model with a window."""
+    layers: int
+    full_layers: int
+    """Number of the others, at least 1."""
+    window: int
+    """Largest window in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes from config.json; a gated MLP (three matrices of hidden x ffn) is assumed."""
 
@@ -109,6 +122,7 @@ class ModelShape:
     fits_float16: bool = True
     """True if the outputs of layers stay within the range of float16."""
     recurrent: RecurrentShape | None = None
+    sliding: SlidingShape | None = None
 
     @property
     def kv_layers(self) -> int:
@@ -180,12 +194,11 @@ class ModelShape:
         mlps = 3 * self.hidden * self.inner_rows + self.router_params
         return self.layers * (attention + bias + norms) + mlps
 
-    def kv_bytes_per_token(self, dtype: str, width: int | None = None) -> int:
-        """Return the bytes of K and V of all layers. A sliding window does not reduce them: a request keeps
-        all its blocks.
+    def kv_bytes_per_token(self, dtype: str, width: int | None = None, layers: int | None = None) -> int:
+        """Return the bytes of K and V of all layers, or of so many `layers`.
 
         `width`: padded head dimension, if kernels pad it.
         """
         numbers = width or self.head_dim
         head = numbers + 4 if dtype in SCALED_KV else numbers * DTYPE_BYTES[dtype]
-        return 2 * self.kv_layers * self.kv_heads * head
+        return 2 * (self.kv_layers if layers is None else layers) * self.kv_heads * head

@@ -87,12 +87,21 @@ class MemoryPlan:
     state_slots: int = 0
     """Slots of recurrent state, of running sequences and of the prefix cache; 0 for a model without."""
     slot_bytes: int = 0
+    window: int = 0
+    """Tokens behind which blocks of sliding-window layers are freed; 0: never."""
+    window_blocks: int = 0
+    window_bytes_per_token: int = 0
+    """Bytes of keys and values of these layers, which then are not in `kv_bytes_per_token`."""
+    least_window_blocks: int = 0
+    """Blocks of these layers that one request needs."""
     is_lowered: bool = False
     """True if the context is smaller than wanted."""
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_size * self.kv_bytes_per_token
+        return self.block_size * (
+            self.num_blocks * self.kv_bytes_per_token + self.window_blocks * self.window_bytes_per_token
+        )
 
     @property
     def total_bytes(self) -> int:

@@ -3,7 +3,14 @@
 from dataclasses import dataclass, replace
 
 from ..model_config.parallel_layout import ParallelLayout
-from ..model_config.shape import DTYPE_BYTES, ExpertShape, LatentShape, ModelShape, RecurrentShape
+from ..model_config.shape import (
+    DTYPE_BYTES,
+    ExpertShape,
+    LatentShape,
+    ModelShape,
+    RecurrentShape,
+    SlidingShape,
+)
 from .roofline import decode_tokens_per_second
 
 
@@ -28,6 +35,7 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         latent=shape.latent and _latent_share(shape.latent, tp),
         experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
+        sliding=shape.sliding and _sliding_share(shape.sliding, pp),
     )
     tables = shape.table_params * (1 if shape.tied else 2)
     in_layers = shape.params - tables - shape.hidden
@@ -63,6 +71,18 @@ def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentSh
         layers=max(count for count, _ in counts),
         attention_layers=max(1, *(size - count for count, size in counts)),
         layer_bytes=recurrent.layer_bytes // tp,
+    )
+
+
+def _sliding_share(sliding: SlidingShape, pp: int) -> SlidingShape:
+    """Return the most sliding layers of any stage, and the most others."""
+    kinds = sliding.is_sliding
+    stages = [ParallelLayout(1, pp, stage).layers(len(kinds)) for stage in range(pp)]
+    counts = [(sum(kinds[layer] for layer in stage), len(stage)) for stage in stages]
+    return replace(
+        sliding,
+        layers=max(count for count, _ in counts),
+        full_layers=max(1, *(size - count for count, size in counts)),
     )
 
 

@@ -2,8 +2,10 @@
 
 from llmbox.kernels.cpu.isa import kv_width
 from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.support import WINDOW_MARGIN
 
 from ..config import Dtype, EngineConfig, KVDtype
+from ..core.kv_cache.window_manager import pool_blocks
 from ..core.microbatching import share
 from ..errors import DeviceError, DoesNotFit
 from ..model_config.shape import DTYPE_BYTES, ModelShape
@@ -74,10 +76,16 @@ class Planner:
         )
         self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
         width = kv_width(shape.head_dim, self.kv_dtype, budget.level) if self._is_native else None
-        self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, width)
-        self.block_bytes = config.block_size * self.kv_bytes_per_token
         self.max_running = config.max_running or _default_max_running(budget, config)
         self.token_budget = config.token_budget or _default_token_budget(shape, budget, self.max_running)
+        self.window = self._bounded_window()
+        sliding = shape.sliding if self.window else None
+        full = None if sliding is None else sliding.full_layers
+        self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, width, full)
+        self.block_bytes = config.block_size * self.kv_bytes_per_token
+        self.window_bytes_per_token = 0
+        if sliding is not None:
+            self.window_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, width, sliding.layers)
         self.wanted_slots = self.max_running + _KEPT_STATES if shape.slot_bytes else 0
         self.least_slots = min(_LEAST_SLOTS, self.wanted_slots)
         self.notes: list[str] = []
@@ -97,8 +105,10 @@ class Planner:
                 f"context lowered from {limit} to {context} tokens to fit in {show_bytes(have)}"
             )
         slots = self._slots(have - self._need(context))
+        window_blocks = self._shared_window_blocks(have - self._need(context))
         workspace = self._workspace(context)
-        room = (have - self.weights - workspace - slots * self.shape.slot_bytes) // self.block_bytes
+        beside = slots * self.shape.slot_bytes + self._window_bytes(window_blocks)
+        room = (have - self.weights - workspace - beside) // self.block_bytes
         wanted = self._pool_blocks(context)
         if wanted < min(room, self.max_running * self._blocks(context)) and self.config.kv_tokens is None:
             self.notes.append(
@@ -120,11 +130,59 @@ class Planner:
             context=context,
             max_running=self.max_running,
             token_budget=self.token_budget,
+            window=self.window,
+            window_blocks=window_blocks,
+            window_bytes_per_token=self.window_bytes_per_token,
+            least_window_blocks=self._window_blocks(1),
             state_slots=slots,
             slot_bytes=self.shape.slot_bytes,
             notes=tuple(self.notes),
             is_lowered=context < limit,
         )
+
+    def _bounded_window(self) -> int:
+        """Return the tokens behind which blocks of sliding-window layers are freed; 0: they keep all blocks.
+
+        Only the C++ kernels have block tables for them, and a prompt that is computed at once needs all.
+        """
+        sliding, config = self.shape.sliding, self.config
+        if sliding is None or not self._is_native or config.overlap or config.batching == "static":
+            return 0
+        window = sliding.window + WINDOW_MARGIN
+        is_bounded = config.chunked_prefill and window + self.token_budget < self._wanted_context()
+        return window if is_bounded else 0
+
+    def _window_blocks(self, running: int) -> int:
+        if not self.window:
+            return 0
+        step = max(self.token_budget, self.max_running)
+        return pool_blocks(self.window, self.config.block_size, running, step)
+
+    def _window_bytes(self, blocks: int) -> int:
+        return blocks * self.config.block_size * self.window_bytes_per_token
+
+    def _shared_window_blocks(self, spare: int) -> int:
+        """Return the blocks of sliding-window layers. Lowers `max_running` where `spare` bytes are too few
+        for the windows of all.
+        """
+        if not self.window:
+            return 0
+        least, running = self._window_bytes(self._window_blocks(1)), self.max_running
+        while (
+            running > 1 and self._window_bytes(self._window_blocks(running)) - least > spare * _STATES_SHARE
+        ):
+            running -= 1
+        each = (self._window_bytes(self._window_blocks(2)) - least) or 0
+        if running < self.max_running:
+            self.notes.append(
+                f"{running} requests run at once, not {self.max_running}: the sliding windows of each take "
+                f"{show_bytes(each)}"
+            )
+            self.max_running = running
+        self.notes.append(
+            f"sliding-window layers keep {self.window} tokens of a request: {show_bytes(each)} each"
+        )
+        return self._window_blocks(running)
 
     def _slots(self, spare: int) -> int:
         """Return the slots of recurrent state, of which `spare` bytes may hold more than the fewest. Lowers
@@ -228,8 +286,8 @@ class Planner:
 
     def _need(self, context: int) -> int:
         """Return the bytes needed to serve one request of this context."""
-        states = self.least_slots * self.shape.slot_bytes
-        return self.weights + self._workspace(context) + states + self._blocks(context) * self.block_bytes
+        beside = self.least_slots * self.shape.slot_bytes + self._window_bytes(self._window_blocks(1))
+        return self.weights + self._workspace(context) + beside + self._blocks(context) * self.block_bytes
 
     def _largest_context(self, limit: int, have: int) -> int:
         """Return the largest context that fits, in whole blocks; 0 if none. The need grows with the context,
@@ -246,7 +304,7 @@ class Planner:
 
     def _refusal(self, context: int, have: int) -> str:
         need = self._need(context)
-        kv = self._blocks(context) * self.block_bytes
+        kv = self._blocks(context) * self.block_bytes + self._window_bytes(self._window_blocks(1))
         return (
             f"the model needs {show_bytes(need)} and has {show_bytes(have)} "
             f"(weights {show_bytes(self.weights)} in {self.dtype}, "

@@ -17,7 +17,7 @@ from ..model.rotary import Rotary
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
 from .draft_verification import requests_with_nan, verify_drafts
-from .input_batch import PromptRows, StepBatch, build_batch
+from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, window_table
 from .pooling import read_sums, sum_states
 
 
@@ -33,14 +33,20 @@ class CPUModelRunner:
         *,
         block_size: int,
         device: torch.device,
+        window_cache: KVCache | None = None,
         states: RecurrentState | None = None,
     ) -> None:
-        """`states`: of a model with recurrent layers."""
+        """`window_cache`: of sliding-window layers, if they have blocks of their own. `states`: of a model
+        with recurrent layers.
+        """
         self._model = model
         self._ops = model.ops
         self._rotary = rotary
         self._cache = cache
+        self._window_cache = window_cache
         self._states = states
+        if window_cache is not None:  # blocks behind a window are 0, and are read
+            self._ops.clear_blocks(window_cache, [0])
         self._sampler = sampler
         self._block_size = block_size
         self._device = device
@@ -53,8 +59,15 @@ class CPUModelRunner:
         if self._states is not None:
             copy_states(self._states, plan.state_copies)
         rows = sorted(plan.rows, key=_decoding_first)
-        with_states = self._states is not None
-        batch = build_batch(rows, self._block_size, self._device, with_states=with_states)
+        batch = build_batch(
+            rows,
+            self._block_size,
+            self._device,
+            with_windows=self._window_cache is not None,
+            with_states=self._states is not None,
+        )
+        if self._window_cache is not None:
+            self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, window_table))
         self._ops.clear_blocks(self._cache, batch.fresh_blocks)
         hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
         result = self._sample(hidden_RE[: batch.num_sampled], batch)
@@ -75,7 +88,16 @@ class CPUModelRunner:
     def _forward(self, batch: StepBatch) -> ForwardContext:
         cos_ATD, sin_ATD = self._rotary.rows(batch.ragged.positions_T)
         plans = {w: self._ops.plan_attention(batch.ragged, self._cache, w) for w in self._windows}
-        return ForwardContext(batch.ids_T, cos_ATD, sin_ATD, self._cache, plans, batch.ragged, self._states)
+        return ForwardContext(
+            batch.ids_T,
+            cos_ATD,
+            sin_ATD,
+            self._cache,
+            plans,
+            self._window_cache,
+            batch.ragged,
+            self._states,
+        )
 
     def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:
         if not batch.num_sampled or not self._model.is_last:

@@ -5,13 +5,13 @@ Python per token, and copied to the device once per tensor.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from llmbox.kernels.op_types import BatchLayout, StateLayout
+from llmbox.kernels.op_types import BatchLayout, StateLayout, WindowLayout
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest
@@ -53,10 +53,15 @@ class StepBatch:
 
 
 def build_batch(
-    rows: Sequence[ScheduledRequest], block_size: int, device: torch.device, *, with_states: bool = False
+    rows: Sequence[ScheduledRequest],
+    block_size: int,
+    device: torch.device,
+    *,
+    with_windows: bool = False,
+    with_states: bool = False,
 ) -> StepBatch:
-    """Flatten scheduled rows into the tensors of one forward pass. `with_states`: the model has recurrent
-    layers.
+    """Flatten scheduled rows into the tensors of one forward pass. `with_windows`: sliding-window layers have
+    blocks of their own. `with_states`: the model has recurrent layers.
     """
     ids, positions, starts = array("q"), array("i"), array("i", [0])
     prompt_rows, vector_rows, last_known = array("q"), array("q"), {}
@@ -82,6 +87,9 @@ def build_batch(
     in_order = len(sampled_rows) == starts[-1] and (len(rounds) == 1 or len(rows) == 1)
     wanted = None if in_order and not prompts else sampled_rows + prompt_rows + vector_rows
     layout = ragged(rows, starts, positions, block_size, device)
+    if with_windows:
+        window = WindowLayout(*block_slots(rows, positions, block_size, device, window_table))
+        layout = replace(layout, window=window)
     return StepBatch(
         ids_T=to_device(ids, device),
         ragged=replace(layout, states=state_layout(rows, starts, device)) if with_states else layout,
@@ -108,13 +116,27 @@ def state_layout(rows: Sequence[ScheduledRequest], starts: "array[int]", device:
     return StateLayout(*(to_device(each, device) for each in (slots, save_starts, save_rows, save_slots)))
 
 
-def begun_blocks(rows: Sequence[ScheduledRequest], block_size: int) -> list[int]:
+BlockTable = Callable[[Request], list[int]]
+
+
+def block_table(request: Request) -> list[int]:
+    return request.block_table
+
+
+def window_table(request: Request) -> list[int]:
+    """Return the blocks of sliding-window layers; of a request without any, as in warm-ups, all of its."""
+    return request.window_table or request.block_table
+
+
+def begun_blocks(
+    rows: Sequence[ScheduledRequest], block_size: int, table: BlockTable = block_table
+) -> list[int]:
     """Return the KV blocks whose first slot this step writes and whose last slot it does not."""
     begun = []
     for row in rows:
         last_block, filled = divmod(row.start + row.num_tokens, block_size)
         if filled and row.start <= last_block * block_size:
-            begun.append(row.request.block_table[last_block])
+            begun.append(table(row.request)[last_block])
     return begun
 
 
@@ -126,11 +148,33 @@ def ragged(
     device: torch.device,
 ) -> BatchLayout:
     lens, contexts = [row.num_tokens for row in rows], [row.end for row in rows]
+    tables_NB, slots_T = block_slots(rows, positions, block_size, device, block_table)
+    return BatchLayout(
+        block_size=block_size,
+        query_lens=lens,
+        contexts=contexts,
+        query_starts_N1=to_device(starts, device),
+        context_lens_N=to_device(array("i", contexts), device),
+        block_tables_NB=tables_NB,
+        positions_T=to_device(positions, device),
+        slots_T=slots_T,
+    )
+
+
+def block_slots(
+    rows: Sequence[ScheduledRequest],
+    positions: "array[int]",
+    block_size: int,
+    device: torch.device,
+    table: BlockTable,
+) -> tuple[Tensor, Tensor]:
+    """Return the block tables of all sequences, padded with zeros, and the slot of each row."""
+    lens, contexts = [row.num_tokens for row in rows], [row.end for row in rows]
     width = max(-(-context // block_size) for context in contexts)
     tables = array("i")
     for row, context in zip(rows, contexts, strict=True):
         blocks = -(-context // block_size)
-        tables.extend(row.request.block_table[:blocks])
+        tables.extend(table(row.request)[:blocks])
         tables.extend([0] * (width - blocks))
     tables_NB = from_array(tables).view(len(rows), width)
     positions_T = from_array(positions)
@@ -139,13 +183,4 @@ def ragged(
         torch.repeat_interleave(torch.tensor(lens)) if len(positions) > len(rows) else torch.arange(len(rows))
     )
     slots_T = tables_NB[row_T, block_T] * block_size + positions_T % block_size
-    return BatchLayout(
-        block_size=block_size,
-        query_lens=lens,
-        contexts=contexts,
-        query_starts_N1=to_device(starts, device),
-        context_lens_N=to_device(array("i", contexts), device),
-        block_tables_NB=move(tables_NB, device),
-        positions_T=move(positions_T, device),
-        slots_T=move(slots_T, device),
-    )
+    return move(tables_NB, device), move(slots_T, device)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ..request import Request
 from .block_pool import BlockPool
 
+
 def pool_blocks(window: int, block_size: int, running: int, step_tokens: int) -> int:
     """Return the blocks that `running` requests need at most, with `step_tokens` in the steps in flight."""
     return running * (-(-window // block_size) + 3) + 2 * -(-step_tokens // block_size)

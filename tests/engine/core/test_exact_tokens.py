@@ -54,7 +54,12 @@ VARIANTS = {
         "num_blocks": 13,
         "token_budget": 8,
     },
-    "window, cache off": {"window": 1, "window_blocks": pool_blocks(1, 4, 8, 11), "cache": False, "token_budget": 11},
+    "window, cache off": {
+        "window": 1,
+        "window_blocks": pool_blocks(1, 4, 8, 11),
+        "cache": False,
+        "token_budget": 11,
+    },
     "recurrent": {"state_slots": 20},
     "recurrent, two slots": {"state_slots": 2},
     "recurrent, one slot": {"state_slots": 1},

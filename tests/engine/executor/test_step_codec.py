@@ -5,6 +5,7 @@ import random
 import pytest
 
 from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.kv_cache.window_manager import pool_blocks
 from llmbox.engine.core.step import SampledToken, StepResult
 from llmbox.engine.distributed.socket_link import Frame
 from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder, decode_result, encode_result
@@ -13,12 +14,14 @@ from llmbox.engine.sampling_params import SamplingParams
 from support.fake_runner import FakeOverlappingRunner
 from support.scheduling import INFO, make_scheduler
 
+WINDOW = {"window": 6, "window_blocks": pool_blocks(6, 4, 8, 64)}
+
 
 class Mirroring(FakeOverlappingRunner):
     """Runs what comes out at the other end, and compares it with what went in."""
 
-    def __init__(self, num_blocks, stages=1, depth=0, state_slots=0):
-        super().__init__(num_blocks, 4, depth, stages, state_slots)
+    def __init__(self, num_blocks, stages=1, depth=0, *kinds):
+        super().__init__(num_blocks, 4, depth, stages, *kinds)
         self.encoder, self.decoder = StepEncoder(), StepDecoder()
         self.most = 0
         self.mirrors = {}
@@ -40,6 +43,8 @@ class Mirroring(FakeOverlappingRunner):
             )
             assert list(mirror.saves) == list(row.saves)
             assert mirror.request.state_slot == row.request.state_slot
+            window = slice(row.request.window_begin, None)
+            assert mirror.request.window_table[window] == row.request.window_table[window]
             assert mirror.admission == mirror.request.admissions == row.admission
             for name in ("request_id", "token_ids", "block_table", "params", "num_prompt", "num_pending"):
                 assert getattr(row.request, name) == getattr(mirror.request, name), name
@@ -70,7 +75,7 @@ def params(rng, number):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_blocks": 13}, {"token_budget": 8}, {"max_running": 2}, {"state_slots": 7}],
+    [{}, {"num_blocks": 13}, {"token_budget": 8}, {"max_running": 2}, {"state_slots": 7}, WINDOW],
     ids=str,
 )
 @pytest.mark.parametrize(("stages", "depth"), [(1, 0), (1, 1), (2, 1), (3, 3)])
@@ -79,7 +84,8 @@ def test_mirrors_follow_the_scheduler(options, seed, stages, depth):
     rng = random.Random(seed)
     options = {"num_blocks": 100, **options}
     scheduler = make_scheduler(**options)
-    runner = Mirroring(options["num_blocks"], stages, depth, options.get("state_slots", 0))
+    kinds = [options.get(name, 0) for name in ("state_slots", "window", "window_blocks")]
+    runner = Mirroring(options["num_blocks"], stages, depth, *kinds)
     engine = Engine(scheduler, runner, INFO)
     last = None
     for number in range(16):

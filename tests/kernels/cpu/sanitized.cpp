@@ -274,7 +274,7 @@ void check_draw(int rows, int width, float deviation) {
 void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, int heads, int width, int window) {
     const std::vector<std::pair<int, int>> sequences = {{0, 1}, {70, 1}, {5, 40}, {130, 3}};
     const int table_width = ceil_div(133, block_size);
-    KVCache* cache = llmbox_cache_new(kv_dtype, 2, table_width * 4, block_size, heads, width);
+    KVCache* cache = llmbox_cache_new(kv_dtype, 2, table_width * 4, block_size, heads, width, 0);
     std::vector<int32_t> tables(table_width * 4);
     for (size_t i = 0; i < tables.size(); i++) tables[i] = tables.size() - 1 - i;
     for (bool past : {true, false}) {

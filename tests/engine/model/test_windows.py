@@ -1,0 +1,140 @@
+"""Sliding-window layers with blocks of their own: the same tokens, and no block behind the window."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.scheduler import Scheduler
+from llmbox.engine.model_config.shape import ModelShape, SlidingShape
+from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
+from support.families import FAMILIES, make_family
+from support.real_engines import ask, hf_model, hf_tokens, load, run, tokens
+from support.tiny_models import make_tiny_model
+
+GIB = 1 << 30
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 20, "tie_word_embeddings": False},
+    "mistral": {"sliding_window": 21},
+    "gpt_oss": {"sliding_window": 19},
+}
+LONG = ask("long", [3 + i * 7 % 300 for i in range(500)], 20, temperature=1.2, seed=8)
+OTHERS = [ask(f"other {i}", range(5 + i, 25 + 30 * i), 40, temperature=0.9, seed=i) for i in range(8)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, arch = tmp_path_factory.mktemp(request.param), request.param
+    options = MODELS[arch] | {"max_position_embeddings": 1024}
+    if arch in FAMILIES:
+        return make_family(folder, arch, **options)
+    return make_tiny_model(folder, arch=arch, tokenizer=False, **options)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    """By an engine that keeps all blocks."""
+    engine = load(model, dtype="float32", batching="static")
+    assert engine._scheduler.kv_cache.windows is None
+    found = tokens(engine, [LONG])["long"]
+    assert len(set(found)) > 5
+    return found
+
+
+def bounded(model: Path, **options: Any) -> Engine:
+    engine = load(model, dtype="float32", **{"token_budget": 64, **options})
+    assert engine._scheduler.kv_cache.windows is not None
+    return engine
+
+
+def test_long_prompts_keep_their_window_only(model: Path, expected: list[int]) -> None:
+    engine = bounded(model)
+    windows, most = engine._scheduler.kv_cache.windows, 0
+    engine.add(LONG)
+    found: list[int] = []
+    while engine.has_work:
+        found += [token for output in engine.step().outputs for token in output.token_ids]
+        engine._scheduler.check()
+        most = max(most, windows.pool.num_used)
+    assert found == expected
+    assert most * 16 < 21 + 128 + 64 + 3 * 16
+    assert windows.pool.num_used == 0
+
+
+def test_as_transformers(model: Path) -> None:
+    greedy = replace(LONG, params=replace(LONG.params, temperature=0.0))
+    assert tokens(bounded(model), [greedy])["long"] == hf_tokens(hf_model(model), LONG.prompt_ids, 20)
+
+
+def test_in_a_batch_and_cached(model: Path, expected: list[int]) -> None:
+    engine = bounded(model)
+    assert tokens(engine, [*OTHERS[:4], LONG, *OTHERS[4:]])["long"] == expected
+    (first, *_) = run(engine, [replace(LONG, request_id="again")])["again"]
+    assert first.cached_tokens >= 448
+    turn = ask("turn", [*LONG.prompt_ids, *expected, 5, 6, 7], 8)
+    alone = load(model, dtype="float32", token_budget=64, prefix_cache=False)
+    assert tokens(engine, [turn]) == tokens(alone, [turn])
+
+
+def test_after_preemption_and_with_forks(model: Path, expected: list[int]) -> None:
+    engine = bounded(model)
+    config = replace(engine._scheduler.config, context=640, watermark=0.0, premium_share=0.0)
+    engine._scheduler = Scheduler(config, BlockPool(37, 16))
+    fork = replace(LONG, request_id="fork", fork_of="long")
+    found = tokens(engine, [*OTHERS[:2], LONG, fork, *OTHERS[2:5]])
+    assert found["long"] == found["fork"] == expected
+    assert engine.stats().preemptions > 0
+    engine._scheduler.check()
+
+
+@pytest.mark.slow
+def test_ranks_give_the_tokens_of_one(model: Path, expected: list[int]) -> None:
+    assert tokens(bounded(model, pp=2), [LONG, *OTHERS[:2]])["long"] == expected
+
+
+def test_where_windows_are_not_bounded(model: Path) -> None:
+    for options in ({"chunked_prefill": False}, {"context": 128}, {"overlap": True}):
+        engine = load(model, dtype="float32", **{"token_budget": 64, **options})
+        assert engine._scheduler.kv_cache.windows is None
+
+
+def gemma_27b(**config: Any) -> MemoryPlan:
+    """62 layers, of which five in six see 1,024 tokens, in bfloat16."""
+    kinds = tuple((layer + 1) % 6 != 0 for layer in range(62))
+    sliding = SlidingShape(is_sliding=kinds, layers=52, full_layers=10, window=1024)
+    shape = ModelShape(
+        layers=62,
+        hidden=5376,
+        heads=32,
+        kv_heads=16,
+        head_dim=128,
+        ffn=21504,
+        vocab=262208,
+        tied=True,
+        context_limit=131072,
+        sliding_window=1024,
+        sliding_share=52 / 62,
+        sliding=sliding,
+    )
+    budget = MemoryBudget(device="cpu", available=512 * GIB, cores=32, native_kernels=True)
+    settings = EngineConfig(model_path="", name="", max_running=1, **config)
+    return estimate(shape, budget, settings)
+
+
+def test_the_plan_of_a_gemma_of_27b_at_its_full_context() -> None:
+    plan, unbounded = gemma_27b(), gemma_27b(chunked_prefill=False)
+    assert plan.context == unbounded.context == 131072
+    assert 10 * GIB < plan.kv_bytes < 13 * GIB
+    assert unbounded.kv_bytes > 60 * GIB
+    assert plan.num_blocks * plan.block_size >= plan.context
+
+
+def test_windows_of_many_requests_bound_how_many_run(model: Path) -> None:
+    tight = load(model, dtype="float32", token_budget=32, memory_bytes=25_500_000, context=300)
+    assert tight.info.max_running < 32
+    assert any("the sliding windows of each take" in note for note in tight.info.notes)
+    assert len(tokens(tight, [*OTHERS])) == 8
