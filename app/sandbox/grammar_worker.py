@@ -13,7 +13,7 @@ from typing import Any
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from llmbox.engine.core.structured_output import parser_limits
+from llmbox.engine.core.constraints.structured_output import parser_limits
 
 from .worker import run_worker
 

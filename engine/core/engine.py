@@ -16,9 +16,9 @@ from ..ipc.messages import (
     StepOutputs,
     Vocabulary,
 )
+from .constraints.output_constraint import GrammarCompiler
 from .executor_interface import Executor, pipeline_of
 from .kv_cache.snapshot import block_map
-from .output_constraint import GrammarCompiler
 from .outputs import finish_reason, make_error_output
 from .request import Request
 from .request_validation import check_request

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidRequest
 from ..ipc.messages import PrefixMissReason, TokenLogprobs
 from ..sampling_params import SamplingParams
+from .constraints.output_constraint import OutputConstraint
 from .ngram_proposer import NgramProposer
-from .output_constraint import OutputConstraint
 
 if TYPE_CHECKING:
     from .fair_shares import Flow

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from llmbox.engine.core.output_constraint import GrammarCompiler
-from llmbox.engine.core.structured_output import GrammarVocabulary
+from llmbox.engine.core.constraints.output_constraint import GrammarCompiler
+from llmbox.engine.core.constraints.structured_output import GrammarVocabulary
 from llmbox.engine.ipc.messages import Vocabulary
 from llmbox.engine.sampling.logits_processors import masked_ids
 from llmbox.engine.sampling_params import SamplingParams

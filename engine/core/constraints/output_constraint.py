@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from ..errors import GrammarError
-from ..ipc.messages import Vocabulary
-from ..sampling_params import SamplingParams, ThinkingParams
+from ...errors import GrammarError
+from ...ipc.messages import Vocabulary
+from ...sampling_params import SamplingParams, ThinkingParams
 from .structured_output import (
     GrammarState,
     GrammarVocabulary,

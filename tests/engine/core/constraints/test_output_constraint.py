@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmbox.engine.core.output_constraint import LOOP_STRIDE, LOOP_TOKENS, ThoughtTracker, is_loop
+from llmbox.engine.core.constraints.output_constraint import LOOP_STRIDE, LOOP_TOKENS, ThoughtTracker, is_loop
 from llmbox.engine.sampling_params import ThinkingParams
 
 OPEN, CLOSE, WORD = 1, 2, 9

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jsonschema_rs
 import pytest
 
-from llmbox.engine.core.output_constraint import LOOP_TOKENS
+from llmbox.engine.core.constraints.output_constraint import LOOP_TOKENS
 from llmbox.engine.sampling_params import ThinkingParams
 from support.grammars import (
     BREAK,

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
-from ..ipc.messages import Vocabulary
+from ...ipc.messages import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
