@@ -70,9 +70,9 @@ def read_compressed(raw: dict[str, Any]) -> str:
 def read_group(group: dict[str, Any], form: Any) -> str:
     """Return the format of one config group. `form`: the group's own, or that of the whole checkpoint."""
     require(form in ("float-quantized", "naive-quantized"), f"compressed-tensors of format {form!r}")
-    require(not group.get("output_activations"), "rounded output_activations")
+    require(not group.get("output_activations"), "quantized output_activations")
     weights, rows = group.get("weights"), group.get("input_activations")
-    require(rows is not None, "8-bit weights for rows that are not rounded (no input_activations)")
+    require(rows is not None, "8-bit weights without quantized input_activations")
     return read_schemes(scheme_of(weights, "weights"), scheme_of(rows, "input_activations"))
 
 

@@ -44,6 +44,6 @@ def is_unquantized(form: WeightFormat, names: Iterable[str], entries: Mapping[st
         raise ModelError(
             f"{entry.file}: {shown(entry.name)} is kept in {entry.dtype} and {shown(other.name)} is "
             f"{other.dtype}, but both are multiplied as one matrix here: use a checkpoint that keeps all of "
-            "q_proj, k_proj and v_proj (of gate_proj and up_proj) wide, or none of them"
+            "q_proj, k_proj and v_proj (of gate_proj and up_proj) unquantized, or none of them"
         )
     return bool(wide) and not rest

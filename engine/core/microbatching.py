@@ -29,9 +29,9 @@ class PipelineDepth:
 ONE_STAGE = PipelineDepth()
 
 
-def share(total: int, stages: int) -> int:
-    """Return ceil(total / stages): the most tokens, or decoding requests, of one of `stages` steps."""
-    return -(-total // stages)
+def ceil_div(total: int, parts: int) -> int:
+    """Return ceil(total / parts): the most tokens, or decoding requests, of one of `parts` steps."""
+    return -(-total // parts)
 
 
 class MicroBatcher:

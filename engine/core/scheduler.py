@@ -19,7 +19,7 @@ from .draft_scheduler import DraftScheduler
 from .fair_shares import Flow, Flows, is_premium
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.manager import KVCacheManager
-from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, share
+from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
 from .request import Request
 from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue, least_deserving
@@ -132,7 +132,7 @@ class Scheduler:
         if self._waiting and self.config.batching == "continuous":
             self._displace()
         decoding, prompts = self._by_phase()
-        budget = share(self.config.token_budget, pipeline.stages)
+        budget = ceil_div(self.config.token_budget, pipeline.stages)
         self._was_express = not self._was_express and self._schedule_express(
             plan, budget, decoding, prompts, pipeline
         )

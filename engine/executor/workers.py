@@ -111,8 +111,8 @@ def _end_of(process: "subprocess.Popen[bytes]") -> str:
         return "closed its end while loading"
     if code == -signal.SIGKILL:
         return (
-            "was killed while loading, by somebody or, where memory ran out, by the kernel: load with less "
-            "--memory, a shorter --ctx or rounded weights (--quant int8)"
+            "was killed while loading, by the kernel if memory ran out: load with less "
+            "--memory, a shorter --ctx or quantized weights (--quant int8)"
         )
     return (
         f"was ended by signal {-code} while loading" if code < 0 else f"ended while loading, with code {code}"

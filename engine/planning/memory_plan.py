@@ -7,7 +7,7 @@ from llmbox.kernels.cpu.build import native_expected
 from llmbox.kernels.cpu.isa import LEVELS, usable_levels
 
 from ..config import Dtype, KVDtype, QuantChoice
-from ..core.microbatching import share
+from ..core.microbatching import ceil_div
 from ..hardware.machine import Machine
 
 
@@ -124,12 +124,12 @@ class MemoryPlan:
     @property
     def step_rows(self) -> int:
         """Maximum decoding requests of one step: the steps of several stages share them."""
-        return share(self.max_running, self.pp)
+        return ceil_div(self.max_running, self.pp)
 
     @property
     def step_tokens(self) -> int:
         """Maximum tokens of one step: decoding requests run whatever the budget."""
-        return max(share(self.token_budget, self.pp), self.step_rows)
+        return max(ceil_div(self.token_budget, self.pp), self.step_rows)
 
     @property
     def max_concurrency(self) -> float:

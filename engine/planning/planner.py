@@ -6,7 +6,7 @@ from llmbox.kernels.support import WINDOW_MARGIN
 
 from ..config import Dtype, EngineConfig, KVDtype
 from ..core.kv_cache.window_manager import pool_blocks
-from ..core.microbatching import share
+from ..core.microbatching import ceil_div
 from ..errors import DeviceError, DoesNotFit
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
@@ -260,7 +260,7 @@ class Planner:
         return -(-context // self.config.block_size)
 
     def _workspace(self, context: int) -> int:
-        rows = share(max(self.token_budget, self.max_running), self.stages)
+        rows = ceil_div(max(self.token_budget, self.max_running), self.stages)
         rows += 0 if self.config.chunked_prefill else context
         return workspace_bytes(
             self.shape,
@@ -277,7 +277,7 @@ class Planner:
         """Return the maximum number of CUDA graphs to reserve memory for."""
         if self.budget.device == "cpu" or not self.config.cuda_graphs or self.config.overlap is False:
             return 0
-        return len(capture_sizes(share(self.max_running, self.stages)))
+        return len(capture_sizes(ceil_div(self.max_running, self.stages)))
 
     @property
     def _is_native(self) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import KVCache
 
-from ..core.microbatching import share
+from ..core.microbatching import ceil_div
 from ..core.step import ScheduledRequest, StepPlan, StepResult
 from ..device.device import Device, DeviceEvent
 from ..device.upload import Uploader
@@ -115,7 +115,7 @@ class GPUModelRunner:
         self.graphs = None
         if capture is not None:
             agree = self._rank.communicator.all_agree if self._rank.layout.ranks > 1 else None
-            most = share(sizes.max_running, self.stages)
+            most = ceil_div(sizes.max_running, self.stages)
             self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, agree=agree)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

@@ -132,7 +132,7 @@ def test_what_is_not(entry: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("part", "value", "says"),
     [
-        ("input_activations", None, "not rounded"),
+        ("input_activations", None, "without quantized input_activations"),
         ("weights", None, "without a scheme"),
         ("output_activations", SCHEME, "output_activations"),
     ],
