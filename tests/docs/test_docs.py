@@ -93,7 +93,8 @@ def test_every_dialect_and_every_route_with_a_body_is_in_the_matrix():
     assert "`mcp_servers` (but `[]`)" in text
 
 
-ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8")
+SHAPES = (ROOT / "docs/shapes.md").read_text("utf-8")
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8") + SHAPES
 NAMES = sorted(set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", ARCHITECTURE, flags=re.DOTALL))))
 
 
@@ -183,9 +184,6 @@ def test_settings_named_in_commands_exist(page):
     )
     named = re.findall(r"llmbox config (?:set|get|unset) ([a-z_]+\.[a-z_.]+)", page.read_text("utf-8"))
     assert set(named) <= known
-
-
-SHAPES = (ROOT / "docs/shapes.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`([a-z_]+_(?:\d?[A-Zn]\d?)+)(?:`|\[)", SHAPES))))
