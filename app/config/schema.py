@@ -316,6 +316,12 @@ class HubSettings:
         live=True,
     )
     files_at_once: int = key(4, "Files of all downloads fetched side by side.", low=1, high=64)
+    pull_on_request: Literal["off", "recommended", "any"] = key(
+        "off",
+        "Models that a request fetches by naming them: none, recommended ones, any of the hub. "
+        "The answer is 503 with the progress until one is here.",
+        live=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,6 +119,7 @@ class DaemonController:
         deps = SchedulerDeps(
             settings=lambda: services.settings,
             find=self.library.find,
+            pull=self.library.pull_for_request,
             registry=self.library.registry,
             loads_file=services.paths.loads_file,
         )

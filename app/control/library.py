@@ -25,11 +25,15 @@ from ..hub.download_queue import Downloads
 from ..hub.remove import Removable, Removed, find_removable, remove
 from ..hub.repo_files import Hub
 from ..hub.search import Hit, search
-from ..models.catalog import ModelRef, find_served, hub_cache, on_disk
+from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
+from ..models.recommended import full_name, recommended
 from ..models.registry import Registry
 from ..services import Services
 from ..text.tokenizer.tokenizer import read_generation_defaults, read_template
+from ..util import formatting
 
+RETRY_DOWNLOAD = 10
+"""Seconds until a client should ask again for a model that is being fetched."""
 STATUS_OF_EXIT = {Exit.NOT_FOUND: 404, Exit.DENIED: 403, Exit.CONFLICT: 409}
 
 
@@ -86,6 +90,30 @@ class Library:
             bandwidth=device_bandwidth(machine, device, file, engine.threads),
             present={model.ref.name for model in on_disk(os.environ, self.registry.read_or_nothing())},
         )
+
+    def pull_for_request(self, name: str) -> None:
+        """Fetch a model that a request names, where `hub.pull_on_request` allows it. Does nothing where not.
+
+        Raises ApiError 503 with Retry-After while it is under way, and the reason of a download that failed.
+        """
+        allowed = self._services.settings.hub.pull_on_request
+        repo = full_name(name)
+        is_recommended = any(model.repo == repo for model in recommended())
+        if allowed == "off" or not (is_recommended or (allowed == "any" and HUB_ID.fullmatch(repo))):
+            return
+        known = next((each for each in self.downloads.all() if each.model == repo), None)
+        if known is None or known.state in {"ready", "cancelled"}:
+            known = self.downloads.start(repo)
+        if known.error is not None:
+            raise ApiError(
+                503, f"{repo} could not be fetched: {known.error.what}: {known.error.why}", "pull_failed"
+            )
+        share = f", {known.done / known.total:.0%} of {formatting.size(known.total)}" if known.total else ""
+        error = ApiError(
+            503, f"{repo} is being fetched ({known.state}{share}).", "model_downloading", "model"
+        )
+        error.headers = {"Retry-After": str(RETRY_DOWNLOAD)}
+        raise error
 
     async def search(self, text: str, limit: int) -> list[Hit]:
         return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))

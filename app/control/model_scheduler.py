@@ -60,6 +60,8 @@ class SchedulerDeps:
     find: Callable[[str], ModelRef | None]
     """Find a model on disk by a name that clients may use."""
     registry: Registry
+    pull: Callable[[str], None] = lambda _: None
+    """Fetch a model that is not on disk, if requests may; raises ApiError while it is under way."""
     loads_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
     device: Callable[[str], Place] = lambda asked: device_of(read_machine(), asked)
@@ -144,6 +146,7 @@ class ModelScheduler:
             return await self._load_once(evicted.name, lambda: self._bring_back(evicted))
         ref = await asyncio.to_thread(self._deps.find, name)
         if ref is None:
+            self._deps.pull(real)
             return name
         if not load_on_request and ref.name not in self._wanted:
             return ref.name

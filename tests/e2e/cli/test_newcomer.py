@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.errors import CliError
 from support.cli_box import PATIENCE, Box, box, until
 from support.hub_models import model_files
 from support.hub_stub import StubHub, StubRepo, stub_hub
@@ -133,3 +134,25 @@ def test_llmbox_alone_says_where_one_is_and_what_comes_next(box: Box):
     assert "llmbox top" in after.out
     sections = re.findall(r"^([A-Z][^:]+):$", box.run("--help").out, re.MULTILINE)
     assert sections[:3] == ["Options", "The first day", "Models"]
+
+
+def test_a_request_fetches_a_recommended_model_where_the_owner_allows_it(box: Box, hub: StubHub):
+    box.environ["HF_ENDPOINT"] = hub.url
+    assert box.run("up", "builtin").code == 0
+    body = {"model": "qwen3:0.6b", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+
+    def ask(**more: str) -> str:
+        try:
+            box.client.post("/v1/chat/completions", {**body, **more})
+        except CliError as error:
+            return error.what + error.why
+        return "answered"
+
+    assert "does not exist" in ask()
+    assert not hub.requests("hub", "Qwen")
+    assert box.run("config", "set", "hub.pull_on_request", "recommended").code == 0
+    os.kill(box.client.get("/admin/api/status")["pid"], signal.SIGHUP)
+    until(lambda: "being fetched" in ask())
+    assert "does not exist" in ask(model="org/other")
+    until(lambda: ask() == "answered")
+    assert HUB_NAME in box.run("ps", "-q").out.split()
