@@ -16,7 +16,16 @@ from torch import Tensor
 from llmbox.kernels.quantize_int import E2M1_DOUBLED
 
 from ..checkpoint.formats.floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
-from ..checkpoint.formats.integers import AwqFormat, CompressedBytes, CompressedWords, GptqFormat, Integers
+from ..checkpoint.formats.integers import (
+    HQQ_PACKED,
+    AwqFormat,
+    CompressedBytes,
+    CompressedWords,
+    GptqFormat,
+    HqqFormat,
+    Integers,
+    TorchAoInt8,
+)
 from ..checkpoint.formats.weight_format import WeightFormat
 
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -123,6 +132,26 @@ def decode_compressed_bytes(
         zeros_OG = zeros.reshape(-1, groups).short().expand(outputs, groups)
         q_OI = q_OI.short() - _spread(zeros_OG, form.group, inputs)
     return DecodedLinear(numbers_OI=q_OI, scales_OG=scales_OG, group=form.group)
+
+
+def decode_torchao_int8(form: TorchAoInt8, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    groups = form.groups(inputs)
+    scales_OG = stored["._weight_scale"].reshape(-1, groups).float().expand(outputs, groups)
+    return DecodedLinear(numbers_OI=stored["._weight_qdata"], scales_OG=scales_OG, group=form.group)
+
+
+def decode_hqq(form: HqqFormat, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    """Decode in the dtype of scales and zeros, as HQQ does: zeros are no integers."""
+    told = stored.get(".shape")
+    if told is not None and told.tolist() != [outputs, inputs]:
+        raise BadTensor(".shape", f"holds {told.tolist()}, config.json asks for {[outputs, inputs]}")
+    words, bits, count = stored[".W_q"].int(), form.bits, HQQ_PACKED[form.bits]
+    parts = [(words >> (bits * (count - 1 - place))) & ((1 << bits) - 1) for place in range(count)]
+    numbers = torch.cat(parts)[: form.rows(outputs, inputs)[0]]
+    scale, zero = stored[".scale"], stored[".zero"]
+    return DecodedLinear(
+        numbers_OI=((numbers.to(scale.dtype) - zero) * scale).reshape(outputs, inputs).float()
+    )
 
 
 def _grouped(
@@ -243,6 +272,8 @@ DECODERS: Final[Mapping[type, Callable[[Any, Tensors, int, int], DecodedLinear]]
     GptqFormat: decode_gptq,
     CompressedWords: decode_compressed_words,
     CompressedBytes: decode_compressed_bytes,
+    TorchAoInt8: decode_torchao_int8,
+    HqqFormat: decode_hqq,
     MxFp4Format: decode_mxfp4,
     NvFp4Format: decode_nvfp4,
     Bnb4Format: decode_bnb4,

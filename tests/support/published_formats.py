@@ -160,6 +160,38 @@ def bnb8(weight: Tensor) -> Stored:
     return {".weight": numbers, ".SCB": most, ".weight_format": torch.zeros((), dtype=torch.uint8)}, wide
 
 
+def torchao_int8(weight: Tensor, group: int = 0) -> Stored:
+    numbers, zeros, scales = round_groups(weight, 8, group, symmetric=True, dtype=torch.bfloat16)
+    groups = torch.arange(weight.shape[1]) // (group or weight.shape[1])
+    stored = {"._weight_qdata": (numbers - 128).to(torch.int8), "._weight_scale": scales}
+    return stored, widen(numbers, zeros, scales, groups)
+
+
+def hqq(weight: Tensor, bits: int = 4, group: int = 64, axis: int = 1) -> Stored:
+    """As `hqq.core` packs: a byte, or a word, holds numbers of rows far apart, the first one highest."""
+    x = weight.float().reshape((-1, group) if axis else (group, -1))
+    low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
+    most = (1 << bits) - 1
+    scale = ((high - low) / most).half()
+    zero = (-low / scale.float()).half()
+    numbers = (x / scale.float() + zero.float()).round().clamp(0, most).int()
+    wide = ((numbers.half() - zero) * scale).reshape(weight.shape)
+    each = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}[bits]
+    rows = torch.nn.functional.pad(numbers, (0, 0, 0, -len(numbers) % each)).chunk(each)
+    words = torch.zeros_like(rows[0])
+    for part in rows:
+        words = words << bits | part
+    stored = {
+        ".W_q": words if bits == 3 else words.to(torch.uint8),
+        ".scale": scale,
+        ".zero": zero,
+        ".shape": torch.tensor(weight.shape),
+        ".nbits": torch.tensor(bits, dtype=torch.int32),
+        ".packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+    }
+    return stored, wide.float()
+
+
 def mxfp4_blocks(weight: Tensor) -> Stored:
     """As gpt-oss stores an expert: bytes of 32 inputs apart."""
     scheme = {"weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}}

@@ -1,4 +1,4 @@
-"""Integer formats: AWQ, GPTQ, AutoRound, and those of compressed-tensors.
+"""Integer formats: AWQ, GPTQ, AutoRound, compressed-tensors, torchao and HQQ.
 
 A weight is scale * (q - zero), with a scale, and perhaps a zero point, for each output and group of inputs:
 
@@ -10,12 +10,17 @@ A weight is scale * (q - zero), with a scale, and perhaps a zero point, for each
     compressed    .weight_packed I32 [O, I*bits/32], .weight_scale [O, I/g], .weight_zero_point I32
                   [O*bits/32, I/g], .weight_shape, .weight_g_idx: q and zero plus half their range
                   or .weight I8 [O, I] with .weight_scale and .weight_zero_point I8 of any of these shapes
+    torchao       ._weight_qdata I8 [O, I], ._weight_scale [O, I/g]
+    HQQ           .W_q U8 of 8, 4, 2 or 1 bits, or I32 of ten of 3 bits; .scale and .zero, which is no
+                  integer. Weights are [O*I/g, g] (axis 1) or [g, O*I/g] (axis 0), and a byte holds numbers of
+                  rows that are far apart, the first in the highest bits
 
 No torch.
 """
 
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 from ..safetensors import TensorEntry
 from .weight_format import HALVES, StoredTensor
@@ -164,4 +169,79 @@ class CompressedBytes(Integers):
             StoredTensor(".weight_scale", HALVES, shapes),
             StoredTensor(".weight_zero_point", ("I8",), shapes, is_optional=self.is_symmetric),
             *(StoredTensor(end, (*HALVES, "I8"), is_optional=True) for end in optional),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchAoInt8(Integers):
+    """torchao `Int8Tensor`. Activations are quantized as kernels do it."""
+
+    @property
+    def label(self) -> str:
+        return f"torchao int8 ({self.words})"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor("._weight_qdata", ("I8",))
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, inputs
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        return (entry.shape[0], entry.shape[1]) if len(entry.shape) == 2 else None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
+        shapes: tuple[tuple[int, ...], ...] = ((outputs, self.groups(inputs)),)
+        if not self.group:
+            shapes += ((outputs,), (1, 1), (1,), ())
+        return (StoredTensor("._weight_scale", HALVES, shapes),)
+
+
+HQQ_PACKED: Final = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
+"""Numbers of so many bits that HQQ packs into a byte, or into 32 bits."""
+_HQQ_TOLD: Final = (
+    *("nbits", "group_size", "axis", "shape", "packing", "unpack_view_dtype", "view_as_float"),
+    *("compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise"),
+    *("optimize", "round_zero", "quant_scale", "quant_zero"),
+)
+"""Tensors of HQQ that repeat what config.json says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HqqFormat(Integers):
+    axis: int
+
+    @property
+    def quant(self) -> None:
+        """Zeros are no integers, so no kernel has such numbers."""
+        return None
+
+    @property
+    def label(self) -> str:
+        return f"HQQ ({self.words})"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(".W_q", ("I32",) if self.bits == 3 else ("U8",))
+
+    def rows(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return the shape of the grouped weights."""
+        group = self.group or inputs
+        return (outputs * inputs // group, group) if self.axis else (group, outputs * inputs // group)
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        rows, columns = self.rows(outputs, inputs)
+        return -(-rows // HQQ_PACKED[self.bits]), columns
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:  # noqa: ARG002
+        return None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
+        rows, columns = self.rows(outputs, inputs)
+        shapes = ((rows, 1) if self.axis else (1, columns),)
+        dtypes = (*HALVES, "U8", "I32", "I64")
+        return (
+            StoredTensor(".scale", HALVES, shapes),
+            StoredTensor(".zero", HALVES, shapes),
+            *(StoredTensor(f".{name}", dtypes, is_optional=True) for name in _HQQ_TOLD),
         )

@@ -8,6 +8,8 @@
     "quant_method": "bitsandbytes"         NF4, FP4 and int8
     "quant_method": "mxfp4"                gpt-oss
     "quant_method": "quark"                AMD Quark, MXFP4
+    "quant_method": "torchao"              int8
+    "quant_method": "hqq"                  HQQ
     "quant_method": "fp8", "fbgemm_fp8", "modelopt"   FP8 (`fp8_config.py`), and modelopt's NVFP4
 
 A format is one reader in `READERS`, one class, and one decoder in `engine/weights/decoders.py`. Lists of
@@ -24,7 +26,15 @@ from ..files import read_json
 from ..fp8_config import DYNAMIC, modelopt_entry, read_compressed, read_fp8, read_modelopt
 from ..quantized_layout import FORMATS, INPUT_SCALES, METHOD, MODELOPT_FILE, SCALE, SCALES, version_of
 from .floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
-from .integers import AwqFormat, CompressedBytes, CompressedWords, GptqFormat
+from .integers import (
+    HQQ_PACKED,
+    AwqFormat,
+    CompressedBytes,
+    CompressedWords,
+    GptqFormat,
+    HqqFormat,
+    TorchAoInt8,
+)
 from .weight_format import NativeFormat, NotReadable, WeightFormat, require
 
 Config = Mapping[str, Any]
@@ -217,6 +227,37 @@ def _read_quark(raw: Config) -> WeightFormat:
     return MxFp4Format(method="quark", main_suffix=".weight", scale_suffix=".weight_scale")
 
 
+def _read_torchao(raw: Config) -> WeightFormat:
+    told = raw.get("quant_type")
+    rule = told.get("default") if isinstance(told, dict) else told
+    name = rule.get("_type") if isinstance(rule, dict) else rule
+    known = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
+    require(name in known, f"torchao weights of quant_type {name!r}, only {' and '.join(known)} are known")
+    data = rule.get("_data") if isinstance(rule, dict) else None
+    size = data.get("group_size") if isinstance(data, dict) else None
+    require(
+        size is None or (type(size) is int and size > 0), f"torchao weights with a group_size of {size!r}"
+    )
+    return TorchAoInt8(bits=8, group=size or 0, is_symmetric=True)
+
+
+def _read_hqq(raw: Config) -> WeightFormat:
+    rule = raw.get("quant_config")
+    weights = rule.get("weight_quant_params") if isinstance(rule, dict) else None
+    require(isinstance(weights, dict), "HQQ weights whose format differs by layer, or is not said")
+    assert isinstance(weights, dict)
+    assert isinstance(rule, dict)
+    bits, size, axis = weights.get("nbits"), weights.get("group_size"), weights.get("axis")
+    require(bits in HQQ_PACKED, f"HQQ weights of {bits!r} bits, only 1, 2, 3, 4 and 8 are known")
+    require(size is None or (type(size) is int and size > 0), f"HQQ weights with a group_size of {size!r}")
+    require(axis in (0, 1), f"HQQ weights of axis {axis!r}")
+    require(axis == 1 or size is not None, "HQQ weights of axis 0 without a group_size")
+    require(not weights.get("view_as_float"), "HQQ weights that are stored as floats (view_as_float)")
+    scales = rule.get("scale_quant_params") or rule.get("zero_quant_params")
+    require(not scales, "HQQ weights with quantized scales or zeros")
+    return HqqFormat(bits=int(bits or 0), group=size or 0, is_symmetric=False, axis=int(axis or 0))
+
+
 def _read_modelopt(raw: Config) -> WeightFormat:
     if raw.get("quant_algo") != "NVFP4":
         return _float8(read_modelopt(dict(raw)))
@@ -239,6 +280,8 @@ READERS: Final[Mapping[str, Callable[[Config], WeightFormat]]] = {
         method="gpt-oss", main_suffix="_blocks", scale_suffix="_scales", is_blocked=True
     ),
     "quark": _read_quark,
+    "torchao": _read_torchao,
+    "hqq": _read_hqq,
     "fp8": lambda raw: _float8(read_fp8(dict(raw))),
     "fbgemm_fp8": lambda _raw: _float8(DYNAMIC),
     "modelopt": _read_modelopt,

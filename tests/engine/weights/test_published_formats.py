@@ -24,8 +24,10 @@ from support.published_formats import (
     compressed,
     compressed_entry,
     gptq,
+    hqq,
     publish,
     scheme_of,
+    torchao_int8,
 )
 from support.rank_threads import load_threads
 from support.real_engines import ask, hf_model, hf_tokens, load, runner_of, tokens
@@ -60,6 +62,17 @@ def float4(group: int) -> dict[str, Any]:
     return {"weights": {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group}}
 
 
+def hqq_style(bits: int = 4, group: int = 64, axis: int = 1) -> Style:
+    rule = {"nbits": bits, "group_size": group, "axis": axis, "channel_wise": True, "view_as_float": False}
+    entry = {
+        "quant_method": "hqq",
+        "quant_config": {"weight_quant_params": rule},
+        "skip_modules": ["lm_head"],
+    }
+    return Style(entry, partial(hqq, bits=bits, group=group, axis=axis))
+
+
+AO = {"_type": "Int8WeightOnlyConfig", "_data": {"group_size": None, "version": 2}}
 ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 BNB = {"quant_method": "bitsandbytes"}
@@ -97,6 +110,12 @@ STYLES = {
         BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, partial(bnb4, nested=True)
     ),
     "bnb-fp4": Style(BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, partial(bnb4, kind="fp4")),
+    "torchao-int8": Style({"quant_method": "torchao", "quant_type": {"default": AO}}, torchao_int8),
+    "hqq-4": hqq_style(),
+    "hqq-8": hqq_style(bits=8),
+    "hqq-3": hqq_style(bits=3),
+    "hqq-2-axis-0": hqq_style(bits=2, axis=0),
+    "hqq-1": hqq_style(bits=1),
     "bnb-int8": Style(BNB | {"load_in_8bit": True}, bnb8),
 }
 
