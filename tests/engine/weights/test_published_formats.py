@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,14 @@ from torch import Tensor
 
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
 from llmbox.engine.errors import ParallelError
+from llmbox.engine.executor import build as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.kernels.dispatch import native_ready
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant_formats import Kind, Quant
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.weight_packing import QuantizedWeight
+from support.fp8_checkpoint import PLANNED_WITHOUT_KERNELS
 from support.published_formats import (
     Stored,
     awq,
@@ -207,16 +213,41 @@ def test_stacked_rows_and_their_order(
         assert torch.allclose(native.mlp.ops.linear(packed, rows).T.float(), qkv, rtol=1e-2, atol=1e-6)
 
 
+@dataclass(frozen=True)
+class Widens:
+    """`StoredWeights` in plain torch, for the format of a checkpoint."""
+
+    quant: Quant
+
+    def format(self, kind: Kind) -> Quant | None:
+        return self.quant if kind == "linear" else None
+
+    def pack_quantized(
+        self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> Any:
+        return REFERENCE.pack_linear(rounded.floats().to(dtype), bias_O)
+
+
 @pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("name", ["awq-g64", "gptq-4-asym", "w4a16-channel", "mxfp4", "bnb-nf4", "nvfp4"])
-def test_ranks_answer_as_one(tmp_path: Path, name: str, cut: dict[str, int]) -> None:
-    """Each rank takes its rows and groups of what is decoded; in float32, as ranks add in another order."""
+def test_ranks_answer_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: dict[str, int]
+) -> None:
+    """Each rank takes its rows and groups of what is decoded."""
+
+    def backend(*told: Any) -> Ops:
+        quants = [each for each in told if isinstance(each, Quant)]
+        return replace(REFERENCE, stored=Widens(quants[0]) if quants else None)
+
+    monkeypatch.setattr(PLANNED_WITHOUT_KERNELS, lambda *_: "")
+    monkeypatch.setattr(loader, "backend", backend)
     model, _ = make(tmp_path, STYLES[name], head_dim=64, intermediate_size=256, torch_dtype="float32")
     requests = [ask("a", range(5, 25), 6), ask("b", [7, 8], 6)]
     wanted = tokens(load(model), requests)
     assert tokens(load_threads(model, **cut), requests) == wanted
 
 
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
 def test_inputs_in_another_order_are_not_cut(tmp_path: Path) -> None:
     model, _ = make(tmp_path, STYLES["gptq-4-g32-act-order"], head_dim=64)
     with pytest.raises(ParallelError, match=r"act-order.*--pp instead of --tp"):
