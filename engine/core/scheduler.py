@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
 from .displacement import Displacement
 from .draft_scheduler import DraftScheduler
@@ -23,7 +24,6 @@ from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
 from .request import Request
 from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue, least_deserving
-from .scheduler_config import SchedulerConfig
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
 
 __all__ = ["Scheduler", "SchedulerConfig"]

@@ -23,12 +23,11 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.recurrent import StateShape, make_state
 from llmbox.kernels.support import KernelSite
 
-from ..config import EngineConfig
+from ..config import EngineConfig, SchedulerConfig
 from ..core.engine import Engine
 from ..core.executor_interface import Executor, SyncExecutor
 from ..core.kv_cache.block_pool import BlockPool
 from ..core.scheduler import Scheduler
-from ..core.scheduler_config import SchedulerConfig
 from ..device.cuda_order import cuda_machine
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import DeviceError, EngineError

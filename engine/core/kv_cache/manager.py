@@ -10,14 +10,14 @@ them.
 
 from typing import NamedTuple
 
+from ...config import SchedulerConfig
 from ...errors import DoesNotFit
 from ...ipc.messages import PrefixMissReason
 from ..fair_shares import is_premium
 from ..request import Request
-from ..scheduler_config import SchedulerConfig
 from .block_pool import BlockPool
 from .prefix_cache import extend_hashes, first_block_digest
-from .prefix_usage import PrefixUses
+from .prefix_history import PrefixUses
 from .state_manager import StateManager
 from .state_pool import StatePool
 from .window_manager import WindowManager
