@@ -161,6 +161,11 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     """(x_TE, residual_TE, weight_E, eps): add x to residual in place, then `rms_norm` of the sum."""
 
+    layer_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
+    """(x_TE, residual_TE or None, weight_E, eps): add x to residual in place, then LayerNorm of the sum (of x
+    without a residual), (y - mean(y)) / sqrt(variance(y) + eps) * weight; sums in float32, new tensor.
+    """
+
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     """RoPE: (x_TnD, cos_TD, sin_TD float32) -> halves (a, b) of each head become (a cos - b sin, b cos + a
     sin).

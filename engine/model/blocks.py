@@ -148,3 +148,33 @@ class SandwichNormBlock:
 
     def _norm(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
         return self.ops.rms_norm(self.rank.finish_all_reduce(self.ops, partial_TE), norm_E, self.eps)
+
+
+class ParallelBlock:
+    """`DecoderBlock` with one LayerNorm, whose result attention and MLP both read (Cohere)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
+        self.ops = ops
+        self.rank = weights.rank
+        self.eps = config.rms_norm_eps
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm_E = weights.vector("input_layernorm.weight", config.hidden_size)
+
+    def first(self, residual_TE: Tensor) -> Tensor:
+        return self.ops.layer_norm(residual_TE, None, self.input_norm_E, self.eps)
+
+    def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return self.resume(self.complete(added_TE), residual_TE)
+
+    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return self.ops.layer_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
+
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
+        added_TE = self.complete(self.attention(x_TE, forward))
+        # Only the addition is needed: the norm comes with it.
+        self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
+        return self.mlp(x_TE)
+
+    def complete(self, added_TE: Tensor) -> Tensor:
+        return self.rank.finish_all_reduce(self.ops, added_TE)

@@ -124,7 +124,9 @@ class Decoder:
             return x_TE[:0]
         if rows_R is not None:
             x_TE, residual_TE = x_TE[rows_R], residual_TE[rows_R]
-        return self.ops.add_rms_norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
+        is_layer_norm = self.config.block == "parallel"
+        norm = self.ops.layer_norm if is_layer_norm else self.ops.add_rms_norm
+        return norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
 
     def _layers(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
         """Run the layers; return the last layer's output and the residual before it, [T, E] each."""

@@ -6,22 +6,23 @@ An architecture is one entry in `engine/model_config/architectures.py`; this mod
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import Quant
 
-from ..model_config.architectures import BlockKind
+from ..model_config.architecture import BlockKind
 from ..model_config.config import ModelConfig
 from ..weights.mixed_precision import MixedPrecisionSource
 from ..weights.source import Weights, WeightSource
 from .attention import Attention, FullWidthQKNormAttention
-from .blocks import MLP, DecoderBlock, Mixer, PostNormBlock, PreNormBlock, SandwichNormBlock
+from .blocks import MLP, DecoderBlock, Mixer, ParallelBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
 from .decoder import Decoder
 from .latent_attention import LatentAttention
 from .mlp import GatedMLP, SparseMoE
 from .recurrent import GatedDeltaNet, Mamba2, ShortConv
 
-_Block = type[PreNormBlock] | type[PostNormBlock] | type[SandwichNormBlock]
+_Block = type[PreNormBlock] | type[PostNormBlock] | type[SandwichNormBlock] | type[ParallelBlock]
 BLOCKS: dict[BlockKind, _Block] = {
     "pre_norm": PreNormBlock,
     "post_norm": PostNormBlock,
     "sandwich": SandwichNormBlock,
+    "parallel": ParallelBlock,
 }
 
 

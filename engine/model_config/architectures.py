@@ -3,12 +3,11 @@
 `engine/model/registry.py` builds the layers. No other module distinguishes architectures.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from llmbox.kernels.activation import Activation
-
+from .architecture import Architecture, as_it_is
 from .fields import Fields
 from .gemma import (
     ACTIVATION,
@@ -24,9 +23,8 @@ from .gemma import (
     refuse_gemma2,
     refuse_gemma3,
 )
-from .latent import LatentRule, deepseek_latent, deepseek_scales, deepseek_sizes, no_latent
+from .latent import deepseek_latent, deepseek_scales, deepseek_sizes
 from .moe import (
-    ExpertRule,
     deepseek_v2_experts,
     deepseek_v3_experts,
     ernie_experts,
@@ -35,7 +33,6 @@ from .moe import (
     lfm2_moe_experts,
     minimax_m2_experts,
     mixtral_experts,
-    no_experts,
     olmoe_experts,
     qwen2_moe_experts,
     qwen3_5_moe_experts,
@@ -43,24 +40,21 @@ from .moe import (
     refuse_granite_experts,
     refuse_other_minimax,
 )
-from .multipliers import Scales, granite_scales, no_scales
+from .multipliers import cohere_scales, granite_scales
 from .recurrent import (
-    RecurrentRule,
     granite_recurrence,
     lfm2_recurrence,
     lfm2_sizes,
-    no_recurrence,
     qwen3_5_recurrence,
     qwen3_next_recurrence,
 )
 from .rope import (
     GPT_OSS_ROPE,
     MINISTRAL3_ROPE,
-    RopeRule,
     deepseek_rope,
     interleaved_rope,
+    interleaved_rope_of_sliding_layers,
     olmo3_ropes,
-    one_rope,
     partial_rope,
     phi3_ropes,
     rope_if_named,
@@ -71,9 +65,7 @@ from .rope import (
 )
 from .sliding_window import (
     MISTRAL3_TEXT,
-    WindowRule,
     exaone4_windows,
-    no_windows,
     one_window,
     windows_by_type,
     windows_by_type_if_used,
@@ -82,83 +74,15 @@ from .sliding_window import (
     windows_of_later_layers,
 )
 
-BlockKind = Literal["pre_norm", "post_norm", "sandwich"]
-"""Position of a layer's norms: before attention and MLP, after them, or both."""
-QKNorm = Literal["heads", "width"]
-"""QK-norm: RMS norm of queries and keys per head, or over all heads of a row together."""
-
-
-def nothing(_fields: Fields) -> None:
-    pass
-
-
-def as_it_is(_fields: Fields) -> Mapping[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """Properties of one architecture. Rules get the fields of config.json, completed by `defaults`."""
-
-    model_type: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of transformers, where they differ from those that most architectures share."""
-    head_dim: int | None = None
-    """Default head dimension; None: hidden_size / num_attention_heads."""
-    hidden_acts: tuple[str, ...] = ("silu",)
-    """Values that config.json may have for `hidden_act`, the default first."""
-    activation: Activation = "silu"
-    """Activation that they mean."""
-    norms_add_one: bool = False
-    """True if norms multiply by 1 + w."""
-    fits_float16: bool = True
-    """True if the outputs of layers stay within the range of float16, 65504."""
-    is_nested: bool = False
-    """True if config.json has it in `text_config`, as the language model of a vision-language model."""
-    nested: tuple["Architecture", ...] = ()
-    """Architectures that `text_config` may name by its `model_type`; empty: this one whatever it names."""
-    attention_bias: bool = False
-    """True if config.json may enable biases of q, k, v and o."""
-    qkv_bias: bool = False
-    """True if q, k and v always have biases."""
-    mlp_bias: bool = False
-    """True if config.json may enable biases of the MLP."""
-    qk_norm: QKNorm | None = None
-    qk_norm_flag: str = ""
-    """Key of config.json without which there is no QK-norm; empty: there is."""
-    has_sinks: bool = False
-    """True if each head has a sink: one more score of its softmax, which takes a share and adds nothing."""
-    block: BlockKind = "pre_norm"
-    has_stacked_projections: bool = False
-    """True if checkpoints hold q, k and v as one tensor."""
-    has_stacked_mlp: bool = False
-    """True if checkpoints hold gate and up of MLPs as one tensor."""
-    has_attention_gate: bool = False
-    """True if attention's results are multiplied by the sigmoid of a gate, half of `q_proj` of each head."""
-    windows: WindowRule = no_windows
-    ropes: RopeRule = one_rope
-    experts: ExpertRule = no_experts
-    recurrence: RecurrentRule = no_recurrence
-    latent: LatentRule = no_latent
-    scales: Callable[[Fields], Scales] = no_scales
-    own_code: str = ""
-    """Class in `auto_map` of its repositories that transformers has adopted, so that the code need not be
-    run. Models with other code of their own are refused."""
-    norms_after_rope: bool = False
-    """True if QK-norm comes after RoPE."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Keys of config.json that this architecture calls otherwise: {usual key: its key}."""
-    sizes: Callable[[Fields], Mapping[str, Any]] = as_it_is
-    """Rule that returns the fields which this architecture computes from others."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a layer that its checkpoints call otherwise: {name in `engine/model`: name there}."""
-    refuse: Callable[[Fields], None] = nothing
-    """Rule that raises ModelError for options that would be computed wrongly."""
-
 
 def refuse_clipping(fields: Fields) -> None:
     if fields.raw.get("clip_qkv") is not None:
         raise fields.error("clip_qkv is not supported")
+
+
+def refuse_cohere_norms(fields: Fields) -> None:
+    if fields.flag("use_qk_norm", default=False):
+        raise fields.error("use_qk_norm is not supported: LayerNorms of queries and keys")
 
 
 def refuse_head_bias(fields: Fields) -> None:
@@ -182,6 +106,16 @@ _OLMO2 = Architecture(
     qk_norm="width",
     block="post_norm",
     refuse=refuse_clipping,
+)
+_COHERE = Architecture(
+    model_type="cohere",
+    defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
+    attention_bias=True,
+    block="parallel",
+    ropes=interleaved_rope,
+    scales=cohere_scales,
+    aliases={"rms_norm_eps": "layer_norm_eps"},
+    refuse=refuse_cohere_norms,
 )
 _DEEPSEEK_V3 = Architecture(
     model_type="deepseek_v3",
@@ -356,6 +290,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows=windows_every_other,
         experts=gpt_oss_experts,
     ),
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(
+        _COHERE,
+        model_type="cohere2",
+        defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
+        windows=exaone4_windows,
+        ropes=interleaved_rope_of_sliding_layers,
+    ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "DeepseekV2ForCausalLM": replace(
         _DEEPSEEK_V3,
@@ -509,3 +451,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, is_nested=True),
 }
 """Architectures by the class name in `architectures` of config.json."""
+MISSING: dict[str, str] = {
+    "DeepseekV32ForCausalLM": "attention to the tokens that an indexer selects",
+    "Gemma3nForCausalLM": "AltUp, embeddings for each layer, and layers that share keys and values",
+    "Gemma4ForCausalLM": "embeddings for each layer, heads of two widths, layers that share keys and values",
+    "Llama4ForCausalLM": "attention within chunks, and experts whose inputs are scaled",
+    "PhimoeForCausalLM": "LayerNorms with biases, and a SparseMixer router",
+}
+"""What known architectures need that is not here, by the class name of their language model."""

@@ -15,7 +15,8 @@ from ..checkpoint.index import list_tensors
 from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
 from ..errors import ModelError, UnsupportedArchitecture
-from .architectures import ARCHITECTURES, Architecture, BlockKind, QKNorm
+from .architecture import Architecture, BlockKind, QKNorm
+from .architectures import ARCHITECTURES, MISSING
 from .fields import Fields, show
 from .latent import LatentConfig
 from .moe import ExpertsConfig
@@ -141,7 +142,7 @@ class ModelConfig:
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
-        layer = (4 if self.block == "sandwich" else 2) * hidden
+        layer = {"sandwich": 4, "parallel": 1}.get(self.block, 2) * hidden
         attention = norms + hidden * (q + 2 * kv) + q * hidden
         attention += q * (hidden + self.qkv_bias) * self.has_attention_gate
         attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias + self.num_heads * self.has_sinks
@@ -337,8 +338,11 @@ def named_architecture(fields: Fields) -> Architecture:
         if not names and model_type == kind.model_type:
             return kind
     wanted = ", ".join(map(str, names[:4])) if isinstance(names, list) and names else show(model_type)
+    missing = MISSING.get(with_head(wanted.replace("ForConditionalGeneration", "ForCausalLM")))
+    reason = f": it needs {missing}" if missing else ""
     raise UnsupportedArchitecture(
-        f"{fields.where}: architecture {wanted} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        f"{fields.where}: architecture {wanted} is not supported{reason}; supported: "
+        f"{', '.join(ARCHITECTURES)}"
     )
 
 

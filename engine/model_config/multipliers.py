@@ -30,6 +30,10 @@ def no_scales(_fields: Fields) -> Scales:
     return Scales()
 
 
+def cohere_scales(fields: Fields) -> Scales:
+    return Scales(logits=multiplier(fields, "logit_scale"))
+
+
 def granite_scales(fields: Fields) -> Scales:
     residual = multiplier(fields, "residual_multiplier")
     return Scales(

@@ -169,6 +169,15 @@ def rope_of_sliding_layers(
     return (rope, RopeConfig(rotary_dim=0)), tuple(int(window is None) for window in windows)
 
 
+def interleaved_rope_of_sliding_layers(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE of neighboring pairs that layers of full attention do not use (NoPE)."""
+    (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
+    windows = exaone4_windows(fields, layers)
+    return (rope, RopeConfig(rotary_dim=0)), tuple(int(window is None) for window in windows)
+
+
 def rope_of_some_layers(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:

@@ -79,6 +79,7 @@ class CPUBackend:
             logits=self.logits,
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
+            layer_norm=self.layer_norm,
             rotary=self.rotary,
             gate_mul=self.gate_mul,
             softcap=self.softcap,
@@ -175,6 +176,24 @@ class CPUBackend:
             x_TE.data_ptr(),
             x_TE.stride(0),
             residual_TE.data_ptr(),
+            weight_E.data_ptr(),
+            len(weight_E),
+            eps,
+            out_TE.data_ptr(),
+        )
+        self.recorder.submit(op, Step(rows=len(x_TE)), x_TE, residual_TE, weight_E, out_TE)
+        return out_TE
+
+    def layer_norm(self, x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+        assert residual_TE is None or residual_TE.is_contiguous()
+        assert x_TE.stride(1) == 1
+        out_TE = self.recorder.result("layer_norm", len(x_TE), len(weight_E), x_TE.dtype)
+        op = self.library.llmbox_layer_norm_op(
+            DTYPES[x_TE.dtype],
+            DTYPES[weight_E.dtype],
+            x_TE.data_ptr(),
+            x_TE.stride(0),
+            pointer(residual_TE),
             weight_E.data_ptr(),
             len(weight_E),
             eps,

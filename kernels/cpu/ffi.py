@@ -100,6 +100,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_quant_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
     "llmbox_norm_op": (P, (INT, INT, P, LONG, P, INT, INT, FLOAT, P)),
     "llmbox_add_norm_op": (P, (INT, INT, P, LONG, P, P, INT, FLOAT, P)),
+    "llmbox_layer_norm_op": (P, (INT, INT, P, LONG, P, P, INT, FLOAT, P)),
     "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT, INT)),
     "llmbox_gate_mul_op": (P, (INT, INT, P, LONG, INT)),
     "llmbox_copy_op": (P, (INT, P, LONG, LONG, INT, INT, P, LONG, LONG)),

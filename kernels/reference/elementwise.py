@@ -94,6 +94,12 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
     return rms_norm(residual_TE.add_(x_TE), weight_E, eps)
 
 
+def layer_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+    """Add x to the residual in place, if there is one, and norm the sum in float32."""
+    y = x_TE if residual_TE is None else residual_TE.add_(x_TE)
+    return F.layer_norm(y.float(), weight_E.shape, weight_E.float(), None, eps).to(x_TE.dtype)
+
+
 def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate in float32: bfloat16 angles would blur positions that are far apart.
 

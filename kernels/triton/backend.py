@@ -11,7 +11,7 @@ from ..activation import Activation
 from ..op_types import BatchLayout
 from ..ops import Ops, StepInputs
 from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
-from ..reference.elementwise import concat, make_linear_by_head
+from ..reference.elementwise import concat, layer_norm, make_linear_by_head
 from ..weight_packing import QuantizedWeight
 from . import act_and_mul as gate_mul
 from . import embedding, rms_norm
@@ -83,6 +83,7 @@ class TritonBackend:
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
             fused_norm=self.fused_norm,
+            layer_norm=layer_norm,
             rotary=heads.rotary,
             gate_mul=self.gate_mul,
             softcap=softcap,

@@ -63,3 +63,14 @@ def test_a_row_does_not_depend_on_the_number_of_rows(ops: Ops, dtype: torch.dtyp
     together = ops.rms_norm(x, weight, EPS)
     for row in range(33):
         assert torch.equal(ops.rms_norm(x[row : row + 1].clone(), weight, EPS), together[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 77])
+def test_layer_norm(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    x, residual, weight = (torch.randn(*shape).to(dtype) + 2 for shape in ((5, width), (5, width), (width,)))
+    for before in (None, residual.clone()):
+        y = (x if before is None else residual + x).double()
+        exact = torch.nn.functional.layer_norm(y, (width,), weight.double(), None, 1e-5)
+        assert_near(ops.layer_norm(x, before, weight, 1e-5), exact)
+        assert before is None or torch.equal(before, residual + x)

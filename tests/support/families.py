@@ -48,6 +48,7 @@ LATENT: dict[str, Any] = DEEPSEEK | {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+COHERE2_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 DELTA: dict[str, Any] = {
@@ -112,6 +113,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": MIXED | {"sliding_window": 19, "rope_parameters": YARN | {"truncate": False}},
     "qwen2_moe": MOE | {"mlp_only_layers": [0], "shared_expert_intermediate_size": 48},
     "olmoe": MOE | {"num_key_value_heads": 4},
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"sliding_window": 19, "num_hidden_layers": 3, "layer_types": COHERE2_LAYERS},
     "deepseek_v3": LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "deepseek_v2": LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "glm4_moe_lite": LATENT | {"attention_bias": True},

@@ -20,6 +20,57 @@ template <class T, class W> NOINLINE void norm_row(const T* x, const W* weight, 
         store(out + i, load(x + i, width - i) * scale * load(weight + i, width - i), width - i);
 }
 
+// out = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight for `width` numbers.
+template <class T, class W> NOINLINE void layer_norm_row(const T* x, const W* weight, T* out, int width, float eps) {
+    Floats total = splat(0.f), squares = splat(0.f);
+    for (int i = 0; i < width; i += LANES) total += load(x + i, width - i);
+    const float mean = sum(total) / static_cast<float>(width);
+    int i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const Floats v = load(x + i, LANES) - splat(mean);
+        squares = multiply_add(v, v, squares);
+    }
+    for (; i < width; i++) {  // lanes past the end would not be 0 without the mean
+        const float v = load(x + i, 1)[0] - mean;
+        squares[i % LANES] += v * v;
+    }
+    const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width) + eps)), center = splat(mean);
+    for (i = 0; i < width; i += LANES)
+        store(out + i, (load(x + i, width - i) - center) * scale * load(weight + i, width - i), width - i);
+}
+
+// residual += x where there is one, out = layer_norm(residual or x).
+template <class T, class W> class LayerNormOp : public Op {
+public:
+    LayerNormOp(const T* x, int64_t x_stride, T* residual, const W* weight, int width, float eps, T* out)
+        : x_(x), x_stride_(x_stride), residual_(residual), weight_(weight), width_(width), eps_(eps), out_(out) {}
+
+    bool small(const Step& step) const override { return few(int64_t{step.rows} * width_); }
+
+    void run(const Step& step, Member& member) override {
+        const auto rows = member.share(step.rows);
+        for (int row = rows.begin; row < rows.end; row++) {
+            const T* x = x_ + row * x_stride_;
+            if (residual_) {
+                T* residual = residual_ + static_cast<int64_t>(row) * width_;
+                for (int i = 0; i < width_; i += LANES)
+                    store(residual + i, load(residual + i, width_ - i) + load(x + i, width_ - i), width_ - i);
+                x = residual;
+            }
+            layer_norm_row(x, weight_, out_ + static_cast<int64_t>(row) * width_, width_, eps_);
+        }
+    }
+
+private:
+    const T* x_;
+    int64_t x_stride_;
+    T* residual_;  // or null
+    const W* weight_;
+    int width_;
+    float eps_;
+    T* out_;
+};
+
 // x is [rows, groups, width] with strided rows, weight [groups, width], out [rows, groups * width] contiguous.
 template <class T, class W> class NormOp : public Op {
 public:

@@ -65,6 +65,15 @@ Op* llmbox_norm_op(int dtype, int weight_dtype, const void* x, int64_t x_stride,
     });
 }
 
+// `residual` may be null.
+Op* llmbox_layer_norm_op(int dtype, int weight_dtype, const void* x, int64_t x_stride, void* residual, const void* weight,
+                         int width, float eps, void* out) {
+    return with_norm_types(dtype, weight_dtype, [&]<class T, class W>(T, W) -> Op* {
+        return new LayerNormOp<T, W>(static_cast<const T*>(x), x_stride, static_cast<T*>(residual),
+                                     static_cast<const W*>(weight), width, eps, static_cast<T*>(out));
+    });
+}
+
 Op* llmbox_add_norm_op(int dtype, int weight_dtype, const void* x, int64_t x_stride, void* residual, const void* weight,
                        int width, float eps, void* out) {
     return with_norm_types(dtype, weight_dtype, [&]<class T, class W>(T, W) -> Op* {

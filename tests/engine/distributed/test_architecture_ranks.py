@@ -32,6 +32,7 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("gpt_oss", {}, {"tp": 2, "pp": 2}),
         ("qwen2_moe", {}, {"tp": 2}),
         ("deepseek_v3", {}, {"tp": 2, "pp": 2}),
+        ("cohere2", {}, {"tp": 2, "pp": 2}),
         ("exaone4", {}, {"tp": 2, "pp": 2}),
     ],
 )

@@ -147,6 +147,21 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path, changes: d
     assert all(name in str(caught.value) for name in ARCHITECTURES.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("Gemma3nForConditionalGeneration", "needs AltUp"),
+        ("Llama4ForCausalLM", "needs attention within chunks"),
+    ],
+)
+def test_a_known_architecture_is_refused_with_what_is_missing(
+    tmp_path: Path, name: str, missing: str
+) -> None:
+    write(tmp_path, {**tiny_config("llama"), "architectures": [name]})
+    with pytest.raises(UnsupportedArchitecture, match=f"{name} is not supported: it {missing}"):
+        parse_config(tmp_path)
+
+
 def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
     write(tmp_path, {**tiny_config("llama"), "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}})
     with pytest.raises(ModelError, match=r"auto_map.*never run"):
