@@ -7,7 +7,7 @@ from typing import Literal
 
 from .batches import BatchRunner
 from .config.paths import Paths
-from .config.schema import Settings
+from .config.settings import Settings
 from .engines.loaded_model import LoadedModel
 from .engines.manager import EngineManager
 from .events import Events

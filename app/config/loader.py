@@ -19,7 +19,8 @@ import tomlkit
 from ..errors import CliError, Exit
 from ..util.atomic_file import write_whole
 from .paths import Paths, private_dir
-from .schema import SECTIONS, Scalar, Settings, SettingSpec, schema
+from .schema import SECTIONS, SettingSpec, schema
+from .settings import Scalar, Settings
 
 Source = Literal["flag", "env", "user", "system", "default"]
 PREFIX = "LLMBOX_"

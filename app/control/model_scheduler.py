@@ -23,7 +23,7 @@ from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.ipc.messages import ModelInfo
 from llmbox.engine.planning.estimator import show_bytes
 
-from ..config.schema import Settings
+from ..config.settings import Settings
 from ..engines.eviction import (
     AllocationFailure,
     Place,

@@ -11,7 +11,7 @@ from llmbox.engine.ipc.spawn import Launch, Spawned
 
 from ..batches import BatchRunner
 from ..config.paths import Paths
-from ..config.schema import Settings
+from ..config.settings import Settings
 from ..engines.manager import EngineManager
 from ..engines.restart_policy import RestartLimits
 from ..engines.supervisor import Supervisor

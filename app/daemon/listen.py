@@ -7,7 +7,7 @@ import os
 import socket
 
 from ..config.paths import Paths, socket_address
-from ..config.schema import ServerSettings
+from ..config.settings import ServerSettings
 from ..errors import CliError, Exit
 from ..http.server.sockets import PortInUse, listen_tcp, listen_unix
 from ..security.key_store import KeyStore

@@ -21,7 +21,7 @@ from llmbox.kernels.cpu.isa import KERNEL_CACHE
 
 from ..config.loader import LoadedSettings
 from ..config.paths import Paths
-from ..config.schema import CacheSettings
+from ..config.settings import CacheSettings
 from ..lifecycle.instance import InstanceLock, RunningDaemon
 from ..logging import setup as logs
 from ..models.load_request import ModelRequest

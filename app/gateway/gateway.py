@@ -13,7 +13,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, ModelInfo
 from llmbox.engine.sampling_params import SamplingParams
 
-from ..config.schema import Settings
+from ..config.settings import Settings
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError

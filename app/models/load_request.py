@@ -8,7 +8,7 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 
-from ..config.schema import ModelSettings, Scalar
+from ..config.settings import ModelSettings, Scalar
 from ..errors import CliError, Exit
 from .catalog import ModelRef, check_name
 

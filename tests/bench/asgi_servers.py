@@ -144,7 +144,7 @@ async def serve_granian(address: Address, _: str) -> None:
 
 
 async def serve_llmbox(address: Address, _: str) -> None:
-    from llmbox.app.config.schema import LimitSettings
+    from llmbox.app.config.settings import LimitSettings
     from llmbox.app.http.server.server import serve
     from llmbox.app.lifecycle.drain import Drain
 

@@ -6,7 +6,7 @@ import shutil
 import httpx
 import pytest
 
-from llmbox.app.config.schema import MemorySettings, ServerSettings, Settings
+from llmbox.app.config.settings import MemorySettings, ServerSettings, Settings
 from llmbox.app.models.catalog import BUILTIN_DIR
 from llmbox.app.models.registry import Registry
 from llmbox.app.security.keys import KeySpec

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from llmbox.app.config.schema import LimitSettings, ServerSettings, Settings
+from llmbox.app.config.settings import LimitSettings, ServerSettings, Settings
 from llmbox.app.engines.loaded_model import ModelReadiness, Readiness
 from llmbox.app.http.app import App, create_app
 from llmbox.app.http.server.request import LOCAL

@@ -13,7 +13,7 @@ import openai
 
 from llmbox.app.config.loader import LoadedSettings
 from llmbox.app.config.paths import find_paths
-from llmbox.app.config.schema import LimitSettings, Settings
+from llmbox.app.config.settings import LimitSettings, Settings
 from llmbox.app.control.controller import DaemonController
 from llmbox.app.daemon.compose import DaemonParts, compose
 from llmbox.app.http.app import DIALECTS, create_app, send_in_process

@@ -8,7 +8,8 @@ import click
 from click.shell_completion import get_completion_class
 
 from ...config.loader import LoadedSettings, SettingOrigin, check_value, unknown_key
-from ...config.schema import Scalar, SettingSpec, schema
+from ...config.schema import SettingSpec, schema
+from ...config.settings import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program

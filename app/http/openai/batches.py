@@ -10,7 +10,7 @@ from litestar import Router, get, post
 from litestar.params import Body, FromPath, QueryParameter
 from msgspec import Meta, Struct
 
-from ...config.schema import LimitSettings
+from ...config.settings import LimitSettings
 from ...errors import ApiError
 from ...services import Services
 from ...store.batches import Batch, BatchItem, BatchPage, BatchResult

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.schema import LimitSettings
+from ...config.settings import LimitSettings
 from ...errors import ApiError
 from ...gateway.open_request import OpenRequest
 from ...text.chat_template import Chat, RenderedChat

@@ -11,7 +11,7 @@ import msgspec
 from litestar import Request
 from litestar.datastructures import State
 
-from ...config.schema import LimitSettings
+from ...config.settings import LimitSettings
 from ...engines.admission import QueueReservation
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmbox.engine.sampling_params import SamplingParams
 
-from ...config.schema import LimitSettings
+from ...config.settings import LimitSettings
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway

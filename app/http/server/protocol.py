@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ...config.schema import LimitSettings
+from ...config.settings import LimitSettings
 from ...errors import ApiError
 from .errors import encode_error
 from .request import LOCAL

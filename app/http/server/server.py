@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from ...config.schema import LimitSettings
+from ...config.settings import LimitSettings
 from ...lifecycle.drain import Drain
 from .protocol import DatedState, LimitedProtocol
 from .sockets import BACKLOG, ConnectionLimiter

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.config.paths import find_paths
-from llmbox.app.config.schema import ServerSettings
+from llmbox.app.config.settings import ServerSettings
 from llmbox.app.daemon.listen import check_bind, open_sockets
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.security.key_store import KeyStore

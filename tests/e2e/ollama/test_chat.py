@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from llmbox.app.config.schema import MemorySettings, Settings
+from llmbox.app.config.settings import MemorySettings, Settings
 from support.cli_box import PATIENCE
 from support.openai_server import serving
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from litestar import post
 
-from llmbox.app.config.schema import ServerSettings, Settings
+from llmbox.app.config.settings import ServerSettings, Settings
 from llmbox.app.http.auth.guard import Access
 from support.http_app import FakeServices, client, guarded, make_app
 

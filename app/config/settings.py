@@ -1,0 +1,400 @@
+"""All settings by section: key, type, default, range and documentation, each defined once.
+
+Settings are immutable: a reload makes a new object (see `loader`). `schema.py` makes one table of them.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from ipaddress import ip_network
+from typing import Any, Literal
+
+Scalar = bool | int | float | str | tuple[str, ...] | None
+EntryCheck = tuple[Callable[[str], object], str]
+"""Check of a list entry, and the description of valid entries for error messages."""
+
+
+def is_network(text: str) -> bool:
+    """Return whether `text` is an IP address or network."""
+    try:
+        ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
+
+
+ORIGIN: EntryCheck = (
+    re.compile(
+        r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?",
+    ).fullmatch,
+    "origins such as https://chat.example or http://localhost:3000; '*' is not one: name each",
+)
+NETWORK: EntryCheck = (
+    is_network,
+    "IP addresses or networks such as 127.0.0.1, 10.0.0.0/8 or fd00::/8",
+)
+
+
+def key(
+    default: Scalar,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    each: EntryCheck | None = None,
+    live: bool = False,
+) -> Any:
+    """Declare a setting. `live` keys take effect on reload (SIGHUP); others at the next start.
+
+    `each`: check for the entries of a list.
+    """
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "each": each, "live": live})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    host: str = key("127.0.0.1", "Address to listen on; 127.0.0.1 also listens on ::1.")
+    port: int = key(7411, "TCP port of the API; 0 takes a free one.", low=0, high=65535)
+    models: tuple[str, ...] = key(("builtin",), "Models loaded at start when the command names none.")
+    allowed_hosts: tuple[str, ...] = key(
+        (), "Further names that a Host header may carry, as host or host:port."
+    )
+    cors_origins: tuple[str, ...] = key(
+        (),
+        "Origins of web pages whose scripts browsers let use the API, as https://host or http://host:port; "
+        "the panel and the admin API never.",
+        each=ORIGIN,
+    )
+    trusted_proxies: tuple[str, ...] = key(
+        (),
+        "Addresses of reverse proxies whose X-Forwarded-For names the caller; any other is ignored.",
+        each=NETWORK,
+    )
+    require_key: bool = key(
+        False,
+        "Ask for an API key on this machine too. Where other machines can connect one is always needed.",
+        live=True,
+    )
+    drain_timeout: float = key(
+        30.0,
+        "Seconds that open requests may take after SIGTERM before they end with an error.",
+        low=0,
+        high=3600,
+    )
+    restart_cooldown: float = key(
+        30.0,
+        "Seconds until a model whose engine died five times in a minute is started again; each failure "
+        "doubles them. 0 leaves it to a load by the owner.",
+        low=0,
+        high=86_400,
+    )
+    restart_cooldown_max: float = key(
+        900.0, "Longest wait between two such starts, in seconds.", low=1, high=86_400
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings:
+    body_bytes: int = key(2_000_000, "Largest request body.", low=1024, high=1 << 30)
+    file_bytes: int = key(100_000_000, "Largest file that is uploaded.", low=1024, high=1 << 36)
+    header_line_bytes: int = key(
+        16_384, "Longest header line, request line included.", low=1024, high=1 << 20
+    )
+    header_count: int = key(100, "Most headers of one request.", low=8, high=10_000)
+    header_timeout: float = key(15.0, "Seconds for a client to send its headers.", low=0.1, high=3600)
+    body_timeout: float = key(60.0, "Seconds for a client to send its body.", low=0.1, high=3600)
+    idle_timeout: float = key(
+        75.0, "Seconds that an idle keep-alive connection stays open.", low=1, high=3600
+    )
+    connections: int = key(
+        4096,
+        "Most open TCP connections; at the limit the longest idle one gives way to a new one.",
+        low=8,
+        high=1_000_000,
+    )
+    connections_per_address: int | None = key(
+        None,
+        "Most open connections of one other machine; auto is a quarter of limits.connections.",
+        low=1,
+        high=1_000_000,
+    )
+    json_depth: int = key(32, "Deepest nesting of a JSON body.", low=4, high=512)
+    messages: int = key(2048, "Most messages of one chat request.", low=1, high=1_000_000)
+    tools: int = key(128, "Most tools of one chat request.", low=1, high=100_000)
+    stop_strings: int = key(16, "Most stop strings of one request.", low=1, high=1024)
+    stop_string_bytes: int = key(256, "Longest stop string.", low=1, high=65_536)
+    logit_bias: int = key(1024, "Most entries of logit_bias.", low=1, high=1_000_000)
+    grammar_bytes: int = key(
+        65_536, "Largest schema, regex, choice or grammar of one request.", low=64, high=1_000_000
+    )
+    additional_properties: bool = key(
+        False,
+        "Let objects of a JSON schema have keys that it does not name, where it leaves that open.",
+        live=True,
+    )
+    choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
+    request_timeout: float = key(
+        0.0,
+        "Seconds after which an answer ends, complete or not; 0: no limit. Requests may set less.",
+        low=0,
+        high=86_400,
+        live=True,
+    )
+    first_token_timeout: float = key(
+        0.0,
+        "Seconds without a token after which a request fails with 503; 0: no limit. Requests may set less.",
+        low=0,
+        high=86_400,
+        live=True,
+    )
+    queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
+    queue_per_key: int = key(
+        64,
+        "Requests of one key that a model accepts even if those of others fill its queue.",
+        low=0,
+        high=1_000_000,
+    )
+    stream_buffer_bytes: int = key(
+        1_000_000, "Unread bytes kept for one slow stream.", low=4096, high=1 << 30
+    )
+    stream_timeout: float = key(
+        60.0, "Seconds without progress until a slow stream is closed.", low=1, high=3600
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Defaults for every model; flags of `load` override them. A reload affects later loads."""
+
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Where models run; auto takes a GPU when there is one.", live=True
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
+        "auto", "Type of weights and activations; auto follows the checkpoint.", live=True
+    )
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"] = key(
+        "auto",
+        "Type of the KV cache; auto follows dtype, int8 halves bfloat16's memory, fp8 too but needs a GPU.",
+        live=True,
+    )
+    quant: Literal[
+        "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
+    ] = key(
+        "none",
+        "Format to which weights are quantized at load; auto takes the first of none, int8, int4 that fits; "
+        "w8a8, fp8 and fp8-block need a GPU.",
+        live=True,
+    )
+    ctx: int | None = key(
+        None,
+        "Longest prompt + output in tokens; auto takes the model's limit or what fits.",
+        low=16,
+        high=1 << 26,
+        live=True,
+    )
+    max_running: int | None = key(None, "Most sequences computed together.", low=1, high=65_536, live=True)
+    token_budget: int | None = key(
+        None,
+        "Most tokens computed in one step; with --pp the stages share it.",
+        low=16,
+        high=1 << 20,
+        live=True,
+    )
+    memory: float | None = key(
+        None,
+        "Memory budget in GB (10^9 bytes) for weights, KV and workspace.",
+        low=0.05,
+        high=100_000,
+        live=True,
+    )
+    kv_tokens: int | None = key(
+        None, "Size of the KV pool in tokens; auto takes what the memory budget leaves.", low=16, high=1 << 30
+    )
+    threads: int | None = key(
+        None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096, live=True
+    )
+    tp: int | None = key(
+        None,
+        "Processes or GPUs that share every layer of a model (tensor parallelism); auto takes one GPU, or as "
+        "many NVLink peers as the model needs.",
+        low=1,
+        high=16,
+        live=True,
+    )
+    pp: int | None = key(
+        None,
+        "Stages that the layers of a model are cut into, one after another (pipeline parallelism); auto cuts "
+        "where a model needs GPUs without NVLink.",
+        low=1,
+        high=16,
+        live=True,
+    )
+    batching: Literal["continuous", "static"] = key(
+        "continuous", "static runs each batch to its longest request (for comparison).", live=True
+    )
+    premium_share: float = key(
+        0.0,
+        "Share of the KV cache reserved for requests of premium keys (priority below 0).",
+        low=0,
+        high=0.9,
+        live=True,
+    )
+    prefix_cache: bool = key(
+        True, "Prefix caching: keep and reuse the KV cache of prompts that begin alike.", live=True
+    )
+    chunked_prefill: bool = key(
+        True, "Chunked prefill: compute long prompts in pieces between other requests' tokens.", live=True
+    )
+    speculate: Literal["auto", "on", "off"] = key(
+        "auto",
+        "Guess tokens from the request's own and verify several in a step: same tokens, sooner where answers "
+        "repeat. auto does so on the C++ kernels; on refuses to load elsewhere.",
+        live=True,
+    )
+    deterministic: bool = key(
+        False,
+        "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",
+        live=True,
+    )
+    overlap: bool = key(
+        True, "On a GPU, prepare the next step while it computes one (a CPU takes them in turn).", live=True
+    )
+    cuda_graphs: bool = key(
+        True, "On a GPU, replay decoding steps from captured graphs; off saves their memory.", live=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """Settings of all models together."""
+
+    budget: float | None = key(
+        None,
+        "GB (10^9 bytes) that all models may take together; auto is 80 % of RAM, 90 % of a GPU's memory.",
+        low=0.05,
+        high=100_000,
+        live=True,
+    )
+    ttl: float = key(
+        1800.0,
+        "Seconds without requests until a model that was loaded on request is unloaded; 0 keeps it.",
+        low=0,
+        high=10_000_000,
+        live=True,
+    )
+    spare_engine: bool = key(
+        True,
+        "Keep an engine process ready, so that loads and restarts do not wait for its imports (0.15 GB).",
+    )
+    load_on_request: bool = key(
+        True, "Load a model that is on disk when a request names it; nothing is downloaded.", live=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    repacked_gb: float = key(
+        50.0,
+        "GB (10^9 bytes) of disk for weights as the CPU kernels pack them, mapped by the next load; 0: none.",
+        low=0,
+        high=1_000_000,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSettings:
+    """Settings of downloads. HF_ENDPOINT, HF_TOKEN and HF_HOME select the hub, the token and the cache."""
+
+    bandwidth: float | None = key(
+        None,
+        "Most MB (10^6 bytes) a second of all downloads together; auto sets no bound.",
+        low=0.01,
+        high=100_000,
+        live=True,
+    )
+    files_at_once: int = key(4, "Files of all downloads fetched side by side.", low=1, high=64)
+    pull_on_request: Literal["off", "recommended", "any"] = key(
+        "off",
+        "Models that a request fetches by naming them: none, recommended ones, any of the hub. "
+        "The answer is 503 with the progress until one is here.",
+        live=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    level: Literal["debug", "info", "warning", "error"] = key(
+        "info", "Least level that the daemon log keeps.", live=True
+    )
+    file_bytes: int = key(10_000_000, "Size at which the daemon log is rotated.", low=10_000, high=1 << 40)
+    files: int = key(3, "Rotated daemon logs kept.", low=0, high=1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSettings:
+    """Settings of the request log. It holds metadata; it holds content only where a key, `log_content` or a
+    request with `store: true` allows it.
+    """
+
+    retention_days: float = key(30.0, "Days that request rows are kept.", low=0.01, high=36_500)
+    max_bytes: int = key(
+        256_000_000,
+        "Size of the request log above which the oldest rows are deleted.",
+        low=1_000_000,
+        high=1 << 44,
+    )
+    log_content: bool = key(
+        False,
+        "Keep prompts and answers of callers without a key: this user, the panel. Keys have a setting each.",
+        live=True,
+    )
+    content_days: float = key(
+        7.0, "Days that prompts and answers are kept, where they are.", low=0.01, high=36_500
+    )
+    content_bytes: int = key(
+        256_000,
+        "Most bytes kept of a prompt, of an answer and of a request; the rest is cut off.",
+        low=1000,
+        high=1 << 26,
+    )
+    store: bool = key(
+        True,
+        "Store the answers of requests that say store: true, for their callers alone; false refuses them.",
+        live=True,
+    )
+    stored_days: float = key(30.0, "Days that stored answers are kept.", low=0.01, high=36_500)
+    stored_bytes: int = key(
+        256_000_000,
+        "Bytes of all stored answers above which the oldest are deleted; besides max_bytes.",
+        low=1_000_000,
+        high=1 << 44,
+    )
+    batch_days: float = key(30.0, "Days that batches and their results are kept.", low=0.01, high=36_500)
+    batch_bytes: int = key(
+        1_000_000_000,
+        "Most bytes of batches, results included, that one key may keep; besides max_bytes.",
+        low=100_000,
+        high=1 << 44,
+    )
+    file_days: float = key(30.0, "Days that uploaded files are kept.", low=0.01, high=36_500)
+    file_bytes: int = key(
+        1_000_000_000, "Most bytes of uploaded files that one key may keep.", low=100_000, high=1 << 44
+    )
+    batch_parallel: int = key(8, "Requests of batches that run at once.", low=1, high=4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    server: ServerSettings = field(default_factory=ServerSettings)
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    hub: HubSettings = field(default_factory=HubSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    requests: RequestSettings = field(default_factory=RequestSettings)
+
+    def get(self, name: str) -> Scalar:
+        section, _, attribute = name.partition(".")
+        value: Scalar = getattr(getattr(self, section), attribute)
+        return value
