@@ -37,6 +37,8 @@ class DraftScheduler:
             if row.samples and row.num_tokens == 1 and (drafts := self._propose(row.request, share, running)):
                 plan.rows[place] = replace(row, num_tokens=1 + len(drafts), drafts=drafts)
                 row.request.num_scheduled += len(drafts)
+                if self._kv_cache.states is not None:
+                    self._kv_cache.states.plan_drafts(plan.rows[place])
                 if self._kv_cache.windows is not None:
                     self._kv_cache.windows.cover(row.request, row.start, plan.rows[place].end)
                 room -= len(drafts)
@@ -69,7 +71,9 @@ class DraftScheduler:
         assert request.num_pending == 1
         if request.drafter is None:
             request.drafter = NgramProposer()
-        drafts = request.drafter.propose(request.token_ids, most)
+        if self._kv_cache.states is not None:
+            most = min(most, self._kv_cache.states.pool.num_free)
+        drafts = request.drafter.propose(request.token_ids, most) if most else []
         return drafts[: self._slots(request, len(drafts), running)]
 
     def _slots(self, request: Request, wanted: int, running: int) -> int:

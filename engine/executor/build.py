@@ -65,9 +65,7 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
     """
     if config.speculate == "off":
         return 0
-    reason = why_no_drafts(
-        plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant, has_state=plan.state_slots > 0
-    )
+    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant)
     if not reason:
         return min(int(usable_levels()[0].flops / _READ), plan.token_budget)
     if config.speculate == "on":

@@ -25,8 +25,8 @@ _COMFORTABLE_CONTEXT = 4096
 _POOL_BYTES, _POOL_CONTEXTS = 512 << 20, 8
 # Default KV pool on a CPU; see `Planner._default_pool`.
 _STEP_SECONDS = 0.5
-_KEPT_STATES = 16
-# Slots of recurrent state for the prefix cache, beside one for each running request.
+_KEPT_STATES = 24
+# Slots of recurrent state for the prefix cache and for drafts, beside one for each running request.
 _LEAST_SLOTS = 2
 _STATES_SHARE = 0.5
 # Fraction of the memory beside one whole context that recurrent state may take.
@@ -200,7 +200,7 @@ class Planner:
             )
             self.max_running = slots - 1
         self.notes.append(
-            f"recurrent state: {slots} slots of {each}, for running requests and for prefixes to go on from"
+            f"recurrent state: {slots} slots of {each}, for running requests, known prefixes and drafts"
         )
         return slots
 

@@ -81,18 +81,16 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             "the recurrent layers of this model run on CPUs only, one step at a time: load with --device cpu "
             "and without --overlap"
         )
-    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=invariant, has_state=plan.has_state)
+    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=invariant)
     if config.speculate == "on" and reason:
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
 
 
-def why_no_drafts(ranks: int, *, overlaps: bool, row_invariant: bool, has_state: bool = False) -> str:
+def why_no_drafts(ranks: int, *, overlaps: bool, row_invariant: bool) -> str:
     """Return the reason why an engine cannot verify drafts; empty if it can.
 
     `overlaps`: steps are launched before the results of earlier ones. `row_invariant`: see `Ops`.
     """
-    if has_state:
-        return "the model has recurrent layers, whose state cannot go back behind a rejected draft yet"
     if ranks > 1:
         return f"the model runs on {ranks} ranks, which do not verify drafts yet"
     if overlaps:

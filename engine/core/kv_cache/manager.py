@@ -42,7 +42,9 @@ class KVCacheManager:
         self.states = None
         if config.state_slots:
             slots = StatePool(config.state_slots)
-            self.states = StateManager(slots, pool.block_size, caching=pool.caching)
+            self.states = StateManager(
+                slots, pool.block_size, caching=pool.caching, drafts=config.draft_rows > 0
+            )
         self._config = config
         self.windows = None
         if config.window:

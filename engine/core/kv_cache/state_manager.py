@@ -19,6 +19,8 @@ NO_SLOT: Final = -1
 STATE_STRIDE = 32
 """Tokens between two states that are kept of an answer."""
 STATES_PER_PROMPT = 8
+DRAFT_SLOTS = 8
+"""Free slots that are left for the states between draft tokens."""
 MIN_STATE_DISTANCE = 512
 """Tokens between the states in the middle of a prompt, of which at most `STATES_PER_PROMPT` are kept."""
 
@@ -26,8 +28,9 @@ MIN_STATE_DISTANCE = 512
 class StateManager:
     """Only writer of `Request.state_slot` and of what belongs to it."""
 
-    def __init__(self, pool: StatePool, block_size: int, *, caching: bool) -> None:
+    def __init__(self, pool: StatePool, block_size: int, *, caching: bool, drafts: bool) -> None:
         self.pool = pool
+        self._left_free = min(DRAFT_SLOTS, pool.num_slots // 4) if drafts else 0
         self._block_size = block_size
         self._stride = max(block_size, STATE_STRIDE // block_size * block_size)
         self._caching = caching
@@ -73,24 +76,56 @@ class StateManager:
         if not wanted and row.start >= request.num_prompt and row.end % self._stride == 0:
             wanted = [row.end]
         for position in wanted:
-            if (slot := self.pool.allocate()) is None:
+            if (slot := self.pool.allocate(leave=self._left_free)) is None:
                 break
             self._written.add(slot)
             found.append((position, slot))
         row.saves = found
 
+    def plan_drafts(self, row: ScheduledRequest) -> None:
+        """Take slots for the states before each draft, to go back to where one is rejected. There must be a
+        free slot for each.
+        """
+        self._free_saves(row)
+        wanted = [*range(row.start + 1, row.end)]
+        if self._caching and row.end % self._stride == 0 and self.pool.num_free > len(wanted):
+            wanted.append(row.end)
+        slots = [self.pool.allocate() for _ in wanted]
+        row.saves = [
+            (position, slot) for position, slot in zip(wanted, slots, strict=True) if slot is not None
+        ]
+        self._written.update(slot for _, slot in row.saves)
+
+    def _free_saves(self, row: ScheduledRequest) -> None:
+        for _, slot in row.saves:
+            self._written.remove(slot)
+            self.pool.free(slot)
+
     def apply_saves(self, row: ScheduledRequest, *, valid: bool) -> None:
-        """Keep the states that a finished step saved; free their slots if the row was not `valid`."""
+        """Keep the states that a finished step saved, and go back to the one after the last accepted draft.
+        Free the slots if the row was not `valid`.
+        """
+        if not valid:
+            self._free_saves(row)
+            return
+        request, end = row.request, row.request.num_computed
         for position, slot in row.saves:
             self._written.remove(slot)
-            index = position // self._block_size - 1
-            if not valid or index >= len(row.request.block_hashes):
+            if position == end < row.end:  # the drafts from here on were rejected
+                self.pool.free(request.state_slot)
+                request.state_slot = slot
+            elif position <= end and self._is_kept(row, position):
+                block_hash = request.block_hashes[position // self._block_size - 1]
+                if position > request.num_prompt:
+                    self._move_on(request, block_hash)
+                self.pool.keep(slot, block_hash)
+            else:
                 self.pool.free(slot)
-                continue
-            block_hash = row.request.block_hashes[index]
-            if position > row.request.num_prompt:
-                self._move_on(row.request, block_hash)
-            self.pool.keep(slot, block_hash)
+
+    def _is_kept(self, row: ScheduledRequest, position: int) -> bool:
+        """Return True if a saved state is for the prefix cache, and its block is full and known there."""
+        is_mark = not row.drafts or (self._caching and position % self._stride == 0)
+        return is_mark and position // self._block_size <= len(row.request.block_hashes)
 
     def _move_on(self, request: Request, block_hash: bytes) -> None:
         """Drop the state that was kept of the answer before: the new one is of more use."""

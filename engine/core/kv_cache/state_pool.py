@@ -34,9 +34,15 @@ class StatePool:
     def num_used(self) -> int:
         return self.num_slots - self.num_available
 
-    def allocate(self, spared: int | None = None) -> int | None:
-        """Allocate a slot of undefined content, but not `spared`; None if there is none."""
-        if self._free:
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, spared: int | None = None, leave: int = 0) -> int | None:
+        """Allocate a slot of undefined content, but not `spared`; None if there is none. `leave`: number of
+        free slots that must stay free.
+        """
+        if len(self._free) > leave:
             return self._free.pop()
         oldest = next((key for key, slot in self._kept.items() if slot != spared), None)
         if oldest is None:

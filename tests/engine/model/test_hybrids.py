@@ -9,6 +9,7 @@ import pytest
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.ngram_proposer import NgramProposer
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.errors import DeviceError, ModelError, ParallelError
 from llmbox.engine.ipc.messages import AddRequest
@@ -114,11 +115,32 @@ def test_few_slots_bound_how_many_run(model: Path, alone: list[int]) -> None:
     assert found == alone
 
 
-def test_what_cannot_run_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_change_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of which the first two are right: the state goes back behind the others."""
+    asks = [ask(f"r{n}", range(5, 9 + 7 * n), 40, temperature=0.7, seed=n) for n in range(4)]
+    expected = tokens(load(model, dtype="bfloat16", speculate="off"), asks)
+    answers = [[*each.prompt_ids, *expected[each.request_id]] for each in asks]
+
+    def propose(_self: NgramProposer, ids: list[int], most: int) -> list[int]:
+        known = next(answer for answer in answers if answer[: len(ids)] == ids)
+        return [*known[len(ids) : len(ids) + 2], 3, 4, 5][:most]
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    engine = load(model, dtype="bfloat16", speculate="on")
+    for request in asks:
+        assert tokens(engine, [request]) == {request.request_id: expected[request.request_id]}
+    assert tokens(engine, [named(f"again {each.request_id}", each) for each in asks]) == {
+        f"again {name}": found for name, found in expected.items()
+    }
+    assert engine.stats().draft_tokens > engine.stats().accepted_tokens > 100
+    turn = ask("turn", [*answers[3], 7, 8], 1)
+    assert computed(engine, turn) <= 64
+    engine._scheduler.check()
+
+
+def test_what_cannot_run_is_refused(model: Path) -> None:
     with pytest.raises(DeviceError, match="recurrent layers of this model run on CPUs only"):
         load(model, overlap=True)
-    with pytest.raises(DeviceError, match="state cannot go back behind a rejected draft"):
-        load(model, speculate="on")
     with pytest.raises(ParallelError, match="cannot be shared equally"):
         load(model, tp=3)
 
