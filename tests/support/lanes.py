@@ -3,8 +3,14 @@
 import ast
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
 
 TESTS = Path(__file__).parents[1]
 NIGHTLY = os.environ.get("LLMBOX_TEST_PROFILE") == "nightly"
@@ -35,6 +41,16 @@ def why_not_fast(file: Path) -> str:
         return "is slow"
     files = [file, *(TESTS / parent / "conftest.py" for parent in (folder, *folder.parents[:-1]))]
     return next((why for each in files if each.is_file() and (why := heavy_import(each))), "")
+
+
+def nightly(*values: object) -> Any:
+    """Parameters of a test that only `make nightly` runs."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def ends_in_the_suite(values: Sequence[T]) -> list[Any]:
+    """Parameters of a test: the first and the last of `values` in the suite, the others each night."""
+    return [nightly(each) if each in values[1:-1] else each for each in values]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What is particular to an architecture, cut over processes: the tokens of one process."""
+"""What is particular to an architecture, cut over ranks: the tokens of one process."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from llmbox.engine.errors import ParallelError
+from support.rank_threads import load_threads
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
-
-pytestmark = pytest.mark.slow
 
 REQUESTS = [
     ask("long", range(3, 43), 8),
@@ -41,7 +40,7 @@ def test_ranks_give_the_tokens_of_one(
 ) -> None:
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **config)
     alone = {key: value for key, value in options.items() if key not in {"tp", "pp"}}
-    assert tokens(load(model, **options), REQUESTS) == tokens(load(model, **alone), REQUESTS)
+    assert tokens(load_threads(model, **options), REQUESTS) == tokens(load(model, **alone), REQUESTS)
 
 
 @pytest.mark.parametrize("arch", ["olmo2", "olmo3"])

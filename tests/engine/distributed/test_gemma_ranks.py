@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
+from support.rank_threads import load_threads
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
-
-pytestmark = pytest.mark.slow
 
 REQUESTS = [
     ask("long", range(3, 43), 8),
@@ -26,4 +25,4 @@ REQUESTS = [
 )
 def test_ranks_give_the_tokens_of_one(tmp_path, arch: str, cut: dict[str, int], options: dict[str, Any]):
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
-    assert tokens(load(model, **cut, **options), REQUESTS) == tokens(load(model, **options), REQUESTS)
+    assert tokens(load_threads(model, **cut, **options), REQUESTS) == tokens(load(model, **options), REQUESTS)

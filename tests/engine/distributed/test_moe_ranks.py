@@ -1,12 +1,11 @@
-"""Experts cut over processes: the tokens of one process."""
+"""Experts cut over ranks: the tokens of one process."""
 
 import pytest
 
 from llmbox.engine.errors import ParallelError
+from support.rank_threads import load_threads
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
-
-pytestmark = pytest.mark.slow
 
 REQUESTS = [
     ask("long", range(3, 43), 8),
@@ -32,7 +31,7 @@ def test_ranks_give_the_tokens_of_one(tmp_path, arch, cut, options):
     if arch == "qwen3_moe":
         sizes["moe_intermediate_size"] = 256
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **sizes)
-    assert tokens(load(model, **cut, **options), REQUESTS) == tokens(load(model, **options), REQUESTS)
+    assert tokens(load_threads(model, **cut, **options), REQUESTS) == tokens(load(model, **options), REQUESTS)
 
 
 def test_experts_that_cannot_be_cut_are_refused_before_they_load(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmbox.engine.errors import RankLost
+from llmbox.engine.executor import watchdog
 from llmbox.engine.runner.cuda_graphs import WANTED
 from support.device_ranks import device_ranks
 from support.late_device import LateDevice
@@ -133,7 +134,11 @@ def test_all_stages_are_busy_at_once(model, pp):
 
 
 @pytest.mark.parametrize("pp", [2, 3])
-def test_a_stage_that_is_lost_takes_all_steps_on_their_way_with_it(model, pp):
+def test_a_stage_that_is_lost_takes_all_steps_on_their_way_with_it(model, monkeypatch, pp):
+    monkeypatch.setattr(
+        watchdog, "_LOST_SECONDS", 0.1
+    )  # threads: no process ends
+
     def lost(*_):
         raise RuntimeError("lost")
 

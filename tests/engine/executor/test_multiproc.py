@@ -8,6 +8,7 @@ import pytest
 from llmbox.engine.core.step import SampledToken, StepResult
 from llmbox.engine.distributed.socket_link import Link
 from llmbox.engine.errors import RankLost
+from llmbox.engine.executor import watchdog
 from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor, SyncMultiprocExecutor
 from llmbox.engine.executor.watchdog import WorkerWatchdog
 from llmbox.engine.ipc.messages import TokenLogprobs
@@ -178,7 +179,11 @@ def test_a_result_does_not_wait_for_the_launch_of_a_later_step(two_stages):
     assert runner.collect(handles[1]) == tokens(two)
 
 
-def test_a_result_that_fails_ends_its_rank_and_the_wait_for_it(two_stages):
+def test_a_result_that_fails_ends_its_rank_and_the_wait_for_it(two_stages, monkeypatch):
+    monkeypatch.setattr(
+        watchdog, "_LOST_SECONDS", 0.1
+    )  # threads: no process ends
+
     def lost():
         raise ValueError("the device is gone")
 

@@ -63,13 +63,16 @@ def workers(monkeypatch):
     return change
 
 
-@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 @pytest.mark.parametrize(
-    ("failure", "words"),
+    ("cut", "failure", "words"),
     [
-        ("raise MemoryError('no room for 5 GB')", "rank 1: MemoryError: no room for 5 GB"),
-        ("torch.empty(1 << 50)", "rank 1: RuntimeError: .*can't allocate memory"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed while loading"),
+        (
+            {"tp": 2, "pp": 2},
+            "raise MemoryError('no room for 5 GB')",
+            "rank 1: MemoryError: no room for 5 GB",
+        ),
+        ({"pp": 2}, "torch.empty(1 << 50)", "rank 1: RuntimeError: .*can't allocate memory"),
+        ({"tp": 2}, "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed while loading"),
     ],
 )
 def test_a_rank_that_fails_is_told_and_takes_the_load_with_it(model, workers, children, cut, failure, words):

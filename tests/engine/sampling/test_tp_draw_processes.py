@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from support.lanes import NIGHTLY, nightly
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "vocab"), [(2, 700), (3, 4500)])
+@pytest.mark.parametrize(("ranks", "vocab"), [(2, 700), nightly(3, 4500)])
 def test_tokens_of_ranks_are_those_of_one(tmp_path, ranks, vocab):
-    seed = int(torch.randint(1 << 30, ()))  # in the message of a failure
+    seed = int.from_bytes(os.urandom(4)) if NIGHTLY else 1  # in the message of a failure
     program = [sys.executable, "-P", "-W", "ignore", Path(__file__).with_name("tp_draw_processes.py")]
     paths = os.pathsep.join([str(ROOT / "packaging/tree"), str(ROOT / "tests")])
     done = subprocess.run(

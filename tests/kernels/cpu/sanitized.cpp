@@ -108,12 +108,14 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
 }
 
 void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int outputs) {
-    const auto [bits, group, with_steps] = format;
+    const auto [bits, group, grid_of_4] = format;
+    const int grid = static_cast<int>(grid_of_4);
+    const bool has_offsets = grid_of_4 == Grid4::STEPS;
     Buffer weight(dtype, size_t(inputs) * outputs), x(dtype, size_t(rows) * inputs);
     Buffer out(dtype, size_t(rows) * outputs), taken(dtype, size_t(rows) * inputs), bias(FLOAT32, outputs);
     out.poison(), taken.poison();
     auto* biases = static_cast<const float*>(bias.data());
-    QuantLinear* linear = llmbox_quant_new(dtype, inputs, outputs, bits, group, with_steps, weight.data(), biases);
+    QuantLinear* linear = llmbox_quant_new(dtype, inputs, outputs, bits, group, grid, weight.data(), biases);
     std::vector<int64_t> ids(rows, outputs - 1);
     Step step{};
     step.rows = rows;
@@ -130,11 +132,12 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
     std::vector<int8_t> codes(size_t(inputs) * outputs);
     std::vector<uint16_t> scales(size_t(outputs) * ceil_div(inputs, group));
     std::vector<uint8_t> steps_of(scales.size() * STEPS);
-    uint8_t* steps = with_steps ? steps_of.data() : nullptr;
+    uint8_t* steps = has_offsets ? steps_of.data() : nullptr;
     llmbox_quantize(dtype, inputs, outputs, bits, group, weight.data(), codes.data(), scales.data(), steps);
     Buffer again(dtype, size_t(rows) * outputs);
-    for (QuantLinear* same : {llmbox_quant_from(inputs, outputs, bits, group, codes.data(), scales.data(), steps, biases),
-                              llmbox_quant_at(inputs, outputs, bits, group, with_steps, copy.data(), biases)}) {
+    for (QuantLinear* same :
+         {llmbox_quant_from(inputs, outputs, bits, group, grid, codes.data(), scales.data(), steps, nullptr, biases),
+          llmbox_quant_at(inputs, outputs, bits, group, grid, false, copy.data(), biases)}) {
         again.poison();
         run(llmbox_quant_op(dtype, same, x.data(), inputs, again.data(), outputs, dtype), step);
         if (again.bytes != out.bytes) exit(1);
@@ -149,7 +152,8 @@ void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, i
     const auto linear = [&](int inputs, int outputs) -> LinearShape* {
         Buffer weight(dtype, size_t(inputs) * outputs);
         if (!format) return llmbox_linear_new(dtype, inputs, outputs, weight.data(), nullptr);
-        return llmbox_quant_new(dtype, inputs, outputs, format->bits, format->group, format->steps, weight.data(), nullptr);
+        return llmbox_quant_new(dtype, inputs, outputs, format->bits, format->group, static_cast<int>(format->grid), weight.data(),
+                                nullptr);
     };
     for (int expert = 0; expert < count; expert++) {
         gate_ups.push_back(linear(hidden, 2 * inner));
@@ -327,14 +331,14 @@ int main() {
     for (int dtype : {FLOAT32, BFLOAT16}) {
         for (auto [rows, inputs, outputs] : {std::tuple{1, 1, 1}, {2, 33, 65}, {33, 130, 7}, {7, 64, 200}, {200, 9, 70}})
             check_linear(dtype, rows, inputs, outputs);
-        for (const QuantFormat format : {QuantFormat{8, 32, false}, {8, 128, false}, {4, 128, false}, {4, 128, true}}) {
+        for (const QuantFormat format : {QuantFormat{8, 32}, {8, 128}, {4, 128}, {4, 128, Grid4::STEPS}}) {
             check_quant(dtype, format, 1, 1, 1);
             check_quant(dtype, format, 5, 33, 65);
             check_quant(dtype, format, 17, 300, 70);
             check_quant(dtype, format, 33, 256, 7);
             check_quant(dtype, format, 207, 130, 66);
         }
-        for (const QuantFormat& format : {QuantFormat{8, 32, false}, {8, 128, false}, {4, 128, true}}) {
+        for (const QuantFormat& format : {QuantFormat{8, 32}, {8, 128}, {4, 128, Grid4::STEPS}}) {
             check_experts(dtype, &format, 1, 33, 7, 3, 2);
             check_experts(dtype, &format, 40, 130, 70, 4, 2);
         }

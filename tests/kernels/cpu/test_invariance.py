@@ -15,6 +15,7 @@ import pytest
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.kernels.dispatch import backends
+from support.lanes import nightly
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -59,6 +60,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def of_level(level: str, *more: str | dict[str, str]) -> Any:
+    """Parameters of a test; those between the best instruction set and plain C++ run each night."""
+    return (nightly if level in LEVELS[1:-1] else pytest.param)(level, *more)
+
+
 # The best instruction set in every format; the others differ only in how a product is spelt.
 FORMATS = [
     (LEVELS[0], "float32", "none", "auto"),
@@ -66,7 +72,11 @@ FORMATS = [
         (LEVELS[0], "bfloat16", quant, kv)
         for quant, kv in product(("none", "int8", "int4", "int8-g32", "int4-g128"), ("auto", "int8"))
     ),
-    *((level, "bfloat16", *kinds) for level in LEVELS[1:] for kinds in (("none", "auto"), ("int4", "int8"))),
+    *(
+        of_level(level, "bfloat16", *kinds)
+        for level in LEVELS[1:]
+        for kinds in (("none", "auto"), ("int4", "int8"))
+    ),
 ]
 
 
@@ -83,7 +93,7 @@ def test_tokens_are_those_of_the_request_alone(
     [
         (LEVELS[0], "float32", "none"),
         *((LEVELS[0], "bfloat16", quant) for quant in ("int8", "int4", "int4-mix")),
-        *((level, "bfloat16", "none") for level in LEVELS),
+        *(of_level(level, "bfloat16", "none") for level in LEVELS),
     ],
 )
 def test_tokens_of_experts_are_those_of_the_request_alone(
@@ -97,11 +107,11 @@ def test_tokens_of_experts_are_those_of_the_request_alone(
 
 
 @pytest.mark.parametrize(
-    ("arch", "level", "options"),
+    ("level", "arch", "options"),
     [
-        ("gemma2", LEVELS[0], {"dtype": "float32"}),
-        ("gemma3_text", LEVELS[0], {"dtype": "bfloat16", "quant": "int8", "kv_dtype": "int8"}),
-        *(("gemma2", level, {"dtype": "bfloat16"}) for level in LEVELS),
+        (LEVELS[0], "gemma2", {"dtype": "float32"}),
+        (LEVELS[0], "gemma3_text", {"dtype": "bfloat16", "quant": "int8", "kv_dtype": "int8"}),
+        *(of_level(level, "gemma2", {"dtype": "bfloat16"}) for level in LEVELS),
     ],
 )
 def test_tokens_of_a_gemma_are_those_of_the_request_alone(

@@ -1,6 +1,6 @@
 """Combinations of formats, architectures and runners on tiny models: the tokens that plain torch draws.
 
-Not all of them: each choice is there with several of the others.
+Not all of them: each choice is there with several of the others, with more of them each night.
 """
 
 from pathlib import Path
@@ -14,6 +14,7 @@ from llmbox.engine.core.engine import Engine
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.triton.backend import triton_ops
 from support.formats import cached_in, plain_torch
+from support.lanes import nightly
 from support.late_device import FakeCapture, device_engine
 from support.paged import CPU
 from support.real_engines import ask, load, run
@@ -55,14 +56,19 @@ def seen_by(engine: Engine) -> tuple[dict[str, list[int]], list[float]]:
         ("int4", "int8", "qwen2", TIED, False, True),
         ("int4-g128", "auto", "llama", {}, True, False),
         ("w8a8", "fp8", "qwen2", TIED, True, False),
-        ("w8a8", "auto", "qwen3", {}, False, True),
-        ("fp8", "fp8", "llama", {}, True, True),
         ("fp8", "int8", "mistral", WINDOW | TIED, False, False),
-        ("fp8-block", "int8", "qwen3", TIED, True, True),
         ("fp8-block", "fp8", "qwen2", {}, False, False),
-        ("int4", "auto", "qwen3_moe", EXPERTS, False, True),
-        ("fp8", "int8", "qwen3_moe", EXPERTS, True, False),
         ("w8a8", "auto", "mixtral", EXPERTS, False, True),
+        *(
+            nightly(*combination)
+            for combination in (
+                ("w8a8", "auto", "qwen3", {}, False, True),
+                ("fp8", "fp8", "llama", {}, True, True),
+                ("fp8-block", "int8", "qwen3", TIED, True, True),
+                ("int4", "auto", "qwen3_moe", EXPERTS, False, True),
+                ("fp8", "int8", "qwen3_moe", EXPERTS, True, False),
+            )
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of rows that only fill up

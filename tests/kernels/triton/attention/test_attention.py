@@ -10,6 +10,7 @@ from llmbox.kernels.triton.attention import attention
 from llmbox.kernels.triton.attention import attention_metadata as attention_plan
 from llmbox.kernels.triton.attention.attention_combine import FEW_SPLITS
 from llmbox.kernels.triton.backend import triton_ops
+from support.lanes import nightly
 from support.numbers import assert_near
 from support.paged import CPU, PagedStep
 
@@ -68,7 +69,7 @@ def test_eight_bit_keys_and_values(dtype: torch.dtype, softcap: float | None) ->
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("longest", [150, 400])
+@pytest.mark.parametrize("longest", [150, nightly(400)])
 def test_long_contexts_are_split(monkeypatch: pytest.MonkeyPatch, window: int | None, longest: int) -> None:
     """Into few pieces and many: other programs bring them together."""
     monkeypatch.setattr(attention_plan, "LEAST_SPLIT", 32)
