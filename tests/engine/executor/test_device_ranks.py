@@ -135,9 +135,7 @@ def test_all_stages_are_busy_at_once(model, pp):
 
 @pytest.mark.parametrize("pp", [2, 3])
 def test_a_stage_that_is_lost_takes_all_steps_on_their_way_with_it(model, monkeypatch, pp):
-    monkeypatch.setattr(
-        watchdog, "_LOST_SECONDS", 0.1
-    )  # threads: no process ends
+    monkeypatch.setattr(watchdog, "_LOST_SECONDS", 0.1)  # threads: no process ends
 
     def lost(*_):
         raise RuntimeError("lost")

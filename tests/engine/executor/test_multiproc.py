@@ -180,9 +180,7 @@ def test_a_result_does_not_wait_for_the_launch_of_a_later_step(two_stages):
 
 
 def test_a_result_that_fails_ends_its_rank_and_the_wait_for_it(two_stages, monkeypatch):
-    monkeypatch.setattr(
-        watchdog, "_LOST_SECONDS", 0.1
-    )  # threads: no process ends
+    monkeypatch.setattr(watchdog, "_LOST_SECONDS", 0.1)  # threads: no process ends
 
     def lost():
         raise ValueError("the device is gone")

@@ -152,8 +152,8 @@ void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, i
     const auto linear = [&](int inputs, int outputs) -> LinearShape* {
         Buffer weight(dtype, size_t(inputs) * outputs);
         if (!format) return llmbox_linear_new(dtype, inputs, outputs, weight.data(), nullptr);
-        return llmbox_quant_new(dtype, inputs, outputs, format->bits, format->group, static_cast<int>(format->grid), weight.data(),
-                                nullptr);
+        return llmbox_quant_new(dtype, inputs, outputs, format->bits, format->group, static_cast<int>(format->grid),
+                                weight.data(), nullptr);
     };
     for (int expert = 0; expert < count; expert++) {
         gate_ups.push_back(linear(hidden, 2 * inner));
@@ -163,12 +163,14 @@ void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, i
     Buffer x(dtype, size_t(rows - 1) * x_stride + hidden), logits(FLOAT32, size_t(rows) * count);
     Buffer out(dtype, size_t(rows) * hidden), alone(dtype, hidden);
     logits.set(0, rows > 1 ? NAN : 0), out.poison(), alone.poison();
+    const Routing routing{0, 1, 1, 1, 1.f, 0, nullptr};
     Step step{};
     const auto run_rows = [&](int first, int many, Buffer& to) {
         step.rows = many;
         const auto* from = x.bytes.data() + size_t(first) * x_stride * x.bytes.size() / x.count;
         run(llmbox_experts_op(dtype, format != nullptr, count, gate_ups.data(), downs.data(), from, x_stride,
-                              static_cast<const float*>(logits.data()) + first * count, count, per_row, 1, to.data(), hidden),
+                              static_cast<const float*>(logits.data()) + first * count, count, per_row, 1,
+                              &routing, 0, nullptr, 0, nullptr, 0, to.data(), hidden),
             step);
     };
     run_rows(0, rows, out);
@@ -309,10 +311,12 @@ void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, i
             run(llmbox_heads_op(dtype, of, kv_dtype, cache, 1, x.data(), all * width, all, norm.data(), 1e-6f, 1), step);
             must_be_finite(x, "heads");
         }
+        Buffer sinks(FLOAT32, query_heads);
         for (float softcap : {0.f, 3.f}) {
+            const auto* sunk = softcap > 0 ? nullptr : static_cast<const float*>(sinks.data());
             out.poison();
             run(llmbox_attention_op(dtype, kv_dtype, cache, 1, q.data(), query_heads * width, query_heads, window, 0.1f,
-                                    softcap, out.data()),
+                                    softcap, sunk, out.data()),
                 step);
             must_be_finite(out, "attention");
         }
