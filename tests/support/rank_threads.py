@@ -7,6 +7,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.planning.estimator import estimate
 from llmbox.kernels.reference import REFERENCE
+from support.real_engines import load
 
 
 class Stage:
@@ -144,6 +146,17 @@ class RankThreads:
         stage = results[self._answers :]
         assert all(result == stage[0] for result in stage), "all ranks of the last stage draw the same"
         return stage[0]
+
+
+def load_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
+    """Ranks as threads on the plain kernels, also for engines that the test loads next.
+
+    Rounded weights need the C++ kernels, whose threads serve one rank a process: there ranks are processes.
+    """
+    if "quant" in options:
+        return load(directory, **options)
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    return load_threads(directory, **options)
 
 
 def load_threads(

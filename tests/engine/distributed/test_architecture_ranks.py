@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.errors import ParallelError
-from support.rank_threads import load_threads
+from support.rank_threads import load_ranks
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -36,11 +36,16 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
     ],
 )
 def test_ranks_give_the_tokens_of_one(
-    tmp_path: Path, arch: str, config: dict[str, Any], options: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arch: str,
+    config: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **config)
     alone = {key: value for key, value in options.items() if key not in {"tp", "pp"}}
-    assert tokens(load_threads(model, **options), REQUESTS) == tokens(load(model, **alone), REQUESTS)
+    found = tokens(load_ranks(model, monkeypatch, **options), REQUESTS)
+    assert found == tokens(load(model, **alone), REQUESTS)
 
 
 @pytest.mark.parametrize("arch", ["olmo2", "olmo3"])

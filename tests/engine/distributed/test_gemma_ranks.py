@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from support.rank_threads import load_threads
+from support.rank_threads import load_ranks
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -23,6 +23,9 @@ REQUESTS = [
         ("gemma3_text", {"tp": 2}, {}),
     ],
 )
-def test_ranks_give_the_tokens_of_one(tmp_path, arch: str, cut: dict[str, int], options: dict[str, Any]):
+def test_ranks_give_the_tokens_of_one(
+    tmp_path, monkeypatch, arch: str, cut: dict[str, int], options: dict[str, Any]
+):
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
-    assert tokens(load_threads(model, **cut, **options), REQUESTS) == tokens(load(model, **options), REQUESTS)
+    found = tokens(load_ranks(model, monkeypatch, **cut, **options), REQUESTS)
+    assert found == tokens(load(model, **options), REQUESTS)

@@ -3,7 +3,7 @@
 import pytest
 
 from llmbox.engine.errors import ParallelError
-from support.rank_threads import load_threads
+from support.rank_threads import load_ranks
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -25,13 +25,14 @@ REQUESTS = [
         ("mixtral", {"tp": 2}, {"quant": "int8-g32", "kv_dtype": "int8"}),
     ],
 )
-def test_ranks_give_the_tokens_of_one(tmp_path, arch, cut, options):
+def test_ranks_give_the_tokens_of_one(tmp_path, monkeypatch, arch, cut, options):
     """A part of an expert is a whole number of groups: rounded as for one rank."""
     sizes = {"intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
     if arch == "qwen3_moe":
         sizes["moe_intermediate_size"] = 256
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **sizes)
-    assert tokens(load_threads(model, **cut, **options), REQUESTS) == tokens(load(model, **options), REQUESTS)
+    found = tokens(load_ranks(model, monkeypatch, **cut, **options), REQUESTS)
+    assert found == tokens(load(model, **options), REQUESTS)
 
 
 def test_experts_that_cannot_be_cut_are_refused_before_they_load(tmp_path):
