@@ -276,7 +276,10 @@ def _missing_files(folder: Path) -> list[str]:
     """Return missing files that serving needs: a tokenizer, and every shard that the index names."""
     import json
 
-    missing = [] if (folder / "tokenizer.json").is_file() else ["tokenizer.json"]
+    from ..text.tokenizer.tokenizer_builder import find_source
+
+    has_tokenizer = (folder / "tokenizer.json").is_file() or find_source(folder) is not None
+    missing = [] if has_tokenizer else ["tokenizer.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

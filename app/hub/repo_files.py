@@ -32,6 +32,7 @@ SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",

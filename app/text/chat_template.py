@@ -196,14 +196,15 @@ def named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return named
 
 
-def pick_template(value: Any) -> str | None:
-    """Return the default template: tokenizer_config.json holds one, or a list of named ones."""
+def pick_template(value: Any, name: str = "default") -> str | None:
+    """Return the template of this name: the files hold one, the default, or a list of named ones."""
     if value is None or isinstance(value, str):
-        return value
+        return value if name == "default" else None
     try:
-        by_name = {entry["name"]: entry["template"] for entry in value}
-    except (TypeError, KeyError):
-        raise ModelError(
-            "tokenizer_config.json: chat_template is neither a text nor a list of templates"
-        ) from None
-    return by_name.get("default")
+        by_name = value if isinstance(value, dict) else {each["name"]: each["template"] for each in value}
+        found = by_name.get(name)
+    except (TypeError, KeyError, AttributeError):
+        found = 0
+    if found is not None and not isinstance(found, str):
+        raise ModelError("tokenizer_config.json: chat_template is neither a text nor a list of templates")
+    return found

@@ -34,6 +34,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+BYTE_ALPHABET = {byte: char for char, byte in _BYTES.items()}
+"""Printable stand-ins of byte-level tokens, by bytes."""
 
 
 class TokenBytes:

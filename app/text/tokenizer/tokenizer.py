@@ -31,6 +31,7 @@ from .detokenizer import Detokenizer, decode
 from .end_tokens import declared_ids, end_token_ids
 from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
 from .token_bytes import TokenBytes
+from .tokenizer_builder import build_source, find_source
 from .tokenizer_safety import find_unsafe_part, find_unsafe_step
 from .vocabulary_check import vocabulary_warnings
 from .walled_encoder import WalledEncoder, as_api_error
@@ -60,6 +61,8 @@ class TextModel:
     control: ControlTokens
     special_tokens: dict[str, str]
     chat_template: str | None
+    tool_template: str | None = None
+    """Template of conversations with tools, where the model has one of its own (`tool_use`)."""
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
     """Sampling values used where a request leaves a field absent."""
@@ -76,7 +79,7 @@ class TextModel:
     @property
     def output_format(self) -> OutputFormat:
         """Form of thoughts and tool calls in answers."""
-        return recognize_format(self.chat_template)
+        return recognize_format(self.tool_template or self.chat_template)
 
     def beside_embedding(self, rows: int) -> "TextModel":
         """Return a copy with warnings of tokens that an embedding of `rows` rows has no row for."""
@@ -146,9 +149,8 @@ class TextModel:
         self._check_tools(chat)
         if self.system is not None and all(message["role"] != "system" for message in chat.messages):
             chat = replace(chat, messages=[{"role": "system", "content": self.system}, *chat.messages])
-        return await render_chat(
-            pool, self.chat_template, self.special_tokens, self.control, chat, self.encode_marked
-        )
+        template = (chat.tools and self.tool_template) or self.chat_template
+        return await render_chat(pool, template, self.special_tokens, self.control, chat, self.encode_marked)
 
     def _check_tools(self, chat: Chat) -> None:
         """Refuse tools that the template would leave out."""
@@ -180,7 +182,7 @@ def load_model_text(path: Path) -> TextModel:
 
 
 def _load(path: Path) -> TextModel:
-    tokenizer, encoder = _load_tokenizer(path / "tokenizer.json")
+    tokenizer, encoder = _load_tokenizer(path)
     decoder = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
     config = _read_json(path / "tokenizer_config.json")
     generation = _read_json(path / "generation_config.json")
@@ -188,6 +190,7 @@ def _load(path: Path) -> TextModel:
         _read_json(path / "special_tokens_map.json")
     ) | named_special_tokens(config)
     template = _template(path, config)
+    tool_template = _template(path, config, "tool_use")
     configs = {"config.json": _read_json(path / "config.json"), "generation_config.json": generation}
     declared, warnings = declared_ids(configs)
     return TextModel(
@@ -197,20 +200,23 @@ def _load(path: Path) -> TextModel:
         control=ControlTokens(tokenizer, frozenset(special_tokens.values())),
         special_tokens=special_tokens,
         chat_template=template,
+        tool_template=tool_template,
         eos_token_ids=end_token_ids(tokenizer, special_tokens, template, declared),
         warnings=tuple(warnings),
         generation_defaults=_generation_defaults(generation),
     )
 
 
-def _load_tokenizer(file: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]:
+def _load_tokenizer(folder: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]:
     """Load the vocabulary and the encoder. Raises ModelError."""
-    source = _read_bytes(file)
+    file = folder / "tokenizer.json"
+    is_built = not file.exists() and find_source(folder) is not None
+    source = build_source(folder) if is_built else _read_bytes(file)
     unsafe = find_unsafe_step(source)
     encoder: TextEncoder | WalledEncoder | None = None
     if unsafe:
         log.info("%s: texts are tokenized in a process of its own, for %s", file, unsafe)
-        encoder = WalledEncoder(file)
+        encoder = WalledEncoder.of_source(source) if is_built else WalledEncoder(file)
     try:
         if unsafe:
             source = _strip_steps(source)
@@ -245,9 +251,16 @@ def read_generation_defaults(path: Path) -> dict[str, float]:
     return _generation_defaults(_read_json(path / "generation_config.json"))
 
 
-def _template(path: Path, config: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    return _read_text(file) if file.exists() else pick_template(config.get("chat_template"))
+def _template(path: Path, config: dict[str, Any], name: str = "default") -> str | None:
+    """Read the template of this name, as transformers finds it."""
+    files = [path / "additional_chat_templates" / f"{name}.jinja"]
+    if name == "default":
+        files.insert(0, path / "chat_template.jinja")
+    for file in files:
+        if file.exists():
+            return _read_text(file)
+    given = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
+    return pick_template(given, name)
 
 
 def _generation_defaults(config: dict[str, Any]) -> dict[str, float]:
@@ -287,7 +300,7 @@ def _read_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise ModelError(
             f"{path.name} is missing in the model's directory: there is no tokenizer to read text with. "
-            "Fetch the whole model again; tokenizer.model and vocab.json alone are not read."
+            "Fetch the whole model again. tekken.json, tokenizer.model, or vocab.json and merges.txt do too."
         ) from None
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error.strerror or error}") from None

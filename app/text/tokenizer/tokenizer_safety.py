@@ -62,6 +62,7 @@ KNOWN_REGEXES: Final = frozenset(
         r"[0-9][0-9][0-9]",
         # SentencePiece: runs of blanks
         r" {2,}",
+        r"\A | \z",
         r"\s+",
     }
 )

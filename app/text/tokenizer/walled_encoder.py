@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ class WalledEncoder:
     def __init__(self, file: Path) -> None:
         """Start the process. Raises ModelError where the tokenizer cannot be loaded within the limits."""
         self._file = file
+        self._is_own = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._deadline = time.monotonic() + SILENCE_SECONDS
@@ -50,6 +52,19 @@ class WalledEncoder:
         except TokenizeError as error:
             self.close()
             raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
+
+    @classmethod
+    def of_source(cls, source: bytes) -> "WalledEncoder":
+        """Start the process with a file of its own, which is removed in the end."""
+        with tempfile.NamedTemporaryFile(prefix="llmbox-tokenizer-", delete=False) as file:
+            file.write(source)
+        try:
+            encoder = cls(Path(file.name))
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+        encoder._is_own = True
+        return encoder
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return self._ask({"text": text, "special": special})
@@ -81,6 +96,8 @@ class WalledEncoder:
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._kill()
+        if self._is_own:
+            self._file.unlink(missing_ok=True)
 
     def _ask(self, job: dict[str, Any]) -> list[int]:
         if self._closed:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llmbox.app.errors import ApiError
+from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.app.text.tokenizer.vocabulary_check import vocabulary_warnings
@@ -165,3 +166,22 @@ def test_a_tokenizer_of_another_model_is_warned_of_with_both_numbers(model):
     warnings = vocabulary_warnings(text, 100)
     assert any(f"has {size} tokens and the embedding 100 rows" in each for each in warnings)
     assert any("end token" in each and "vocabulary of 100" in each for each in warnings)
+
+
+async def test_a_template_for_tools_takes_conversations_with_tools(model):
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools }}<tool_call>"},
+    ]
+    write(model, "tokenizer_config.json", {**config, "chat_template": named})
+    text = load_model_text(model)
+    assert text.output_format.name == "hermes"
+    pool = TemplatePool()
+    messages = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    try:
+        assert (await text.render_chat(pool, Chat(messages=messages))).text == "plain"
+        assert "<tool_call>" in (await text.render_chat(pool, Chat(messages=messages, tools=tools))).text
+    finally:
+        await pool.close()
