@@ -458,4 +458,4 @@ MISSING: dict[str, str] = {
     "Llama4ForCausalLM": "attention within chunks, and experts whose inputs are scaled",
     "PhimoeForCausalLM": "LayerNorms with biases, and a SparseMixer router",
 }
-"""What known architectures need that is not here, by the class name of their language model."""
+"""Missing parts of known architectures, by the class name of their language model."""

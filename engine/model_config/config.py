@@ -24,7 +24,7 @@ from .multipliers import Scales
 from .pooling import has_head, with_head
 from .recurrent import RecurrentConfig
 from .rope import RopeConfig
-from .shape import ExpertShape, ModelShape, SlidingShape
+from .shape import ModelShape, SlidingShape
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 12
@@ -183,7 +183,7 @@ class ModelConfig:
             quant=self.quant,
             stored=None if self.stored is None else self.stored.label,
             wide_params=self.wide_params,
-            experts=None if self.experts is None else expert_shape(self.experts),
+            experts=None if self.experts is None else self.experts.shape(),
             recurrent=None if self.recurrent is None else self.recurrent.shape(),
             sliding=sliding_shape(self.windows),
         )
@@ -206,16 +206,6 @@ def norm_eps(fields: Fields) -> float:
     if not 0.0 <= eps <= 1.0:
         raise fields.error(f"rms_norm_eps {eps} must be from 0 to 1")
     return eps
-
-
-def expert_shape(experts: ExpertsConfig) -> ExpertShape:
-    return ExpertShape(
-        count=experts.count,
-        per_token=experts.per_token,
-        inner=experts.inner,
-        layers=experts.num_layers,
-        shared=experts.shared_inner,
-    )
 
 
 def parse_config(path: Path | str) -> ModelConfig:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from llmbox.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 from .fields import Fields
+from .shape import ExpertShape
 
 MAX_EXPERTS = 1024
 OTHER_ROUTERS = (
@@ -81,6 +82,15 @@ class ExpertsConfig:
     @property
     def num_layers(self) -> int:
         return sum(self.layers)
+
+    def shape(self) -> ExpertShape:
+        return ExpertShape(
+            count=self.count,
+            per_token=self.per_token,
+            inner=self.inner,
+            layers=self.num_layers,
+            shared=self.shared_inner,
+        )
 
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's router and experts."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from ..op_types import BatchLayout, KVShape, Mixture, Routing
+from ..op_types import BatchLayout, KVShape, Mixture
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
 from .command_buffer import CommandGraph, CommandRecorder, ragged_step
@@ -247,20 +247,11 @@ class CPUBackend:
         start = 0
         for part in parts:
             assert part.stride(2) == 1
-            columns = part.shape[2]
-            op = self.library.llmbox_copy_op(
-                DTYPES[part.dtype],
-                part.data_ptr(),
-                part.stride(0),
-                part.stride(1),
-                heads,
-                columns,
-                out_THD[:, :, start:].data_ptr(),
-                out_THD.stride(0),
-                out_THD.stride(1),
-            )
+            read = part.data_ptr(), *part.stride()[:2], heads, part.shape[2]
+            written = out_THD[:, :, start:].data_ptr(), *out_THD.stride()[:2]
+            op = self.library.llmbox_copy_op(DTYPES[part.dtype], *read, *written)
             self.recorder.submit(op, Step(rows=rows), part, out_THD)
-            start += columns
+            start += part.shape[2]
         return out_THD
 
     def linear_by_head(self, packed: Sequence[CPULinear], x_THI: Tensor) -> Tensor:
@@ -296,7 +287,7 @@ class CPUBackend:
             logits_TX.stride(0),
             mixture.per_token,
             mixture.normalised,
-            native_routing(mixture.routing),
+            NativeRouting.of(mixture.routing),
             ACTIVATIONS[mixture.activation],
             pointer(shared_TE),
             0 if shared_TE is None else shared_TE.stride(0),
@@ -400,14 +391,3 @@ class CPUBackend:
 
     def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> CommandGraph:
         return CommandGraph(self.recorder, body)
-
-
-def native_routing(routing: Routing) -> NativeRouting:
-    return NativeRouting(
-        sigmoid=routing.scoring == "sigmoid",
-        groups=routing.groups,
-        top_groups=routing.top_groups,
-        group_best=routing.group_best,
-        scale=routing.scale,
-        correction=pointer(routing.correction_X),
-    )

@@ -4,6 +4,7 @@ import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
+from ..op_types import Routing
 from .compiling import NativeUnavailable
 
 
@@ -47,6 +48,18 @@ class NativeRouting(ctypes.Structure):
         ("unused", c_int32),
         ("correction", c_void_p),
     )
+
+    @classmethod
+    def of(cls, routing: Routing) -> "NativeRouting":
+        correction_X = routing.correction_X
+        return cls(
+            sigmoid=routing.scoring == "sigmoid",
+            groups=routing.groups,
+            top_groups=routing.top_groups,
+            group_best=routing.group_best,
+            scale=routing.scale,
+            correction=None if correction_X is None else correction_X.data_ptr(),
+        )
 
 
 class NativeDrawRow(ctypes.Structure):
