@@ -24,15 +24,10 @@ def is_network(text: str) -> bool:
 
 
 ORIGIN: EntryCheck = (
-    re.compile(
-        r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?",
-    ).fullmatch,
+    re.compile(r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?").fullmatch,
     "origins such as https://chat.example or http://localhost:3000; '*' is not one: name each",
 )
-NETWORK: EntryCheck = (
-    is_network,
-    "IP addresses or networks such as 127.0.0.1, 10.0.0.0/8 or fd00::/8",
-)
+NETWORK: EntryCheck = (is_network, "IP addresses or networks such as 127.0.0.1, 10.0.0.0/8 or fd00::/8")
 
 
 def key(
