@@ -228,9 +228,9 @@ def decode_bnb4(form: Bnb4Format, stored: Tensors, outputs: int, inputs: int) ->
     block = state.get("blocksize")
     if type(block) is not int or block <= 0:
         raise BadTensor(state_suffix, f"names blocks of {block!r}")
-    packed, table = stored[".weight"].flatten(), stored[".weight.quant_map"]
+    packed, table = stored[".weight"].flatten(), stored[".weight.quant_map"].flatten()
     count = outputs * inputs
-    absmax = stored[".weight.absmax"]
+    absmax = stored[".weight.absmax"].flatten()
     if len(packed) != -(-count // 2) or absmax.numel() != -(-count // block) or table.numel() != 16:
         raise BadTensor(".weight.absmax", f"has {absmax.numel()} scales, not one for each {block} weights")
     if absmax.dtype == torch.uint8:
@@ -251,14 +251,14 @@ def _bnb_state(stored: Tensor, suffix: str) -> dict[str, Any]:
 
 
 def _nested_absmax(stored: Tensors, state: Mapping[str, Any], suffix: str) -> Tensor:
-    places, offset = stored[".weight.absmax"].long(), state.get("nested_offset")
+    places, offset = stored[".weight.absmax"].flatten().long(), state.get("nested_offset")
     scales, table = stored.get(".weight.nested_absmax"), stored.get(".weight.nested_quant_map")
     block = state.get("nested_blocksize", 256)
     if scales is None or table is None or table.numel() != 256 or type(block) is not int or block <= 0:
         raise BadTensor(".weight.absmax", "has 8 bits, but there are no nested_absmax and nested_quant_map")
     if not isinstance(offset, int | float) or scales.numel() != -(-places.numel() // block):
         raise BadTensor(suffix, "does not fit nested_absmax")
-    return table[places] * scales.repeat_interleave(block)[: places.numel()] + offset
+    return table.flatten()[places] * scales.flatten().repeat_interleave(block)[: places.numel()] + offset
 
 
 def decode_bnb8(form: Bnb8Format, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:  # noqa: ARG001

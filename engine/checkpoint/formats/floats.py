@@ -20,6 +20,8 @@ from ..safetensors import TensorEntry
 from .weight_format import HALVES, StoredTensor, WeightFormat
 
 MX_GROUP, NV_GROUP = 32, 16
+MAX_EXPERTS = 1024
+"""Most experts of a layer, as in `model_config/moe.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ def split_experts(form: WeightFormat, entries: Mapping[str, TensorEntry]) -> dic
         return found
     for name, entry in entries.items():
         linear = name.removesuffix(form.main_suffix)
-        if linear == name or len(entry.shape) != 4:
+        if linear == name or len(entry.shape) != 4 or not entry.nbytes or entry.shape[0] > MAX_EXPERTS:
             continue
         module, _, last = linear.rpartition(".")
         for suffix, end in ((form.main_suffix,) * 2, (form.scale_suffix,) * 2, ("_bias", ".bias")):

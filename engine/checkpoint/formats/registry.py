@@ -104,7 +104,9 @@ def _read_gptq(raw: Config) -> WeightFormat:
     require(bits is not None, "GPTQ weights without `bits`")
     require(bits in _GPTQ_BITS, f"GPTQ weights of {bits!r} bits, only 2, 3, 4 and 8 are known")
     offsets = {"gptq": 1, "gptq_v2": 0}
-    require(layout in offsets, f"GPTQ weights of checkpoint_format {layout!r}, known are gptq and gptq_v2")
+    require(
+        layout in list(offsets), f"GPTQ weights of checkpoint_format {layout!r}, known are gptq and gptq_v2"
+    )
     require(raw.get("pack_dtype", "int32") == "int32", f"GPTQ weights in {raw.get('pack_dtype')!r} words")
     _refuse_mixed(raw, "dynamic", bits)
     symmetric = raw.get("sym", True) is True
@@ -123,8 +125,9 @@ def _refuse_mixed(raw: Config, key: str, bits: Any) -> None:
     require(isinstance(rules, dict), f"{key} that is no object")
     group = raw.get("group_size", 128)
     for rule in rules.values():
-        if isinstance(rule, dict) and rule.get("bits", bits) < 16:
-            same = rule.get("bits", bits) == bits and rule.get("group_size", group) == group
+        own = rule.get("bits", bits) if isinstance(rule, dict) else bits
+        if isinstance(rule, dict) and not (type(own) is int and own >= 16):
+            same = own == bits and rule.get("group_size", group) == group
             require(same, f"weights whose bits or groups differ by layer ({key})")
 
 
@@ -248,7 +251,10 @@ def _read_hqq(raw: Config) -> WeightFormat:
     assert isinstance(weights, dict)
     assert isinstance(rule, dict)
     bits, size, axis = weights.get("nbits"), weights.get("group_size"), weights.get("axis")
-    require(bits in HQQ_PACKED, f"HQQ weights of {bits!r} bits, only 1, 2, 3, 4 and 8 are known")
+    require(
+        type(bits) is int and bits in HQQ_PACKED,
+        f"HQQ weights of {bits!r} bits, only 1, 2, 3, 4 and 8 are known",
+    )
     require(size is None or (type(size) is int and size > 0), f"HQQ weights with a group_size of {size!r}")
     require(axis in (0, 1), f"HQQ weights of axis {axis!r}")
     require(axis == 1 or size is not None, "HQQ weights of axis 0 without a group_size")

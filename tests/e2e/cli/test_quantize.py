@@ -1,5 +1,6 @@
 """Packed and rounded weights by the command line: quantize, df, rm."""
 
+import json
 import os
 from pathlib import Path
 
@@ -50,6 +51,22 @@ def test_quantize_calibrates_a_mixed_format(box: Box) -> None:
     asked = box.run("fit", source, "--quant", "int4-mix", "--json").json["plan"]
     four = box.run("fit", source, "--quant", "int4", "--json").json["plan"]
     assert told["weights_bytes"] == asked["weights_bytes"] > four["weights_bytes"]
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+def test_quantize_writes_what_other_tools_read(box: Box) -> None:
+    source, out = make_tiny_model(box.folder / "tiny", hidden_size=128, head_dim=32), box.folder / "made"
+    done = box.run("quantize", source, "--to", "w8a8", "--out", out, "--threads", 1, "--json")
+    assert done.code == 0, done.err
+    assert done.json["format"] == "w8a8"
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "int-quantized")
+    told = box.run("fit", out, "--json").json
+    assert told["plan"]["quant"] == "w8a16-g128"
+    assert any("stay in their own numbers" in note for note in told["notes"])
+    refused = box.run("quantize", source, "--to", "fp8", "--calibrate", "--out", box.folder / "twice")
+    assert refused.code == Exit.FAILED
+    assert "leave out --calibrate" in refused.err
 
 
 def pack(box: Box, directory: Path, dtype: str = "torch.bfloat16") -> PackKey:

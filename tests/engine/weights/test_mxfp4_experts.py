@@ -11,6 +11,7 @@ from llmbox.engine.checkpoint.formats.floats import split_experts
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
 from llmbox.engine.checkpoint.formats.weight_format import check_tensors
 from llmbox.engine.checkpoint.index import list_tensors
+from llmbox.engine.checkpoint.safetensors import TensorEntry
 from llmbox.engine.errors import ModelError
 from llmbox.engine.partition import ShardSlice
 from llmbox.engine.weights.source import Checkpoint, WeightRequest
@@ -107,3 +108,10 @@ def test_gpt_oss_runs_in_its_own_bits(tmp_path: Path) -> None:
     assert {packed.quant.name for packed in (*mixture.gate_ups, *mixture.downs)} == {"mxfp4"}
     requests = [ask("a", range(5, 30), 6), ask("b", [7, 8], 6)]
     assert tokens(engine, requests) == tokens(load(model), requests[:1]) | tokens(load(model), requests[1:])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2, 16), (10**9, 1, 0, 16)])
+def test_stacks_of_no_bytes_are_not_split(shape: tuple[int, ...]) -> None:
+    form = read_weight_format(ENTRY)
+    entry = TensorEntry(Path("file"), f"{MODULE}.gate_up_proj_blocks", "U8", shape, 0, 0)
+    assert split_experts(form, {entry.name: entry}) == {entry.name: entry}
