@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from llmbox.engine.gguf.reader import PART, is_gguf
+
 from ..errors import CliError, Exit
 from ..models.catalog import not_a_folder
+from ..models.gguf_folders import folder_of
 from .pacing import Stopped
 
 
@@ -22,11 +25,15 @@ class Adoptable:
     is_cache: bool
 
 
-def find_adoptable(place: Path) -> list[Adoptable]:
-    """Return the models at a place. Raises CliError (exit 4) when there is nothing that could be served."""
+def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable]:
+    """Return the models at a place: folders of checkpoints, caches, and GGUF files where there is a
+    `gguf_home` for their folders. Raises CliError (exit 4) when there is nothing that could be served.
+    """
     folder = place.expanduser().resolve()
     if not folder.exists():
         raise CliError(f"no directory {folder}", "it does not exist", "name a folder", Exit.NOT_FOUND)
+    if gguf_home is not None and folder.is_file() and is_gguf(folder):
+        return [_adoptable_gguf(folder, gguf_home)]
     if not folder.is_dir():
         raise not_a_folder(folder)
     if _is_model(folder):
@@ -40,16 +47,39 @@ def find_adoptable(place: Path) -> list[Adoptable]:
         for path in sorted(folder.glob(pattern))
         if _is_model(path)
     ]
+    if gguf_home is not None:
+        found += _gguf_models(folder, gguf_home)
     if found:
         return found
-    other = next((kind for kind in ("*.gguf", "*/*.gguf", "*/*/*.gguf") if any(folder.glob(kind))), None)
-    why = "no config.json with *.safetensors in it or below it"
     raise CliError(
         f"{folder} holds no model that can be served",
-        why + ("; of GGUF files `llmbox import FILE` makes such a folder" if other else ""),
+        "no config.json with *.safetensors, and no GGUF file, in it or below it",
         "name a Hugging Face cache, or a folder with config.json, *.safetensors and tokenizer.json",
         Exit.NOT_FOUND,
     )
+
+
+def _gguf_models(folder: Path, home: Path) -> list[Adoptable]:
+    """Return the GGUF files in a folder and two levels below, as LM Studio keeps them. Files that cannot be
+    served are left out if others can. Raises CliError where none can.
+    """
+    found, first = [], None
+    for file in sorted(path for kind in ("*.gguf", "*/*.gguf", "*/*/*.gguf") for path in folder.glob(kind)):
+        part = PART.search(file.name)
+        if file.name.startswith("mmproj") or (part is not None and int(part[1]) > 1):
+            continue
+        try:
+            found.append(_adoptable_gguf(file, home))
+        except CliError as error:
+            first = first or error
+    if first is not None and not found:
+        raise first
+    return found
+
+
+def _adoptable_gguf(file: Path, home: Path) -> Adoptable:
+    made = folder_of(file, home)
+    return Adoptable(made.name, made, is_cache=False)
 
 
 def _is_model(folder: Path) -> bool:

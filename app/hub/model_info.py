@@ -15,6 +15,9 @@ from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_unde
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError
+from llmbox.engine.gguf.config import NOT_NEEDED
+from llmbox.engine.gguf.folder import gguf_of
+from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 
 from ..errors import CliError, Exit
@@ -57,7 +60,12 @@ class ModelFacts:
 def local_facts(ref: ModelRef) -> ModelFacts:
     """Read a model's facts from the disk. Raises ModelError."""
     config = parse_config(ref.path)
-    tensors = list_tensors(ref.path)
+    file = gguf_of(ref.path)
+    if file is not None:
+        found = read_gguf(file).tensors
+        tensors = {name: each for name, each in found.items() if not NOT_NEEDED.fullmatch(name)}
+    else:
+        tensors = list_tensors(ref.path)
     size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
     return _facts(ref.name, config, tensors.values(), size, 0)
 

@@ -23,6 +23,7 @@ from llmbox.engine.gguf.reader import is_gguf
 
 from ..errors import CliError, Exit
 from ..util.formatting import did_you_mean
+from .gguf_folders import folder_of
 from .recommended import full_name, short_names
 from .registry import NameLookup
 
@@ -111,7 +112,10 @@ def resolve(
         or Path(text, "config.json").is_file()
         or (text.lower().endswith(WEIGHT_SUFFIXES) and Path(text).exists())
     ):
-        return directory(Path(text))
+        path = Path(text)
+        if names.gguf_home is not None and path.expanduser().is_file() and is_gguf(path.expanduser()):
+            return directory(folder_of(path, names.gguf_home))
+        return directory(path)
     asked, text = text, full_name(text)
     match = HUB_ID.fullmatch(text)
     if match is None or ".." in text or "--" in text:
@@ -204,16 +208,16 @@ def directory(path: Path) -> ModelRef:
 
 
 def not_a_folder(file: Path) -> CliError:
-    if file.suffix.lower() == ".gguf" or is_gguf(file):
+    if file.suffix.lower() == ".gguf" and not is_gguf(file):
         return CliError(
-            f"{file} is a GGUF file",
-            "models are served from folders with safetensors; of a GGUF file `llmbox import` makes one, once",
-            f"llmbox import {shlex.quote(str(file))}, then use the name that it says",
+            f"{file} is no GGUF file",
+            "it does not begin as one: it is damaged or its download was cut short",
+            "fetch it again",
             Exit.USAGE,
         )
     return CliError(
         f"{file} is no directory",
-        "a model is a folder with config.json, *.safetensors and tokenizer.json",
+        "a model is a GGUF file, or a folder with config.json, *.safetensors and tokenizer.json",
         f"name the folder: {shlex.quote(str(file.parent))}",
         Exit.USAGE,
     )
@@ -281,7 +285,7 @@ def describe(ref: ModelRef) -> DiskModel:
         sum(path.stat().st_size for path in files),
         max((path.stat().st_mtime for path in files), default=0.0),
         architecture if isinstance(architecture, str) else None,
-        bool(config) and any(path.suffix == ".safetensors" for path in files),
+        bool(config) and any(path.suffix in WEIGHT_SUFFIXES for path in files),
     )
 
 

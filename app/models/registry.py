@@ -63,6 +63,8 @@ class NameLookup:
     """Further Hugging Face caches."""
     directories: Mapping[str, str] = field(default_factory=dict)
     """Model folders by the name they are served under."""
+    gguf_home: Path | None = None
+    """Folder for the model folders of GGUF files; None: they cannot be served here."""
 
 
 class Registry:
@@ -71,7 +73,8 @@ class Registry:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._stamp: tuple[int, int, int] | None = None
-        self._names = NameLookup()
+        self._nothing = NameLookup(gguf_home=file.parent / "gguf")
+        self._names = self._nothing
         self._complained = False
 
     def read(self) -> NameLookup:
@@ -79,11 +82,11 @@ class Registry:
         try:
             status = self._file.stat()
         except FileNotFoundError:
-            self._stamp, self._names = None, NameLookup()
+            self._stamp, self._names = None, self._nothing
             return self._names
         stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
         if stamp != self._stamp:
-            self._names = _parse(self._file)
+            self._names = replace(_parse(self._file), gguf_home=self._nothing.gguf_home)
             self._stamp = stamp
         return self._names
 
@@ -97,7 +100,7 @@ class Registry:
             if not self._complained:
                 log.error("%s: %s; %s", error.what, error.why, error.fix)  # noqa: TRY400
             self._complained = True
-            return NameLookup()
+            return self._nothing
         self._complained = False
         return names
 
@@ -108,7 +111,8 @@ class Registry:
             names = edit(self.read())
             fresh = self._file.with_suffix(".new")
             try:
-                fresh.write_text(json.dumps({"schema": 1, **asdict(names)}, indent=1) + "\n")
+                kept = {name: value for name, value in asdict(names).items() if name != "gguf_home"}
+                fresh.write_text(json.dumps({"schema": 1, **kept}, indent=1) + "\n")
                 fresh.replace(self._file)
             except OSError as error:
                 fresh.unlink(missing_ok=True)

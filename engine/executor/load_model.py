@@ -13,9 +13,11 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..distributed.communicator import SINGLE, TensorParallel
+from ..gguf.folder import gguf_of
 from ..model.decoder import Decoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig
+from ..weights.gguf_source import GgufSource
 from ..weights.packed_cache import environment
 from ..weights.packed_cache.cache import PackedWeightCache
 from ..weights.packed_cache.file import DamagedPackedFile
@@ -78,9 +80,9 @@ def from_checkpoint(
 ) -> Loaded:
     """Load the weights from the checkpoint; `keeper` gets every packed weight. Raises ModelError."""
     before = memory_in_use(wanted.device)
-    source = Checkpoint(
-        wanted.directory, wanted.ops, wanted.dtype, wanted.device, progress, keeper, wanted.rank
-    )
+    options = (wanted.ops, wanted.dtype, wanted.device, progress, keeper, wanted.rank)
+    file = gguf_of(wanted.directory)
+    source = Checkpoint(wanted.directory, *options) if file is None else GgufSource(file, config, *options)
     model = build_model(config, source, QUANTS.get(wanted.quant))
     return model, delta_or_none(before, memory_in_use(wanted.device))
 

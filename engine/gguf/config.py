@@ -1,13 +1,15 @@
 """Config of a GGUF file: its metadata as a config.json, and the supported architectures. Torch-free."""
 
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isclose, tau
 from typing import Any, Final
 
-from ..checkpoint.safetensors import FETCH_AGAIN
+from ..checkpoint.files import open_regular
+from ..checkpoint.safetensors import FETCH_AGAIN, shown
 from ..errors import ModelError, UnsupportedArchitecture
 from ..model_config.fields import is_number
 from .reader import FLOATS, GgufFile
@@ -223,6 +225,24 @@ def rope_of(gguf: GgufFile, factors: Sequence[float] | None, head_dim: int) -> d
     return rope if original is None else rope | {"original_max_position_embeddings": original}
 
 
+def rope_factors(gguf: GgufFile) -> list[float] | None:
+    """Read the frequency divisors of the tensor rope_freqs.weight, or None. Raises ModelError."""
+    entry = gguf.tensors.get("rope_freqs.weight")
+    if entry is None:
+        return None
+    if entry.dtype != "F32" or len(entry.shape) != 1:
+        raise ModelError(f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, F32 is needed")
+    try:
+        with open_regular(entry.file) as stream:
+            stream.seek(entry.offset)
+            raw = stream.read(entry.nbytes)
+    except OSError as error:
+        raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
+    if len(raw) != entry.nbytes:
+        raise ModelError(f"{entry.file}: tensor {shown(entry.name)} is cut short; {FETCH_AGAIN}")
+    return list(struct.unpack(f"<{entry.shape[0]}f", raw))
+
+
 def _of_factors(factors: Sequence[float], theta: float, head_dim: int, context: int) -> dict[str, Any]:
     """Map frequency divisors to RoPE scaling: `llama3` where they match its formula, else `longrope`."""
     factor = max(factors)
@@ -245,6 +265,17 @@ def dtype_of(gguf: GgufFile) -> str:
     """Return the dtype of the new checkpoint: float32 for a file of float32 matrices only, else bfloat16."""
     matrices = {entry.dtype for entry in gguf.tensors.values() if len(entry.shape) > 1}
     return "float32" if matrices == {"F32"} else "bfloat16"
+
+
+def name_of(gguf: GgufFile) -> str:
+    """Return the file's name without the part number of a split file; for a nameless blob, the name in its
+    metadata.
+    """
+    if gguf.path.suffix == ".gguf":
+        return re.sub(r"-\d{5}-of-\d{5}$", "", gguf.path.stem)
+    name = gguf.metadata.get("general.name")
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") if isinstance(name, str) else ""
+    return plain or f"{gguf.architecture}-from-gguf"
 
 
 def is_quantized(gguf: GgufFile) -> bool:

@@ -104,6 +104,11 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, first.metadata, tensors)
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a model, given the first. Raises ModelError."""
+    return sorted({path, *(entry.file for entry in read_gguf(path).tensors.values())})
+
+
 def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
     count = metadata.get("split.count", 1)
     if count in (0, 1):

@@ -4,7 +4,6 @@ no torch (`engine/ipc/subprocess_job.py`).
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,7 @@ import click
 
 from llmbox.engine.checkpoint.quantized_layout import COMPRESSED_FORMATS, FORMATS
 from llmbox.engine.errors import ModelError
-from llmbox.engine.gguf.config import config_of, is_quantized
+from llmbox.engine.gguf.config import config_of, is_quantized, name_of
 from llmbox.engine.gguf.reader import GgufFile, read_gguf
 from llmbox.engine.ipc.spawn import Launch
 
@@ -235,13 +234,13 @@ def import_gguf(
         raise CliError("not imported", str(error), "llmbox import --help", Exit.FAILED) from None
     if to == "auto":
         to = AFTER_ROUNDING if is_quantized(gguf) else "none"
-    target = (out or Path(_name_of(gguf))).absolute()
+    target = (out or Path(name_of(gguf))).absolute()
     with tempfile.TemporaryDirectory(prefix="llmbox-import-") as beside:
         _take_tokenizer(gguf, tokenizer, Path(beside))
         arguments = [str(gguf.path), str(target), to, "--beside", beside]
         if threads is not None:
             arguments += ["--threads", str(threads)]
-        module = "llmbox.engine.gguf.convert"
+        module = "llmbox.engine.quantize.convert_gguf"
         report = run_job(program, module, arguments, failed="not imported", words=_progress_words)
     if as_json:
         output.write_json("import", {"file": str(gguf.path), "out": str(target), **report})
@@ -260,17 +259,6 @@ def _require_file(file: Path) -> None:
         why = f"{file} does not exist"
     hint = "" if file.is_dir() else did_you_mean(file.name, there)
     raise CliError("not imported", why, f"{hint}llmbox import FILE.gguf", Exit.NOT_FOUND)
-
-
-def _name_of(gguf: GgufFile) -> str:
-    """Return the file's name without the part number of a split file; for a nameless blob, the name in its
-    metadata.
-    """
-    if gguf.path.suffix == ".gguf":
-        return re.sub(r"-\d{5}-of-\d{5}$", "", gguf.path.stem)
-    name = gguf.metadata.get("general.name")
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") if isinstance(name, str) else ""
-    return plain or f"{gguf.architecture}-from-gguf"
 
 
 def _take_tokenizer(gguf: GgufFile, folder: Path | None, target: Path) -> None:

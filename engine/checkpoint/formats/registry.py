@@ -10,6 +10,7 @@
     "quant_method": "quark"                AMD Quark, MXFP4
     "quant_method": "torchao"              int8
     "quant_method": "hqq"                  HQQ
+    "quant_method": "gguf"                 blocks of a GGUF file (`gguf/folder.py`)
     "quant_method": "fp8", "fbgemm_fp8", "modelopt"   FP8 (`fp8_config.py`), and modelopt's NVFP4
 
 A format is one reader in `READERS`, one class, and one decoder in `engine/weights/decoders.py`. Lists of
@@ -35,7 +36,7 @@ from .integers import (
     HqqFormat,
     TorchAoInt8,
 )
-from .weight_format import NativeFormat, NotReadable, WeightFormat, require
+from .weight_format import GgufFormat, NativeFormat, NotReadable, WeightFormat, require
 
 Config = Mapping[str, Any]
 _GPTQ_BITS: Final = (2, 3, 4, 8)
@@ -274,6 +275,12 @@ def _read_modelopt(raw: Config) -> WeightFormat:
     )
 
 
+def _read_gguf(raw: Config) -> WeightFormat:
+    name = str(raw.get("format"))
+    require(name in QUANTS, f"GGUF blocks of format {name!r}")
+    return GgufFormat(name)
+
+
 READERS: Final[Mapping[str, Callable[[Config], WeightFormat]]] = {
     METHOD: _read_llmbox,
     "awq": _read_awq,
@@ -291,4 +298,5 @@ READERS: Final[Mapping[str, Callable[[Config], WeightFormat]]] = {
     "fp8": lambda raw: _float8(read_fp8(dict(raw))),
     "fbgemm_fp8": lambda _raw: _float8(DYNAMIC),
     "modelopt": _read_modelopt,
+    "gguf": _read_gguf,
 }

@@ -105,6 +105,32 @@ class NativeFormat:
         return outputs, inputs
 
 
+@dataclass(frozen=True, slots=True)
+class GgufFormat:
+    """Blocks of a GGUF file, which `engine/weights/gguf_source.py` reads. `quant`: the format that holds the
+    same numbers.
+    """
+
+    quant: str
+
+    @property
+    def label(self) -> str:
+        return f"GGUF blocks as {self.quant}"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(".weight", ())
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:  # noqa: ARG002
+        return None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:  # noqa: ARG002
+        return ()
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, inputs
+
+
 def is_quantized(form: WeightFormat, linear: str, entries: Mapping[str, TensorEntry]) -> bool:
     entry = entries.get(linear + form.main.suffix)
     return entry is not None and entry.dtype in form.main.dtypes

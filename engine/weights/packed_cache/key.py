@@ -8,6 +8,8 @@ from pathlib import Path
 from ...checkpoint.files import MAX_BYTES, open_regular, read_regular
 from ...checkpoint.index import weight_files
 from ...checkpoint.safetensors import MAX_HEADER
+from ...gguf.folder import gguf_of
+from ...gguf.reader import files_of
 from .file import PackedOrigin
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -32,7 +34,11 @@ class PackKey:
 
     def origins(self) -> tuple[PackedOrigin, ...]:
         """Return the checkpoint's files. Raises ModelError and OSError."""
-        return tuple(PackedOrigin.of(file.resolve()) for file in weight_files(self.directory))
+        return tuple(PackedOrigin.of(file.resolve()) for file in self._files())
+
+    def _files(self) -> list[Path]:
+        file = gguf_of(self.directory)
+        return weight_files(self.directory) if file is None else files_of(file)
 
     def digest(self) -> str:
         """Return the key as hex. Reads headers and config, not the weights. Raises ModelError and OSError."""
@@ -41,7 +47,7 @@ class PackKey:
         config = read_regular(self.directory / "config.json", MAX_BYTES)
         for part in (*map(str.encode, parts), config):
             digest.update(part + b"\0")
-        for file in weight_files(self.directory):
+        for file in self._files():
             digest.update(identity(file.resolve()).encode() + b"\0")
         return digest.hexdigest()[:32]
 

@@ -57,10 +57,26 @@ def test_what_is_no_gguf_or_has_a_strange_tokenizer(box: Box) -> None:
     assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": [2]}
 
 
-def test_a_folder_of_such_files_is_told_of_it(box: Box) -> None:
-    folder = box.folder / "theirs"
+def test_a_file_is_served_as_it_is_by_path_and_adopted(box: Box) -> None:
+    source, folder = make_tiny_model(box.folder / "source", arch="qwen2"), box.folder / "theirs"
     folder.mkdir()
-    write_gguf(make_tiny_model(box.folder / "source"), folder / "tiny.gguf")
-    told = box.run("adopt", folder)
-    assert told.code == Exit.NOT_FOUND
-    assert "llmbox import FILE" in told.err
+    file = write_gguf(source, folder / "tiny.gguf")
+    assert box.run("fit", file, "--json").json["fits"]
+    answers = set()
+    for model in (source, file):
+        told = box.run("run", model, "the quick", "--max-tokens", 8, "--temperature", 0)
+        assert told.code == 0, told.err
+        answers.add(told.out)
+    assert len(answers) == 1
+    assert "tiny" in box.run("ps", "-q").out.split()
+    adopted = box.run("adopt", folder)
+    assert adopted.code == 0, adopted.err
+    rows = {row["name"]: row for row in box.run("ls", "--json").json["models"]}
+    assert rows["tiny"]["servable"]
+    assert box.run("show", "tiny").code == 0
+    (folder / "broken.gguf").write_bytes(b"GGUF nothing")
+    refused = box.run("fit", folder / "broken.gguf")
+    assert refused.code == Exit.FAILED
+    assert "broken.gguf cannot be served" in refused.err
+    (folder / "no.gguf").write_bytes(b"nothing")
+    assert "is no GGUF file" in box.run("fit", folder / "no.gguf").err

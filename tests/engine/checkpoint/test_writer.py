@@ -110,5 +110,5 @@ def test_quantizing_needs_no_numpy(tmp_path: Path) -> None:
 def test_importing_needs_no_numpy(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_gguf(make_tiny_model(tmp_path / "model"), file)
-    run_without("llmbox.engine.gguf.convert", file, tmp_path / "out", "none", "--threads", 1)
+    run_without("llmbox.engine.quantize.convert_gguf", file, tmp_path / "out", "none", "--threads", 1)
     assert read_header(tmp_path / "out/model.safetensors")

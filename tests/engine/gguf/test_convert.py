@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from llmbox.engine.errors import ModelError, UnsupportedArchitecture
 from llmbox.engine.gguf.config import config_of, llama3_factors
-from llmbox.engine.gguf.convert import ConversionReport, convert
 from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.model.rotary import inverse_frequencies
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.quantize.convert_gguf import ConversionReport, convert
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant_formats import QUANTS
 from support.gguf_models import ARCHITECTURES, write_gguf

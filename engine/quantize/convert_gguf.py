@@ -1,8 +1,8 @@
 """Convert a GGUF file to a safetensors checkpoint: writes a directory that loads by itself, and a report.
 
-`python -P -m llmbox.engine.gguf.convert FILE OUT FORMAT [--beside FOLDER] [--threads N]` reports progress as
-`ipc/subprocess_job.py` describes: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT is none or
-a format of `quantize.py`. The files in FOLDER, those of the tokenizer, are copied to OUT.
+`python -P -m llmbox.engine.quantize.convert_gguf FILE OUT FORMAT [--beside FOLDER] [--threads N]` reports
+progress as `ipc/subprocess_job.py` describes: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT
+is none or a format of `quantize.py`. The files in FOLDER, those of the tokenizer, are copied to OUT.
 """
 
 import argparse
@@ -17,20 +17,18 @@ import torch
 
 from llmbox.kernels.quant_formats import QUANTS, Quant
 
-from ..checkpoint.files import open_regular
 from ..checkpoint.index import list_tensors
 from ..checkpoint.quantized_layout import FORMATS, entry_in_config
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
+from ..gguf.config import config_of, dtype_of, generation_of, rope_factors
+from ..gguf.reader import BLOCKS, GgufFile, read_gguf
+from ..gguf.tensors import GgufTensors
 from ..hardware.machine import read_cpu
 from ..ipc.subprocess_job import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import parse_config
-from ..quantize.quantize import DISK_RESERVE, Progress, packing_for
-from ..quantize.quantizer import Quantizer
-from .config import config_of, dtype_of, generation_of
-from .dequantize import dequantise
-from .reader import BLOCKS, GgufFile, read_gguf
-from .tensors import GgufTensors
+from .quantize import DISK_RESERVE, Progress, packing_for
+from .quantizer import Quantizer
 
 
 @dataclass(slots=True)
@@ -82,18 +80,6 @@ def convert(
             tensors=len(quantizer.errors),
             kept=quantizer.kept,
         )
-
-
-def rope_factors(gguf: GgufFile) -> list[float] | None:
-    """Read the frequency divisors of the tensor rope_freqs.weight, or None."""
-    entry = gguf.tensors.get("rope_freqs.weight")
-    if entry is None:
-        return None
-    with open_regular(entry.file) as stream:
-        stream.seek(entry.offset)
-        raw = torch.frombuffer(bytearray(stream.read(entry.nbytes)), dtype=torch.uint8)
-    factors: list[float] = dequantise(entry.dtype, raw).tolist()
-    return factors
 
 
 def bytes_at_most(gguf: GgufFile, quant: Quant | None) -> int:
