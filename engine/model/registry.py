@@ -58,7 +58,7 @@ def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> M
     experts = config.experts
     if experts is None or not experts.layers[number]:
         return GatedMLP(config, weights.at("mlp"), ops)
-    return SparseMoE(config, experts, weights.at(experts.module), ops)
+    return SparseMoE(config, experts, weights.at(experts.module) if experts.module else weights, ops)
 
 
 def _split_stacked_projections(config: ModelConfig, weights: Weights) -> None:

@@ -29,6 +29,7 @@ from .moe import (
     deepseek_v3_experts,
     ernie_experts,
     gpt_oss_experts,
+    granite_hybrid_experts,
     granite_moe_experts,
     lfm2_moe_experts,
     minimax_m2_experts,
@@ -37,12 +38,12 @@ from .moe import (
     qwen2_moe_experts,
     qwen3_5_moe_experts,
     qwen3_moe_experts,
-    refuse_granite_experts,
     refuse_other_minimax,
 )
 from .multipliers import cohere_scales, granite_scales
 from .recurrent import (
     granite_recurrence,
+    granite_sizes,
     lfm2_recurrence,
     lfm2_sizes,
     qwen3_5_recurrence,
@@ -431,9 +432,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ropes=rope_if_named,
         scales=granite_scales,
         recurrence=granite_recurrence,
-        aliases={"intermediate_size": "shared_intermediate_size"},
+        experts=granite_hybrid_experts,
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+        sizes=granite_sizes,
         names={"mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
-        refuse=refuse_granite_experts,
     ),
     "Qwen3NextForCausalLM": replace(
         _QWEN3_5_MOE,

@@ -68,7 +68,7 @@ class ExpertsConfig:
     has_bias: bool = False
     """True if router and experts have biases."""
     module: str = "mlp"
-    """Name of the MoE module inside a layer of the checkpoint."""
+    """Name of the MoE module inside a layer of the checkpoint; empty: the layer itself."""
     router: str = "gate"
     """Name of the router inside it, and of the shared expert below."""
     shared: str = "shared_experts"
@@ -212,6 +212,27 @@ def granite_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
     )
 
 
+def granite_hybrid_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts beside an MLP of each layer, if there are any (`recurrent.py::granite_sizes`)."""
+    if fields.raw.get("num_local_experts") == 0:
+        return None
+    count, per_token = selected_of(fields, "num_local_experts")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("expert_intermediate_size"),
+        normalised=True,
+        layers=(True,) * layers,
+        shared_inner=fields.integer("intermediate_size"),
+        module="",
+        router="block_sparse_moe.router.layer",
+        shared="mlp",
+        stacked=StackedExperts(
+            gate_up="block_sparse_moe.input_linear", down="block_sparse_moe.output_linear"
+        ),
+    )
+
+
 def minimax_m2_experts(fields: Fields, layers: int) -> ExpertsConfig:
     is_corrected = fields.flag("use_routing_bias", default=True)
     if not is_corrected or fields.text("scoring_func", "sigmoid") != "sigmoid":
@@ -337,13 +358,6 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
         raise fields.error(f"mlp_only_layers must be a list of layers below {layers}")
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
-
-
-def refuse_granite_experts(fields: Fields) -> None:
-    if fields.raw.get("num_local_experts", 8):
-        raise fields.error(
-            "num_local_experts: the experts of Granite hybrids are not supported, only dense ones"
-        )
 
 
 def refuse_other_minimax(fields: Fields) -> None:

@@ -168,6 +168,12 @@ def granite_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
     return found if any(found.layers) else None
 
 
+def granite_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the MLP's intermediate size, which Granite's files call that of the shared expert."""
+    shared = fields.integer("shared_intermediate_size", 1024)
+    return {"intermediate_size": shared, "expert_intermediate_size": fields.raw.get("intermediate_size")}
+
+
 def time_step_limits(fields: Fields) -> tuple[float, float]:
     limits = fields.raw.get("time_step_limit")
     if limits is None:

@@ -132,6 +132,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{arch: {"arch": arch} for arch in FAMILIES},
     "glm4-tied": {"arch": "glm4", "tie_word_embeddings": True, "attention_bias": False},
     "exaone4-no-windows": {"arch": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "granitemoehybrid-experts": {
+        "arch": "granitemoehybrid",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+        "position_embedding_type": None,
+    },
     "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
 }
 

@@ -162,7 +162,7 @@ def test_bad_configs_of_memories(tmp_path: Path) -> None:
     refuse(
         "qwen3_5_text", tmp_path, {"linear_num_value_heads": 3}, "is not a multiple of linear_num_key_heads"
     )
-    refuse("granitemoehybrid", tmp_path, {"num_local_experts": 4}, "experts of Granite hybrids")
+    refuse("granitemoehybrid", tmp_path, {"num_local_experts": 1}, "num_experts_per_tok 2 is more than")
     refuse("granitemoehybrid", tmp_path, {"mamba_n_heads": 7}, "mamba_n_heads 7 must divide")
     refuse("granitemoehybrid", tmp_path, {"mamba_d_head": 5}, "mamba_d_head 5 is not 16")
     for limits in ([2.0, 1.0], [0.0, "x"], [0.0, {"__float__": "NaN"}], 3):
