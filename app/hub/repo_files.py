@@ -194,7 +194,7 @@ def no_weights(listing: Listing) -> HubError:
     why = "it has no model.safetensors" + (f"; its {other} files are not served" if other else "")
     fix = "look for a safetensors version: llmbox search TEXT"
     if other == "GGUF":
-        fix += "; of a GGUF file that is on this disk `llmbox import` makes a model"
+        fix += "; a GGUF file that is on this disk is served by its path: llmbox up FILE.gguf"
     return HubError("no_weights", f"{listing.repo} has no weights that can be served", why, fix)
 
 

@@ -151,18 +151,21 @@ def test_usual_names_pass(name: str):
 
 
 @pytest.mark.parametrize("written", ["absolute", "relative", "capital"])
-def test_a_gguf_file_is_named_as_one_with_the_way_to_import_it(
+def test_a_damaged_gguf_file_is_refused_by_its_name(
     tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, written: str
 ):
     file = tmp_path / "a b" / ("Tiny.GGUF" if written == "capital" else "tiny.gguf")
     file.parent.mkdir()
-    file.write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CliError) as caught:
-        resolve(str(file) if written == "absolute" else f"a b/{file.name}", environ)
-    assert caught.value.what == f"{file} is a GGUF file"
-    assert caught.value.fix.startswith(f"llmbox import '{file}'")
-    assert caught.value.exit == Exit.USAGE
+    names = NameLookup(gguf_home=tmp_path / "home")
+    text = str(file) if written == "absolute" else f"a b/{file.name}"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(CliError, match=f"{file.name} cannot be served") as caught:
+        resolve(text, environ, names)
+    assert str(file) in caught.value.why
+    file.write_bytes(b"GIF89a")
+    with pytest.raises(CliError, match=f"{file} is no GGUF file"):
+        resolve(text, environ, names)
 
 
 def test_other_files_are_no_folders_either(tmp_path: Path, environ: dict[str, str]):
