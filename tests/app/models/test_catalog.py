@@ -6,6 +6,7 @@ import pytest
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.models import catalog
 from llmbox.app.models.catalog import HUB_ID, check_name, hub_cache, likely_id, on_disk, resolve
+from llmbox.app.models.registry import NameLookup
 from support.odd_files import KINDS, make_odd, no_hanging
 
 COMMIT = "a" * 40
