@@ -126,6 +126,23 @@ class RenderedChat:
         return self.encode(self.marked, self.markers)
 
 
+def number_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have Kimi K2's ids: its template writes ids where others write names."""
+    names: dict[str, str] = {}
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            number = f"functions.{call['function']['name']}:{len(names)}"
+            names[call["id"] or number] = number
+            calls.append({**call, "id": number})
+        changed: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if message.get("tool_call_id") in names:
+            changed["tool_call_id"] = names[message["tool_call_id"]]
+        made.append({**message, **changed})
+    return made
+
+
 async def render_chat(
     pool: TemplatePool,
     template: str,

@@ -22,6 +22,7 @@ from ..chat_template import (
     ControlTokens,
     RenderedChat,
     named_special_tokens,
+    number_calls,
     pick_template,
     render_chat,
 )
@@ -150,6 +151,8 @@ class TextModel:
         if self.system is not None and all(message["role"] != "system" for message in chat.messages):
             chat = replace(chat, messages=[{"role": "system", "content": self.system}, *chat.messages])
         template = (chat.tools and self.tool_template) or self.chat_template
+        if self.output_format.name == "kimi_k2":
+            chat = replace(chat, messages=number_calls(chat.messages))
         return await render_chat(pool, template, self.special_tokens, self.control, chat, self.encode_marked)
 
     def _check_tools(self, chat: Chat) -> None:

@@ -16,11 +16,12 @@ import jsonschema_rs
 import openai
 import pydantic
 import pytest
+from tokenizers import Tokenizer
 
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import until
 from support.openai_server import serving
-from support.tiny_models import make_tiny_model, write_json
+from support.tiny_models import VOCAB, make_tiny_model, write_json, write_tokenizer
 
 TEMPLATE = (
     "{%- for tool in tools or [] %}{{- tool.function.name + '\\n' }}{%- endfor %}"
@@ -71,6 +72,19 @@ TOOLS = [
 ]
 
 
+def make_thinker(root):
+    """A tiny model with tokens for the marks of thoughts and calls."""
+    directory = make_tiny_model(root / "model", max_position_embeddings=4096, vocab_size=VOCAB + 3)
+    write_tokenizer(directory, VOCAB)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    told = directory / "tokenizer_config.json"
+    begun = "{%- if enable_thinking %}{{- '<think>\\n' }}{%- else %}{{- '<think></think>' }}{%- endif %}"
+    write_json(told, {**json.loads(told.read_text()), "chat_template": TEMPLATE + begun})
+    return directory
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     directory = make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", max_position_embeddings=4096)
@@ -78,6 +92,8 @@ def server(tmp_path_factory):
     write_json(told, {**json.loads(told.read_text()), "chat_template": TEMPLATE})
     with serving(tmp_path_factory.mktemp("data"), Launch(), grammar_bytes=8192) as server:
         server.load(directory, "tiny", device="cpu", threads=1, memory_bytes=256 << 20)
+        thinker = make_thinker(tmp_path_factory.mktemp("thinker"))
+        server.load(thinker, "thinker", device="cpu", threads=1, memory_bytes=256 << 20)
         yield server
 
 
@@ -434,3 +450,45 @@ def test_anthropic(server):
     told = httpx.post(f"{server.url}/v1/messages", json={**body, **tools}, timeout=60).json()
     assert told["stop_reason"] == "tool_use"
     jsonschema_rs.validator_for(CITY).validate(told["content"][0]["input"])
+
+
+THINK, THOUGHT, CALL = VOCAB, VOCAB + 1, VOCAB + 2
+
+
+def post(server, path, **fields):
+    body = {"model": "thinker", "messages": ASKED, "temperature": 1.2, **fields}
+    return httpx.post(server.url + path, json=body, timeout=60).json()
+
+
+def test_calls_that_the_model_begins_itself_follow_their_schemas(server):
+    called = 0
+    for seed in SEEDS:
+        fields = {"tools": TOOLS, "max_tokens": 200, "parallel_tool_calls": False, "seed": seed}
+        bias = {str(CALL): 6, str(THINK): -100, str(THOUGHT): -100}
+        (choice,) = post(server, "/v1/chat/completions", **fields, logit_bias=bias)["choices"]
+        for call in choice["message"].get("tool_calls", ()):
+            called += 1
+            schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+            arguments = json.loads(call["function"]["arguments"])
+            jsonschema_rs.validator_for(schemas[call["function"]["name"]]).validate(arguments)
+            assert choice["finish_reason"] == "tool_calls"
+    assert called > 1
+
+
+@pytest.mark.parametrize("budget", [9, 0])
+def test_an_answer_comes_once_the_budget_of_thoughts_is_used(server, budget):
+    fields = {"thinking_token_budget": budget, "max_tokens": 24, "seed": 1, "ignore_eos": True}
+    fields |= {"logit_bias": {str(THOUGHT): -100}, "return_token_ids": True}
+    answer = post(server, "/v1/chat/completions", chat_template_kwargs={"enable_thinking": True}, **fields)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"].index(THOUGHT) == budget
+    assert len(choice["token_ids"]) == 24
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == budget + 1
+    assert choice["message"]["content"]
+    assert "warnings" not in answer
+
+
+def test_anthropic_s_budget_is_the_same(server):
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    answer = post(server, "/v1/messages", max_tokens=40, thinking=thinking, temperature=1)
+    assert 0 < answer["usage"]["output_tokens_details"]["thinking_tokens"] <= 10

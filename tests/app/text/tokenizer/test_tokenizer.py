@@ -6,7 +6,7 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import TemplatePool
-from llmbox.app.text.chat_template import Chat
+from llmbox.app.text.chat_template import Chat, number_calls
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.app.text.tokenizer.vocabulary_check import vocabulary_warnings
 from llmbox.engine.errors import ModelError
@@ -185,3 +185,21 @@ async def test_a_template_for_tools_takes_conversations_with_tools(model):
         assert "<tool_call>" in (await text.render_chat(pool, Chat(messages=messages, tools=tools))).text
     finally:
         await pool.close()
+
+
+def test_kimi_s_calls_are_numbered_by_their_names():
+    def call(name, id_):
+        return {"id": id_, "type": "function", "function": {"name": name, "arguments": {}}}
+
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call("f", "x1"), call("g", "x2")]},
+        {"role": "tool", "content": "1", "tool_call_id": "x2"},
+        {"role": "assistant", "content": "", "tool_calls": [call("f", "x3")]},
+        {"role": "tool", "content": "1", "tool_call_id": "other"},
+    ]
+    seen = number_calls(messages)
+    assert [each["id"] for each in seen[0]["tool_calls"]] == ["functions.f:0", "functions.g:1"]
+    assert seen[1]["tool_call_id"] == "functions.g:1"
+    assert seen[2]["tool_calls"][0]["id"] == "functions.f:2"
+    assert seen[3] == messages[3]
+    assert messages[0]["tool_calls"][0]["id"] == "x1"
