@@ -85,7 +85,7 @@ class TorchCommunicator:
         mine = sizes[self._layout.tp_rank]
         out = x.new_empty(tp * mine, *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), [mine] * tp, sizes, group=self._stage)
-        return out.view(tp, mine, -1).transpose(0, 1).flatten(1)
+        return out.view(tp, mine, x.shape[1]).transpose(0, 1).flatten(1)
 
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:

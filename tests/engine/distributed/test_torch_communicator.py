@@ -11,6 +11,7 @@ import torch.distributed as dist
 from llmbox.engine.distributed import custom_all_reduce as oneshot
 from llmbox.engine.distributed import fused_allreduce_rmsnorm as fused_sum
 from llmbox.engine.distributed import torch_communicator as collective
+from llmbox.engine.distributed.communicator import rows_of_rank
 from llmbox.engine.distributed.torch_communicator import join, leave
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
@@ -27,6 +28,10 @@ def sums(rank, ranks):
         together.all_reduce(x)
         assert torch.equal(x, wanted)
     assert torch.equal(together.all_gather(parts[rank].view(-1, 1)), torch.stack(parts).unsqueeze(2))
+    for rows in (1, ranks, ranks + 1):  # one row is whole on the first rank: the others get none
+        whole = torch.arange(rows * ranks * 5.0).view(rows, -1)
+        mine = together.all_to_all_rows(whole[:, 5 * rank : 5 * rank + 5])
+        assert torch.equal(mine, whole[rows_of_rank(rows, ranks, rank)])
     out = torch.empty(4001, dtype=torch.bfloat16)
     together.all_reduce(parts[rank].float(), out)
     assert torch.equal(out, sum(part.float() for part in parts).bfloat16())
