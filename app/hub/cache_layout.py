@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -10,12 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from llmbox.engine.checkpoint.files import read_regular
 from llmbox.engine.gguf.reader import PART, is_gguf
 
 from ..errors import CliError, Exit
-from ..models.catalog import not_a_folder
+from ..models.catalog import check_name, not_a_folder
 from ..models.gguf_folders import folder_of
 from .pacing import Stopped
+
+MOST_MANIFEST = 1_000_000
+"""Largest manifest of Ollama's store to read, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable
         if _is_model(path)
     ]
     if gguf_home is not None:
-        found += _gguf_models(folder, gguf_home)
+        found += _ollama_models(folder, gguf_home) or _gguf_models(folder, gguf_home)
     if found:
         return found
     raise CliError(
@@ -74,6 +79,21 @@ def _gguf_models(folder: Path, home: Path) -> list[Adoptable]:
             first = first or error
     if first is not None and not found:
         raise first
+    return found
+
+
+def _ollama_models(folder: Path, home: Path) -> list[Adoptable]:
+    """Return the models of Ollama's store, whose manifests name the blobs. What cannot be served is left out."""
+    found = []
+    for manifest in sorted(path for path in folder.glob("manifests/*/*/*/*") if path.is_file()):
+        try:
+            layers = json.loads(read_regular(manifest, MOST_MANIFEST))["layers"]
+            (digest,) = (layer["digest"] for layer in layers if layer["mediaType"].endswith(".image.model"))
+            blob = folder / "blobs" / str(digest).replace(":", "-")
+            name = check_name(f"{manifest.parent.name}-{manifest.name}")
+            found.append(Adoptable(name, folder_of(blob, home), is_cache=False))
+        except (CliError, OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
     return found
 
 

@@ -80,3 +80,22 @@ def test_a_file_is_served_as_it_is_by_path_and_adopted(box: Box) -> None:
     assert "broken.gguf cannot be served" in refused.err
     (folder / "no.gguf").write_bytes(b"nothing")
     assert "is no GGUF file" in box.run("fit", folder / "no.gguf").err
+
+
+def test_ollama_s_store_is_adopted_in_place(box: Box) -> None:
+    store = box.folder / "ollama"
+    (store / "blobs").mkdir(parents=True)
+    blob = write_gguf(make_tiny_model(box.folder / "source", arch="qwen2"), store / "blobs" / "sha256-0123")
+    manifests = store / "manifests" / "registry" / "library" / "tiny"
+    manifests.mkdir(parents=True)
+    model = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:0123"}
+    (manifests / "1b").write_text(json.dumps({"layers": [{"mediaType": "x.params", "digest": "y"}, model]}))
+    gone = {**model, "digest": "sha256:4567"}
+    (manifests / "gone").write_text(json.dumps({"layers": [gone]}))
+    (manifests / "odd").write_text("[]")
+    before = blob.read_bytes()
+    adopted = box.run("adopt", store, "--json")
+    assert adopted.code == 0, adopted.err
+    assert [each["name"] for each in adopted.json["adopted"]] == ["tiny-1b"]
+    assert box.run("run", "tiny-1b", "the quick", "--max-tokens", 4).code == 0
+    assert blob.read_bytes() == before
