@@ -83,7 +83,7 @@ def _gguf_models(folder: Path, home: Path) -> list[Adoptable]:
 
 
 def _ollama_models(folder: Path, home: Path) -> list[Adoptable]:
-    """Return the models of Ollama's store, whose manifests name the blobs. What cannot be served is left out."""
+    """Return the models of Ollama's store, by its manifests. What cannot be served is left out."""
     found = []
     for manifest in sorted(path for path in folder.glob("manifests/*/*/*/*") if path.is_file()):
         try:
