@@ -42,6 +42,7 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         for quant in (None, "fp8", "w8a8", "fp8-block"):
             yield "rows", partial(rows, quant)
         yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
+        yield "attention", partial(attention, heads=(64, 8), head_dim=64, window=128, sinks=True)
         yield "rows", gemma_rows
         yield "rows", given_rows
         yield "rows", partial(heads_apart, 128)
@@ -108,6 +109,9 @@ def every(capability: tuple[int, int]) -> Iterator[Group]:
         for hidden, ffn in ((1024, 3072), (HIDDEN, FFN), (5120, 25600), (8192, 28672)):
             yield f"rows {quant} {hidden} {ffn}", partial(rows, quant, hidden=hidden, ffn=ffn)
     yield "rows of Gemma", gemma_rows
+    for fixed in (False, True):
+        sizes = {"heads": (64, 8), "head_dim": 64, "window": 128, "sinks": True}
+        yield f"attention with sinks{', fixed' * fixed}", partial(attention, deterministic=fixed, **sizes)
     if fp8:
         yield "rows of given scales", given_rows
     for dtype in (F16, F32):

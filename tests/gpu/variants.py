@@ -45,6 +45,7 @@ def attention(
     blocks: Sequence[int] = (30, 128),
     leaves: RowFormat | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> None:
     """Steps of two decoding rows and a prompt of 30; contexts may have as many blocks as that says. `leaves`:
     rows of 8 bits beside the result.
@@ -68,7 +69,7 @@ def attention(
         plan = ops.plan_attention(ragged, cache, window)
         for weight in (norm, None):
             q = ops.rotate_and_write(qkv, weight, 1e-6, angles, angles, cache, 1, plan)
-        attend_rows(q, cache, 1, plan, 0.1, leaves, softcap)
+        attend_rows(q, cache, 1, plan, 0.1, leaves, softcap, zeros(query, dtype=F32) if sinks else None)
     ops.write_kv(cache, 1, qkv[:, :kv], qkv[:, kv : 2 * kv], plan)
     ops.copy_blocks(cache, [(1, 2)])
 
@@ -114,7 +115,9 @@ def rows(quant: str | None, *, dtype: torch.dtype = BF16, hidden: int = HIDDEN, 
 
 
 def gemma_rows(hidden: int = 2560, ffn: int = 10240) -> None:
-    """What of these a Gemma does otherwise: norms by float32, a scaled table, GELU, capped logits."""
+    """What of these a Gemma does otherwise: norms by float32, a scaled table, GELU, capped logits; gates of
+    gpt-oss.
+    """
     ops = triton_ops(CPU, BF16)
     x, weight = zeros(3, hidden), zeros(hidden, dtype=F32)
     ops.embedding(ops.pack_embedding(zeros(64, hidden), True), zeros(3, dtype=I64), 50.5)
@@ -122,6 +125,7 @@ def gemma_rows(hidden: int = 2560, ffn: int = 10240) -> None:
     ops.add_rms_norm(x, zeros(3, hidden), weight, 1e-6)
     ops.gate_mul(zeros(3, 2 * ffn), "gelu_tanh")
     ops.softcap(zeros(3, VOCAB), 30.0)
+    ops.gate_mul(zeros(3, 2 * 2880), "swiglu_oai")
 
 
 def given_rows(hidden: int = HIDDEN, ffn: int = FFN) -> None:

@@ -34,12 +34,18 @@ PROMPTS = {"a": range(3, 22), "b": [5, 9, 11]}
         ("granite", {"dtype": "float32"}),
         ("gemma2", {"dtype": "float32"}),
         ("gemma3_text", {"dtype": "float32", "deterministic": True}),
+        ("gpt_oss", {"dtype": "float32"}),
+        ("qwen2_moe", {"dtype": "float32", "deterministic": True}),
+        ("deepseek_v3", {"dtype": "float32", "deterministic": True}),
+        ("cohere", {"dtype": "float32"}),
     ],
 )
 def test_tokens_are_those_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, options: dict[str, object]
 ) -> None:
-    layers = 3 if arch == "gemma3_text" else 2 if arch == "gemma2" else 1  # of each kind
+    layers = {"gemma3_text": 3, "gemma2": 2, "gpt_oss": 2, "qwen2_moe": 2, "deepseek_v3": 2}.get(
+        arch, 1
+    )  # each kind
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, num_hidden_layers=layers, vocab_size=99)
     requests = [ask(name, prompt, 3) for name, prompt in PROMPTS.items()]
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
