@@ -24,6 +24,7 @@ NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     "top_k": "options.top_k",
+    "reasoning_effort": "think",
     **{name: f"options.{name}" for name in _SAME},
 }
 """Ollama's fields by those of the chat."""

@@ -22,11 +22,11 @@ class SentencePieceFile:
         self.add_prefix = self.strips = True
         for field, value in read_fields(data):
             if field == 1:
-                self._add(value)
+                self._add(_as_bytes(value))
             elif field == 2:
-                self._read_trainer(value)
+                self._read_trainer(_as_bytes(value))
             elif field == 3:
-                self._read_normalizer(value)
+                self._read_normalizer(_as_bytes(value))
         if not self.words:
             raise ValueError("it holds no pieces")
         if len(set(self.words)) != len(self.words):
@@ -34,12 +34,13 @@ class SentencePieceFile:
 
     def _add(self, data: bytes) -> None:
         fields: dict[int, Any] = dict(read_fields(data))
-        word = bytes(fields.get(1, b"")).decode("utf-8")
+        word = _as_bytes(fields.get(1, b"")).decode("utf-8")
         if len(word) > LONGEST_PIECE:
             raise ValueError(f"a piece has more than {LONGEST_PIECE} characters")
         self.words.append(word)
         self.scores.append(_as_float(fields.get(2, 0)))
-        self.kinds.append(int(fields.get(3, 1)))
+        kind = fields.get(3, 1)
+        self.kinds.append(kind if isinstance(kind, int) else 1)
 
     def _read_trainer(self, data: bytes) -> None:
         fields = dict(read_fields(data))
@@ -50,7 +51,7 @@ class SentencePieceFile:
 
     def _read_normalizer(self, data: bytes) -> None:
         fields = dict(read_fields(data))
-        self.charsmap = bytes(fields.get(2, b""))
+        self.charsmap = _as_bytes(fields.get(2, b""))
         self.add_prefix = bool(fields.get(3, 1))
         self.strips = bool(fields.get(4, 1))
         if not fields.get(5, 1):
@@ -119,3 +120,9 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
 def _as_float(value: Any) -> float:
     found: float = struct.unpack("<f", value)[0] if isinstance(value, bytes) else 0.0
     return found
+
+
+def _as_bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("it is no SentencePiece model, or it is cut off")  # noqa: TRY004 - of a file
+    return value

@@ -1,6 +1,7 @@
 """Tokenizers built from other files than tokenizer.json give the ids of their own libraries."""
 
 import base64
+import contextlib
 import io
 import json
 import random
@@ -10,9 +11,12 @@ import pytest
 import sentencepiece
 import tiktoken
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmbox.app.text.tokenizer import tokenizer_builder
+from llmbox.app.text.tokenizer.sentencepiece_file import SentencePieceFile
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.app.text.tokenizer.tokenizer_safety import _TEKKEN
 from llmbox.engine.errors import ModelError
@@ -199,6 +203,16 @@ def test_broken_files_are_refused_with_the_reason(tmp_path, name, content, why):
     with pytest.raises(ModelError, match=why) as refused:
         load_model_text(tmp_path)
     assert name in str(refused.value)
+
+
+@given(
+    st.lists(
+        st.sampled_from([PIECE, b"\x08\x01", b"\x0a", b"\x12\x02\x18\x02", b"\xff"]) | st.binary(max_size=9)
+    )
+)
+def test_whatever_a_model_file_holds_is_read_or_refused(parts):
+    with contextlib.suppress(ValueError):
+        assert SentencePieceFile(b"".join(parts)).words
 
 
 @pytest.mark.process
