@@ -22,9 +22,9 @@ from ..fit.fit import default_engine, plan_alone
 from ..fit.recommendations import Recommendation, recommend
 from ..hub.download import Setup
 from ..hub.download_queue import Downloads
+from ..hub.model_info import Hit, search
 from ..hub.remove import Removable, Removed, find_removable, remove
 from ..hub.repo_files import Hub
-from ..hub.search import Hit, search
 from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
 from ..models.recommended import full_name, recommended
 from ..models.registry import Registry

@@ -12,7 +12,7 @@ from llmbox.engine.ipc.client import EngineClient, EngineExit
 from llmbox.engine.ipc.messages import AskBlocks, BlockMap, LoadFailed, ToDaemon, ToEngine
 from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 
-from .watchdog import is_stopped, oom_kills
+from .restart_policy import is_stopped, oom_kills
 
 log = logging.getLogger("llmbox.engines")
 _LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}

@@ -16,9 +16,8 @@ from ..text.tokenizer.tokenizer import TextModel, load_model_text
 from .admission import draining, load_failed, model_loading, model_not_found, require_same
 from .engine_process import PrewarmedProcess
 from .loaded_model import LoadedModel, ModelReadiness, Readiness, judge_readiness
-from .restart_policy import RestartLimits
+from .restart_policy import RestartLimits, WatchLimits
 from .supervisor import Supervisor, SupervisorOptions
-from .watchdog import WatchLimits
 
 log = logging.getLogger("llmbox.engines")
 

@@ -34,8 +34,14 @@ from ..util.formatting import ENGINE_READY, STARTING, format_load_progress
 from .admission import Pace, QueueReservation, QueueReservations, State, queue_full, refuse_by_state
 from .engine_process import BlockMapQuery, EngineProcess, PrewarmedProcess, ProcessExit
 from .request_journal import RequestJournal, TokenStream
-from .restart_policy import RestartBreaker, RestartLimits, RestartPolicy
-from .watchdog import Watchdog, WatchLimits, processor_seconds
+from .restart_policy import (
+    RestartBreaker,
+    RestartLimits,
+    RestartPolicy,
+    Watchdog,
+    WatchLimits,
+    processor_seconds,
+)
 
 _STOP_GRACE: Final = 2.0
 

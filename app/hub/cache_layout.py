@@ -17,7 +17,7 @@ from llmbox.engine.gguf.reader import PART, is_gguf
 from ..errors import CliError, Exit
 from ..models.catalog import check_name, not_a_folder
 from ..models.gguf_folders import folder_of
-from .pacing import Stopped
+from .errors import Stopped
 
 MOST_MANIFEST = 1_000_000
 """Largest manifest of Ollama's store to read, in bytes."""

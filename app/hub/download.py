@@ -13,9 +13,8 @@ from ..fit.fit import DISK_RESERVE
 from ..util.threads import in_thread
 from . import errors
 from .cache_layout import Repo
-from .errors import HubError
+from .errors import HubError, RateLimiter, Retries, Stopped
 from .model_info import remote_config
-from .pacing import RateLimiter, Retries, Stopped
 from .repo_files import Hub, Listing, RepoFile
 from .transfer import TransferContext, TransferProgress, fetch, free_space
 

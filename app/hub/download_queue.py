@@ -19,8 +19,7 @@ from ..util.formatting import did_you_mean
 from . import errors
 from .cache_layout import Repo, clean_up
 from .download import Download, Fetching, Setup, State
-from .errors import HubError
-from .pacing import Stopped
+from .errors import HubError, Stopped
 
 log = logging.getLogger("llmbox.hub")
 

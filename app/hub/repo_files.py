@@ -14,8 +14,7 @@ from llmbox.engine.model_config.pooling import MODULES_FILE, POOLING_FILE
 
 from . import errors
 from .errors import HubError
-from .http import USER_AGENT, Web
-from .reach import require_reachable
+from .http import USER_AGENT, Web, require_reachable
 
 if TYPE_CHECKING:
     from .hub_client import HfApi

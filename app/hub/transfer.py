@@ -13,9 +13,8 @@ from typing import BinaryIO, Protocol
 
 from . import errors
 from .cache_layout import Repo
-from .errors import HubError
+from .errors import HubError, RateLimiter, Retries, Stopped
 from .http import HubResponse, Web
-from .pacing import RateLimiter, Retries, Stopped
 from .repo_files import RepoFile
 
 CHUNK = 256 * 1024

@@ -1,7 +1,10 @@
-"""Details of one request, as far as its reader may see them."""
+"""Details of one request, as far as its reader may see them, and the same request as code."""
 
+import json
+import shlex
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from ..control.controller import DaemonController
 from ..errors import ApiError
@@ -9,7 +12,127 @@ from ..gateway.request_events import LiveRequest
 from ..security.identity import Identity
 from ..services import Services
 from ..store.record import Content, RequestRecord
-from .snippets import as_curl, as_python
+
+PROMPT = "…"
+_CHATS = ("chat", "messages", "responses", "generate")
+"""Routes of chats and of dialects that are translated into chats."""
+_OF_THE_CLIENT = {
+    "model", "messages", "prompt", "stream", "stream_options", "temperature", "top_p", "max_tokens",
+    "max_completion_tokens", "seed", "presence_penalty", "frequency_penalty", "n", "stop", "logit_bias",
+    "logprobs", "top_logprobs", "echo", "best_of", "user", "metadata", "input", "dimensions",
+    "encoding_format",
+}  # fmt: skip
+"""Parameters of the openai package; others go into `extra_body`."""
+_COUNTED = ("stop", "bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids")
+
+
+def as_curl(url: str, record: RequestRecord, content: Content | None = None) -> str:
+    """Format the request as a curl command."""
+    body = json.dumps(body_of(record, content), ensure_ascii=False, indent=2)
+    return (
+        f"curl {url}{_path(record)} \\\n"
+        "  -H 'Authorization: Bearer '\"$LLMBOX_API_KEY\" \\\n"
+        "  -H 'Content-Type: application/json' \\\n"
+        f"  -d {shlex.quote(body)}"
+    )
+
+
+def as_python(url: str, record: RequestRecord, content: Content | None = None) -> str:
+    """Format the request as a script with OpenAI's Python package."""
+    call = "chat.completions" if is_chat(record) else "embeddings" if is_pooled(record) else "completions"
+    body = body_of(record, content)
+    extra = {name: value for name, value in body.items() if name not in _OF_THE_CLIENT}
+    lines = [f"    {name}={_python(value)}," for name, value in body.items() if name not in extra]
+    lines += [f"    extra_body={_python(extra)},"] if extra else []
+    return "\n".join(
+        [
+            "import os",
+            "",
+            "from openai import OpenAI",
+            "",
+            f'client = OpenAI(base_url="{url}/v1", api_key=os.environ["LLMBOX_API_KEY"])',
+            f"answer = client.{call}.create(",
+            *lines,
+            ")",
+        ]
+    )
+
+
+def body_of(record: RequestRecord, content: Content | None) -> dict[str, Any]:
+    """Request body for the same answer: the request as it was, with the seed that was drawn for it."""
+    if content is None or not content.is_whole:
+        body = _from_record(record)
+    else:
+        sent = json.loads(content.body)
+        body = {"model": sent.pop("model", None) or record.model, **sent}
+    if record.seed is not None:
+        body["seed"] = record.seed
+    return body
+
+
+def is_chat(record: RequestRecord) -> bool:
+    """Return whether it is a chat. Requests of other dialects are kept as the chat requests that they were
+    translated into.
+    """
+    return any(name in record.endpoint for name in _CHATS)
+
+
+def is_pooled(record: RequestRecord) -> bool:
+    """Return whether embeddings were requested."""
+    return "embed" in record.endpoint or is_ranked(record)
+
+
+def is_ranked(record: RequestRecord) -> bool:
+    """Return whether documents were reranked."""
+    return "rerank" in record.endpoint
+
+
+def _path(record: RequestRecord) -> str:
+    if is_ranked(record):
+        return "/v1/rerank"
+    if is_pooled(record):
+        return "/v1/embeddings"
+    return "/v1/chat/completions" if is_chat(record) else "/v1/completions"
+
+
+def _from_record(record: RequestRecord) -> dict[str, Any]:
+    if is_ranked(record):
+        return {"model": record.model, "query": PROMPT, "documents": [PROMPT]}
+    if is_pooled(record):
+        return {"model": record.model, "input": PROMPT}
+    params = json.loads(record.params)
+    for counted in _COUNTED:
+        params.pop(counted, None)  # the log has only their number
+    body: dict[str, Any] = {"model": record.model}
+    if is_chat(record):
+        body["messages"] = [{"role": "user", "content": PROMPT}]
+    else:
+        body["prompt"] = PROMPT
+    body |= {name: value for name, value in params.items() if isinstance(value, int | float | str)}
+    if record.n > 1:
+        body["n"] = record.n
+    if record.stream:
+        body["stream"] = True
+    return body
+
+
+def _python(value: Any, indent: str = "    ") -> str:
+    """Format JSON values as Python literals. Lists and objects of more than numbers take several lines."""
+    inner = indent + "    "
+    if isinstance(value, dict):
+        items = [
+            f"{json.dumps(name, ensure_ascii=False)}: {_python(each, inner)}" for name, each in value.items()
+        ]
+        return _lines("{", items, "}", indent)
+    if isinstance(value, list) and any(isinstance(each, dict | list | str) for each in value):
+        return _lines("[", [_python(each, inner) for each in value], "]", indent)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _lines(opening: str, items: list[str], closing: str, indent: str) -> str:
+    inner = "".join(f"{indent}    {item},\n" for item in items)
+    return f"{opening}\n{inner}{indent}{closing}" if items else opening + closing
+
 
 _MORE = {
     "off": "The prefix cache is off for this model.",

@@ -20,8 +20,7 @@ from ..http.server import request as strict_json
 from ..security.identity import Identity
 from ..services import Services
 from ..store.record import Content, RequestRecord
-from .detail import content_note, find_logged
-from .snippets import is_chat, is_pooled
+from .detail import content_note, find_logged, is_chat, is_pooled
 
 _NOT_AGAIN = ("stream", "stream_options", "request_id")
 """Parameters not taken over: how the answer is sent, and the request's own id."""

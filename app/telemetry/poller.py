@@ -22,10 +22,9 @@ from ..engines.manager import EngineManager
 from ..events import Events
 from ..gateway.gateway import Gateway
 from .alerts import find_alerts
-from .engine_rates import EngineReader
+from .engine_rates import EngineReader, ErrorRates, Latencies, total_rate
 from .gpus import GpuReader, HostReader
 from .history import History, series_of
-from .latencies import ErrorRates, Latencies, total_rate
 from .snapshot import MOST_REQUESTS, NA, EngineSnapshot, ErrorRate, Gpus, Host, Number, Tick, Totals
 
 T = TypeVar("T")

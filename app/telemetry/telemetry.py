@@ -17,10 +17,10 @@ from ..logging.setup import component
 from ..store import RequestLog
 from ..store.record import RequestRecord
 from .annotations import Annotations
+from .engine_rates import ErrorRates, Latencies
 from .gpus import GpuReader, HostReader
 from .history import History
 from .kv_cache_map import BlockReader
-from .latencies import ErrorRates, Latencies
 from .poller import Poller
 from .snapshot import Tick
 

@@ -12,9 +12,8 @@ import openai
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.inspect.detail import find_logged
+from llmbox.app.inspect.detail import as_curl, as_python, find_logged
 from llmbox.app.inspect.replay import Replayed, replay
-from llmbox.app.inspect.snippets import as_curl, as_python
 from llmbox.app.security.identity import LOCAL, Identity
 from llmbox.app.security.keys import ApiKey, KeySpec
 from llmbox.app.security.sessions import Session

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from llmbox.app.engines.restart_policy import RestartLimits
-from llmbox.app.engines.watchdog import WatchLimits
+from llmbox.app.engines.restart_policy import RestartLimits, WatchLimits
 from llmbox.app.errors import ApiError
 from support.engines import (
     assert_undisturbed,

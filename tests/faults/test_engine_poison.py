@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from llmbox.app.engines.restart_policy import RestartLimits
-from llmbox.app.engines.watchdog import WatchLimits
+from llmbox.app.engines.restart_policy import RestartLimits, WatchLimits
 from support.engines import assert_undisturbed, read, read_all, request, supervised, until
 
 POISON = 251

@@ -8,8 +8,7 @@ import msgspec
 
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.gateway.request_events import LiveRequest
-from llmbox.app.inspect.detail import content_note, prefix_note
-from llmbox.app.inspect.snippets import as_curl
+from llmbox.app.inspect.detail import as_curl, content_note, prefix_note
 from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.alerts import find_alerts
 from llmbox.app.telemetry.snapshot import (

@@ -13,8 +13,8 @@ from textual.screen import Screen
 from llmbox.app.errors import CliError
 
 from .data.api import Api, Feed
-from .data.state import MODEL_CHANGES, State
 from .messages import (
+    MODEL_CHANGES,
     Changed,
     Connected,
     EventReceived,
@@ -23,6 +23,7 @@ from .messages import (
     PromptUser,
     ResponseReceived,
     RunAction,
+    State,
     TickReceived,
 )
 from .rendering import ASCII, THEMES, UNICODE

@@ -1,10 +1,14 @@
-"""Messages of the dashboard. A newer reading replaces an older one that is not drawn yet."""
+"""Messages and state of the dashboard. A newer reading replaces an older one that is not drawn yet."""
 
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from textual.message import Message
 
-from llmbox.app.telemetry.snapshot import Tick
+from llmbox.app.telemetry.snapshot import NA, Tick
 
 
 class TickReceived(Message):
@@ -80,3 +84,87 @@ class PromptUser(Message):
     def __init__(self, title: str, hint: str, path: str, field: str, done: str) -> None:
         super().__init__()
         self.title, self.hint, self.path, self.field, self.done = title, hint, path, field, done
+
+
+SPARK_S: Final = 120
+MOST_ENDED: Final = 500
+MOST_LOG: Final = 2000
+SPARKS: Final = (
+    "tokens_out", "tokens_in", "running", "waiting", "ttft_p50", "ttft_p95", "kv_used", "prefix_hit",
+    "error_rate", "tpot_p95",
+)  # fmt: skip
+MODEL_CHANGES: Final = "model."
+
+
+@dataclass(slots=True)
+class State:
+    """Telemetry, requests, log lines and responses that the screens draw."""
+
+    tick: Tick | None = None
+    lost: str = ""
+    """Reason why the daemon does not answer; empty while it does."""
+    tick_at: float = 0.0
+    """Time of the last tick in monotonic seconds."""
+    sparks: dict[str, deque[float]] = field(
+        default_factory=lambda: {name: deque(maxlen=SPARK_S) for name in SPARKS}
+    )
+    """Sparkline values, one a second; -1 where there was none."""
+    ended: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED))
+    """Records of ended requests, newest first."""
+    log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LOG))
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Responses of the admin API, by the name of the `Fetch`."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Reason why the last `Fetch` of that name failed."""
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last tick."""
+        return self.clock() - self.tick_at if self.tick is not None else 0.0
+
+    def take_tick(self, tick: Tick) -> None:
+        """Store a tick and append its values to the sparklines."""
+        self.tick, self.tick_at, self.lost = tick, self.clock(), ""
+        for name, values in self.sparks.items():
+            value = getattr(tick.totals, name)
+            values.append(-1.0 if value is NA else float(value))
+
+    def take_event(self, kind: str, data: dict[str, Any]) -> None:
+        """Store an event: a log line, an ended request, or the progress of a download."""
+        if kind == "log":
+            self.log.append(data)
+        elif kind in {"request.finished", "request.refused"}:
+            if all(row["id"] != data["id"] for row in self.ended):
+                self.ended.appendleft(data)
+        elif kind == "download.progress":
+            self._take_download(data)
+
+    def _take_past(self, answer: dict[str, Any]) -> None:
+        """Put the daemon's history before the values received since."""
+        if self.tick is None:
+            return
+        for name, values in self.sparks.items():
+            column = answer["series"].get(name, [])
+            known = dict(zip(answer["times"], column, strict=False))
+            first = int(self.tick.time) - len(values) + 1
+            past = [known.get(second) for second in range(first - SPARK_S + len(values), first)]
+            values.extendleft(-1.0 if value is None else value for value in reversed(past))
+
+    def _take_download(self, data: dict[str, Any]) -> None:
+        known = self.answers.get("downloads", {}).get("downloads", [])
+        others = [each for each in known if each["model"] != data["model"]]
+        self.answers["downloads"] = {"downloads": [*others, data]}
+
+    def take_answer(self, name: str, answer: dict[str, Any]) -> None:
+        """Store the response to the `Fetch` of that name."""
+        self.answers[name] = answer
+        self.refused.pop(name, None)
+        if name == "history":
+            known = {row["id"] for row in answer["requests"]}
+            fresh = [row for row in self.ended if row["id"] not in known]
+            self.ended = deque([*fresh, *answer["requests"]], maxlen=MOST_ENDED)
+        elif name == "past":
+            self._take_past(answer)
+        elif name == "log":
+            self.log = deque(answer["lines"], maxlen=MOST_LOG)

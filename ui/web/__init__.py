@@ -18,11 +18,11 @@ from .pages.models import (
     load_model,
     models_page,
     pin_model,
+    playground_page,
     pull,
     unload_model,
 )
 from .pages.overview import overview_page
-from .pages.playground import playground_page
 from .pages.requests import (
     cancel_request,
     export_csv,

@@ -33,8 +33,8 @@ def search(program: Program, *, text: str | None, limit: int, as_json: bool, qui
         _list_recommended(program, as_json=as_json, quiet=quiet)
         return
     from ...hub.errors import HubError
+    from ...hub.model_info import search as search_hub
     from ...hub.repo_files import Hub
-    from ...hub.search import search as search_hub
     from .fit import planner
 
     progress = output.ProgressLine()

@@ -22,8 +22,7 @@ from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.sampling import public_id
 from ..openai.unsupported import unknown_fields
 from ..server.sse import EventStreamResponse, while_connected
-from .calls import find_warnings, prepare_ollama
-from .keep_alive import keep_for, load_or_unload, seconds_of
+from .calls import find_warnings, keep_for, load_or_unload, prepare_ollama, seconds_of
 from .model_routes import library_routes, model_routes
 from .request_types import (
     ChatRequest,

@@ -15,12 +15,17 @@ from ..openai.stored import Store
 from ..openai.unsupported import refuse_unsupported
 from ..server.sse import EventStreamResponse, while_connected
 from .conversations import conversations_router
-from .items import summary_item
+from .items import InputTokens, ResponseObject, ResponseUsage, summary_item
 from .prepare import count_input_tokens, prepare_response
 from .request_types import CompactRequest, InputTokensRequest, ResponseRequest
-from .responder import STREAM, complete_response, stream_response
-from .response_types import InputTokens, ResponseObject, ResponseUsage
-from .stored import check_background, start_background, stored_responses_router
+from .stored import (
+    STREAM,
+    check_background,
+    complete_response,
+    start_background,
+    stored_responses_router,
+    stream_response,
+)
 from .translate import items_of
 from .writer import PreparedResponse
 

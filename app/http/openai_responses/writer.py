@@ -12,8 +12,7 @@ from ..openai.chat_messages import call_id, reasoning_tokens
 from ..openai.sampling import chat_logprobs
 from ..openai.stored import NOT_STORED, Store
 from ..server.errors import to_api_error
-from .request_types import ResponseRequest
-from .response_types import (
+from .items import (
     ResponseObject,
     ResponseUsage,
     choice_of,
@@ -23,6 +22,7 @@ from .response_types import (
     text_part,
     tools_of,
 )
+from .request_types import ResponseRequest
 from .tools import Toolbox
 from .translate import ConversationTarget
 

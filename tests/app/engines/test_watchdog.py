@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from llmbox.app.engines.watchdog import Watchdog, WatchLimits, processor_seconds
+from llmbox.app.engines.restart_policy import Watchdog, WatchLimits, processor_seconds
 from support.cli_box import until
 
 LIMITS = WatchLimits(tick=2.5, unready_ticks=2, stuck_ticks=4, busy_ticks=20)

@@ -10,9 +10,8 @@ import pytest
 from llmbox.app.fit.bandwidth import Bandwidth
 from llmbox.app.fit.fit import Fit, fit
 from llmbox.app.hub.errors import HubError
-from llmbox.app.hub.model_info import local_facts, remote_facts
+from llmbox.app.hub.model_info import local_facts, remote_facts, search
 from llmbox.app.hub.repo_files import Hub
-from llmbox.app.hub.search import search
 from llmbox.app.models.catalog import directory
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import ModelError

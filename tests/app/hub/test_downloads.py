@@ -20,9 +20,8 @@ from llmbox.app.hub import transfer
 from llmbox.app.hub.cache_layout import Repo
 from llmbox.app.hub.download import Download, Setup
 from llmbox.app.hub.download_queue import Downloads
-from llmbox.app.hub.errors import HubError
+from llmbox.app.hub.errors import HubError, Retries
 from llmbox.app.hub.http import Web
-from llmbox.app.hub.pacing import Retries
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import describe, resolve
 from support.hub_models import model_files

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.hub import reach
+from llmbox.app.hub import http as reach
 from llmbox.app.hub.errors import HubError
-from llmbox.app.hub.reach import require_reachable
+from llmbox.app.hub.http import require_reachable
 
 
 def test_a_resolver_that_hangs_is_named_and_left(monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.alerts import find_alerts
-from llmbox.app.telemetry.latencies import ErrorRates, total_rate
+from llmbox.app.telemetry.engine_rates import ErrorRates, total_rate
 from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, Tick
 
 

@@ -1,5 +1,5 @@
 from llmbox.app.store.record import RequestRecord
-from llmbox.app.telemetry.latencies import Latencies, nearest_rank
+from llmbox.app.telemetry.engine_rates import Latencies, nearest_rank
 from llmbox.app.telemetry.snapshot import NA
 
 

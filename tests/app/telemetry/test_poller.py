@@ -8,9 +8,9 @@ from llmbox.app.engines.loaded_model import Readiness
 from llmbox.app.events import Events
 from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.store.record import RequestRecord
+from llmbox.app.telemetry.engine_rates import ErrorRates, Latencies
 from llmbox.app.telemetry.gpus import GpuReader, HostReader
 from llmbox.app.telemetry.history import History
-from llmbox.app.telemetry.latencies import ErrorRates, Latencies
 from llmbox.app.telemetry.poller import Poller
 from llmbox.app.telemetry.snapshot import NA, Tick
 from llmbox.engine.ipc.messages import EngineStats

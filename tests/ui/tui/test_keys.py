@@ -4,8 +4,7 @@ import pytest
 
 from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.data.api import Recorder, Replay
-from llmbox.ui.tui.data.state import SPARKS
-from llmbox.ui.tui.messages import Changed, RunAction, TickReceived
+from llmbox.ui.tui.messages import SPARKS, Changed, RunAction, TickReceived
 from llmbox.ui.tui.widgets.dialogs import AskLine, Confirm, Help, KeyValueDialog
 from llmbox.ui.tui.widgets.lines import Lines
 from llmbox.ui.tui.widgets.table import Grid

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmbox.ui.tui.data.state import State
+from llmbox.ui.tui.messages import State
 from llmbox.ui.tui.screens.models import find_model, model_rows
 
 INFO = {"device": "cuda", "weights_bytes": 10, "kv_bytes": 10, "context_window": 100}

@@ -11,8 +11,7 @@ from textual.types import CSSPathType
 from textual.widget import Widget
 from textual.widgets import Footer, Input
 
-from ..data.state import State
-from ..messages import Changed, Fetch
+from ..messages import Changed, Fetch, State
 from ..rendering import Glyphs
 from ..widgets.header import alert_line, bar_line, compact_lines
 from ..widgets.lines import Lines

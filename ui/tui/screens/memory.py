@@ -10,8 +10,7 @@ from textual.widget import Widget
 from llmbox.app.telemetry.device_memory import DeviceMemory, devices_of
 from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, Tick
 
-from ..data.state import State
-from ..messages import Fetch
+from ..messages import Fetch, State
 from ..rendering import Glyphs, Line, Span, bar, clean, count, heading, percent, seconds, size
 from ..widgets.lines import Lines, cut, prefix_lines, strip_lines
 from .base import View

@@ -9,8 +9,7 @@ from textual.widget import Widget
 
 from llmbox.app.telemetry.snapshot import ErrorRate
 
-from ..data.state import State
-from ..messages import Fetch, PromptUser, RunAction
+from ..messages import Fetch, PromptUser, RunAction, State
 from ..rendering import DASH, clean, count, duration, heading, percent, size
 from ..widgets.lines import Lines
 from ..widgets.table import Column, Grid, Row

@@ -9,8 +9,7 @@ from textual.widget import Widget
 
 from llmbox.app.telemetry.snapshot import NA, GpuReading, Host, Number, Tick
 
-from ..data.state import SPARKS, State
-from ..messages import Fetch
+from ..messages import SPARKS, Fetch, State
 from ..rendering import (
     DASH,
     Glyphs,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from textual.app import App
 from textual.binding import ActiveBinding, Binding
 
-from ..data.state import State
+from ..messages import State
 from ..rendering import Glyphs, count, percent, seconds
 
 TITLES = ("Overview", "Requests", "Models", "Memory", "Logs", "Bench & Doctor")

@@ -1,9 +1,9 @@
-"""Models page: models on disk and in memory, search, downloads."""
+"""Models page: models on disk and in memory, search, downloads. Playground page."""
 
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from litestar import Response, get, post
 from litestar.params import FromPath, FromQuery
@@ -158,3 +158,41 @@ async def change_download(request: PanelRequest, what: FromPath[str]) -> Respons
 def downloads_of(panel: Panel) -> list[dict[str, object]]:
     """Return the downloads, newest first."""
     return [each.as_dict(with_files=False) for each in reversed(panel.control.library.downloads.all())]
+
+
+PARAMETERS: Final = (
+    ("max_tokens", "Most tokens", "512"),
+    ("temperature", "Temperature", ""),
+    ("top_p", "Top p", ""),
+    ("top_k", "Top k", ""),
+    ("min_p", "Min p", ""),
+    ("presence_penalty", "Presence penalty", ""),
+    ("frequency_penalty", "Frequency penalty", ""),
+    ("repetition_penalty", "Repetition penalty", ""),
+    ("seed", "Seed", ""),
+)
+"""(API field, label, initial value) of each number. Empty fields are left to the model."""
+MISSING: Final = (
+    ("JSON schemas", "not available on this page; the API takes response_format"),
+    ("Tools", "not available on this page; the API takes them"),
+)
+"""(name, reason) of features that this page lacks."""
+
+
+@get("/playground", sync_to_thread=False, name="panel_playground")
+def playground_page(
+    request: PanelRequest, model: FromQuery[str] = "", other: FromQuery[str] = ""
+) -> Response[str]:
+    panel = panel_of(request)
+    ready = [each for each in describe_all(panel.control) if each.state in {"ready", "restarting"}]
+    return page(
+        request,
+        "playground.html",
+        "playground",
+        models=ready,
+        chosen=model,
+        other=other,
+        parameters=PARAMETERS,
+        missing=MISSING,
+        url=panel.control.running.url,
+    )

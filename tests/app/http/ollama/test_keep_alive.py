@@ -5,7 +5,7 @@ import math
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.http.ollama.keep_alive import seconds_of
+from llmbox.app.http.ollama.calls import seconds_of
 
 
 @pytest.mark.parametrize(
