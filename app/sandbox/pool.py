@@ -9,11 +9,13 @@ have, or stood still with the whole machine, is not to blame (the processor time
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
 from collections.abc import Coroutine
 from typing import Any
 
@@ -33,6 +35,8 @@ MOST_WAITING = 2048
 """Jobs that may wait for a worker; one more is refused."""
 WAIT_SECONDS = 30.0
 """Time to wait for a free worker."""
+MOST_REPLIES = 32
+"""Checked grammars that are kept."""
 _TICK = 0.1
 _TOO_EXPENSIVE = "it takes more than 1 s of computing"
 
@@ -225,15 +229,23 @@ def _refused(reason: str) -> ApiError:
 class GrammarPool(WorkerPool):
     def __init__(self, size: int = 1) -> None:
         super().__init__("grammar_worker", size)
+        self._replies: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        """Latest replies by digest of the job: agents send the same tools with every request."""
 
     async def compile_grammars(self, grammars: list[dict[str, Any]], param: str) -> str:
         """Compile grammars for `SamplingParams.grammar`. Raises ApiError 400 with `param` for grammars that
         no text can follow, or that take too much.
         """
-        reply = await self.answer(json.dumps({"grammars": grammars}).encode())
+        job = json.dumps({"grammars": grammars}).encode()
+        digest = hashlib.sha256(job).digest()
+        reply = self._replies.get(digest) or await self.answer(job)
         if "error" in reply:
             why = " ".join(reply["error"].split())
             raise ApiError(
                 400, f"No answer can be made to follow '{param}': {why}", code="invalid_grammar", param=param
             )
+        self._replies[digest] = reply
+        self._replies.move_to_end(digest)
+        if len(self._replies) > MOST_REPLIES:
+            self._replies.popitem(last=False)
         return reply["grammar"]

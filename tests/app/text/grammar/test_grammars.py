@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.sandbox.pool import GrammarPool
+from llmbox.app.sandbox.pool import MOST_REPLIES, GrammarPool
 from llmbox.app.text.grammar.grammars import calls, choice, grammars, json_schema, regex, vocabulary, written
 from llmbox.app.text.output.call_parsers import parse_calls
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
@@ -155,3 +155,21 @@ async def test_hostile_grammars_are_refused_or_followed_but_hold_up_nobody(pool,
         assert time.thread_time() - used < 5  # a bound against hanging, not a timing
     assert time.monotonic() - started < 30
     assert await pool.compile_grammars(grammars(regex("a")), "x")
+
+
+async def test_a_grammar_is_checked_once(monkeypatch):
+    pool, jobs = GrammarPool(), []
+
+    async def answer(job):
+        jobs.append(job)
+        return {"error": "no"} if b"bad" in job else {"grammar": "g"}
+
+    monkeypatch.setattr(pool, "answer", answer)
+    for _ in range(3):
+        assert await pool.compile_grammars(grammars(regex("a")), "x") == "g"
+        with pytest.raises(ApiError, match="no"):
+            await pool.compile_grammars(grammars(regex("bad")), "x")
+    assert len(jobs) == 4  # a refusal may be the machine's: it is tried again
+    for number in range(MOST_REPLIES):
+        await pool.compile_grammars(grammars(regex(f"a{number}")), "x")
+    assert len(pool._replies) == MOST_REPLIES
