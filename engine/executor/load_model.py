@@ -17,13 +17,14 @@ from ..gguf.folder import gguf_of
 from ..model.decoder import Decoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig
+from ..weights.checkpoint import Checkpoint
 from ..weights.gguf_source import GgufSource
 from ..weights.packed_cache import environment
 from ..weights.packed_cache.cache import PackedWeightCache
 from ..weights.packed_cache.file import DamagedPackedFile
 from ..weights.packed_cache.key import PackKey
 from ..weights.packed_cache.source import PackedWeightSource, PackedWeightWriter
-from ..weights.source import Checkpoint, WeightObserver
+from ..weights.source import WeightObserver
 
 _STATUS = Path("/proc/self/status")
 

@@ -28,7 +28,8 @@ from ..model.registry import build_model
 from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..sampling_params import SamplingParams
-from ..weights.source import Checkpoint, WeightRequest
+from ..weights.checkpoint import Checkpoint
+from ..weights.source import WeightRequest
 from .perplexity import config_for
 
 BLOCK = 16

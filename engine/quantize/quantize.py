@@ -35,7 +35,7 @@ from ..ipc.subprocess_job import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.pooling import POOLING_FILE
-from ..weights.source import Checkpoint
+from ..weights.checkpoint import Checkpoint
 from .calibration import Calibration, generate_calibration_text
 from .compressed_tensors import TARGETS, CompressedTarget
 from .perplexity import config_for, perplexity, sequences_of

@@ -148,8 +148,8 @@ def test_all_ranks_finish_writing_what_they_packed_before_they_end(
     finish()
     assert len(list(folder.glob("*.weights"))) == 2
     assert not list(folder.glob("*.part"))
-    workers("sys.modules['llmbox.engine.weights.source'].Checkpoint.take_into = None")
-    monkeypatch.setattr("llmbox.engine.weights.source.Checkpoint.take_into", None)
+    workers("sys.modules['llmbox.engine.weights.checkpoint'].Checkpoint.take_into = None")
+    monkeypatch.setattr("llmbox.engine.weights.checkpoint.Checkpoint.take_into", None)
     assert tokens(load(model, **cut), asked) == first
     finish()
     assert not children()

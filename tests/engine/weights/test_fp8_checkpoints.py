@@ -15,7 +15,8 @@ from llmbox.engine.errors import ModelError
 from llmbox.engine.executor import build as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.partition import ShardSlice
-from llmbox.engine.weights.source import Checkpoint, WeightRequest
+from llmbox.engine.weights.checkpoint import Checkpoint
+from llmbox.engine.weights.source import WeightRequest
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Kind, Quant
 from llmbox.kernels.reference import REFERENCE

@@ -14,7 +14,8 @@ from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.checkpoint.safetensors import TensorEntry
 from llmbox.engine.errors import ModelError
 from llmbox.engine.partition import ShardSlice
-from llmbox.engine.weights.source import Checkpoint, WeightRequest
+from llmbox.engine.weights.checkpoint import Checkpoint
+from llmbox.engine.weights.source import WeightRequest
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.reference import REFERENCE
 from support.families import make_family

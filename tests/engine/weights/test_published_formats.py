@@ -269,5 +269,5 @@ def test_packed_weights_are_taken_up_again(
     for thread in threading.enumerate():
         if thread.name == "keep packed weights":
             thread.join()
-    monkeypatch.setattr("llmbox.engine.weights.source.Checkpoint.packed", None)  # not called
+    monkeypatch.setattr("llmbox.engine.weights.checkpoint.Checkpoint.packed", None)  # not called
     assert tokens(load(model), request) == wanted

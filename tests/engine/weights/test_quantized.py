@@ -16,7 +16,8 @@ from llmbox.engine.executor import build as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.partition import ShardSlice
 from llmbox.engine.quantize.quantize import quantize
-from llmbox.engine.weights.source import Checkpoint, WeightRequest
+from llmbox.engine.weights.checkpoint import Checkpoint
+from llmbox.engine.weights.source import WeightRequest
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Kind, Quant

@@ -53,7 +53,7 @@ def test_the_second_load_reads_no_checkpoint_and_answers_the_same(
 ) -> None:
     model = make_tiny_model(tmp_path / "model", arch=arch, tie_word_embeddings=tied)
     first = answer(loaded(model, quant=quant))
-    monkeypatch.setattr("llmbox.engine.weights.source.Checkpoint.take_into", refuse)
+    monkeypatch.setattr("llmbox.engine.weights.checkpoint.Checkpoint.take_into", refuse)
     assert answer(loaded(model, quant=quant)) == first
     monkeypatch.undo()  # the environment too: from the checkpoint
     assert answer(load(model, quant=quant)) == first
@@ -95,7 +95,7 @@ def test_weights_that_the_model_does_not_ask_for_are_packed_again(
         first = answer(loaded(model))
     assert answer(loaded(model)) == first
     with monkeypatch.context() as after:
-        after.setattr("llmbox.engine.weights.source.Checkpoint.take_into", refuse)
+        after.setattr("llmbox.engine.weights.checkpoint.Checkpoint.take_into", refuse)
         assert answer(loaded(model)) == first
 
 
