@@ -44,7 +44,7 @@ def top(
     remote: str | None,
     key_file: Path | None,
 ) -> None:
-    """Watch the box: devices, requests, models, memory, log. `?` shows the keys."""
+    """Watch this machine: devices, requests, models, memory, log. `?` shows the keys."""
     if (remote is None) != (key_file is None):
         raise CliError(
             "--remote and --key-file go together",

@@ -17,9 +17,9 @@ from ..root import CommandGroup
 
 @click.group(cls=CommandGroup)
 def db() -> None:
-    """Care for the file of the request log and the history of telemetry.
+    """Maintain the database of the request log and the telemetry history.
 
-    Serving does not depend on it: damaged or locked, rows are lost and requests answered.
+    Serving does not depend on it: while it is damaged or locked, rows are lost and requests are answered.
     """
 
 
@@ -28,7 +28,7 @@ def db() -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def check(program: Program, *, as_json: bool, quiet: bool) -> int:
-    """Read the whole file and say whether it is sound; exit 8 when it is not."""
+    """Check the whole file for damage; exit 8 when it is damaged."""
     state = examine(_present(program))
     if as_json:
         output.write_json("db", asdict(state))
@@ -77,7 +77,7 @@ def backup(program: Program, file: Path | None) -> None:
 @db.command(cls=Command)
 @pass_program
 def migrate(program: Program) -> None:
-    """Bring it to this version's schema, as a whole or not at all. Every start of the daemon does so too."""
+    """Migrate it to this version's schema in one transaction. Every start of the daemon does so too."""
     from ...store.database import open_database
     from ...store.record import StoreError
 

@@ -51,7 +51,7 @@ class Expiry(click.ParamType[float]):
 def key() -> None:
     """API keys: make, list, rotate, revoke.
 
-    Changes hold from the next request on, also for a daemon that runs.
+    Changes take effect at the next request, also in a running daemon.
     """
 
 
@@ -112,7 +112,7 @@ def rotate(program: Program, name: str, *, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @pass_program
 def rm(program: Program, names: tuple[str, ...], *, yes: bool) -> None:
-    """Revoke keys. What they had stored (store: true) is erased."""
+    """Revoke keys. Their stored answers (store: true) are erased."""
     store = _store(program)
     store.check()
     wanted = [store.get(name) for name in dict.fromkeys(names)]

@@ -34,7 +34,7 @@ _HIDDEN = {"prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "cont
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def show(program: Program, request_id: str, *, as_curl: bool, as_python: bool, as_json: bool) -> None:
-    """Show one request, running or ended: its numbers, what the prefix cache had of it, and prompt and answer
+    """Show one request, running or ended: its numbers, its tokens in the prefix cache, and prompt and answer
     where they are kept.
     """
     answer = program.client.get(_path(request_id))
@@ -51,7 +51,7 @@ def show(program: Program, request_id: str, *, as_curl: bool, as_python: bool, a
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.pass_context
 def replay(context: click.Context, /, request_id: str, *, as_json: bool) -> None:
-    """Send a request again, with the seed of then, and say whether the tokens are the same.
+    """Send a request again with its seed, and compare the tokens.
 
     Needs the request's content, which is kept for keys made with --log-content. Exit code 1: they differ.
     """
@@ -72,7 +72,7 @@ def replay(context: click.Context, /, request_id: str, *, as_json: bool) -> None
 @click.argument("request_id", metavar="ID")
 @pass_program
 def cancel(program: Program, request_id: str) -> None:
-    """End a running request; its client gets what there is so far."""
+    """Cancel a running request; its client gets the tokens so far."""
     program.client.post(f"{_path(request_id)}/cancel", {})
     output.say(f"{request_id} is cancelled.")
 
@@ -81,7 +81,7 @@ def cancel(program: Program, request_id: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def stored(program: Program, *, as_json: bool) -> None:
-    """Show how many answers each key has stored (store: true). What is in them only that key reads."""
+    """Show how many answers each key has stored (store: true). Only that key can read them."""
     answer = program.client.get("/admin/api/stored")
     if as_json:
         output.write_json("stored", answer)
@@ -225,7 +225,7 @@ class Since(click.ParamType[float]):
 @click.option("-q", "--quiet", is_flag=True, help="Ids only.")
 @click.pass_context
 def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: bool, **filters: Any) -> None:
-    """Read the request log, follow it, look at one request, send it again, cancel it, erase.
+    """Read the request log, follow it, show one request, replay it, cancel it, erase.
 
     Rows hold metadata. What was asked and answered is kept only for keys made with --log-content (see show).
     """

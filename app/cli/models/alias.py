@@ -19,9 +19,9 @@ def alias() -> None:
 @click.argument("parameters", nargs=-1, metavar="[K=V]...")
 @pass_program
 def set_(program: Program, *, name: str, ref: str, parameters: tuple[str, ...]) -> None:
-    """Let NAME stand for the model REF.
+    """Make NAME an alias of the model REF.
 
-    Parameters count where a request leaves them open: temperature, top_p, top_k, min_p, repetition_penalty,
+    Parameters apply where a request does not set them: temperature, top_p, top_k, min_p, repetition_penalty,
     and system, a system prompt. ctx bounds the context. All aliases of a model share one load.
     """
     found = set_alias(
@@ -59,7 +59,7 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
 @click.argument("name")
 @pass_program
 def rm(program: Program, *, name: str) -> None:
-    """Forget an alias. Its model stays."""
+    """Remove an alias. Its model stays."""
     program.registry.remove_alias(name)
     output.say(f"{name} is no longer an alias.")
 

@@ -123,7 +123,7 @@ def quantize(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Round the weights of MODEL to integers or FP8, into a folder that loads by itself.
+    """Quantize the weights of MODEL to integers or FP8, into a folder that loads by itself.
 
     w4a16-g128, w4a16-g32, w8a8 and fp8 are those of compressed-tensors. The other formats hold the integers
     that `--quant` makes at each load. --calibrate makes better ones. docs/quantisation.md describes them.
@@ -221,7 +221,7 @@ def import_gguf(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Make a model folder of a GGUF FILE, as llama.cpp, Ollama and LM Studio keep models.
+    """Convert a GGUF FILE (llama.cpp, Ollama, LM Studio) to a model folder.
 
     Done once: the folder holds safetensors and the file's tokenizer and chat template, and needs the file no
     more. Of a model in several files name the first. See docs/models.md for what can be read.

@@ -40,7 +40,7 @@ FLAGS = (
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def fit(program: Program, /, model: str, *, as_json: bool, probe: bool, **flags: Any) -> int:
-    """Say whether MODEL fits on this machine, with what context and how fast; exit 5 if it does not.
+    """Show whether MODEL fits on this machine, with which context and speed; exit 5 if it does not.
 
     MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
     """

@@ -114,7 +114,7 @@ def _state(model: "DiskModel", *, loaded: bool) -> str:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def show(program: Program, ref: str, *, as_json: bool) -> None:
-    """Show what is known of one model, on disk and in memory."""
+    """Show the details of one model, on disk and in memory."""
     from ...models.catalog import describe, read_config
 
     place = program.resolve(ref)
@@ -356,7 +356,7 @@ def pin(program: Program, *, model: str) -> None:
 @click.argument("model")
 @pass_program
 def unpin(program: Program, *, model: str) -> None:
-    """Let MODEL leave memory again."""
+    """Unpin MODEL: it may be evicted again."""
     _pin(program, model, pinned=False)
 
 

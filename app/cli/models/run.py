@@ -42,7 +42,7 @@ def run(
     yes: bool,
     **sampling: Any,
 ) -> None:
-    """Chat with a model, or ask it one thing with PROMPT or from stdin.
+    """Chat with a model, or ask it one question with PROMPT or from stdin.
 
     MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). What is not on this disk is
     fetched first, after a question. Starts the daemon if it does not run.

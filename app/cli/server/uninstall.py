@@ -33,9 +33,9 @@ class UninstallItem:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; needs --yes.")
 @pass_program
 def uninstall(program: Program, *, models: bool, yes: bool, as_json: bool) -> None:
-    """Remove settings, keys, logs, caches and services of llmbox from this box. Models stay without --models.
+    """Remove settings, keys, logs, caches and services of llmbox. Models stay without --models.
 
-    The program itself is removed by what installed it.
+    Remove the program itself with the tool that installed it.
     """
     items = list(_items(program, with_models=models))
     if not as_json:

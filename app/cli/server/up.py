@@ -56,7 +56,7 @@ def up(
 ) -> None:
     """Start the daemon in the background and wait until it is ready.
 
-    Doing it twice changes nothing. A MODEL is builtin, a directory, org/name, or a short name such as
+    A second start changes nothing. A MODEL is builtin, a directory, org/name, or a short name such as
     qwen3:4b; one that is not on this disk is fetched first, after a question.
     """
     given_flags = read_flags(flags)
