@@ -32,14 +32,14 @@ def test_a_request_appears_by_itself_and_can_be_cancelled(window: Window):
     window.open("/admin/requests")
     page = window.page
     page.get_by_text("live", exact=True).wait_for()
-    page.get_by_text("Nothing is in flight.").wait_for()
+    page.get_by_text("No requests in flight.").wait_for()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{window.panel.url}/v1/completions", json=body, timeout=300) as answer:
         page.get_by_role("button", name="Cancel").click()
         page.get_by_text("Cancelled cmpl-").wait_for()
         text = answer.read().decode()
     assert '"finish_reason":"abort"' in text or "error" in text
-    page.get_by_text("Nothing is in flight.").wait_for()
+    page.get_by_text("No requests in flight.").wait_for()
 
 
 def test_from_nothing_to_a_first_answer(window: Window):
@@ -142,7 +142,7 @@ def test_a_hidden_tab_costs_nothing_and_comes_back(window: Window):
 def test_the_keyboard_reaches_the_page_first(window: Window):
     window.open("/admin")
     window.page.keyboard.press("Tab")
-    assert window.page.evaluate("document.activeElement.textContent") == "Skip to the page"
+    assert window.page.evaluate("document.activeElement.textContent") == "Skip to content"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

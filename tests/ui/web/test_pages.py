@@ -197,7 +197,7 @@ def test_an_alias_is_set_changed_and_removed(panel, signed_in):
     assert (refused.status_code, "from 0 to 2" in refused.text) == (400, True)
     assert panel.box.run("alias", "ls", "-q").out.split() == ["terse"]
     gone = signed_in.post("/admin/models/alias/remove", data=form).text
-    assert "No alias stands for this model." in gone
+    assert "This model has no alias." in gone
 
 
 def test_a_key_is_made_shown_once_and_revoked(signed_in):

@@ -188,7 +188,7 @@ async def add_alias(request: PanelRequest) -> Response[str]:
     except CliError as error:
         status = {Exit.NOT_FOUND: 404, Exit.CONFLICT: 409}.get(error.exit, 400)
         raise ApiError(status, f"{error.what}: {error.why}.", "bad_alias") from error
-    return _back(request, ref, f"{name} now stands for this model.")
+    return _back(request, ref, f"{name} is now an alias of this model.")
 
 
 @post("/models/alias/remove", status_code=200, name="panel_alias_remove")

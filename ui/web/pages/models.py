@@ -148,7 +148,7 @@ async def change_download(request: PanelRequest, what: FromPath[str]) -> Respons
         raise ApiError(404, "Downloads can be paused, resumed, cancelled and dismissed.", "not_found")
     said = {
         "pause": "Paused",
-        "resume": "Going on with",
+        "resume": "Resumed",
         "cancel": "Cancelled",
         "dismiss": "Removed from the list:",
     }[what]
