@@ -64,7 +64,7 @@ def test_progress_without_a_terminal_is_one_line_in_five_seconds(
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), (0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e6, "2.5 MB"), (1.2e12, "1200.0 GB")],
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e6, "2.5 MB"), (1.2e12, "1.20 TB")],
 )
 def test_sizes(value: float | None, text: str):
     assert formatting.size(value) == text
