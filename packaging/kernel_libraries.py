@@ -27,7 +27,7 @@ They are compiled at the first start of llmbox, on the machine it runs on, where
 
 def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
     """(the libraries, what to tell of those that could not be made)."""
-    compiling, sealed, prebuilt = (module(name) for name in ("compiling", "sealed", "prebuilt"))
+    compiling, prebuilt = (module(name) for name in ("compiling", "prebuilt"))
     levels = wanted_levels()
     try:
         compiler = compiling.find_compiler()
@@ -41,7 +41,7 @@ def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
             with tempfile.TemporaryDirectory(dir=folder) as room:
                 library = Path(room) / path.name
                 compiling.compile_library(compiler, level, library, LINK)
-                sealed.seal(library)
+                prebuilt.seal(library)
                 library.chmod(0o755)
                 library.replace(path)
         except compiling.NativeUnavailable as error:

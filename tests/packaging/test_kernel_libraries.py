@@ -41,7 +41,7 @@ def test_one_for_each_instruction_set_whole_and_by_the_name_that_is_looked_for(l
     assert [path.name for path in made] == [
         libraries.module("prebuilt").prebuilt_path(level).name for level in known
     ]
-    assert all(libraries.module("sealed").is_sealed(path) for path in made)
+    assert all(libraries.module("prebuilt").is_sealed(path) for path in made)
     assert b"libstdc++.so" not in b"".join(path.read_bytes() for path in made)
     assert sorted(path for path in tmp_path.iterdir() if path.name != "native") == sorted(made)
 

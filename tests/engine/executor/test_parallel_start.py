@@ -16,7 +16,7 @@ class Crew:
 
     layout = ParallelLayout(2, 1, 0)
     closed = 0
-    workers = ()
+    processes = ()
 
     def __init__(self, *backends):
         self._told = [{"backend": backend, "measured": None} for backend in backends]
