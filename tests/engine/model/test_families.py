@@ -14,6 +14,8 @@ from llmbox.engine.errors import DeviceError
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.parallel_cost import rank_shape
 from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
+from llmbox.engine.quantize.quantize import quantize
+from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import KernelSite
 from support.families import (
     FAMILIES,
@@ -154,3 +156,11 @@ def test_latent_attention_has_no_kernel_for_gpus() -> None:
     with pytest.raises(DeviceError, match="latent attention of this model has no Triton kernel yet"):
         require_runnable(plan, KernelSite(device="cuda"), asked)
     require_runnable(plan, KernelSite(device="cpu"), asked)
+
+
+@pytest.mark.parametrize("arch", ["gpt_oss", "deepseek_v3", "granitemoe"])
+def test_a_quantized_folder_answers_as_one_quantized_at_load(tmp_path: Path, arch: str) -> None:
+    """Stacked experts and absorbed linears are written one by one."""
+    model = make_family(tmp_path / "model", arch)
+    quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
+    assert tokens(load(tmp_path / "out"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
