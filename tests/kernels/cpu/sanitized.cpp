@@ -8,6 +8,7 @@
 #include "linear.cpp"
 #include "pool.cpp"
 #include "quant.cpp"
+#include "recurrent.cpp"
 #include "sample.cpp"
 #include "weights.cpp"
 
@@ -207,6 +208,46 @@ void check_rows(int dtype, int rows, int heads, int width) {
     must_be_finite(x, "rotary and gates");
 }
 
+// Two sequences, a fresh one and one that goes on; states are saved on the way. New slots are NaN.
+void check_recurrent(int dtype, int heads, int group, int keys, int values) {
+    const int rows = 9, key_heads = heads / group, width = 2 * key_heads * keys + heads * values;
+    const int32_t starts[] = {0, 2, rows}, contexts[] = {2, 20}, slots[] = {2, 0}, save_starts[] = {0, 1, 3};
+    const int32_t save_rows[] = {0, 4, rows - 1}, save_slots[] = {1, 3, 4};
+    Step step{};
+    step.rows = rows, step.sequences = 2, step.query_starts = starts, step.contexts = contexts;
+    step.state_slots = slots, step.save_starts = save_starts, step.save_rows = save_rows, step.save_slots = save_slots;
+    const size_t size = size_t(heads) * keys * values;
+    for (int delta : {0, 1}) {
+        Buffer x(dtype, size_t(rows) * width), gates(dtype, size_t(rows) * heads * (1 + delta)), out(dtype, size_t(rows) * heads * values);
+        Buffer rate(FLOAT32, heads), bias(FLOAT32, heads), state(FLOAT32, 5 * size);
+        for (int i = 0; i < heads; i++) rate.set(i, -0.5f);
+        for (size_t i = size; i < state.count; i++) state.set(i, NAN);
+        out.poison();
+        const auto* skip = delta ? nullptr : static_cast<const float*>(bias.data());
+        run(llmbox_scan_op(dtype, delta, x.data(), width, gates.data(), heads * (1 + delta), static_cast<float*>(rate.data()),
+                           static_cast<float*>(bias.data()), skip, heads, key_heads, keys, values, 0.f, INFINITY,
+                           static_cast<float*>(state.data()), out.data()),
+            step);
+        must_be_finite(out, "scan"), must_be_finite(state, "state of a scan");
+    }
+    for (int gated : {0, 1}) {
+        Buffer x(dtype, size_t(rows) * values * (1 + 2 * gated)), weight(FLOAT32, 4 * values), bias(FLOAT32, values);
+        Buffer state(FLOAT32, size_t(5) * 3 * values), out(dtype, size_t(rows) * values);
+        for (size_t i = 3 * values; i < state.count; i++) state.set(i, NAN);
+        out.poison();
+        run(llmbox_short_conv_op(dtype, x.data(), values * (1 + 2 * gated), gated, static_cast<float*>(weight.data()),
+                                 gated ? nullptr : static_cast<float*>(bias.data()), 4, values, static_cast<float*>(state.data()), out.data()),
+            step);
+        must_be_finite(out, "convolution"), must_be_finite(state, "state of a convolution");
+    }
+    Buffer x(dtype, size_t(rows) * heads * values), gate(dtype, x.count), weight(FLOAT32, heads * values), out(dtype, x.count);
+    const int row = heads * values;
+    for (int first : {0, 1})
+        run(llmbox_gated_norm_op(dtype, x.data(), row, gate.data(), row, static_cast<float*>(weight.data()), heads, values, 1e-6f, first, out.data()), step);
+    run(llmbox_sigmoid_mul_op(dtype, x.data(), row, gate.data(), row, row), step);
+    must_be_finite(out, "gated norm"), must_be_finite(x, "sigmoid");
+}
+
 // Numbers between rows stay as they are.
 void check_softcap(int rows, int width) {
     const int stride = width + 3;
@@ -351,6 +392,9 @@ int main() {
         check_experts(dtype, nullptr, 70, 130, 66, 2, 1);
         check_experts(dtype, nullptr, 400, 9, 35, 3, 3);
         for (auto [rows, heads, width] : {std::tuple{1, 1, 2}, {5, 3, 10}, {33, 2, 66}}) check_rows(dtype, rows, heads, width);
+        check_recurrent(dtype, 1, 1, 1, 1);
+        check_recurrent(dtype, 4, 2, 7, 20);
+        check_recurrent(dtype, 2, 1, 33, 130);
         for (int kv_dtype : {FLOAT32, BFLOAT16, INT8_SCALED}) {
             check_attention(dtype, kv_dtype, 16, 4, 2, 32, 0);
             check_attention(dtype, kv_dtype, 16, 2, 1, 64, 20);
