@@ -141,7 +141,7 @@ def make_family(directory: Path, arch: str, *, shards: int = 1, seed: int = 0, *
     config.dtype = "float32"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)
-    size = sum(weight.numel() for weight in model.parameters()) * 4
+    size = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
     model.save_pretrained(directory, max_shard_size=size // shards + 1)
     return directory
 

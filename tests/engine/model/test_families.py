@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.config import EngineConfig
@@ -25,6 +26,7 @@ from support.families import (
     spell_as_before,
     stack_experts,
 )
+from support.fp8_checkpoint import round_to_blocks
 from support.real_engines import ask, hf_tokens, load, tokens
 
 PROMPT = ask("a", range(3, 40), 6)
@@ -164,3 +166,17 @@ def test_a_quantized_folder_answers_as_one_quantized_at_load(tmp_path: Path, arc
     model = make_family(tmp_path / "model", arch)
     quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
     assert tokens(load(tmp_path / "out"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
+
+
+def test_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
+    """As DeepSeek publishes it: heads of the linear that expands latents are whole blocks."""
+    sizes = dict.fromkeys(
+        ("hidden_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 128
+    )
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 128, "moe_intermediate_size": 128}
+    sizes |= {"qk_rope_head_dim": 64, "head_dim": 64}
+    model, same = (make_family(tmp_path / name, "deepseek_v3", **sizes) for name in ("model", "same"))
+    wide = load_file(same / "model.safetensors") | round_to_blocks(model)
+    save_file({name: tensor.contiguous() for name, tensor in wide.items()}, same / "model.safetensors")
+    expected = tokens(load(same, dtype="float32"), [PROMPT])
+    assert tokens(load(model, dtype="float32"), [PROMPT]) == expected
