@@ -118,6 +118,16 @@ def _refuse_newer(current: str | None, scripts: ScriptDirectory) -> None:
         )
 
 
+def empty_size(engine: Engine) -> int:
+    """Return the bytes that the tables and indexes take without a row: a page each."""
+    with engine.connect() as connection:
+        trees: int = connection.exec_driver_sql(
+            "SELECT count(*) FROM sqlite_master WHERE rootpage > 0"
+        ).scalar_one()
+        page: int = connection.exec_driver_sql("PRAGMA page_size").scalar_one()
+    return page * (trees + 1)
+
+
 def give_back_space(engine: Engine) -> bool:
     """Return freed pages to the file system and empty the write-ahead log, which holds deleted rows.
 

@@ -8,9 +8,10 @@ from typing import Literal
 
 from sqlalchemy import Engine
 
-from .database import erase_damaged, give_back_space
+from .database import empty_size, erase_damaged, give_back_space
 from .database_file import size_on_disk
 from .queries import batches as batch_queries
+from .queries import conversations as conversation_queries
 from .queries import requests as queries
 from .queries import stored_answers as stored_queries
 from .record import StoreError
@@ -43,7 +44,10 @@ def trim(engine: Engine, path: Path, keep: Retention) -> None:
         path, now - min(keep.rows_days, keep.content_days, keep.stored_days, keep.batch_days) * _DAY_S
     )
     give_back_space(engine)
-    most = keep.max_bytes + stored_queries.size(engine) + batch_queries.size(engine)
+    most = keep.max_bytes + sum(
+        kept.size(engine) for kept in (stored_queries, batch_queries, conversation_queries)
+    )
+    most += empty_size(engine)
     for _ in range(_ROUNDS):
         size = size_on_disk(path)
         over = 1 - most / size if size else 0.0

@@ -29,7 +29,7 @@ class Retention:
     rows_days: float = 30
     content_days: float = 7
     max_bytes: int = 256_000_000
-    """Limit of the file, without stored answers and batches."""
+    """Limit of the file, without stored answers, batches and conversations."""
     stored_days: float = 30
     stored_bytes: int = 256_000_000
     """Limit of the texts of stored answers."""

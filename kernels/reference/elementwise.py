@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
+VECTOR = 64
+"""Multiple of the numbers that torch computes as one vector, in every dtype and on every processor."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLinear:
@@ -70,7 +73,10 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-        return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up + 1)
+        # torch's sigmoid rounds otherwise behind the last whole vector: padding keeps rows independent.
+        width = gate.shape[-1]
+        share = F.pad(gate * SWIGLU_ALPHA, (0, -width % VECTOR)).sigmoid_()[..., :width]
+        return (share * gate).mul_(up + 1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
 

@@ -1,4 +1,5 @@
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -235,7 +236,7 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
 
 
 def test_a_large_mask_is_made_in_pieces(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmbox.kernels.reference.attention.MASK_LIMIT", 4 * 40 * 3)
+    monkeypatch.setattr(sys.modules["llmbox.kernels.reference.attention"], "MASK_LIMIT", 4 * 40 * 3)
     step = Step(ops, [(9, 31), (0, 40)])
     assert_near(step.run(17), step.exact(17))
 

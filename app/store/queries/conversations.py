@@ -1,7 +1,7 @@
 """SQL of the panel's conversations, as functions of an open database."""
 
 import msgspec
-from sqlalchemy import ColumnElement, Engine, and_, insert, or_, select
+from sqlalchemy import ColumnElement, Engine, LargeBinary, and_, cast, func, insert, or_, select
 from sqlalchemy import delete as delete_from
 from sqlalchemy import update as change
 from sqlmodel import col
@@ -61,6 +61,14 @@ def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
         gone = [each for each in owners if each and each not in known]
         deleted = (connection.execute(delete_from(ConversationRow).where(owner == each)) for each in gone)
         return sum(each.rowcount for each in deleted)
+
+
+def size(engine: Engine) -> int:
+    """Bytes of conversations."""
+    bodies = func.length(cast(col(ConversationRow.body), LargeBinary))
+    with engine.connect() as connection:
+        found: int = connection.execute(select(func.coalesce(func.sum(bodies), 0))).scalar_one()
+    return found
 
 
 def _is(owner: str, id_: str) -> ColumnElement[bool]:

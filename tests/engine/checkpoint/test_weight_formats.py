@@ -83,7 +83,7 @@ def test_odd_configs_are_read_or_refused_with_a_reason(name: str) -> None:
 
 def test_every_method_is_here() -> None:
     known = {entry["quant_method"] for entry in ENTRIES.values()}
-    assert set(READERS) - known == {"intel/auto-round", "fbgemm_fp8"}
+    assert set(READERS) - known == {"intel/auto-round", "fbgemm_fp8", "gguf"}
 
 
 SIZES = {

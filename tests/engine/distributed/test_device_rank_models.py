@@ -42,5 +42,5 @@ def test_tokens_are_those_of_one_rank(tmp_path, monkeypatch, kind, cut):
         while engine.prepare():
             pass
         assert tokens(engine, REQUESTS) == expected
-    assert all((rank.communicator.fused > 0) == (fused_rows > 0) for rank in ranks)
+    assert all((rank.collective.fused > 0) == (fused_rows > 0) for rank in ranks)
     assert all(rank.capture is not None and rank.capture.replays > 0 for rank in ranks)

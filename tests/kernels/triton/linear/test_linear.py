@@ -82,7 +82,7 @@ def test_experts_of_checkpoints(name: str) -> None:
     ops = triton_ops(CPU, torch.float32, QUANTS[name])
     assert ops.pack_experts is not None
     x = torch.randn(5, 96)
-    got = experts_product(x, ops.pack_experts(both), torch.tensor([0, 2, 5]).int())
+    got = experts_product(x, ops.pack_experts(both, None), torch.tensor([0, 2, 5]).int())
     wide = both.floats().view(2, 32, 96)
     assert_near(got[:2], exact(x[:2], wide[0], torch.zeros(32)))
     assert_near(got[2:], exact(x[2:], wide[1], torch.zeros(32)))
