@@ -22,7 +22,7 @@ from gpu.idle import idle_clocks
 from gpu.report import Report
 from gpu.shapes import SHAPES, prompt_operations, step_floor
 
-TWO_RANKS = Path(__file__).parents[1] / "engine/parallel/two_ranks_one_gpu.py"
+TWO_RANKS = Path(__file__).parents[1] / "engine/distributed/two_ranks_one_gpu.py"
 BATCHES = (1, 8, 64, 256)
 PROMPTS = (2048, 4096, 8192, 16384)
 SHORT, LONG, OUTPUT = 512, 8192, 64

@@ -18,13 +18,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from xxhash import xxh3_64_intdigest
-
 MAGIC = b"LLMBOXW1"
 TRAILER = struct.Struct("<8sQQ")
 ALIGNMENT = 4096
 CHUNK = 4 << 20
 MAX_INDEX = 64 << 20
+
+
+def _digest(data: bytes | bytearray | memoryview) -> int:
+    from xxhash import xxh3_64_intdigest  # noqa: PLC0415 - machines without this cache need not have it
+
+    return xxh3_64_intdigest(data)
 
 
 class DamagedPackedFile(Exception):  # noqa: N818 - named for what was found
@@ -113,7 +117,7 @@ def write(
     chunks.flush()
     index = PackedIndex(key, model, format, tuple(origins), tuple(items), chunks.offset, tuple(chunks.hashes))
     text = json.dumps(asdict(index)).encode()
-    out.write(text + TRAILER.pack(MAGIC, len(text), xxh3_64_intdigest(text)))
+    out.write(text + TRAILER.pack(MAGIC, len(text), _digest(text)))
 
 
 class _ChunkWriter:
@@ -139,7 +143,7 @@ class _ChunkWriter:
     def flush(self) -> None:
         if self._filled:
             chunk = memoryview(self._buffer)[: self._filled]
-            self.hashes.append(xxh3_64_intdigest(chunk))
+            self.hashes.append(_digest(chunk))
             self._out.write(chunk)
             self._filled = 0
 
@@ -157,7 +161,7 @@ def read_index(file: BinaryIO) -> PackedIndex:
         raise DamagedPackedFile("an index longer than the file")
     file.seek(size - TRAILER.size - length)
     text = file.read(length)
-    if xxh3_64_intdigest(text) != digest:
+    if _digest(text) != digest:
         raise DamagedPackedFile("the index has changed")
     try:
         index = _index(json.loads(text))
@@ -211,7 +215,7 @@ class MappedWeights:
 
 def _hashes(data: memoryview) -> Iterator[int]:
     for start in range(0, len(data), CHUNK):
-        yield xxh3_64_intdigest(data[start : start + CHUNK])
+        yield _digest(data[start : start + CHUNK])
 
 
 def _aligned(size: int) -> int:

@@ -45,7 +45,7 @@ def test_a_request_loads_a_model_and_idleness_unloads_it(served: Box):
     assert post(served, "/v1/completions", body)["model"] == "builtin"
     until(lambda: names(served) == ["tiny"])
     assert served.api("status")["ready"]
-    left = "builtin leaves memory after 0.3 s without requests"
+    left = "builtin is unloaded after 0.3 s without requests"
     until(lambda: left in served.paths.log_file.read_text())  # said once its process has ended
     log = served.run("logs", "-n", "50").out
     assert "builtin is loaded because a request names it" in log

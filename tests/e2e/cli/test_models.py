@@ -201,14 +201,13 @@ def test_without_a_network_it_is_said_what_fails(box: Box):
 
 
 @pytest.mark.parametrize("command", ["up", "serve", "load", "run", "fit", "show"])
-def test_a_gguf_file_is_named_as_one_by_every_command_that_takes_a_model(box: Box, command: str):
+def test_a_damaged_gguf_file_is_refused_by_every_command_that_takes_a_model(box: Box, command: str):
     file = box.folder / "tiny.gguf"
     file.write_bytes(b"GGUF")
     done = box.run(command, file, *(["hello"] if command == "run" else []))
-    assert done.code == Exit.USAGE
-    assert f"{file} is a GGUF file" in done.err
-    assert f"llmbox import {file}" in done.err
-    assert "no directory" not in done.err
+    assert done.code == Exit.FAILED
+    assert "tiny.gguf cannot be served" in done.err
+    assert f"{file}: its header is cut short" in done.err
     assert box.running is None
 
 
