@@ -104,14 +104,14 @@ class Library:
         known = next((each for each in self.downloads.all() if each.model == repo), None)
         if known is None or known.state in {"ready", "cancelled"}:
             known = self.downloads.start(repo)
-        if known.error is not None:
-            raise ApiError(
-                503, f"{repo} could not be fetched: {known.error.what}: {known.error.why}", "pull_failed"
-            )
+        if known.error is not None or known.state == "paused":
+            reason = known.error
+            why = f"{reason.what}: {reason.why}" if reason else "its download is paused"
+            message = f"{repo} could not be fetched: {why}. On the box itself: llmbox pull {repo}"
+            raise ApiError(503, message, "pull_failed", "model")
         share = f", {known.done / known.total:.0%} of {formatting.size(known.total)}" if known.total else ""
-        error = ApiError(
-            503, f"{repo} is being fetched ({known.state}{share}).", "model_downloading", "model"
-        )
+        message = f"{repo} is being fetched ({known.state}{share})."
+        error = ApiError(503, message, "model_downloading", "model")
         error.headers = {"Retry-After": str(RETRY_DOWNLOAD)}
         raise error
 

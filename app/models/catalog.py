@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmbox.engine.checkpoint.files import parse_json, read_regular
+from llmbox.engine.gguf.folder import gguf_of
 from llmbox.engine.gguf.reader import is_gguf
 
 from ..errors import CliError, Exit
@@ -82,7 +83,9 @@ class DiskModel:
     modified: float
     architecture: str | None
     servable: bool
-    """Has a config and safetensors. The engine decides whether its architecture is supported."""
+    """Has a config and weights, in safetensors or a GGUF file. The engine decides whether it can compute
+    them.
+    """
 
 
 def resolve(
@@ -285,7 +288,8 @@ def describe(ref: ModelRef) -> DiskModel:
         sum(path.stat().st_size for path in files),
         max((path.stat().st_mtime for path in files), default=0.0),
         architecture if isinstance(architecture, str) else None,
-        bool(config) and any(path.suffix in WEIGHT_SUFFIXES for path in files),
+        bool(config)
+        and (any(path.suffix == ".safetensors" for path in files) or gguf_of(ref.path) is not None),
     )
 
 

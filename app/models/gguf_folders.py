@@ -32,7 +32,10 @@ def folder_of(file: Path, home: Path) -> Path:
         ) from None
     except OSError as error:
         raise CliError(
-            f"{file.name} cannot be served", error.strerror or str(error), exit=Exit.NOT_FOUND
+            f"{file.name} cannot be served",
+            f"{error.filename or file}: {error.strerror or error}",
+            f"the file must be readable, and {home} writable with some space",
+            Exit.FAILED,
         ) from None
 
 

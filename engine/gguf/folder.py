@@ -9,9 +9,10 @@ from pathlib import Path
 from .config import config_of, generation_of, rope_factors
 from .reader import GgufFile
 
-LINK = "model.gguf"
-"""Name of the link to the file; of a model in several files, to the first."""
-
+LINK = "llmbox.gguf"
+"""Name of the link to the file; of a model in several files, to the first. It is one that no repository has:
+a `model.gguf` beside safetensors is another file.
+"""
 
 SAME_NUMBERS = {"Q8_0": "int8-g32"}
 """Kernel formats that hold the numbers of a block format: layers keep the file's own integers."""

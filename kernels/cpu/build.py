@@ -84,12 +84,10 @@ def native_expected() -> bool:
     """
     if os.environ.get("LLMBOX_KERNELS", "cpu").split()[0] != "cpu":
         return False
-    if any(prebuilt_path(level).exists() for level in usable_levels()):
-        return True
     try:
         find_compiler()
-    except NativeUnavailable:
-        return False
+    except NativeUnavailable:  # the path of a prebuilt library has a digest of all sources: looked up last
+        return any(prebuilt_path(level).exists() for level in usable_levels())
     return True
 
 

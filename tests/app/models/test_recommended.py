@@ -1,12 +1,15 @@
 """Recommended models: their data, names and plans, and what is offered in place of one that does not fit."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from llmbox.app.errors import CliError, Exit
+from llmbox.app.control.library import Library
+from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.fit.bandwidth import Bandwidth
 from llmbox.app.fit.recommendations import Recommendation, first_choices, recommend, smaller_models
+from llmbox.app.hub.download import Download
 from llmbox.app.hub.model_info import parse_config_files
 from llmbox.app.models.catalog import HUB_ID, resolve
 from llmbox.app.models.recommended import family_of, full_name, recommended, short_names
@@ -104,3 +107,28 @@ def test_a_newcomer_is_offered_distinct_models_that_fit_without_a_license_to_acc
     assert params == sorted(params)
     assert all(each.fit.fits and not each.model.gated for each in choices.values())
     assert first_choices(planned(0.2, tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "name", "state", "code"),
+    [
+        ("off", "qwen3:0.6b", "downloading", ""),
+        ("recommended", "org/other", "downloading", ""),
+        ("recommended", "qwen3:0.6b", "downloading", "model_downloading"),
+        ("any", "org/other", "checking", "model_downloading"),
+        ("recommended", "qwen3:0.6b", "paused", "pull_failed"),
+    ],
+)
+def test_a_request_fetches_what_the_owner_allows_and_resumes_nothing(allowed, name, state, code):
+    library = object.__new__(Library)
+    found = Download(full_name(name), full_name(name), None, state=state)
+    library.downloads = SimpleNamespace(all=lambda: [found])
+    settings = SimpleNamespace(hub=SimpleNamespace(pull_on_request=allowed))
+    library._services = SimpleNamespace(settings=settings)
+    if not code:
+        assert library.pull_for_request(name) is None
+        return
+    with pytest.raises(ApiError) as refused:
+        library.pull_for_request(name)
+    assert (refused.value.status, refused.value.code) == (503, code)
+    assert ("Retry-After" in refused.value.headers) is (code == "model_downloading")
