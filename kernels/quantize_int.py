@@ -1,5 +1,5 @@
 """Quantization of weights to integers of 4 and 8 bits, in plain torch. The C++ version is
-`cpu/native/quant_round.h`.
+`cpu/native/quantized/quantize_weights.h`.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Mixed-precision formats: the linears that get as many bits as the output head.
 
 These are `down_proj` of the first and the last eighth of the layers, and of every third layer between them,
-as in llama.cpp's Q4_K_M. In the built-in model they gain most from more bits (docs/quantisation.md).
+as in llama.cpp's Q4_K_M. In the built-in model they gain most from more bits (docs/quantization.md).
 """
 
 import re

@@ -13,7 +13,7 @@ class DeniedInstructions(NativeUnavailable):
 
 
 class Step(ctypes.Structure):
-    """Mirror of `Step` in native/tape.h."""
+    """Mirror of `Step` in native/threads/command_buffer.h."""
 
     _fields_ = (
         ("rows", c_int32),
@@ -37,7 +37,7 @@ class Step(ctypes.Structure):
 
 
 class NativeRouting(ctypes.Structure):
-    """Mirror of `Routing` in native/routes.h."""
+    """Mirror of `Routing` in native/moe/moe_routing.h."""
 
     _fields_ = (
         ("sigmoid", c_int32),
@@ -63,7 +63,10 @@ class NativeRouting(ctypes.Structure):
 
 
 class NativeDrawRow(ctypes.Structure):
-    """Mirror of `DrawRow` in native/draw.h and of `Edits` in native/edits.h, which it ends with."""
+    """Mirror of `DrawRow` in native/sampling/sample_row.h.
+
+    It ends with the `Edits` of native/sampling/logits_processors.h.
+    """
 
     _fields_ = (
         ("temperature", c_double),

@@ -156,7 +156,7 @@ class Packer:
 
 
 def grid_of(quant: Quant) -> int:
-    """Return the code of Grid4 of native/quant_round.h."""
+    """Return the code of Grid4 of native/quantized/quantize_weights.h."""
     return 3 if quant.step else 2 if quant.is_e2m1 else 1 if quant.has_zeros else 0
 
 

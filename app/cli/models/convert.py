@@ -126,7 +126,7 @@ def quantize(
     """Quantize the weights of MODEL to integers or FP8, into a folder that loads by itself.
 
     w4a16-g128, w4a16-g32, w8a8 and fp8 are those of compressed-tensors. The other formats hold the integers
-    that `--quant` makes at each load. --calibrate makes better ones. docs/quantisation.md describes them.
+    that `--quant` makes at each load. --calibrate makes better ones. docs/quantization.md describes them.
     """
     ref = program.resolve(model)
     short = ref.name.rpartition("/")[2].partition("@")[0]

@@ -1,1 +1,1 @@
-"""Packed-weight cache on disk: the next load maps weights instead of packing again (docs/quantisation.md)."""
+"""Packed-weight cache on disk: the next load maps weights instead of packing again (docs/quantization.md)."""

@@ -1,7 +1,7 @@
 // How Python names element types, and from there to the types themselves.
 #pragma once
 
-#include "words.h"
+#include "vector/dot_product.h"
 
 namespace llmbox {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "tape.h"
+#include "threads/command_buffer.h"
 
 namespace llmbox {
 

@@ -3,14 +3,13 @@
 // Constructors of operations return a new Op: run it once, or many times on a tape. The caller keeps whatever
 // the pointers point to alive as long as the Op.
 //
-// Of what takes long to compile each part has a file of its own: weights.cpp, linear.cpp, quant.cpp, attention_*.cpp,
-// sample.cpp.
-#include "attention_op.h"
-#include "best.h"
+// What takes long to compile has a file of its own in the folders, so that compilers share the work.
 #include "dtypes.h"
 #include "elementwise.h"
-#include "embedding.h"
-#include "heads.h"
+#include "attention/attention_op.h"
+#include "attention/qk_norm_rope_kv_write.h"
+#include "linear/embedding.h"
+#include "sampling/argmax.h"
 
 using namespace llmbox;
 

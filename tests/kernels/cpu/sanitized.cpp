@@ -1,16 +1,16 @@
 // Every operation on odd shapes, with buffers that end where their data ends: run under ASan and UBSan.
-#include "checked_tiles.h"
+#include "checked_amx.h"
 #include "library.cpp"
-#include "attention_bf16.cpp"
-#include "attention_f32.cpp"
-#include "attention_int8.cpp"
-#include "experts.cpp"
-#include "linear.cpp"
-#include "pool.cpp"
-#include "quant.cpp"
-#include "recurrent.cpp"
-#include "sample.cpp"
-#include "weights.cpp"
+#include "attention/attention_bf16.cpp"
+#include "attention/attention_f32.cpp"
+#include "attention/attention_int8.cpp"
+#include "moe/moe.cpp"
+#include "linear/linear.cpp"
+#include "threads/pool.cpp"
+#include "quantized/quant_linear.cpp"
+#include "recurrent/recurrent.cpp"
+#include "sampling/sample.cpp"
+#include "linear/weight_packing.cpp"
 
 #include <cstdio>
 #include <random>

@@ -11,7 +11,7 @@ from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.quant_formats import QUANTS
 
 
-@pytest.mark.parametrize("subject", ["governor", "runs"])
+@pytest.mark.parametrize("subject", ["thread_throttle", "work_partition"])
 def test_how_work_is_shared_among_threads(subject: str, tmp_path: Path) -> None:
     driver, program = Path(__file__).with_name(f"{subject}.cpp"), tmp_path / subject
     flags = ("-std=c++20", "-pthread", "-I", str(compiling.SOURCES))

@@ -56,8 +56,8 @@ async def first_run_page(request: PanelRequest) -> Response[str]:
 async def first_run_pieces(panel: Panel) -> dict[str, str]:
     downloads = downloads_of(panel)
     return {
-        "loaded": render("live/loaded.html", panel, models=describe_all(panel.control)),
-        "downloads": render("live/downloads.html", panel, downloads=downloads) if downloads else "",
+        "loaded": render("live/models/loaded.html", panel, models=describe_all(panel.control)),
+        "downloads": render("live/models/downloads.html", panel, downloads=downloads) if downloads else "",
     }
 
 

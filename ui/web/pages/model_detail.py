@@ -57,7 +57,9 @@ async def plan_piece(request: PanelRequest, ref: FromQuery[str]) -> Response[str
     asked = chosen_settings(request.query_params)
     disk, config = await asyncio.to_thread(find_model, panel, ref)
     made = await asyncio.to_thread(make_plan, panel, ref, config, asked)
-    html = render("live/plan.html", panel, made=made, in_memory=panel.services.engines.knows(disk.ref.name))
+    html = render(
+        "live/models/plan.html", panel, made=made, in_memory=panel.services.engines.knows(disk.ref.name)
+    )
     return Response(html, media_type=MediaType.HTML)
 
 
@@ -215,7 +217,7 @@ async def template_preview(
     panel = panel_of(request)
     values = await _render_preview(panel, ref, system[:LONGEST], user[:LONGEST])
     if is_fragment(request):
-        return Response(render("live/template.html", panel, **values), media_type=MediaType.HTML)
+        return Response(render("live/models/template.html", panel, **values), media_type=MediaType.HTML)
     return page(request, "models/template.html", "models", ref=ref, system=system, user=user, **values)
 
 

@@ -36,7 +36,7 @@ async def models_page(request: PanelRequest) -> Response[str]:
 
 
 async def models_pieces(panel: Panel) -> dict[str, str]:
-    return {"installed": render("live/installed.html", panel, rows=await _rows(panel))}
+    return {"installed": render("live/models/installed.html", panel, rows=await _rows(panel))}
 
 
 @post("/models/load", status_code=200, name="panel_load")
@@ -121,7 +121,7 @@ def activity_page(request: PanelRequest) -> Response[str]:
 
 
 async def activity_pieces(panel: Panel) -> dict[str, str]:
-    return {"downloads": render("live/downloads.html", panel, downloads=downloads_of(panel))}
+    return {"downloads": render("live/models/downloads.html", panel, downloads=downloads_of(panel))}
 
 
 @post("/models/pull", status_code=200, name="panel_pull")

@@ -78,9 +78,9 @@ async def overview_page(request: PanelRequest) -> Response[str]:
 
 async def overview_pieces(panel: Panel) -> dict[str, str]:
     values = await _now(panel)
-    return {
-        name: render(f"live/{name}.html", panel, **values) for name in ("attention", "now", "boxes", "loaded")
-    }
+    templates = {name: f"live/{name}.html" for name in ("attention", "now", "boxes")}
+    templates["loaded"] = "live/models/loaded.html"
+    return {name: render(template, panel, **values) for name, template in templates.items()}
 
 
 async def _now(panel: Panel) -> dict[str, Any]:

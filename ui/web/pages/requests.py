@@ -29,9 +29,9 @@ MOST_LIVE = 100
 PATIENCE_S = 0.2
 """Seconds that a live update waits for the log."""
 HISTORY = {
-    "history": "live/history.html",
-    "history-note": "live/history_note.html",
-    "history-pages": "live/history_pages.html",
+    "history": "live/requests/history.html",
+    "history-note": "live/requests/history_note.html",
+    "history-pages": "live/requests/history_pages.html",
 }
 """Templates by the name of their live fragment."""
 
@@ -99,7 +99,9 @@ def requests_pieces(chosen: Filter) -> Callable[[Panel], Awaitable[dict[str, str
 
     async def pieces(panel: Panel) -> dict[str, str]:
         nonlocal reading
-        made = {"inflight": render("live/inflight.html", panel, live=_live(panel), most_live=MOST_LIVE)}
+        made = {
+            "inflight": render("live/requests/inflight.html", panel, live=_live(panel), most_live=MOST_LIVE)
+        }
         reading = reading or asyncio.create_task(_history(panel, chosen))
         await asyncio.wait({reading}, timeout=PATIENCE_S)
         if reading.done():
@@ -145,7 +147,7 @@ async def replay_request(request: PanelRequest, request_id: FromPath[str]) -> Re
     work = replay(panel.services, identity_of(request), request_id)
     answer = await while_connected(request.receive, work)
     if is_fragment(request):
-        html = render("live/replayed.html", panel, replayed=answer)
+        html = render("live/requests/replayed.html", panel, replayed=answer)
         return Response(html, media_type=MediaType.HTML)
     return page(request, "requests/replayed.html", "requests", replayed=answer)
 

@@ -1,0 +1,168 @@
+// What a tile of rows carries from chunk to chunk, and the softmax between its two products.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "attention/attention_product.h"
+
+namespace llmbox {
+
+constexpr float LOG2_E = 1.44269504f;
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// 2^x, relative error below 2e-7; 0 for -infinity, NaN for NaN.
+INLINE Floats power_of_two(Floats x) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 9);  // above the integer below x
+    Floats p = splat(1.87757667e-3f);
+    p = multiply_add(p, f, splat(8.98934009e-3f));
+    p = multiply_add(p, f, splat(5.58263181e-2f));
+    p = multiply_add(p, f, splat(2.40153617e-1f));
+    p = multiply_add(p, f, splat(6.93153073e-1f));
+    p = multiply_add(p, f, splat(9.99999925e-1f));
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return exp_negative(x * splat(0.693147180f));
+#endif
+}
+
+// The working memory of one tile: rows of queries, and what their chunks left so far.
+template <class E> struct Work {
+    static constexpr int SLOTS = Chunk<E>::SLOTS;
+    static constexpr int ROWS = 16;  // room for whole tiles of them (amx.h)
+
+    int rows, dim;
+    PackedRows<E> q, p;
+    float* scores;    // [rows][SLOTS]
+    float* out;       // [rows][dim]
+    float* total;     // [rows][LANES], to be summed
+    float *most, *scale;  // [rows]
+    int32_t* sums;    // of one product, two for each of 16 rows
+    uint8_t* values;  // of a chunk, gathered: [SLOTS / PACK][dim] words
+
+    // `dim` is padded.
+    Work(int rows, int dim, Scratch& scratch) : rows(rows), dim(dim) {
+        constexpr int PARTS = AttentionWords<E>::PARTS, packed = sizeof(Packed) / sizeof(float);
+        const int q_part = dim / E::PACK, p_part = SLOTS / E::PACK, room = round_up(rows, ROWS);
+        const size_t words = dim + SLOTS + PARTS * (q_part + p_part) + LANES + 2 + 2 * packed;
+        const size_t own = PARTS > 1 ? PARTS * ROWS * std::max(dim, SLOTS) : 0;
+        float* memory = scratch.take<float>(room * words + own + SLOTS / E::PACK * dim);
+        const auto take = [&](size_t width) {
+            float* taken = memory;
+            memory += room * width;
+            return taken;
+        };
+        const auto take_packed = [&](int part) {
+            auto* row_words = reinterpret_cast<uint32_t*>(take(PARTS * part));
+            return PackedRows<E>{row_words, part, reinterpret_cast<Packed*>(take(packed))};
+        };
+        out = take(dim);
+        scores = take(SLOTS);
+        q = take_packed(q_part);
+        p = take_packed(p_part);
+        total = take(LANES);
+        most = take(1);
+        scale = take(1);
+        sums = reinterpret_cast<int32_t*>(memory);
+        values = reinterpret_cast<uint8_t*>(memory + own);
+        std::fill_n(out, static_cast<size_t>(rows) * dim, 0.f);
+        std::fill_n(total, static_cast<size_t>(rows) * LANES, 0.f);
+        std::fill_n(most, rows, NOTHING);
+    }
+};
+
+// Which slots of a chunk a row sees: positions oldest .. newest.
+struct Sight {
+    int oldest, newest;
+};
+
+// The rows of a tile: `group` of each token, from the token at `position` on. A window of 0 has no end.
+struct Sights {
+    int position, group, window;
+
+    int newest(int row) const { return position + row / group; }
+    int oldest(int row) const { return window ? std::max(0, newest(row) - window + 1) : 0; }
+    Sight of(int row) const { return {oldest(row), newest(row)}; }
+    // What all of them see.
+    Sight common(int row, int end) const { return {oldest(end - 1), newest(row)}; }
+};
+
+template <class E> bool all_seen(const Chunk<E>& chunk, Sight sight) {
+    bool all = chunk.positions[0] >= sight.oldest && chunk.positions[Chunk<E>::STRIPS - 1] + STRIP <= sight.newest + 1;
+    for (int count : chunk.counts) all &= count == STRIP;
+    return all;
+}
+
+// Up to the last that a row sees, in whole pairs.
+template <class E> int strips_seen(const Chunk<E>& chunk, int newest) {
+    int strips = 0;
+    for (int s = 0; s < Chunk<E>::STRIPS; s++)
+        if (chunk.counts[s] > 0 && chunk.positions[s] <= newest) strips = s + 1;
+    return round_up(strips, 2);
+}
+
+// Lanes from .. to - 1; the others count as never seen.
+INLINE Floats only(Floats scores, int from, int to) {
+    Ints lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const Ints least = from - Ints{}, end = to - Ints{};
+    return (lane >= least) & (lane < end) ? scores : splat(NOTHING);
+}
+
+// From a product s of query and key to a power of two: s * factor, or cap * tanh(s * factor) where there is a cap.
+struct Powers {
+    float factor, cap;
+
+    // A `softcap` of 0 is none.
+    static Powers of(float scale, float softcap) {
+        if (softcap == 0) return {scale * LOG2_E, 0};
+        return {scale / softcap, softcap * LOG2_E};
+    }
+};
+
+// Scores of one row become weights e^(score - most), packed. What was summed before is to be scaled to the new
+// `most`: work.scale. With `MASKED` not all slots are seen.
+template <class E, bool MASKED, bool CAPPED>
+INLINE void soften(const Work<E>& work, int r, const Chunk<E>& chunk, size_t scales_at, Powers powers, Sight sight) {
+    using W = AttentionWords<E>;
+    constexpr int VECTORS = Chunk<E>::SLOTS / LANES;
+    const auto scales = [&](const uint8_t* strip, int lane) {  // of the tokens of a strip, from `lane` on
+        return load_as<Floats>(strip + scales_at + lane * sizeof(float));
+    };
+    Floats scores[VECTORS], most = splat(NOTHING);
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        const int s = v * LANES / STRIP, lane = v * LANES % STRIP;
+        scores[v] = load(work.scores + r * Chunk<E>::SLOTS + v * LANES) * splat(work.q.packed[r].factor * powers.factor);
+        if (W::SCALED) scores[v] = scores[v] * scales(chunk.keys[s], lane);
+        if (CAPPED) scores[v] = splat(powers.cap) * tanh(scores[v]);
+        if (MASKED) {
+            const int base = chunk.positions[s] + lane;
+            scores[v] = only(scores[v], sight.oldest - base, std::min(sight.newest + 1 - base, chunk.counts[s] - lane));
+        }
+        most = max(most, scores[v]);
+    }
+    const float before = work.most[r], now = std::max(before, max(most));
+    const Floats zero = splat(now == NOTHING ? 0.f : now);  // nothing seen yet: all weights 0
+    Floats total = splat(0.f);
+    alignas(64) float weights[Chunk<E>::SLOTS];
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        Floats weight = power_of_two(scores[v] - zero);
+        total += weight;
+        if (W::SCALED) weight = weight * scales(chunk.values[v * LANES / STRIP], v * LANES % STRIP);
+        llmbox::store(weights + v * LANES, weight);
+    }
+    work.p.pack(r, weights, Chunk<E>::SLOTS);
+    float* sums = work.total + r * LANES;
+    work.scale[r] = 1.f;
+    if (now != before) {
+        work.scale[r] = before == NOTHING ? 0.f : power_of_two(splat(before - now))[0];
+        work.most[r] = now;
+        total = multiply_add(load(sums), splat(work.scale[r]), total);
+    } else {
+        total += load(sums);
+    }
+    llmbox::store(sums, total);
+}
+
+}  // namespace llmbox

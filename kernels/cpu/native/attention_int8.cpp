@@ -1,4 +1,0 @@
-// Attention over a cache of int8.
-#include "attention.h"
-
-template llmbox::Op* llmbox::make_attention<llmbox::INT8>(int, const AttentionCall&);

@@ -1,0 +1,296 @@
+// Linear layers: out[rows, outputs] = x[rows, inputs] * weight[outputs, inputs]^T + bias.
+//
+// Weights are packed into panels of 64 outputs. A panel is [words of the inputs][64 outputs], a word holding
+// PACK neighbouring inputs (dot_product.h): one broadcast word of x meets vectors of outputs, and memory is read in
+// one direction. Inputs and outputs are padded with zeros. With AMX panels of bf16 are made of tiles (gemm_amx.h).
+//
+// Every output is one sum over the inputs in ascending order, in one float32 accumulator: the number of rows,
+// the tile and the thread change which sums are computed side by side, never the order inside one.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "huge_pages.h"
+#include "threads/command_buffer.h"
+#include "threads/work_partition.h"
+#include "vector/dot_product.h"
+
+namespace llmbox {
+
+constexpr int PANEL = 64;
+constexpr size_t PANEL_STRIDE = PANEL * 4;  // bytes from one word of the inputs to the next
+
+// A register tile is ROW_TILE rows by COLUMN_VECTORS vectors: as many accumulators as registers hold beside
+// the operands (32 registers with AVX512, 16 with AVX2).
+constexpr int ROW_TILE = 6;
+constexpr int COLUMN_VECTORS = LANES == 16 ? 4 : 2;
+
+// Rows that share one pass over a panel: their x stays in the L2 cache.
+constexpr int ROW_BLOCK = 192;
+constexpr int ROW_STEP = 32;  // whole tiles with AMX
+
+struct LinearShape {
+    int inputs, outputs;
+    std::vector<float> bias;  // empty, or padded to whole panels
+
+    LinearShape(int inputs, int outputs) : inputs(inputs), outputs(outputs) {}
+    virtual ~LinearShape() = default;
+    // The packed weights, and how many bytes.
+    virtual const uint8_t* packed() const = 0;
+    virtual size_t packed_bytes() const = 0;
+    int panels() const { return ceil_div(outputs, PANEL); }
+};
+
+struct Linear : LinearShape {
+    int words;  // of one row, padded
+    size_t panel_bytes;
+    HugeBlock weights;
+
+    // `words` as words_of<E>(inputs).
+    Linear(int inputs, int outputs, int words, uint8_t* packed = nullptr)
+        : LinearShape(inputs, outputs),
+          words(words),
+          panel_bytes(words * PANEL_STRIDE),
+          weights(panel_bytes * panels(), packed) {}
+
+    const uint8_t* packed() const override { return weights.data(); }
+    size_t packed_bytes() const override { return panel_bytes * panels(); }
+
+    uint8_t* panel(int index) const { return weights.data() + panel_bytes * index; }
+};
+
+// Of a row of `inputs` numbers, padded.
+template <class E> constexpr int words_of(int inputs) { return round_up(ceil_div(inputs, E::PACK), E::STEP); }
+
+// Where a word of an output lies in its panel, in bytes. Of words that come in tiles (amx.h) 16 by 16 are one piece.
+template <class E> INLINE size_t panel_at(int word, int column) {
+    if constexpr (E::STEP > 1)
+        return word / E::STEP * (E::STEP * PANEL_STRIDE) + column / E::STEP * (E::STEP * E::STEP * 4) +
+               (word % E::STEP * E::STEP + column % E::STEP) * 4;
+    return word * PANEL_STRIDE + 4 * column;
+}
+
+// Packs one panel of a row-major weight.
+template <class E> void pack_panel(const Linear& linear, int index, const typename E::Element* weight) {
+    uint8_t* panel = linear.panel(index);
+    int columns = std::min(PANEL, linear.outputs - index * PANEL);
+    for (int column = 0; column < columns; column++) {
+        const auto* row = weight + static_cast<size_t>(index * PANEL + column) * linear.inputs;
+        for (int i = 0; i < linear.inputs; i++) {
+            auto* word = reinterpret_cast<typename E::Element*>(panel + panel_at<E>(i / E::PACK, column));
+            word[i % E::PACK] = row[i];
+        }
+    }
+}
+
+// Rows of x as words. A row starts `stride` bytes after the one before.
+struct WordRows {
+    const uint8_t* data;
+    size_t stride;
+
+    const uint8_t* row(int index) const { return data + stride * index; }
+    WordRows from(int row, int word) const { return {this->row(row) + 4 * static_cast<size_t>(word), stride}; }
+};
+
+// What to bring into the cache meanwhile: `step` bytes for each word of the loop.
+struct Prefetch {
+    const uint8_t* at;
+    size_t step;
+};
+
+// The innermost loop: tile[ROWS][VECTORS] (+)= x * weights over `words` words.
+template <class E, int ROWS, int VECTORS>
+INLINE void multiply(const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+    Floats sums[ROWS][VECTORS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            sums[r][v] = fresh ? splat(0.f) : load(tile + r * PANEL + v * LANES);
+    for (int w = 0; w < words; w++) {
+        typename E::Columns columns[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) columns[v] = E::columns(weights + v * LANES * 4);
+        for (size_t offset = 0; offset < next.step; offset += 64) prefetch(next.at + offset);
+        next.at += next.step;
+        weights += PANEL_STRIDE;
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            typename E::Row row = E::row(load_word(x.row(r) + 4 * static_cast<size_t>(w)));
+            UNROLL for (int v = 0; v < VECTORS; v++) E::dot(sums[r][v], columns[v], row);
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) store(tile + r * PANEL + v * LANES, sums[r][v]);
+}
+
+template <class E, int ROWS>
+void multiply_rows(const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+    // A single row has registers to spare: more columns side by side hide the latency of the sums.
+    constexpr int VECTORS = ROWS == 1 && LANES < 16 ? 2 * COLUMN_VECTORS : COLUMN_VECTORS;
+    for (int column = 0; column < PANEL; column += VECTORS * LANES) {
+        multiply<E, ROWS, VECTORS>(weights + 4 * column, words, x, tile + column, fresh, next);
+        next.step = 0;  // the first pass brought it all
+    }
+}
+
+template <class E>
+void multiply_tile(
+    int rows, const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+    switch (rows) {
+        case 1: return multiply_rows<E, 1>(weights, words, x, tile, fresh, next);
+        case 2: return multiply_rows<E, 2>(weights, words, x, tile, fresh, next);
+        case 3: return multiply_rows<E, 3>(weights, words, x, tile, fresh, next);
+        case 4: return multiply_rows<E, 4>(weights, words, x, tile, fresh, next);
+        case 5: return multiply_rows<E, 5>(weights, words, x, tile, fresh, next);
+        default: return multiply_rows<E, 6>(weights, words, x, tile, fresh, next);
+    }
+}
+
+// Cuts `rows` into nearly equal tiles: 13 rows are 5 + 4 + 4, not 6 + 6 + 1.
+INLINE int next_tile(int rows) { return ceil_div(rows, ceil_div(rows, ROW_TILE)); }
+
+constexpr size_t AHEAD = 3072;  // bytes that one stream is prefetched ahead
+
+// tile[rows][PANEL] = x * panel.
+template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows x, int rows, float* tile) {
+    if (rows <= ROW_TILE) {
+        multiply_tile<E>(rows, panel, words, x, tile, true, {panel + AHEAD, PANEL_STRIDE});
+        return;
+    }
+    // All rows visit a slice of the panel before the next one, which is prefetched meanwhile. Two tiles need it so
+    // soon that both slices must fit the L1 cache: 8 KB. A few more share 16 KB. Many rows amortise reading 128 KB
+    // from L2, and load and store their sums less often.
+    const int slice = rows <= 2 * ROW_TILE ? 32 : rows <= 64 ? 64 : 512;
+    const int tiles = ceil_div(rows, ROW_TILE);
+    for (int word = 0; word < words; word += slice) {
+        const int count = std::min(slice, words - word);
+        const uint8_t* weights = panel + word * PANEL_STRIDE;
+        // Each tile brings its part of the next slice.
+        const size_t step = round_up(ceil_div(PANEL_STRIDE, tiles), 64);
+        const uint8_t *coming = weights + count * PANEL_STRIDE, *end = coming + count * PANEL_STRIDE;
+        for (int row = 0; row < rows;) {
+            const int tile_rows = next_tile(rows - row);
+            Prefetch next = {coming, coming < end ? step : 0};
+            multiply_tile<E>(tile_rows, weights, count, x.from(row, word), tile + row * PANEL, word == 0, next);
+            coming += next.step * count;
+            row += tile_rows;
+        }
+    }
+}
+
+// A row of x, with zeros up to `width`.
+template <class T> void pad_row(const T* from, int inputs, T* to, size_t width) {
+    std::copy_n(from, inputs, to);
+    std::fill(to + inputs, to + width, T{});
+}
+
+constexpr int row_blocks(int rows) { return ceil_div(rows, ROW_BLOCK); }
+// Nearly equal ones, of at most ROW_BLOCK rows.
+constexpr int rows_of_block(int rows) { return round_up(ceil_div(rows, row_blocks(rows)), ROW_STEP); }
+
+// out[rows][columns] = tile[rows][PANEL] + bias, which may be null. `stride`: from row to row of out.
+template <class Out>
+void write_tile(const float* tile, int rows, int columns, const float* bias, Out* out, int64_t stride) {
+    for (int r = 0; r < rows; r++, tile += PANEL, out += stride) {
+        for (int i = 0; i < columns; i += LANES) {
+            Floats value = load(tile + i);
+            if (bias) value += load(bias + i);
+            store(out + i, value, columns - i);
+        }
+    }
+}
+
+// Shared part of all linears: panels times blocks of rows are assigned to threads, and sums are written with the bias.
+// Out: type of the result.
+template <class Out> class LinearOp : public Op {
+public:
+    LinearOp(const LinearShape& shape, Out* out, int64_t out_stride)
+        : shape_(shape), out_(out), out_stride_(out_stride) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        Op::prepare(step, pool);
+        runs_.deal(shape_.panels() * row_blocks(step.rows), pool.threads());
+    }
+
+protected:
+    // tile[rows][PANEL] = rows of x from `row` on * panel.
+    virtual void multiply(int panel, int row, int rows, float* tile, Member& member) = 0;
+
+    void run_panels(const Step& step, Member& member) {
+        const int blocks = row_blocks(step.rows), block = rows_of_block(step.rows);
+        float* tile = member.scratch.template take<float>(block * PANEL);
+        for (int item = runs_.take(member.index); item >= 0; item = runs_.take(member.index)) {
+            const int panel = item / blocks, row = item % blocks * block;
+            const int rows = std::min(step.rows - row, block);
+            bring(panel, row, rows);
+            multiply(panel, row, rows, tile, member);
+            write(panel, row, rows, tile);
+        }
+    }
+
+private:
+    // What will be written: lines far apart, each of which is read from memory first.
+    void bring(int panel, int row, int rows) const {
+        for (int r = 0; r < rows; r++) {
+            const auto* to = reinterpret_cast<const uint8_t*>(out_ + (row + r) * out_stride_ + panel * PANEL);
+            for (size_t i = 0; i < PANEL * sizeof(Out); i += 64) prefetch_to_l2(to + i);
+        }
+    }
+
+    void write(int panel, int row, int rows, const float* tile) {
+        const int column = panel * PANEL, columns = std::min(PANEL, shape_.outputs - column);
+        const float* bias = shape_.bias.empty() ? nullptr : shape_.bias.data() + column;
+        write_tile(tile, rows, columns, bias, out_ + row * out_stride_ + column, out_stride_);
+    }
+
+    const LinearShape& shape_;
+    Out* out_;
+    int64_t out_stride_;
+    Runs runs_;  // of panels, each with all its blocks of rows
+};
+
+// Weights and rows of the same type.
+template <class E, class Out> class PlainLinearOp : public LinearOp<Out> {
+public:
+    using In = typename E::Element;
+
+    PlainLinearOp(const Linear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
+        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        LinearOp<Out>::prepare(step, pool);
+        if (odd()) pool.shared().template take<In>(step.rows * padded_width());
+        else words_ = {reinterpret_cast<const uint8_t*>(x_), x_stride_ * sizeof(In)};
+    }
+
+    void run(const Step& step, Member& member) override {
+        if (odd()) {
+            In* padded = member.pool.shared().template get<In>();
+            pad_rows(member.share(step.rows), padded);
+            if (member.index == 0) words_ = {reinterpret_cast<const uint8_t*>(padded), padded_width() * sizeof(In)};
+            member.barrier();
+        }
+        this->run_panels(step, member);
+    }
+
+protected:
+    void multiply(int panel, int row, int rows, float* tile, Member&) override {
+        multiply_panel<E>(linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
+    }
+
+private:
+    // The last words of a row would reach beyond it.
+    bool odd() const { return linear_.inputs != linear_.words * E::PACK; }
+    size_t padded_width() const { return static_cast<size_t>(linear_.words) * E::PACK; }
+
+    void pad_rows(Member::Span rows, In* padded) {
+        for (int row = rows.begin; row < rows.end; row++)
+            pad_row(x_ + row * x_stride_, linear_.inputs, padded + row * padded_width(), padded_width());
+    }
+
+    const Linear& linear_;
+    const In* x_;
+    int64_t x_stride_;
+    WordRows words_{};  // of x
+};
+
+}  // namespace llmbox

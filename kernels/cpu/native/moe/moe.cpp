@@ -1,0 +1,37 @@
+// Mixtures of experts.
+#include "dtypes.h"
+#include "moe/moe.h"
+
+using namespace llmbox;
+
+namespace {
+
+template <class Copies, class T>
+Op* make_experts(int count, const LinearShape* const* gate_ups, const LinearShape* const* downs, const ExpertsCall<T>& call) {
+    using Shape = typename Copies::Shape;
+    ExpertLinears<Shape> linears;
+    for (int expert = 0; expert < count; expert++) {
+        linears.gate_ups.push_back(static_cast<const Shape*>(gate_ups[expert]));
+        linears.downs.push_back(static_cast<const Shape*>(downs[expert]));
+    }
+    return new ExpertsOp<Copies>(std::move(linears), call);
+}
+
+}  // namespace
+
+// `count` experts, each with two linears, all of one kind: `quant` says whether they are quantized. `shared` and its gate may
+// be null.
+extern "C" Op* llmbox_experts_op(int dtype, int quant, int count, const LinearShape* const* gate_ups,
+                                 const LinearShape* const* downs, const void* x, int64_t x_stride, const float* logits,
+                                 int64_t logits_stride, int per_row, int normalised, const Routing* routing,
+                                 int activation, const void* shared, int64_t shared_stride, const float* shared_gate,
+                                 int64_t shared_gate_stride, void* out, int64_t out_stride) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        const ExpertsCall<T> call{static_cast<const T*>(x), x_stride, logits, logits_stride, per_row, normalised != 0,
+                                  *routing, activation, static_cast<const T*>(shared), shared_stride, shared_gate,
+                                  shared_gate_stride, static_cast<T*>(out), out_stride};
+        if (quant) return make_experts<RoundedCopies<T>>(count, gate_ups, downs, call);
+        return make_experts<typename PlainCopies<E>::Rows>(count, gate_ups, downs, call);
+    });
+}

@@ -1,0 +1,187 @@
+// Mixture of experts (MoE): each row goes through the few that its router logits choose, down(activation(gate(x)) * up(x)), and
+// their results are summed by their shares, the best first, and what all rows share last.
+//
+// Rows are copied together by expert, and panels of all experts that have rows are assigned at once: experts alone would
+// be too little work for many threads. A copy's bits are those of the linears alone, and a row's sum has one order, so who
+// else is in the step does not matter.
+#pragma once
+
+#include "elementwise.h"
+#include "moe/moe_routing.h"
+#include "moe/moe_rows.h"
+
+namespace llmbox {
+
+// Linears of all experts.
+template <class Shape> struct ExpertLinears {
+    std::vector<const Shape*> gate_ups, downs;
+
+    int hidden() const { return gate_ups[0]->inputs; }
+    int inner() const { return downs[0]->inputs; }
+    int count() const { return static_cast<int>(downs.size()); }
+};
+
+// Inputs and outputs of an MoE layer. Strides count elements.
+template <class T> struct ExpertsCall {
+    const T* x;
+    int64_t x_stride;
+    const float* logits;
+    int64_t logits_stride;
+    int per_row;
+    bool normalised;
+    Routing routing;
+    int activation;
+    const T* shared;  // may be null
+    int64_t shared_stride;
+    const float* shared_gate;  // its sigmoid multiplies a row of `shared`; may be null
+    int64_t shared_gate_stride;
+    T* out;
+    int64_t out_stride;
+};
+
+// Copies: how rows become what the linears multiply (moe_rows.h).
+template <class Copies> class ExpertsOp : public Op {
+public:
+    using T = typename Copies::In;
+    using Shape = typename Copies::Shape;
+
+    ExpertsOp(ExpertLinears<Shape> linears, const ExpertsCall<T>& call)
+        : linears_(std::move(linears)), call_(call), routes_(linears_.count(), call.per_row, Copies::ALIGN) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        routes_.begin(step.rows);
+        pool.shared().template take<uint8_t>(memory_of(step.rows, nullptr).bytes);
+    }
+
+    void run(const Step& step, Member& member) override {
+        const Memory memory = memory_of(step.rows, member.pool.shared().template get<uint8_t>());
+        choose(step.rows, member);
+        member.barrier();
+        if (member.index == 0) {
+            routes_.place(step.rows);
+            gate_up_items_.deal(items(*linears_.gate_ups[0]), member.size);
+            down_items_.deal(items(*linears_.downs[0]), member.size);
+        }
+        member.barrier();
+        const Copies rows(memory.rows, routes_.room(step.rows), *linears_.gate_ups[0]);
+        copy(step.rows, rows, member);
+        member.barrier();
+        multiply(linears_.gate_ups, rows, memory.gate_ups, gate_up_items_, member);
+        member.barrier();
+        const Copies inner(memory.inner, routes_.room(step.rows), *linears_.downs[0]);
+        gate(step.rows, memory.gate_ups, inner, member);
+        member.barrier();
+        multiply(linears_.downs, inner, memory.results, down_items_, member);
+        member.barrier();
+        add_up(step.rows, memory.results, member);
+    }
+
+private:
+    // Of one step, one after the other.
+    struct Memory {
+        uint8_t *rows, *inner;
+        T *gate_ups, *results;  // [room][2 inner], [room][hidden]
+        size_t bytes;
+    };
+    static constexpr int PIECE = 256;  // of a row that is added up
+
+    Memory memory_of(int rows, uint8_t* at) const {
+        const int room = routes_.room(rows);
+        size_t used = 0;
+        const auto next = [&](size_t bytes) {
+            uint8_t* begin = at + used;
+            used += (bytes + 63) / 64 * 64;
+            return begin;
+        };
+        Memory memory{};
+        memory.rows = next(Copies::bytes(room, *linears_.gate_ups[0]));
+        memory.inner = next(Copies::bytes(room, *linears_.downs[0]));
+        memory.gate_ups = reinterpret_cast<T*>(next(static_cast<size_t>(room) * 2 * linears_.inner() * sizeof(T)));
+        memory.results = reinterpret_cast<T*>(next(static_cast<size_t>(room) * linears_.hidden() * sizeof(T)));
+        memory.bytes = used;
+        return memory;
+    }
+
+    int items(const Shape& linear) const { return static_cast<int>(routes_.runs().size()) * linear.panels(); }
+
+    void choose(int rows, Member& member) {
+        float* scratch = member.scratch.template take<float>(4 * linears_.count());
+        const auto mine = member.share(rows);
+        for (int row = mine.begin; row < mine.end; row++)
+            routes_.choose(row, call_.logits + row * call_.logits_stride, call_.normalised, call_.routing,
+                           scratch);
+    }
+
+    void copy(int rows, const Copies& to, Member& member) const {
+        const auto mine = member.share(routes_.copies(rows));
+        for (int copy = mine.begin; copy < mine.end; copy++)
+            to.fill(routes_.place_of(copy), call_.x + copy / call_.per_row * call_.x_stride, linears_.hidden());
+    }
+
+    // out[place][outputs] of all copies: an item is one panel of one expert.
+    void multiply(const std::vector<const Shape*>& linears, const Copies& rows, T* out, Runs& items, Member& member) const {
+        float* tile = member.scratch.template take<float>(ROW_BLOCK * PANEL);
+        const int panels = linears[0]->panels(), outputs = linears[0]->outputs;
+        for (int item = items.take(member.index); item >= 0; item = items.take(member.index)) {
+            const auto& run = routes_.runs()[item / panels];
+            const int panel = item % panels, columns = std::min(PANEL, outputs - panel * PANEL);
+            const int block = rows_of_block(run.rows);
+            for (int row = 0; row < run.rows; row += block) {
+                const int first = run.first + row, count = std::min(block, run.rows - row);
+                const Shape& linear = *linears[run.expert];
+                const float* bias = linear.bias.empty() ? nullptr : linear.bias.data() + panel * PANEL;
+                rows.multiply(linear, panel, first, count, tile, member);
+                T* to = out + static_cast<size_t>(first) * outputs + panel * PANEL;
+                write_tile<T>(tile, count, columns, bias, to, outputs);
+            }
+        }
+    }
+
+    void gate(int rows, T* gate_ups, const Copies& to, Member& member) const {
+        const int inner = linears_.inner();
+        const auto mine = member.share(routes_.copies(rows));
+        for (int copy = mine.begin; copy < mine.end; copy++) {
+            const int place = routes_.place_of(copy);
+            T* row = gate_ups + static_cast<size_t>(place) * 2 * inner;
+            if (call_.activation == GELU_TANH) gate_mul<GELU_TANH>(row, row + inner, inner);
+            else if (call_.activation == SWIGLU_OAI) gate_mul<SWIGLU_OAI>(row, row + inner, inner);
+            else gate_mul<SILU>(row, row + inner, inner);
+            to.fill(place, row, inner);
+        }
+    }
+
+    void add_up(int rows, const T* results, Member& member) const {
+        const int hidden = linears_.hidden(), pieces = ceil_div(hidden, PIECE);
+        const auto mine = member.share(rows * pieces);
+        for (int piece = mine.begin; piece < mine.end; piece++) {
+            const int row = piece / pieces, begin = piece % pieces * PIECE;
+            add_up_row(row, begin, std::min(hidden, begin + PIECE), results);
+        }
+    }
+
+    void add_up_row(int row, int begin, int end, const T* results) const {
+        Floats gate = splat(1.f);
+        if (call_.shared_gate) {
+            const Floats x = splat(call_.shared_gate[row * call_.shared_gate_stride]), e = exp_negative(-abs(x));
+            gate = (x < splat(0.f) ? e : splat(1.f)) / (splat(1.f) + e);
+        }
+        for (int i = begin; i < end; i += LANES) {
+            Floats total = splat(0.f);
+            for (int k = 0; k < call_.per_row; k++) {
+                const int copy = row * call_.per_row + k;
+                const T* from = results + static_cast<size_t>(routes_.place_of(copy)) * linears_.hidden() + i;
+                total = multiply_add(splat(routes_.share_of(copy)), load(from, end - i), total);
+            }
+            if (call_.shared)
+                total = multiply_add(gate, load(call_.shared + row * call_.shared_stride + i, end - i), total);
+            store(call_.out + row * call_.out_stride + i, total, end - i);
+        }
+    }
+
+    const ExpertLinears<Shape> linears_;
+    const ExpertsCall<T> call_;
+    Routes routes_;
+    Runs gate_up_items_, down_items_;
+};
+
+}  // namespace llmbox

@@ -1,0 +1,150 @@
+// Routing: the experts of each row, and the places of their copies.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "vector/simd.h"
+
+namespace llmbox {
+
+// The `count` largest of `size` numbers, the largest first and of equal ones the lowest.
+inline void choose_largest(const float* from, int size, int count, int32_t* chosen) {
+    for (int i = 0, found = 0; i < size; i++) {
+        int place = found;
+        if (found < count) found++;
+        else if (from[i] > from[chosen[count - 1]]) place = count - 1;
+        else continue;
+        for (; place > 0 && from[i] > from[chosen[place - 1]]; place--) chosen[place] = chosen[place - 1];
+        chosen[place] = i;
+    }
+}
+
+// The `count` largest of `experts` logits, the largest first and of equal ones the lowest, with their shares of the softmax
+// over all; `normalised`: shares that sum to one. `scratch` has room for `experts`. NaN among the logits makes shares NaN.
+inline void choose_experts(
+    const float* logits, int experts, int count, bool normalised, float* scratch, int32_t* chosen, float* shares) {
+    choose_largest(logits, experts, count, chosen);
+    const Floats most = splat(logits[chosen[0]]);
+    for (int i = 0; i < experts; i += LANES)
+        store(scratch + i, exp_negative(load(logits + i, experts - i) - most), experts - i);
+    float total = 0, of_chosen = 0;
+    for (int i = 0; i < experts; i++) total += scratch[i];
+    for (int k = 0; k < count; k++) of_chosen += shares[k] = scratch[chosen[k]] / total;
+    for (int k = 0; normalised && k < count; k++) shares[k] /= of_chosen;
+}
+
+// How a row chooses where its scores are no plain softmax: as `Routing` in kernels/op_types.py.
+struct Routing {
+    int32_t sigmoid;  // scores, in place of a softmax
+    int32_t groups, top_groups, group_best;
+    float scale;
+    int32_t unused;
+    const float* correction;  // of the scores that choose; may be null
+
+    bool plain() const { return !sigmoid && groups == 1 && !correction; }
+};
+
+// Leaves -infinity in `scores` outside the best groups. `scratch` has room for two numbers an expert.
+inline void keep_best_groups(float* scores, int experts, const Routing& by, float* scratch) {
+    const int size = experts / by.groups;
+    auto* kept = reinterpret_cast<int32_t*>(scratch + by.groups);
+    for (int g = 0; g < by.groups; g++) {
+        const float* group = scores + g * size;
+        choose_largest(group, size, by.group_best, kept);
+        float total = 0;
+        for (int k = 0; k < by.group_best; k++) total += group[kept[k]];
+        scratch[g] = total;
+    }
+    choose_largest(scratch, by.groups, by.top_groups, kept);
+    for (int g = 0; g < by.groups; g++) {
+        if (std::find(kept, kept + by.top_groups, g) != kept + by.top_groups) continue;
+        std::fill_n(scores + g * size, size, -__builtin_inff());
+    }
+}
+
+// As `choose_experts`, by another rule. `scratch` has room for four numbers an expert.
+inline void choose_by_rule(const float* logits, int experts, int count, bool normalised, const Routing& by, float* scratch,
+                           int32_t* chosen, float* shares) {
+    float *scores = scratch, *chosen_by = scratch + experts;
+    float most = logits[0];
+    for (int i = 1; i < experts; i++) most = std::max(most, logits[i]);
+    for (int i = 0; i < experts; i += LANES) {
+        const Floats x = load(logits + i, experts - i), one = splat(1.f);
+        const Floats e = exp_negative(by.sigmoid ? -abs(x) : x - splat(most));
+        store(scores + i, by.sigmoid ? (x < splat(0.f) ? e : one) / (one + e) : e, experts - i);
+    }
+    float total = 0;
+    for (int i = 0; !by.sigmoid && i < experts; i++) total += scores[i];
+    for (int i = 0; i < experts; i++) {
+        if (!by.sigmoid) scores[i] /= total;
+        chosen_by[i] = by.correction ? scores[i] + by.correction[i] : scores[i];
+    }
+    if (by.groups > 1) keep_best_groups(chosen_by, experts, by, scratch + 2 * experts);
+    choose_largest(chosen_by, experts, count, chosen);
+    float of_chosen = 1e-20f;
+    for (int k = 0; k < count; k++) of_chosen += shares[k] = scores[chosen[k]];
+    for (int k = 0; k < count; k++) shares[k] *= normalised ? by.scale / of_chosen : by.scale;
+}
+
+// Of all rows of a step. Copies of rows are sorted by expert, and an expert's begin at a multiple of `align`.
+class Routes {
+public:
+    Routes(int experts, int per_row, int align) : experts_(experts), per_row_(per_row), align_(align) {}
+
+    struct Run {
+        int expert, first, rows;  // of copies
+    };
+
+    int copies(int rows) const { return rows * per_row_; }
+    // Room that copies of so many rows take at most, with what is between experts.
+    int room(int rows) const {
+        return round_up(copies(rows) + (align_ - 1) * std::min(experts_, copies(rows)), align_);
+    }
+
+    // Before the threads start.
+    void begin(int rows) {
+        if (static_cast<size_t>(copies(rows)) <= chosen_.size()) return;
+        chosen_.resize(copies(rows));
+        shares_.resize(copies(rows));
+        places_.resize(copies(rows));
+    }
+
+    // `scratch` has room for four numbers an expert.
+    void choose(int row, const float* logits, bool normalised, const Routing& by, float* scratch) {
+        const size_t at = static_cast<size_t>(row) * per_row_;
+        int32_t* chosen = chosen_.data() + at;
+        float* shares = shares_.data() + at;
+        if (!by.plain()) return choose_by_rule(logits, experts_, per_row_, normalised, by, scratch, chosen, shares);
+        choose_experts(logits, experts_, per_row_, normalised, scratch, chosen, shares);
+        for (int k = 0; by.scale != 1 && k < per_row_; k++) shares[k] *= by.scale;
+    }
+
+    // Places of the copies once all rows are routed. Run by one thread.
+    void place(int rows) {
+        next_.assign(experts_, 0);
+        runs_.clear();
+        for (int copy = 0; copy < copies(rows); copy++) next_[chosen_[copy]]++;
+        for (int expert = 0, first = 0; expert < experts_; expert++) {
+            const int count = next_[expert];
+            next_[expert] = first;
+            if (count) runs_.push_back({expert, first, count});
+            first += round_up(count, align_);
+        }
+        for (int copy = 0; copy < copies(rows); copy++) places_[copy] = next_[chosen_[copy]]++;
+    }
+
+    // Copy `k` of row `row` is row * per_row + k.
+    int place_of(int copy) const { return places_[copy]; }
+    float share_of(int copy) const { return shares_[copy]; }
+    const std::vector<Run>& runs() const { return runs_; }
+
+private:
+    const int experts_, per_row_, align_;
+    std::vector<int32_t> chosen_, places_, next_;
+    std::vector<float> shares_;
+    std::vector<Run> runs_;  // of experts that have rows
+};
+
+}  // namespace llmbox

@@ -1,0 +1,95 @@
+// Rows of x as the linears of experts multiply them: gathered, padded and quantized.
+//
+// Each kind has the products of gemm.h, gemm_amx.h and quant_linear.h, so a row's bits are those of the linear alone. The rows
+// of an expert begin at a multiple of ALIGN.
+#pragma once
+
+#include "linear/gemm_amx.h"
+#include "quantized/quant_linear.h"
+
+namespace llmbox {
+
+// Words as they are.
+template <class E> class WordCopies {
+public:
+    using In = typename E::Element;
+    using Shape = Linear;
+    static constexpr int ALIGN = 1;
+
+    static size_t bytes(int rows, const Linear& linear) { return static_cast<size_t>(rows) * linear.words * 4; }
+    WordCopies(uint8_t* memory, int, const Linear& linear) : data_(memory), words_(linear.words) {}
+
+    void fill(int row, const In* from, int inputs) const {
+        auto* to = reinterpret_cast<In*>(data_ + static_cast<size_t>(row) * words_ * 4);
+        pad_row(from, inputs, to, static_cast<size_t>(words_) * E::PACK);
+    }
+    void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member&) const {
+        const WordRows x{data_, static_cast<size_t>(words_) * 4};
+        multiply_panel<E>(linear.panel(panel), words_, x.from(row, 0), rows, tile);
+    }
+
+private:
+    uint8_t* data_;
+    int words_;
+};
+
+// Rounded to int8.
+template <class T> class RoundedCopies {
+public:
+    using In = T;
+    using Shape = QuantLinear;
+    static constexpr int ALIGN = QuantRows::BLOCK;
+
+    static size_t bytes(int rows, const QuantLinear& linear) { return QuantRows::bytes(rows, linear); }
+    RoundedCopies(uint8_t* memory, int rows, const QuantLinear& linear) : rows_(memory, rows, linear) {}  // not ordered
+
+    void fill(int row, const In* from, int inputs) const {
+        for (int g = 0; g < rows_.groups; g++) {
+            const int begin = g * rows_.group;
+            quantize_group(from + begin, std::min(rows_.group, inputs - begin), rows_.cell(row, g), rows_);
+        }
+    }
+    void multiply(const QuantLinear& linear, int panel, int row, int rows, float* tile, Member& member) const {
+        QuantPanels panels(linear);
+        panels.take(rows_);
+        panels.multiply(panel, row, rows, tile, member);
+    }
+
+private:
+    QuantRows rows_;
+};
+
+template <class E> struct PlainCopies {
+    using Rows = WordCopies<E>;
+};
+
+#if LLMBOX_TILES
+
+// As tiles, [16 rows][16 words].
+class TileCopies {
+public:
+    using In = bf16;
+    using Shape = Linear;
+    static constexpr int ALIGN = TILE_ROWS;
+
+    static size_t bytes(int rows, const Linear& linear) { return packed_room(rows, linear.words); }
+    TileCopies(uint8_t* memory, int, const Linear& linear) : data_(memory), words_(linear.words) {}
+
+    void fill(int row, const bf16* from, int inputs) const { pack_row(from, inputs, row, data_, words_); }
+    void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member& member) const {
+        const auto x = RowTiles::packed(data_, words_).from(row, 0);
+        multiply_panel(member.tiles, linear.panel(panel), words_, x, rows, tile);
+    }
+
+private:
+    uint8_t* data_;
+    int words_;
+};
+
+template <> struct PlainCopies<BF16> {
+    using Rows = TileCopies;
+};
+
+#endif
+
+}  // namespace llmbox

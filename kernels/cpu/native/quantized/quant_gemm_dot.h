@@ -1,0 +1,248 @@
+// The quantized linear with the dot instructions of vectors (dot_product.h): ROWS rows of x, some groups of a panel.
+#pragma once
+
+#include "quantized/quantize_activations.h"
+
+namespace llmbox {
+
+// What makes bytes of a group's half bytes: where its steps or its zeros lie; null: n - 8.
+struct Offsets4 {
+    const uint8_t *steps, *zeros;
+    bool e2m1;
+
+    Offsets4(const QuantLinear& linear, const uint8_t* group)
+        : steps(linear.has_steps() ? group + 2 * PANEL : nullptr),
+          zeros(linear.has_zeros() ? group + 2 * PANEL : nullptr),
+          e2m1(linear.is_e2m1()) {}
+};
+
+// Some groups of a panel, one behind the other: where the codes, offsets and scales of the first lie.
+struct Groups {
+    const uint8_t *codes, *scales;
+    Offsets4 offsets;
+    size_t codes_step, scales_step;  // to the next group; offsets lie with the scales
+    int first, count;
+};
+
+typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
+typedef uint8_t Octets __attribute__((vector_size(LANES * 4)));
+typedef uint8_t LaneOctets __attribute__((vector_size(LANES)));
+
+#if defined(__AVX512BW__)
+// Shuffles of bytes inside words; 0x80 makes a zero.
+struct BytePlaces {
+    alignas(64) uint32_t halves[LANES], bytes[LANES];
+    constexpr explicit BytePlaces(uint32_t i) : halves{}, bytes{} {
+        for (uint32_t word = 0; word < LANES; word++) {
+            const uint32_t byte = word % 4 * 4 + i;
+            halves[word] = byte * 0x00010001u | 0x80008000u, bytes[word] = byte * 0x01010101u;
+        }
+    }
+};
+inline constexpr BytePlaces PLACES[4] = {BytePlaces(0), BytePlaces(1), BytePlaces(2), BytePlaces(3)};
+#endif
+
+// Byte `i` of each word at both halves of it, or four times.
+INLINE Words byte_in_halves(Words words, int i) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8((__m512i)words, load_as<__m512i>(PLACES[i].halves));
+#else
+    const Words byte = words >> static_cast<uint32_t>(8 * i) & splat(0xffu);
+    return byte | byte << 16;
+#endif
+}
+INLINE Words byte_in_bytes(Words words, int i) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8((__m512i)words, load_as<__m512i>(PLACES[i].bytes));
+#else
+    const Words both = byte_in_halves(words, i);
+    return both | both << 8;
+#endif
+}
+
+// What half bytes of 16 inputs of 16 (8, 4) outputs are multiplied by, and what is taken off then.
+struct WideSteps {
+    Words step, zero;  // step in both halves of a word, zero in its four bytes
+
+    // Two words of each output. A product of two half bytes stays in its byte.
+    INLINE void widen(const uint8_t* from, Words* to) const {
+        const Words both = load_as<Words>(from), low = splat(0x0f0f0f0fu);
+        to[0] = (Words)((Octets)((Halves)(both & low) * (Halves)step) - (Octets)zero);
+        to[1] = (Words)((Octets)((Halves)(both >> 4 & low) * (Halves)step) - (Octets)zero);
+    }
+};
+
+// Those of four times 16 inputs: a byte of a word for each.
+struct FourSteps {
+    Words step, zero;
+
+    // FLIP: 0x80 adds 128 to the bytes that come out.
+    template <uint32_t FLIP> static INLINE FourSteps load(const uint8_t* from) {
+        const Words all = load_as<Words>(from), low = splat(0x0f0f0f0fu), even = splat(0x00ff00ffu);
+        const Words step = all & low, eight = (all >> 4 & low) + splat(0x08080808u);
+        const Halves evens = (Halves)(step & even) * (Halves)(eight & even) >> 1;
+        const Halves odds = (Halves)(step >> 8 & even) * (Halves)(eight >> 8 & even) >> 1;
+        return {step, ((Words)evens | (Words)odds << 8) ^ splat(FLIP * 0x01010101u)};
+    }
+    // A byte of `from` is the zero of an output.
+    template <uint32_t FLIP> static INLINE FourSteps of_zeros(const uint8_t* from) {
+        const Words zeros = __builtin_convertvector(load_as<LaneOctets>(from), Words);
+        return {splat(0x01010101u), (zeros * splat(0x01010101u)) ^ splat(FLIP * 0x01010101u)};
+    }
+    template <uint32_t FLIP> static INLINE FourSteps plain() {
+        return {splat((PLAIN_STEP & 15) * 0x01010101u), splat((8 ^ FLIP) * 0x01010101u)};
+    }
+    INLINE WideSteps at(int i) const { return {byte_in_halves(step, i), byte_in_bytes(zero, i)}; }
+};
+
+// Bytes of twice the floats in half bytes (E2M1). FLIP: 0x80 adds 128.
+template <uint32_t FLIP> INLINE Words e2m1_bytes(Words n) {
+#if defined(__AVX512BW__) || defined(__AVX2__)
+    constexpr uint32_t ALL = FLIP * 0x01010101u;
+    // Four neighbours of E2M1_VALUES a word.
+    constexpr uint32_t A = 0x03020100u ^ ALL, B = 0x0c080604u ^ ALL, C = 0xfdfeff00u ^ ALL, D = 0xf4f8fafcu ^ ALL;
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8((__m512i)Words{A, B, C, D, A, B, C, D, A, B, C, D, A, B, C, D}, (__m512i)n);
+#else
+    return (Words)_mm256_shuffle_epi8((__m256i)Words{A, B, C, D, A, B, C, D}, (__m256i)n);
+#endif
+#else
+    const Octets x = (Octets)n, m = x & (Octets)splat(0x07070707u), one = (Octets)splat(0x01010101u);
+    const Octets more = ((Octets)(m == 5 * one) & one) + ((Octets)(m == 6 * one) & (2 * one)) + ((Octets)(m == 7 * one) & (5 * one));
+    const Octets sign = (Octets)(x > 7 * one), value = m + more;
+    return (Words)((value ^ sign) - sign) ^ splat(FLIP * 0x01010101u);
+#endif
+}
+template <uint32_t FLIP> INLINE void widen_e2m1(const uint8_t* from, Words* to) {
+    const Words both = load_as<Words>(from), low = splat(0x0f0f0f0fu);
+    to[0] = e2m1_bytes<FLIP>(both & low), to[1] = e2m1_bytes<FLIP>(both >> 4 & low);
+}
+template <int COUNT, uint32_t FLIP> INLINE void widen_e2m1_piece(const uint8_t* codes, uint8_t* to) {
+    UNROLL for (int i = 0; i < 2 * COUNT; i++) {
+        Words words[2];
+        widen_e2m1<FLIP>(codes, words);
+        store_as(to, words[0]), store_as(to + PANEL_STRIDE, words[1]);
+        codes += PANEL_STRIDE;
+        to += 2 * PANEL_STRIDE;
+    }
+}
+
+// int4 as bytes: COUNT times 16 inputs, those from the `first` of `four` on, of 16 (8, 4) outputs.
+template <int COUNT> INLINE void widen_piece(const uint8_t* codes, const FourSteps& four, int first, uint8_t* to) {
+    UNROLL for (int i = 0; i < COUNT; i++) {
+        const WideSteps wide = four.at(first + i);
+        Words words[4];
+        wide.widen(codes, words);
+        wide.widen(codes + PANEL_STRIDE, words + 2);
+        UNROLL for (int w = 0; w < 4; w++) store_as(to + w * PANEL_STRIDE, words[w]);
+        codes += 2 * PANEL_STRIDE;
+        to += 4 * PANEL_STRIDE;
+    }
+}
+
+// A whole group. `coming` is brought meanwhile, a line for two that are read.
+template <uint32_t FLIP>
+INLINE void widen_group(const uint8_t* codes, Offsets4 offsets, int group, uint8_t* to, const uint8_t* coming) {
+    for (int step = 0; step < group / STEP_INPUTS; step++)
+        for (int part = 0; part < PANEL / LANES; part++, coming += 64) {
+            const size_t column = part * static_cast<size_t>(LANES * 4);
+            prefetch_stream(coming);
+            if (offsets.e2m1) {
+                widen_e2m1_piece<1, FLIP>(
+                    codes + step * 2 * PANEL_STRIDE + column, to + step * 4 * PANEL_STRIDE + column);
+                continue;
+            }
+            const FourSteps four = offsets.steps
+                                       ? FourSteps::load<FLIP>(offsets.steps + step / 4 * PANEL_STRIDE + column)
+                                   : offsets.zeros ? FourSteps::of_zeros<FLIP>(offsets.zeros + column / 4)
+                                                   : FourSteps::plain<FLIP>();
+            widen_piece<1>(codes + step * 2 * PANEL_STRIDE + column, four, step % 4, to + step * 4 * PANEL_STRIDE + column);
+        }
+}
+
+// What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4 and in FP4, the name that
+// templates have for four bits of E2M1.
+constexpr int FP4 = 3;
+template <int BITS> struct Codes;
+template <> struct Codes<FP4> {
+    static constexpr int WORDS = 2;
+    INLINE void load(const uint8_t* from, Words* to) const { widen_e2m1<0x80>(from, to); }
+};
+template <> struct Codes<8> {
+    static constexpr int WORDS = 1;
+    INLINE void load(const uint8_t* from, Words* to) const {
+        to[0] = load_as<Words>(from);
+        if (!INT8_FLIP) to[0] ^= splat(0x80808080u);
+    }
+};
+template <> struct Codes<4> {
+    static constexpr int WORDS = 2;
+    FourSteps four = FourSteps::plain<0x80>();
+    WideSteps wide;
+    INLINE void load(const uint8_t* from, Words* to) const { wide.widen(from, to); }
+};
+
+// tile[ROWS][PANEL] += the sums of some groups.
+template <int BITS, int ROWS>
+INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, float* tile, Prefetch next) {
+    constexpr int VECTORS = COLUMN_VECTORS, WORDS = Codes<BITS>::WORDS;
+    for (int i = 0; i < groups.count; i++) {
+        // Of the rows; they may belong to two blocks.
+        size_t cells[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, groups.first + i);
+        const int8_t* values[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) values[r] = x.values + cells[r] * x.group;
+        const auto* scales = reinterpret_cast<const uint16_t*>(groups.scales + i * groups.scales_step);
+        for (int column = 0; column < PANEL; column += VECTORS * LANES) {
+            Ints sums[ROWS][VECTORS];
+            UNROLL for (int r = 0; r < ROWS; r++)
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cells[r]]));
+            const uint8_t* from = groups.codes + i * groups.codes_step + 4 * column;
+            const size_t skipped = i * groups.scales_step;
+            const uint8_t* steps = groups.offsets.steps ? groups.offsets.steps + skipped + 4 * column : nullptr;
+            Codes<BITS> codes[VECTORS];
+            if constexpr (BITS == 4)
+                if (const uint8_t* zeros = groups.offsets.zeros)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        codes[v].four = FourSteps::of_zeros<0x80>(zeros + skipped + column + v * LANES);
+            const Prefetch coming = column ? Prefetch{} : next;  // the first columns bring it all
+            const uint8_t* ahead = coming.at;
+            for (int k = 0; k < x.group; k += STEP_INPUTS) {
+                if constexpr (BITS == 4) {
+                    const int step = k / STEP_INPUTS;
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
+                        if (steps && step % 4 == 0)
+                            codes[v].four = FourSteps::load<0x80>(steps + step / 4 * PANEL_STRIDE + v * LANES * 4);
+                        codes[v].wide = codes[v].four.at(step % 4);
+                    }
+                }
+                UNROLL for (int part = 0; part < STEP_INPUTS; part += 4 * WORDS) {
+                    Words weights[VECTORS][WORDS];
+                    UNROLL for (int v = 0; v < VECTORS; v++) codes[v].load(from + v * LANES * 4, weights[v]);
+                    for (size_t offset = 0; offset < coming.step; offset += 64) prefetch_stream(ahead + offset);
+                    ahead += coming.step;
+                    from += PANEL_STRIDE;
+                    UNROLL for (int w = 0; w < WORDS; w++)
+                        UNROLL for (int r = 0; r < ROWS; r++) {
+                            const Bytes::Row broadcast = Bytes::row(load_word(values[r] + k + part + 4 * w));
+                            UNROLL for (int v = 0; v < VECTORS; v++) Bytes::dot(sums[r][v], weights[v][w], broadcast);
+                        }
+                }
+            }
+            if (column == 0) next.at = ahead;
+            Floats weight_scales[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++) weight_scales[v] = load_scales(scales + column + v * LANES);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const Floats scale = splat(x.scales[cells[r]]);
+                UNROLL for (int v = 0; v < VECTORS; v++) {
+                    float* to = tile + r * PANEL + column + v * LANES;
+                    store(to, multiply_add(to_floats(sums[r][v]) * scale, weight_scales[v], load(to)));
+                }
+            }
+        }
+        asm volatile("" ::: "memory");  // or the compiler keeps the tile on the stack, for want of registers
+    }
+}
+
+}  // namespace llmbox

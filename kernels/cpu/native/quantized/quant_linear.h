@@ -1,0 +1,136 @@
+// Linear layers with int8 or int4 weights and int8 activations.
+//
+// Inputs are cut into groups of 32 or 128. A weight has one float16 scale for each output and group, a row of x
+// one float32 scale for each group, found when it arrives. Inside a group sums are exact integers; across
+// groups they are added in float32 in ascending order, so a row's result does not depend on its neighbours.
+#pragma once
+
+#include "quantized/quant_gemm_amx.h"
+#include "quantized/quant_gemm_dot.h"
+
+namespace llmbox {
+
+// Rounded rows times panels, whatever the type of the rows before and of the result.
+class QuantPanels {
+public:
+    explicit QuantPanels(const QuantLinear& linear) : linear_(linear) {}
+
+    // Those of the step, before the first of them is multiplied.
+    void take(const QuantRows& rows) { rows_ = rows; }
+
+    // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
+    NOINLINE void multiply(int panel, int row, int rows, float* tile, Member& member) const {
+        std::fill_n(tile, rows * PANEL, 0.f);
+#if LLMBOX_TILES
+        if (rows >= TILES_FROM) {
+            const auto with_words = linear_.group == 32 ? multiply_tiles<8> : multiply_tiles<32>;
+            return with_words(linear_, panel, rows_, row, rows, tile, member);
+        }
+#endif
+        if (linear_.bits == 8) multiply_slices<8>(panel, row, rows, tile, nullptr);
+        else if (rows <= WIDEN_ROWS && linear_.is_e2m1()) multiply_slices<FP4>(panel, row, rows, tile, nullptr);
+        else if (rows <= WIDEN_ROWS) multiply_slices<4>(panel, row, rows, tile, nullptr);
+        else multiply_slices<8>(panel, row, rows, tile, member.spare.take<uint8_t>(SLICE * PANEL));
+    }
+
+private:
+    static constexpr int SLICE = 256;  // inputs
+    static_assert(SLICE >= MAX_GROUP);
+    // int4: more rows than these find a slice widened in memory, fewer widen it as they load it.
+    static constexpr int WIDEN_ROWS = 6;
+    static constexpr int TILES_FROM = 7;  // with AMX
+
+    // BITS are those of the codes that are multiplied: 8 also for int4 that goes through `widened`.
+    template <int BITS> void multiply_slices(int panel, int row, int rows, float* tile, uint8_t* widened) const {
+        const int tiles = ceil_div(rows, ROW_TILE), slice = SLICE / linear_.group;
+        for (int g = 0; g < linear_.groups; g += slice) {
+            const uint8_t* at = linear_.at(panel, g);
+            const int count = std::min(slice, linear_.groups - g);
+            const size_t bytes = count * linear_.group_bytes;
+            const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
+            Groups groups{at + linear_.codes_offset, at, Offsets4(linear_, at), linear_.group_bytes,
+                          linear_.group_bytes, g, count};
+            if (widened) {
+                groups.codes = widened;
+                groups.codes_step = static_cast<size_t>(linear_.group) * PANEL;
+                for (int i = 0; i < count; i++) {
+                    const uint8_t* from = at + i * linear_.group_bytes;
+                    widen_group<INT8_FLIP>(from + linear_.codes_offset, Offsets4(linear_, from), linear_.group,
+                                           widened + i * groups.codes_step, coming);
+                    coming += linear_.group * PANEL / 4;
+                }
+            }
+            // Each tile brings its part of what comes later; slices are small, so look further ahead.
+            const int turns = count * linear_.group / (4 * Codes<BITS>::WORDS);
+            const size_t step = round_up(ceil_div(static_cast<int>(end - coming), turns * tiles), 64);
+            for (int r = 0; r < rows;) {
+                const int tile_rows = next_tile(rows - r);
+                const Prefetch next = {coming, coming < end ? step : 0};
+                multiply_tile<BITS>(tile_rows, groups, row + r, tile + r * PANEL, next);
+                coming += step * turns;
+                r += tile_rows;
+            }
+        }
+    }
+
+    template <int BITS>
+    void multiply_tile(int rows, const Groups& groups, int row, float* tile, Prefetch next) const {
+        switch (rows) {
+            case 1: return multiply_groups<BITS, 1>(groups, rows_, row, tile, next);
+            case 2: return multiply_groups<BITS, 2>(groups, rows_, row, tile, next);
+            case 3: return multiply_groups<BITS, 3>(groups, rows_, row, tile, next);
+            case 4: return multiply_groups<BITS, 4>(groups, rows_, row, tile, next);
+            case 5: return multiply_groups<BITS, 5>(groups, rows_, row, tile, next);
+            default: return multiply_groups<BITS, 6>(groups, rows_, row, tile, next);
+        }
+    }
+
+    const QuantLinear& linear_;
+    QuantRows rows_;
+};
+
+// In: type of x.
+template <class In, class Out> class QuantLinearOp : public LinearOp<Out> {
+public:
+    QuantLinearOp(const QuantLinear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
+        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride), panels_(linear) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        LinearOp<Out>::prepare(step, pool);
+        pool.shared().template take<uint8_t>(QuantRows::bytes(step.rows, linear_));
+    }
+
+    void run(const Step& step, Member& member) override {
+        const QuantRows rows(member.pool.shared().template get<uint8_t>(), step.rows, linear_);
+        const auto cells = member.share(step.rows * linear_.groups);
+        for (int cell = cells.begin; cell < cells.end; cell++) {
+            const int begin = cell % linear_.groups * linear_.group;
+            const In* from = x_ + cell / linear_.groups * x_stride_ + begin;
+            const size_t to = rows.cell(cell / linear_.groups, cell % linear_.groups);
+            const int count = std::min(linear_.group, linear_.inputs - begin);
+            if (const int32_t* order = linear_.order()) {
+                In gathered[MAX_GROUP];
+                for (int i = 0; i < count; i++) gathered[i] = from[order[begin + i] - begin];
+                quantize_group(gathered, count, to, rows);
+            } else {
+                quantize_group(from, count, to, rows);
+            }
+        }
+        if (member.index == 0) panels_.take(rows);
+        member.barrier();
+        this->run_panels(step, member);
+    }
+
+protected:
+    void multiply(int panel, int row, int rows, float* tile, Member& member) override {
+        panels_.multiply(panel, row, rows, tile, member);
+    }
+
+private:
+    const QuantLinear& linear_;
+    const In* x_;
+    int64_t x_stride_;
+    QuantPanels panels_;
+};
+
+}  // namespace llmbox

@@ -1,0 +1,78 @@
+// A step as a list of operations: recorded once, run in one call.
+//
+// Operations hold pointers into buffers that stay where they are; what changes from step to step is in `Step`.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "threads/pool.h"
+
+namespace llmbox {
+
+// Inputs of a step (`BatchLayout` and RoPE tables) as pointers. Mirrored by `Step` in kernels/cpu/ffi.py.
+struct Step {
+    int32_t rows;
+    int32_t sequences;
+    int32_t block_size;
+    int32_t table_width;
+    const int64_t* ids;            // [rows]
+    const float* cos;              // [tables, rows, D]
+    const float* sin;              // [tables, rows, D]
+    const int32_t* query_starts;   // [sequences + 1]
+    const int32_t* contexts;       // [sequences]
+    const int32_t* block_tables;   // [sequences, table_width]
+    const int32_t* slots;          // [rows]
+    const int32_t* window_tables;  // as these two, of caches of sliding-window layers
+    const int32_t* window_slots;
+    const int32_t* state_slots;    // [sequences]; these four only for models with recurrent layers
+    const int32_t* save_starts;    // [sequences + 1]
+    const int32_t* save_rows;      // [save_starts[sequences]]
+    const int32_t* save_slots;     // as many
+
+    // Where a row's cos and sin begin.
+    int64_t angles(int table, int row, int width) const { return (static_cast<int64_t>(table) * rows + row) * width; }
+};
+
+// All threads call `run`; the tape puts a barrier behind it. No operation may let the value of a row depend on
+// `step.rows`, on the thread, or on where its work was cut.
+class Op {
+public:
+    virtual ~Op() = default;
+    virtual void run(const Step& step, Member& member) = 0;
+    // Too little work to wake other threads for.
+    virtual bool small(const Step&) const { return false; }
+    // Before the threads start.
+    virtual void prepare(const Step&, Pool&) { next_.store(0, std::memory_order_relaxed); }
+
+protected:
+    static bool few(int64_t numbers) { return numbers <= 1 << 14; }
+
+    // Work for the first free thread: threads that lose their core for a while take less.
+    int take(int count = 1) { return next_.fetch_add(count, std::memory_order_relaxed); }
+
+private:
+    std::atomic<int> next_{0};
+};
+
+struct Tape {
+    Op* const* ops;
+    int count;
+    const Step& step;
+};
+
+inline void run_tape(Pool& pool, const Tape& tape) {
+    for (int i = 0; i < tape.count; i++) tape.ops[i]->prepare(tape.step, pool);
+    const bool alone = tape.count == 1 && tape.ops[0]->small(tape.step);
+    pool.run(
+        [](Member& member, void* argument) {
+            const Tape& tape = *static_cast<const Tape*>(argument);
+            for (int i = 0; i < tape.count; i++) {
+                tape.ops[i]->run(tape.step, member);
+                member.barrier();
+            }
+        },
+        const_cast<Tape*>(&tape), alone);
+}
+
+}  // namespace llmbox
