@@ -70,6 +70,16 @@ class Client:
     def post(self, path: str, body: object, timeout: float | None = TIMEOUT) -> dict[str, Any]:
         return self._call("POST", path, body, timeout)
 
+    def call(self, method: str, path: str, body: object | None, timeout: float | None) -> Any:
+        """Return any route's answer: JSON, or a text where it is none. `timeout`: seconds, None waits."""
+        connection, response = self._send(method, path, body, timeout)
+        with closing(connection):
+            if response.status >= 400:
+                raise self._refusal(response)
+            text = response.read().decode("utf-8", "replace")
+        is_json = (response.getheader("Content-Type") or "").startswith("application/json")
+        return json.loads(text or "{}") if is_json else text
+
     def stream(
         self, method: str, path: str, body: object | None = None, headers: Mapping[str, str] | None = None
     ) -> "Stream":

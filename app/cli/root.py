@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dash": ("llmbox.ui.tui.command:top", "The same as top."),
     "config": (".admin.config:config", "Show and change settings."),
     "connect": (".admin.connect:connect", "Print the settings with which other programs use this daemon."),
+    "mcp": (".admin.mcp:mcp", "Serve MCP on stdin and stdout, for assistants that manage this box."),
     "service": (".server.service:service", "Run the daemon under systemd."),
     "db": (".admin.db:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
     "doctor": (".admin.doctor:doctor", "Check this machine; every finding comes with a fix."),
@@ -66,7 +67,7 @@ SECTIONS: Final = {
         *("adopt", "import", "quantize", "rm", "df"),
     ),
     "Daemon": ("status", "restart", "serve", "service", "logs", "stats", "dash"),
-    "Requests and access": ("requests", "key", "connect", "bench"),
+    "Requests and access": ("requests", "key", "connect", "mcp", "bench"),
 }
 """Commands by group, in the order of `llmbox --help`. The others stand in a group at the end."""
 

@@ -22,7 +22,8 @@ from ..control.controller import DaemonController, Failure
 from ..engines.loaded_model import Readiness
 from ..engines.manager import EngineManager
 from ..http.admin import admin_router
-from ..http.app import DIALECTS, create_app, send_in_process
+from ..http.app import DIALECTS, create_app
+from ..http.in_process import send_in_process
 from ..http.server.server import serve
 from ..lifecycle.instance import RunningDaemon
 from ..models.load_request import ModelRequest, load_error

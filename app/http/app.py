@@ -15,20 +15,19 @@ from litestar.routes import HTTPRoute
 from litestar.types import ControllerRouterHandler, Receive, Scope, Send
 from litestar.typing import FieldDefinition
 
-from ..batches import RouteAnswer
-from ..errors import ApiError
 from ..services import Services
 from .anthropic import anthropic_router
 from .auth.guard import Access, default_deny
 from .auth.sign_in_routes import sign_in_routes
 from .common_routes import common_routes, memory_router
+from .mcp_routes import McpSessions, mcp_router
 from .ollama import ollama_router
 from .openai import openai_router
 from .openai_responses import responses_router
-from .server.errors import answer, encode_error
+from .server.errors import answer
 from .server.middleware import SecurityMiddleware
 from .server.origin import Cors, HostList
-from .server.request import CALLER, StrictRequest
+from .server.request import StrictRequest
 from .server.sockets import is_loopback
 
 _SCHEMAS = "#/components/schemas/"
@@ -176,6 +175,7 @@ class App(Litestar):
                     "stream_buffer_bytes": limits.stream_buffer_bytes,
                     # The value at the start: a reload changes the setting, not the sockets.
                     "loopback_only": is_loopback(services.settings.server.host),
+                    "mcp_sessions": McpSessions(),
                 }
             ),
             openapi_config=None,
@@ -203,7 +203,7 @@ def create_app(services: Services, dialects: Sequence[ControllerRouterHandler] =
     """Build the application. `dialects` are the routes of the APIs. A handler's `opt["access"]` says who may
     use it; a handler without it is closed to everybody.
     """
-    routes = [*common_routes, *sign_in_routes, *dialects]
+    routes = [*common_routes, *sign_in_routes, mcp_router, *dialects]
     return App(services, [*routes, _openapi_route(routes, services.version)])
 
 
@@ -221,73 +221,10 @@ def _openapi_route(routes: Sequence[ControllerRouterHandler], version: str) -> C
     return openapi
 
 
-async def send_in_process(app: Any, path: str, body: bytes, owner: str) -> RouteAnswer:
-    """POST a JSON body as a background request of `owner` (a key's id; empty: this machine's own user)."""
-    services: Services = app.state.services
-    caller = services.security.background_identity(owner)
-    if caller is None:
-        gone = ApiError(
-            401,
-            "The key of this batch was revoked or has expired.",
-            "invalid_api_key",
-            None,
-            "authentication_error",
-        )
-        return RouteAnswer(status=gone.status, body=encode_error(gone, path))
-    exchange = _InProcessExchange(body)
-    headers = [
-        (b"host", b"llmbox"),
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-    ]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": ("batch", 0),
-        "server": ("batch", None),
-        "extensions": {CALLER: caller},
-        "state": {},
-    }
-    await app(scope, exchange.receive, exchange.send)
-    return exchange.answer()
-
-
-class _InProcessExchange:
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-        self._status = 500
-        self._headers: dict[bytes, bytes] = {}
-        self._pieces: list[bytes] = []
-
-    async def receive(self) -> dict[str, Any]:
-        if self._body is None:
-            await asyncio.Event().wait()  # there is no connection to lose: the task is cancelled instead
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            self._headers = {name.lower(): value for name, value in message.get("headers", ())}
-        else:
-            self._pieces.append(message.get("body", b""))
-
-    def answer(self) -> RouteAnswer:
-        after = self._headers.get(b"retry-after", b"")
-        return RouteAnswer(
-            status=self._status,
-            body=b"".join(self._pieces),
-            request_id=self._headers.get(b"x-request-id", b"").decode("latin-1"),
-            retry_after=float(after) if after.isdigit() else None,
-        )
-
-
-DIALECTS: list[Router] = [openai_router, responses_router, anthropic_router, ollama_router, memory_router]
+DIALECTS: list[Router] = [
+    openai_router,
+    responses_router,
+    anthropic_router,
+    ollama_router,
+    memory_router,
+]

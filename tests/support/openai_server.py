@@ -16,7 +16,8 @@ from llmbox.app.config.paths import find_paths
 from llmbox.app.config.settings import LimitSettings, Settings
 from llmbox.app.control.controller import DaemonController
 from llmbox.app.daemon.compose import DaemonParts, compose
-from llmbox.app.http.app import DIALECTS, create_app, send_in_process
+from llmbox.app.http.app import DIALECTS, create_app
+from llmbox.app.http.in_process import send_in_process
 from llmbox.app.http.server.server import serve
 from llmbox.app.http.server.sockets import listen_tcp
 from llmbox.app.lifecycle.instance import RunningDaemon
