@@ -128,7 +128,8 @@ class BlockMapQuery:
             self._waiting = asyncio.get_running_loop().create_future()
             self._send(AskBlocks())
         try:
-            return await asyncio.wait_for(asyncio.shield(self._waiting), seconds)
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(self._waiting)
         except TimeoutError:
             return None
 

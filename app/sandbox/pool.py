@@ -105,7 +105,10 @@ class WorkerPool:
         except TimeoutError:
             expensive = _cpu_seconds(worker.pid) - used > MUCH_CPU
         except (OSError, asyncio.IncompleteReadError):
-            expensive = await worker.wait() == -signal.SIGPROF
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TOTAL_SECONDS):
+                    await _wait_for_exit(worker)
+            expensive = worker.returncode == -signal.SIGPROF
         finally:
             self._busy.discard(worker)
             if reply is None:
@@ -146,6 +149,7 @@ async def _within(seconds: float, worker: Process, work: Coroutine[Any, Any, Any
         raise TimeoutError
     finally:
         task.cancel()
+        await asyncio.wait({task})  # its reader must be free for `_wait_for_exit`
 
 
 async def _exchange(worker: Process, job: bytes) -> dict[str, str]:
@@ -166,7 +170,17 @@ async def _end(worker: Process) -> None:
     if worker.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             worker.kill()
-        await worker.wait()
+        await _wait_for_exit(worker)
+
+
+async def _wait_for_exit(worker: Process) -> None:
+    """Wait for the end of a worker, and read what it wrote.
+
+    `Process.wait` returns after the end of the output, which asyncio does not see behind bytes that exceed
+    the reader's buffer.
+    """
+    assert worker.stdout is not None
+    await asyncio.gather(worker.stdout.read(), worker.wait(), return_exceptions=True)
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -134,7 +134,8 @@ class RequestLog:
             raise StoreError("the queue of the request log is full; try again")
         try:
             # A cancelled future takes no result: setting one would end the writer thread.
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(done)), _ASK_S)
+            async with asyncio.timeout(_ASK_S):
+                return await asyncio.shield(asyncio.wrap_future(done))
         except TimeoutError:
             raise StoreError("the request log is still busy; what was asked of it is done later") from None
 

@@ -156,7 +156,8 @@ class Poller:
         while True:
             if not self.is_busy:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._idle)
+                    async with asyncio.timeout(self._idle):
+                        await self._wake.wait()
             self._wake.clear()
             begun = loop.time()
             try:

@@ -112,7 +112,8 @@ class EngineClient:
         """Send `Shutdown`, and kill the process after `grace` seconds."""
         self.send(Shutdown())
         try:
-            return await asyncio.wait_for(self.wait(), grace)
+            async with asyncio.timeout(grace):
+                return await self.wait()
         except TimeoutError:
             self.kill()
             return await self.wait()

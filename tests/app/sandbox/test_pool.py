@@ -8,6 +8,7 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox import pool as worker_pool
 from llmbox.app.sandbox.pool import TemplatePool, job
+from support.engines import until
 
 
 @pytest.fixture
@@ -99,12 +100,31 @@ async def test_a_cancelled_job_leaves_no_busy_worker(pool):
     task = asyncio.create_task(
         pool.render(job("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}))
     )
-    while not pool._busy:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: pool._busy or task.done())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not pool._busy
+    assert await pool.render(job("ok", {})) == "ok"
+
+
+async def test_a_worker_that_is_killed_while_its_reader_has_no_room_is_seen_to_end(pool, monkeypatch):
+    """asyncio does not see the end of such a pipe by itself."""
+    await pool.render(job("x", {}))
+    (worker,) = pool._idle
+    pipe = worker.stdout._transport
+    pause = pipe.pause_reading
+
+    def pause_and_leave() -> None:
+        pause()
+        task.cancel()
+
+    monkeypatch.setattr(pipe, "pause_reading", pause_and_leave)
+    task = asyncio.create_task(pool.render(job("{{ 'a' * 8000000 }}", {})))
+    async with asyncio.timeout(60):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert worker.returncode == -signal.SIGKILL
     assert await pool.render(job("ok", {})) == "ok"
 
 

@@ -272,6 +272,21 @@ async def test_who_leaves_while_the_disk_is_busy_does_not_end_the_writer(log):
     assert await StoredAnswers(log).get("response", "key_1", "r1") is None
 
 
+async def test_who_leaves_as_the_answer_comes_has_left(log, monkeypatch):
+    """A batch that expired at that moment went on for ever."""
+    monkeypatch.setattr(log, "submit", lambda call: call(None) or True)  # answers before it is waited for
+    for turns in range(9):
+        asked = asyncio.create_task(log.ask(lambda _: None))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not asked.cancel():  # it was done before
+            assert turns > 2
+            return
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+    pytest.fail("it never ended")
+
+
 def test_the_former_schema_with_rows_becomes_todays(tmp_path):
     path = tmp_path / "a.db"
     engine = create_engine(f"sqlite:///{path}")

@@ -134,6 +134,19 @@ async def test_ticks_flow_only_while_somebody_looks(tmp_path):
     assert not scene.poller.is_busy or scene.gateway.requests
 
 
+async def test_it_ends_though_somebody_comes_as_it_is_told_to(tmp_path):
+    for turns in range(9):
+        scene = Scene(tmp_path)
+        running = asyncio.create_task(scene.poller.run())
+        await asyncio.sleep(0)
+        scene.poller.wake()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait({running}, timeout=60)
+        assert running.cancelled()
+
+
 async def test_a_failing_look_does_not_end_the_poller(tmp_path, caplog):
     scene = Scene(tmp_path, idle=0.01)
     scene.engines.readiness = lambda: 1 / 0
