@@ -103,7 +103,8 @@ class RouteCaller:
         data = b"" if body is None else msgspec.json.encode(body)
         work = call_route(self._app, method, path, data, who, query=_texts(query), client=self._client)
         try:
-            answer = await asyncio.wait_for(work, seconds)
+            async with asyncio.timeout(seconds):
+                answer = await work
         except TimeoutError:
             raise ToolError(f"{path} took more than {seconds:g} s. Try again later.") from None
         if answer.status >= 400:
