@@ -113,6 +113,11 @@ class Request:
         return len(self.prompt_ids)
 
     @property
+    def has_computed_prompt(self) -> bool:
+        """True if the KV of the whole prompt is in the pool."""
+        return self.num_computed >= self.num_prompt
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -90,7 +90,7 @@ class Scheduler:
         sibling = self._sibling(request)
         self._requests[request.request_id] = request
         self._flows.enter(request)
-        if sibling is None or _has_prompt(sibling) or self.config.batching == "static":
+        if sibling is None or sibling.has_computed_prompt or self.config.batching == "static":
             self._waiting.push(request)
         else:
             self._waiting.push_aside(request, sibling)
@@ -170,7 +170,7 @@ class Scheduler:
     def _schedule_decoding(self, plan: StepPlan, decoding: Iterable[Request]) -> None:
         rows = [schedule_tokens(request, 1, 1) for request in decoding]
         for row in rows:
-            self._plan_memory(row)
+            self.kv_cache.prepare_row(row)
         plan.rows.extend(rows)
         self._flows.charge(rows)
 
@@ -230,22 +230,15 @@ class Scheduler:
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
         plan.rows.append(schedule_tokens(request, tokens, remaining))
-        self._plan_memory(plan.rows[-1])
+        self.kv_cache.prepare_row(plan.rows[-1])
         self._flows.charge(plan.rows[-1:])
         self._flows.note_served(request, self._clock())
         return budget - tokens
 
-    def _plan_memory(self, row: ScheduledRequest) -> None:
-        """Allocate what a row needs beside its block table."""
-        if self.kv_cache.states is not None:
-            self.kv_cache.states.plan_saves(row)
-        if self.kv_cache.windows is not None:
-            self.kv_cache.windows.cover(row.request, row.start, row.end)
-
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Move a waiting request to the running ones; False when blocks are short."""
         sibling = self._sibling(request)
-        if sibling is not None and not _has_prompt(sibling):
+        if sibling is not None and not sibling.has_computed_prompt:
             sibling = None  # preempted meanwhile: no reason to wait again
         copies = self.kv_cache.allocate(request, sibling, alone=not self._running)
         if copies is None:
@@ -316,15 +309,14 @@ class Scheduler:
         Steps must be applied in the order in which they were scheduled; later steps may be in flight.
         """
         outputs = []
-        size = self.pool.block_size
         for row in plan.rows:
             request = row.request
             request_id = request.request_id
             if row.admission != request.admissions:  # ended, aborted or preempted since it was scheduled
-                self._apply_saves(row, valid=False)
+                self.kv_cache.discard_row(row)
                 continue
             if request_id in result.failed:
-                self._apply_saves(row, valid=False)
+                self.kv_cache.discard_row(row)
                 outputs += self._fail(row, result.failed[request_id])
                 continue
             if request_id in result.prompt_logprobs and request.num_output == 0:
@@ -335,11 +327,7 @@ class Scheduler:
             if taken:
                 request.append([each.token_id for each in taken])
             request.num_computed = end = row.end - row.num_rejected(len(taken))
-            if row.start // size != end // size:
-                self.kv_cache.cache_blocks(request, row.start)
-                if self.kv_cache.windows is not None:
-                    self.kv_cache.windows.trim(request, end)
-            self._apply_saves(row, valid=True)
+            self.kv_cache.commit_row(row)
             if row.drafts:
                 self.drafting.record_acceptance(row, taken)
             if taken:
@@ -355,18 +343,14 @@ class Scheduler:
         again from their tokens, and their blocks leave the prefix cache.
         """
         for row in plan.rows:
-            self._apply_saves(row, valid=False)
+            self.kv_cache.discard_row(row)
             if row.admission == row.request.admissions:
                 self._requeue(row.request, suspect=True)
-
-    def _apply_saves(self, row: ScheduledRequest, *, valid: bool) -> None:
-        if row.saves and self.kv_cache.states is not None:
-            self.kv_cache.states.apply_saves(row, valid=valid)
 
     def _end_fork_waits(self) -> None:
         for request_id in self._waiting.awaited_siblings():
             sibling = self._requests[request_id]
-            if _has_prompt(sibling):
+            if sibling.has_computed_prompt:
                 self._waiting.end_fork_wait(sibling)
 
     def _answer(self, request: Request, taken: list[SampledToken]) -> RequestOutput:
@@ -402,16 +386,8 @@ class Scheduler:
             for block in request.block_table:
                 held[block] = held.get(block, 0) + 1
         self.pool.check_holders(held)
-        if self.kv_cache.states is not None:
-            self.kv_cache.states.check(list(self._running.values()))
-        if self.kv_cache.windows is not None:
-            self.kv_cache.windows.check(list(self._running.values()))
+        self.kv_cache.check(list(self._running.values()))
         flows = [flow for _, flows in self._flows.bands for flow in flows]
         assert sum(flow.running for flow in flows) == len(self._running)
         assert sum(flow.present for flow in flows) == len(self._requests)
         assert 0 <= self.slots_used <= self.pool.num_used * self.pool.block_size
-
-
-def _has_prompt(request: Request) -> bool:
-    """Return True if the KV of the whole prompt is in the pool."""
-    return request.num_computed >= request.num_prompt

@@ -1,9 +1,10 @@
-"""Rules for Gemma, Gemma 2 and Gemma 3, used by `architectures.py`."""
+"""Gemma, Gemma 2 and Gemma 3: defaults, rules and entries of `architectures.py`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from .architecture import Architecture
 from .fields import Fields
 from .multipliers import Scales
 from .rope import RopeConfig, parse_rope
@@ -139,3 +140,40 @@ def _positive(fields: Fields, key: str) -> float:
     if number <= 0:
         raise fields.error(f"{key} {number} must be larger than 0")
     return number
+
+
+_GEMMA = Architecture(
+    model_type="gemma",
+    defaults=GEMMA,
+    hidden_acts=(ACTIVATION, "gelu"),
+    activation="gelu_tanh",
+    norms_add_one=True,
+    fits_float16=False,
+    scales=gemma_scales,
+    refuse=refuse_gemma,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    model_type="gemma2",
+    defaults=GEMMA2,
+    block="sandwich",
+    windows=gemma2_windows,
+    scales=gemma2_scales,
+    refuse=refuse_gemma2,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    defaults=GEMMA3,
+    qk_norm="heads",
+    windows=gemma3_windows,
+    ropes=gemma3_ropes,
+    refuse=refuse_gemma3,
+)
+
+GEMMA_MODELS: dict[str, Architecture] = {
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, is_nested=True),
+}

@@ -8,6 +8,7 @@ A table only grows at its end until the request leaves. Shared blocks are full, 
 them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...config import SchedulerConfig
@@ -15,6 +16,7 @@ from ...errors import DoesNotFit
 from ...ipc.messages import PrefixMissReason
 from ..fair_shares import is_premium
 from ..request import Request
+from ..step import ScheduledRequest
 from .block_pool import BlockPool
 from .prefix_cache import extend_hashes, first_block_digest
 from .prefix_history import PrefixUses
@@ -160,6 +162,28 @@ class KVCacheManager:
         if self.windows is not None:
             self.windows.cache_blocks(request, first, last)
 
+    def prepare_row(self, row: ScheduledRequest) -> None:
+        """Allocate what a scheduled row needs beside its block table."""
+        if self.states is not None:
+            self.states.plan_saves(row)
+        if self.windows is not None:
+            self.windows.cover(row.request, row.start, row.end)
+
+    def commit_row(self, row: ScheduledRequest) -> None:
+        """Cache the blocks and states of a row whose step succeeded. `num_computed` is up to date."""
+        size, end = self.pool.block_size, row.request.num_computed
+        if row.start // size != end // size:
+            self.cache_blocks(row.request, row.start)
+            if self.windows is not None:
+                self.windows.trim(row.request, end)
+        if row.saves and self.states is not None:
+            self.states.apply_saves(row, valid=True)
+
+    def discard_row(self, row: ScheduledRequest) -> None:
+        """Drop the states that a row saved: its step failed, or its request left since."""
+        if row.saves and self.states is not None:
+            self.states.apply_saves(row, valid=False)
+
     def free(self, request: Request, *, suspect: bool = False) -> None:
         """Free the request's whole block table. `suspect`: its KV may be wrong, so its blocks leave the
         prefix cache.
@@ -175,6 +199,13 @@ class KVCacheManager:
         request.block_table = []
         request.num_computed = request.num_scheduled = request.num_pending = 0
         request.admissions += 1
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Assert that states and windows of running requests are accounted for."""
+        if self.states is not None:
+            self.states.check(running)
+        if self.windows is not None:
+            self.windows.check(running)
 
     def _reserved(self, request: Request) -> int:
         """Return the blocks of the request at its maximum length. The last token's KV is never computed.

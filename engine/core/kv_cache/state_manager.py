@@ -9,6 +9,7 @@ are, all at the ends of full blocks:
     every so many tokens of a prompt for edits and branches in the middle of it
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 from ..request import Request
@@ -140,5 +141,5 @@ class StateManager:
         if suspect:
             self.pool.drop(request.block_hashes)
 
-    def check(self, running: list[Request]) -> None:
+    def check(self, running: Sequence[Request]) -> None:
         self.pool.check([*(request.state_slot for request in running), *self._written])
