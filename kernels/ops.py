@@ -111,7 +111,7 @@ class Attend(Protocol):
 
 
 RotateAndWrite = Callable[[Tensor, Tensor | None, float, Tensor, Tensor, KVCache, int, AttentionPlan], Tensor]
-NormBy = Callable[[Callable[[Any], tuple[Tensor, Any]], Tensor], Tensor]
+NormBy = Callable[[Callable[[Any], tuple[Tensor, Any]]], Tensor]
 ForwardBody = Callable[[Any], tuple[Tensor, ...]]
 """Forward pass as a function of one `StepInputs`."""
 
@@ -236,13 +236,15 @@ class Ops:
     fills it. New tensor for each name.
     """
 
-    fused_norm: NormBy = lambda norm, _weight: norm(None)[0]
-    """Fused norm: (norm, its weight_E) runs an `add_rms_norm` of another kernel, such as one fused with the
-    all-reduce.
+    fused_norm: NormBy = lambda norm: norm(None)[0]
+    """Fused norm: runs an `add_rms_norm` of another kernel, such as one fused with the all-reduce.
 
     `norm` takes the 8-bit row format that the next linear wants, or None. It returns the normed rows and the
     quantized ones, or None.
     """
+
+    writing_rows_for: Callable[["Ops", PackedLinear], "Ops"] | None = None
+    """Implementation of `before`, or None: no operation quantizes rows for the next linear."""
 
     kv_dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
     """dtypes that `make_kv_cache` accepts."""
@@ -313,3 +315,13 @@ class Ops:
     """Warmup batch sizes. Steps of these sizes, and one of the most rows, run every kernel variant for the
     sizes between, so that everything compiled on first use is compiled. Empty: nothing is.
     """
+
+    def before(self, reader: PackedLinear | None) -> "Ops":
+        """Return operations for results that `reader` multiplies next; None: it is not known.
+
+        Norms, gates and attention may also write those rows as `reader` wants them, quantized. Results are
+        the same, also where another linear reads them.
+        """
+        if self.writing_rows_for is None or reader is None:
+            return self
+        return self.writing_rows_for(self, reader)

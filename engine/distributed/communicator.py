@@ -139,7 +139,7 @@ class TensorParallel:
         """Apply `Ops.add_rms_norm` to a result of `row_parallel_linear`, after its all-reduce or fused."""
         if self._defers_all_reduce(len(x_TE), x_TE.shape[1], x_TE.dtype):
             norm = partial(self.communicator.all_reduce_add_rms_norm, x_TE, residual_TE, weight_E, eps)
-            return ops.fused_norm(norm, weight_E)
+            return ops.fused_norm(norm)
         return ops.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
     def finish_all_reduce(self, ops: Ops, x_TE: Tensor) -> Tensor:

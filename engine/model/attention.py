@@ -46,7 +46,7 @@ class Attention:
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
         self.has_gate = config.has_attention_gate
         """True if the rows of the stacked linear end with gates of the results."""
-        self.qkv = weights.linear(
+        self.input = self.qkv = weights.linear(
             {"q_proj": rows_of(heads, 2 * self.head_dim) if self.has_gate else q, "k_proj": kv, "v_proj": kv},
             ShardSlice.whole(config.hidden_size),
             bias=config.qkv_bias,
@@ -54,6 +54,7 @@ class Attention:
         )
         self.norm_nD = self._qk_norm(config, weights) if config.qk_norm == "heads" else None
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
+        self._attend = ops.attention if self.has_gate else ops.before(self.output).attention
 
     def _rows_in_order(self) -> tuple[int, ...] | None:
         """Return the row order of the stacked linear: query and key heads reordered, values as stored, gates
@@ -86,7 +87,7 @@ class Attention:
         qkv, gates = rows[:, : self.heads + 2 * self.kv_heads], rows[:, self.heads + 2 * self.kv_heads :]
         q_THD = self._rotate_and_write_kv(qkv, forward, plan)
         special = self.softcap, self.sinks_H
-        out = ops.attention(q_THD, *self._cache(forward), plan, self.scale, *special)
+        out = self._attend(q_THD, *self._cache(forward), plan, self.scale, *special)
         if self.has_gate:
             assert ops.recurrent is not None
             out = ops.recurrent.sigmoid_mul(out, gates.flatten(1))

@@ -4,22 +4,40 @@ Between layers a row has two parts: the residual, which grows in place, and the 
 yet. So the next norm can add and norm in one operation. T rows of the step, E hidden.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
 from ..weights.source import Weights
 from .forward_context import ForwardContext
 from .norm import norm_weight
 
-Mixer = Callable[[Tensor, ForwardContext], Tensor]
-"""Attention or a recurrent layer: maps rows [T, E] to partial results for `TensorParallel.add_rms_norm`."""
-MLP = Callable[[Tensor], Tensor]
-"""Maps the layer's rows [T, E] to partial results for `TensorParallel.add_rms_norm`."""
+
+class Mixer(Protocol):
+    """Attention or a recurrent layer."""
+
+    @property
+    def input(self) -> PackedLinear:
+        """Linear that reads the rows first."""
+        ...
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        """Map rows [T, E] to partial results for `TensorParallel.add_rms_norm`."""
+        ...
+
+
+class MLP(Protocol):
+    @property
+    def input(self) -> PackedLinear:
+        """Linear that reads the rows first."""
+        ...
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """Map rows [T, E] to partial results for `TensorParallel.add_rms_norm`."""
+        ...
 
 
 class DecoderBlock(Protocol):
@@ -51,6 +69,7 @@ class PreNormBlock:
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         self.ops = ops
+        self.before_attention, self.before_mlp = ops.before(attention.input), ops.before(mlp.input)
         self.rank = weights.rank
         self.eps = config.rms_norm_eps
         self.attention = attention
@@ -59,17 +78,19 @@ class PreNormBlock:
         self.post_norm_E = norm_weight(config, weights, "post_attention_layernorm", config.hidden_size)
 
     def first(self, residual_TE: Tensor) -> Tensor:
-        return self.ops.rms_norm(residual_TE, self.input_norm_E, self.eps)
+        return self.before_attention.rms_norm(residual_TE, self.input_norm_E, self.eps)
 
     def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        return self.rank.add_rms_norm(self.ops, added_TE, residual_TE, self.input_norm_E, self.eps)
+        ops = self.before_attention
+        return self.rank.add_rms_norm(ops, added_TE, residual_TE, self.input_norm_E, self.eps)
 
     def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        return self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
+        return self.before_attention.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
         x_TE = self.attention(x_TE, forward)
-        return self.mlp(self.rank.add_rms_norm(self.ops, x_TE, residual_TE, self.post_norm_E, self.eps))
+        ops = self.before_mlp
+        return self.mlp(self.rank.add_rms_norm(ops, x_TE, residual_TE, self.post_norm_E, self.eps))
 
     def complete(self, added_TE: Tensor) -> Tensor:
         return self.rank.finish_all_reduce(self.ops, added_TE)
@@ -120,6 +141,7 @@ class SandwichNormBlock:
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         self.ops = ops
+        self.before_attention, self.before_mlp = ops.before(attention.input), ops.before(mlp.input)
         self.rank = weights.rank
         self.eps = config.rms_norm_eps
         self.attention = attention
@@ -130,17 +152,17 @@ class SandwichNormBlock:
         self.after_mlp_E = norm_weight(config, weights, "post_feedforward_layernorm", config.hidden_size)
 
     def first(self, residual_TE: Tensor) -> Tensor:
-        return self.ops.rms_norm(residual_TE, self.input_norm_E, self.eps)
+        return self.before_attention.rms_norm(residual_TE, self.input_norm_E, self.eps)
 
     def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        return self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
+        return self.before_attention.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
 
     def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
         return self.enter(added_TE, residual_TE)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
         x_TE = self._norm(self.attention(x_TE, forward), self.after_attention_E)
-        x_TE = self.ops.add_rms_norm(x_TE, residual_TE, self.before_mlp_E, self.eps)
+        x_TE = self.before_mlp.add_rms_norm(x_TE, residual_TE, self.before_mlp_E, self.eps)
         return self._norm(self.mlp(x_TE), self.after_mlp_E)
 
     def complete(self, added_TE: Tensor) -> Tensor:

@@ -81,6 +81,8 @@ class Decoder:
         ]
         self.norm_E, self.head = self._norm_and_head(weights)
         source.finish()
+        is_layer_norm = config.block == "parallel"
+        self._norm = ops.layer_norm if is_layer_norm else ops.before(self.head).add_rms_norm
         self._run_layers = ops.graph(self._layers)
 
     @property
@@ -124,9 +126,7 @@ class Decoder:
             return x_TE[:0]
         if rows_R is not None:
             x_TE, residual_TE = x_TE[rows_R], residual_TE[rows_R]
-        is_layer_norm = self.config.block == "parallel"
-        norm = self.ops.layer_norm if is_layer_norm else self.ops.add_rms_norm
-        return norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
+        return self._norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
 
     def _layers(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
         """Run the layers; return the last layer's output and the residual before it, [T, E] each."""

@@ -39,7 +39,7 @@ class LatentAttention:
         turned = config.ropes[self.rope].order(latent.rope) or tuple(range(latent.rope))
         heads, hidden = rank.part(config.num_heads), ShardSlice.whole(config.hidden_size)
         self.heads, self.hidden = heads.size, config.hidden_size
-        self.kv = weights.linear(
+        self.input = self.kv = weights.linear(
             {"kv_a_proj_with_mqa": ShardSlice.whole(latent.width)},
             hidden,
             bias=latent.has_bias,

@@ -26,8 +26,9 @@ class GatedMLP:
         self.activation = config.activation
         hidden, ffn = ShardSlice.whole(config.hidden_size), self.rank.part(inner or config.intermediate_size)
         bias = config.mlp_bias
-        self.gate_up = weights.linear({"gate_proj": ffn, "up_proj": ffn}, hidden, bias=bias)
+        self.input = self.gate_up = weights.linear({"gate_proj": ffn, "up_proj": ffn}, hidden, bias=bias)
         self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
+        self._gate_mul = ops.before(self.down).gate_mul
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
@@ -35,7 +36,7 @@ class GatedMLP:
 
     def inner(self, x_TE: Tensor) -> Tensor:
         """Return the input of `down`, this rank's [T, F]."""
-        return self.ops.gate_mul(self.ops.linear(self.gate_up, x_TE), self.activation)
+        return self._gate_mul(self.ops.linear(self.gate_up, x_TE), self.activation)
 
 
 class SparseMoE:
@@ -49,7 +50,7 @@ class SparseMoE:
         self.ops = ops
         self.rank = weights.rank
         whole, count = ShardSlice.whole(model.hidden_size), ShardSlice.whole(config.count)
-        self.router = weights.router(config.router, count, whole, bias=config.has_bias)
+        self.input = self.router = weights.router(config.router, count, whole, bias=config.has_bias)
         gate_ups, downs = _expert_linears(config, model.hidden_size, weights, ops)
         self.mixture = Mixture(
             gate_ups,

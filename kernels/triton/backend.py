@@ -1,7 +1,7 @@
 """`Ops` on the Triton kernels, for one model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -56,7 +56,7 @@ def triton_ops(
 
 @dataclass
 class TritonBackend:
-    """Triton backend. Norms, gates and attention before 8-bit linears also write quantized rows."""
+    """Triton backend: `Ops` whose norms, gates and attention can also write quantized rows (`Ops.before`)."""
 
     dtype: torch.dtype
     quant: Quant | None
@@ -65,7 +65,7 @@ class TritonBackend:
     scaled_mm: bool = False
 
     def __post_init__(self) -> None:
-        self._left = FusedActivationQuant(linear.rows_for(self.quant))
+        self._left = FusedActivationQuant()
         self._choice = ScaledMMSelector(self.dtype)
 
     def ops(self, device: torch.device) -> Ops:
@@ -83,6 +83,7 @@ class TritonBackend:
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
             fused_norm=self.fused_norm,
+            writing_rows_for=self.writing_rows_for,
             layer_norm=layer_norm,
             rotary=heads.rotary,
             gate_mul=self.gate_mul,
@@ -143,28 +144,53 @@ class TritonBackend:
         return self._chosen(pack_quantized(rounded, bias_O))
 
     def linear(self, packed: Linear, x_TI: Tensor) -> Tensor:
-        eight = self._left.rows_for(packed, x_TI)
-        return self._left.remember_product(packed, linear.multiply(packed, x_TI, eight, fixed=self.fixed))
+        return linear.multiply(packed, x_TI, self._left.rows_for(packed, x_TI), fixed=self.fixed)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def writing_rows_for(self, ops: Ops, reader: Linear) -> Ops:
+        """Implement `Ops.before`: norms, gates and attention also write 8-bit rows for `reader`."""
+        row_format = linear.row_format_of(reader)
+        if row_format is None:
+            return ops
+        return replace(
+            ops,
+            rms_norm=partial(self.rms_norm, row_format=row_format),
+            add_rms_norm=partial(self.add_rms_norm, row_format=row_format),
+            fused_norm=partial(self.fused_norm, row_format=row_format),
+            gate_mul=partial(self.gate_mul, row_format=row_format),
+            attention=partial(self.attention, row_format=row_format),
+        )
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, row_format: RowFormat | None = None
+    ) -> Tensor:
         if weight.dim() == 2:
             return rms_norm.norm_heads(x, weight, eps)
-        wanted = self._left.format_of(id(weight))
-        return self._left.keep(*rms_norm.norm_rows(x, None, weight, eps, wanted), id(weight))
+        return self._left.keep(*rms_norm.norm_rows(x, None, weight, eps, row_format), row_format)
 
-    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        wanted = self._left.format_of(id(weight_E))
-        return self._left.keep(*rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, wanted), id(weight_E))
+    def add_rms_norm(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        weight_E: Tensor,
+        eps: float,
+        *,
+        row_format: RowFormat | None = None,
+    ) -> Tensor:
+        rows = rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, row_format)
+        return self._left.keep(*rows, row_format)
 
     def fused_norm(
-        self, norm: Callable[[RowFormat | None], tuple[Tensor, Rows8 | None]], weight_E: Tensor
+        self,
+        norm: Callable[[RowFormat | None], tuple[Tensor, Rows8 | None]],
+        *,
+        row_format: RowFormat | None = None,
     ) -> Tensor:
-        return self._left.keep(*norm(self._left.format_of(id(weight_E))), id(weight_E))
+        return self._left.keep(*norm(row_format), row_format)
 
-    def gate_mul(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
-        maker = self._left.producer_of(gate_up_T2F)
-        wanted = self._left.format_of(maker)
-        return self._left.keep(*gate_mul.gate_rows(gate_up_T2F, activation, wanted), maker)
+    def gate_mul(
+        self, gate_up_T2F: Tensor, activation: Activation, *, row_format: RowFormat | None = None
+    ) -> Tensor:
+        return self._left.keep(*gate_mul.gate_rows(gate_up_T2F, activation, row_format), row_format)
 
     def plan_attention(
         self, ragged: BatchLayout, cache: kv_cache.TritonKVCache, window: int | None
@@ -180,12 +206,11 @@ class TritonBackend:
         scale: float,
         softcap: float | None = None,
         sinks_H: Tensor | None = None,
+        *,
+        row_format: RowFormat | None = None,
     ) -> Tensor:
-        maker = ~layer  # negative: never the identity of an object
-        wanted = self._left.format_of(maker)
-        return self._left.keep(
-            *attention.attend_rows(q_THD, cache, layer, plan, scale, wanted, softcap, sinks_H), maker
-        )
+        rows = attention.attend_rows(q_THD, cache, layer, plan, scale, row_format, softcap, sinks_H)
+        return self._left.keep(*rows, row_format)
 
     def _chosen(self, packed: Linear) -> Linear:
         return self._choice.of(packed) if self.scaled_mm else packed

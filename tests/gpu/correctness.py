@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpu import fp8_products, sampling
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
+from gpu.variants import row_format_at_load
 from llmbox.kernels.activation import Activation
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
@@ -25,7 +26,6 @@ from llmbox.kernels.triton.linear.linear import (
     Fp8Linear,
     W8A8Linear,
     WeightOnlyIntLinear,
-    rows_for,
 )
 from llmbox.kernels.triton.linear.quantize_activations import quantize_rows
 from llmbox.kernels.triton.linear.tile_config import has_fp8
@@ -184,8 +184,7 @@ def rows(setting: Setting, dtype: torch.dtype) -> Checks:
 
 def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
     """Bits of the 8-bit rows that norms and gates leave against those of a pass of their own."""
-    formats = [rows_for(quant) for quant in made_at_load(setting)]
-    for row_format in filter(None, formats):
+    for row_format in filter(None, map(row_format_at_load, made_at_load(setting))):
         for width in (200,) if setting.tiny else (1000, 4096, 12288):
             x, residual, weight = (setting.randn(*s, dtype=dtype) for s in ((5, width), (5, width), (width,)))
             normed, left = norm_rows(x, residual.clone(), weight, 1e-6, row_format)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpu import fp8_products
 from gpu.timing import Call, times
+from gpu.variants import row_format_at_load
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
@@ -23,7 +24,7 @@ from llmbox.kernels.triton.attention import attention_metadata as attention_plan
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import fused_moe as gemm_experts
 from llmbox.kernels.triton.linear.dequantize_weights import dequantize
-from llmbox.kernels.triton.linear.linear import Fp8BlockLinear, Fp8Linear, WeightOnlyIntLinear, rows_for
+from llmbox.kernels.triton.linear.linear import Fp8BlockLinear, Fp8Linear, WeightOnlyIntLinear
 from llmbox.kernels.triton.linear.quantize_activations import quantize_rows
 from llmbox.kernels.triton.linear.tile_config import has_fp8
 from llmbox.kernels.triton.rms_norm import norm_rows
@@ -212,7 +213,7 @@ def norm(rows: int) -> Work:
 
 def norm_in_8_bits(rows: int, quant: str) -> Work:
     """The norm and what the next linear multiplies, at once and one after the other."""
-    weight, row_format = randn(HIDDEN), rows_for(QUANTS[quant])
+    weight, row_format = randn(HIDDEN), row_format_at_load(QUANTS[quant])
     sets = [(randn(rows, HIDDEN), randn(rows, HIDDEN)) for _ in range(4)]
     apart = lambda x, y: quantize_rows(norm_rows(x, y, weight, 1e-6, None)[0], row_format)  # noqa: E731
     variants = {
@@ -224,7 +225,7 @@ def norm_in_8_bits(rows: int, quant: str) -> Work:
 
 
 def gates_in_8_bits(rows: int, quant: str) -> Work:
-    row_format = rows_for(QUANTS[quant])
+    row_format = row_format_at_load(QUANTS[quant])
     sets = [randn(rows, 2 * FFN) for _ in range(4)]
     apart = lambda x: quantize_rows(gate_rows(x, "silu", None)[0], row_format)  # noqa: E731
     variants = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_norm_rows
 from llmbox.kernels.op_types import BatchLayout, KVShape
-from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, PenaltyState, SampleRows
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.attention.attention import attend_rows
@@ -17,7 +17,7 @@ from llmbox.kernels.triton.linear import gemm
 from llmbox.kernels.triton.linear import gemm_w8a8 as gemm_8_bits
 from llmbox.kernels.triton.linear.dequantize_weights import dequantize
 from llmbox.kernels.triton.linear.fused_moe import experts_product
-from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, rows_for
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 from llmbox.kernels.triton.rms_norm import norm_rows
@@ -100,16 +100,29 @@ def whole_linears(quant: str | None, rows: Sequence[int], *, deterministic: bool
                 ops.linear(packed, zeros(number, HIDDEN))
 
 
+def row_format_at_load(quant: Quant | None) -> RowFormat | None:
+    """Return the 8-bit row format of linears that are quantized at load; None: unquantized rows."""
+    match quant:
+        case Quant(kind="rows", group=group):
+            return RowFormat(torch.int8, group)
+        case Quant(kind="float"):
+            return FP8_ROWS
+        case Quant(kind="blocks"):
+            return FP8_BLOCKS
+    return None
+
+
 def rows(quant: str | None, *, dtype: torch.dtype = BF16, hidden: int = HIDDEN, ffn: int = FFN) -> None:
     """Norms, gates, tables, and rows that are rounded in a pass of their own."""
     ops = triton_ops(CPU, dtype, QUANTS.get(quant or ""))
     for tied in (True, False):
         ops.embedding(ops.pack_embedding(zeros(64, hidden, dtype=dtype), tied), zeros(3, dtype=I64))
     x, weight = zeros(3, hidden, dtype=dtype), zeros(hidden, dtype=dtype)
-    ops.rms_norm(x, weight, 1e-6)
-    ops.add_rms_norm(x, zeros(3, hidden, dtype=dtype), weight, 1e-6)
-    ops.gate_mul(zeros(3, 2 * ffn, dtype=dtype), "silu")
-    if (row_format := rows_for(QUANTS.get(quant or ""))) is not None:
+    row_format = row_format_at_load(QUANTS.get(quant or ""))
+    norm_rows(x, None, weight, 1e-6, row_format)
+    norm_rows(x, zeros(3, hidden, dtype=dtype), weight, 1e-6, row_format)
+    gate_rows(zeros(3, 2 * ffn, dtype=dtype), "silu", row_format)
+    if row_format is not None:
         quantize_rows(x, row_format)
         quantize_rows(zeros(3, ffn, dtype=dtype), row_format)
 

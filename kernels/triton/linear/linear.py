@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...quant_formats import Quant
 from . import scaled_mm
 from .dequantize_weights import dequantize
 from .gemm import Grouped, product
@@ -86,20 +85,6 @@ class Fp8BlockLinear:
 
 
 Linear = DenseLinear | WeightOnlyIntLinear | W8A8Linear | Fp8Linear | Fp8BlockLinear
-
-
-def rows_for(quant: Quant | None) -> RowFormat | None:
-    """Return the 8-bit row format that linears of `quant` multiply; None: unquantized rows, or each linear
-    its own.
-    """
-    match quant:
-        case Quant(kind="rows", group=group):
-            return RowFormat(torch.int8, group)
-        case Quant(kind="float"):
-            return FP8_ROWS
-        case Quant(kind="blocks"):
-            return FP8_BLOCKS
-    return None
 
 
 def row_format_of(packed: Linear) -> RowFormat | None:

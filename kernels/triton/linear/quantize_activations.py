@@ -30,6 +30,10 @@ class RowFormat(NamedTuple):
     group: int | None
     given: Tensor | None = None
 
+    def matches(self, other: "RowFormat | None") -> bool:
+        """Return whether rows of this format are rows of `other`. Static scales must be the same tensor."""
+        return other is not None and self[:2] == other[:2] and self.given is other.given
+
 
 class Rows8(NamedTuple):
     """Quantized rows: x is about numbers_TI * scales_T1, or * scales_TG of groups. Scales of a group are

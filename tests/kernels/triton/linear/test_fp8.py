@@ -125,9 +125,7 @@ def test_stacked_tensors_keep_their_scales(name: str, deterministic: bool) -> No
     assert type(ours.pack_head(torch.randn(8, 300), None)) is DenseLinear
 
 
-def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_scale(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_norms_and_gates_leave_rows_of_a_linears_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = triton_ops(CPU, torch.float32, QUANTS["fp8-static"])
     norms = [torch.rand(64) + 0.5 for _ in range(2)]
     linears = [floats8(96, 64, given=torch.tensor([scale])) for scale in (0.01, 0.02)]
@@ -136,21 +134,22 @@ def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_sca
     rounded = []
     monkeypatch.setattr(linear, "quantize_rows", lambda *args: rounded.append(0) or quantize_rows(*args))
 
-    def step(x: Tensor, residual: Tensor) -> Tensor:
-        """As of two layers, and a head that reads a norm too."""
+    def step(x: Tensor, residual: Tensor, *, fused: bool) -> Tensor:
+        """Two layers, and a head that reads a norm too."""
         for norm, up, down in zip(norms, linears, downs, strict=True):
-            inner = ops.gate_mul(ops.linear(up, ops.add_rms_norm(x, residual, norm, 1e-6)), "silu")
+            to_up, to_down = (ops.before(up), ops.before(down)) if fused else (ops, ops)
+            inner = to_down.gate_mul(ops.linear(up, to_up.add_rms_norm(x, residual, norm, 1e-6)), "silu")
             x = ops.linear(down, inner)
-        return ops.linear(head, ops.rms_norm(x, norms[0], 1e-6))
+        return ops.linear(head, ops.before(head).rms_norm(x, norms[0], 1e-6))
 
     x, residual = torch.randn(3, 64), torch.randn(3, 64)
-    first = step(x.clone(), residual.clone())
+    apart = step(x.clone(), residual.clone(), fused=False)
     assert len(rounded) == 4
-    assert torch.equal(step(x.clone(), residual.clone()), first)
+    assert torch.equal(step(x.clone(), residual.clone(), fused=True), apart)
     assert len(rounded) == 4
     other = floats8(96, 64, given=torch.tensor([0.5]))
-    wide = ops.rms_norm(x, norms[0], 1e-6)
-    # Not what is left for another.
+    wide = ops.before(linears[0]).rms_norm(x, norms[0], 1e-6)
+    # Not what was written for another.
     assert torch.equal(ops.linear(other, wide), ops.linear(other, wide.clone()))
     assert len(rounded) == 6
 
@@ -167,41 +166,23 @@ def test_a_norm_of_another_kernel_leaves_rows_too(monkeypatch: pytest.MonkeyPatc
     def norm(row_format: RowFormat | None) -> tuple[Tensor, Rows8 | None]:
         return norm_rows(x, None, weight, 1e-6, row_format)
 
-    expected = ops.linear(packed, ops.fused_norm(lambda _: norm(None), weight))
+    expected = ops.linear(packed, ops.fused_norm(lambda _: norm(None)))
     assert len(rounded) == 1
-    assert torch.equal(ops.linear(packed, ops.fused_norm(norm, weight)), expected)
+    assert torch.equal(ops.linear(packed, ops.before(packed).fused_norm(norm)), expected)
     assert len(rounded) == 1
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "fp8-dynamic"])
-def test_from_the_second_step_on_nothing_is_left_for_wide_linears(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Of a checkpoint that keeps some: one after a norm, one after a gate."""
-    ops = triton_ops(CPU, torch.float32, QUANTS[name])
-    norms = [torch.rand(128) + 0.5 for _ in range(2)]
-    eight = blocks8 if name == "fp8-block" else floats8
-    linears = [eight(256, 128), DenseLinear(torch.randn(256, 128), None)]
-    downs = [DenseLinear(torch.randn(128, 128), None), eight(128, 128)]
-    left = []
-
-    def noting(made: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: left.append(args[-1]) or made(*args)
-
-    monkeypatch.setattr(rms_norm, "norm_rows", noting(norm_rows))
-    monkeypatch.setattr(gate_mul, "gate_rows", noting(gate_rows))
-
-    def step(x: Tensor) -> Tensor:
-        for norm, up, down in zip(norms, linears, downs, strict=True):
-            x = ops.linear(down, ops.gate_mul(ops.linear(up, ops.rms_norm(x, norm, 1e-6)), "silu"))
-        return x
-
-    x = torch.randn(3, 128)
-    first = step(x)
-    assert None not in left
-    left.clear()
-    assert torch.equal(step(x), first)
-    assert [found is None for found in left] == [False, True, True, False]
+def test_nothing_is_left_for_unquantized_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = triton_ops(CPU, torch.float32, QUANTS["fp8-block"])
+    assert ops.before(DenseLinear(torch.randn(256, 128), None)) is ops
+    assert ops.before(None) is ops
+    written = []
+    monkeypatch.setattr(rms_norm, "norm_rows", lambda *args: written.append(args[-1]) or norm_rows(*args))
+    monkeypatch.setattr(gate_mul, "gate_rows", lambda *args: written.append(args[-1]) or gate_rows(*args))
+    packed = blocks8(256, 128)
+    for each in (ops, ops.before(packed)):
+        each.gate_mul(each.linear(packed, each.rms_norm(torch.randn(3, 128), torch.ones(128), 1e-6)), "silu")
+    assert [found is None for found in written] == [True, True, False, False]
 
 
 # ------------------------------------------------------------------ which way a linear takes

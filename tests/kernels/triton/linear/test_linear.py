@@ -277,6 +277,7 @@ def test_a_linear_takes_the_rows_that_norm_and_gate_left(
     ops = triton_ops(CPU, torch.float32, QUANTS[quant], deterministic=deterministic)
     x, weight, bias = case(3, 200, 48)
     packed, one, residual = ops.pack_linear(weight, bias), torch.ones(200), torch.randn(3, 200)
+    ops = ops.before(packed)
     quantise = linear.quantize_rows
     for before in (
         lambda: ops.rms_norm(x, one, 1e-6),
