@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help up down test test-fast test-installed test-clients check format docs metrics bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
+.PHONY: help up down test test-fast test-installed test-clients check format docs metrics screenshots pictures bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
 up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
@@ -58,6 +58,9 @@ metrics: .venv/dev ## size and shape of the code, and what one streamed chat pas
 
 screenshots: .venv/dev ## renew the pictures in README.md
 	$(BIN)/python packaging/screenshots.py
+
+pictures: .venv/dev ## pictures of every page of the panel into build/pictures
+	$(BIN)/python packaging/panel_pictures.py $(ARGS)
 
 bench: .venv/dev ## benchmarks of this tree; takes long, writes docs/performance.md
 	$(BIN)/python tests/bench/scenarios.py

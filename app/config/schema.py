@@ -8,9 +8,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from .entries import EntryCheck
 from .settings import (
     CacheSettings,
-    EntryCheck,
     HubSettings,
     LimitSettings,
     LogSettings,
@@ -19,6 +19,7 @@ from .settings import (
     RequestSettings,
     Scalar,
     ServerSettings,
+    UsageSettings,
 )
 
 
@@ -55,6 +56,7 @@ SECTIONS: dict[str, type] = {
     "hub": HubSettings,
     "log": LogSettings,
     "requests": RequestSettings,
+    "usage": UsageSettings,
 }
 
 

@@ -3,31 +3,12 @@
 Settings are immutable: a reload makes a new object (see `loader`). `schema.py` makes one table of them.
 """
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from ipaddress import ip_network
 from typing import Any, Literal
 
+from .entries import NETWORK, ORIGIN, PRICE, TARGET, EntryCheck
+
 Scalar = bool | int | float | str | tuple[str, ...] | None
-EntryCheck = tuple[Callable[[str], object], str]
-"""Check of a list entry, and the description of valid entries for error messages."""
-
-
-def is_network(text: str) -> bool:
-    """Return whether `text` is an IP address or network."""
-    try:
-        ip_network(text, strict=False)
-    except ValueError:
-        return False
-    return True
-
-
-ORIGIN: EntryCheck = (
-    re.compile(r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?").fullmatch,
-    "origins such as https://chat.example or http://localhost:3000; '*' is not one: name each",
-)
-NETWORK: EntryCheck = (is_network, "IP addresses or networks such as 127.0.0.1, 10.0.0.0/8 or fd00::/8")
 
 
 def key(
@@ -379,6 +360,25 @@ class RequestSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsageSettings:
+    """Prices of tokens, for costs and the budgets of keys, and latency targets."""
+
+    prices: tuple[str, ...] = key(
+        (),
+        "Prices a million tokens, as MODEL=INPUT/OUTPUT; MODEL may be a glob, and the first match counts.",
+        each=PRICE,
+        live=True,
+    )
+    currency: str = key("USD", "Currency of prices and budgets, for display.", live=True)
+    targets: tuple[str, ...] = key(
+        (),
+        "Latency targets, as MODEL=TTFT/TPOT in milliseconds: time to first token, time per output token.",
+        each=TARGET,
+        live=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     server: ServerSettings = field(default_factory=ServerSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
@@ -388,6 +388,7 @@ class Settings:
     hub: HubSettings = field(default_factory=HubSettings)
     log: LogSettings = field(default_factory=LogSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
+    usage: UsageSettings = field(default_factory=UsageSettings)
 
     def get(self, name: str) -> Scalar:
         section, _, attribute = name.partition(".")

@@ -1,60 +1,17 @@
-"""Stored answers of the chat and Responses APIs, and usage by key. Importable without SQLAlchemy."""
+"""Stored answers of the chat and Responses APIs. Importable without SQLAlchemy."""
 
-import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from msgspec import Struct
-
-from .writer import RequestLog
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from .record import first_line
+from .writer import RequestLog
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
-
-
-log = logging.getLogger(__name__)
-
-
-class KeyUsage(Struct, frozen=True, kw_only=True):
-    """Usage of one key since `since`, the oldest kept row. Times are Unix seconds."""
-
-    requests: int
-    errors: int
-    """Failed requests, included in `requests`."""
-    tokens_in: int
-    tokens_out: int
-    since: float
-    last: float
-
-
-async def usage_by_key(store: RequestLog) -> Mapping[str, KeyUsage]:
-    """Usage by the key's name; callers without a key are under `""`. Empty while the log cannot be read."""
-    try:
-        return await store.read(_by_key, {})
-    except Exception as error:  # noqa: BLE001 - a damaged or locked file: the keys themselves are still shown
-        log.warning("what keys used cannot be read: %s", str(error).splitlines()[0])
-        return {}
-
-
-def _by_key(engine: "Engine") -> dict[str, KeyUsage]:
-    from .queries.requests import by_key  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
-    return {
-        key: KeyUsage(requests=count, errors=errors, tokens_in=into, tokens_out=out, since=since, last=last)
-        for key, count, errors, into, out, since, last in by_key(engine)
-    }
-
 
 Kind = Literal["response", "chat", "conversation"]
 

@@ -152,6 +152,44 @@ def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
     return telemetry_queries.find_telemetry(engine, step, since)
 
 
+IDLE_GAP_S: Final = 75
+"""Longest time between two samples of a running daemon: an idle one takes one a minute."""
+
+
+def resample(chart: Chart, since: int, until: int, most: int) -> Chart:
+    """Return the chart at equal intervals, at most `most` of them, as means of its samples.
+
+    A sample stands for the time since the one before: rates are means over it. So an idle minute, which has
+    one sample, is a line and not a slope. A longer time without samples is a gap: the daemon did not run.
+    """
+    width = max(1, math.ceil((until - since) / most / chart.step)) * chart.step
+    begin = since // width * width
+    times = list(range(begin, until, width))
+    if len(times) > 1 and until - times[-1] < width:
+        times.pop()  # the mean of an interval that has just begun would stand out as a spike
+    return Chart(
+        width,
+        times,
+        {name: _fill(chart, column, times, width) for name, column in chart.series.items()},
+    )
+
+
+def _fill(chart: Chart, column: list[float | None], times: list[int], width: int) -> list[float | None]:
+    sums, counts = [0.0] * len(times), [0] * len(times)
+    before: int | None = None
+    for at, value in zip(chart.times, column, strict=True):
+        alone = before is None or at - before > IDLE_GAP_S
+        start = at if alone or before is None else before + chart.step
+        before = at
+        if value is None:
+            continue
+        for moment in range(start, at + 1, chart.step):
+            if 0 <= (index := (moment - times[0]) // width) < len(times):
+                sums[index] += value
+                counts[index] += 1
+    return [_short(total / count) if count else None for total, count in zip(sums, counts, strict=True)]
+
+
 def step_for(seconds: float) -> int:
     """Finest resolution that reaches back so far."""
     return next((step for step, kept in KEEP.items() if seconds <= kept), max(KEEP))

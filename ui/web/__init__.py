@@ -22,7 +22,7 @@ from .pages.models import (
     pull,
     unload_model,
 )
-from .pages.overview import overview_page
+from .pages.overview import overview_page, telemetry_page, usage_piece
 from .pages.requests import (
     cancel_request,
     export_csv,
@@ -32,7 +32,7 @@ from .pages.requests import (
     requests_page,
 )
 from .pages.settings import review_settings, save_settings, settings_page
-from .pages.system import backup, bundle, checks_piece, purge, system_page, telemetry_page
+from .pages.system import backup, bundle, checks_piece, purge, system_page
 from .render import show_error
 from .static_files import static_file
 
@@ -78,6 +78,7 @@ panel_routes: list[ControllerRouterHandler] = [
             telemetry_page,
             template_preview,
             unload_model,
+            usage_piece,
         ],
         opt={"access": Access.PAGE, "form": True},
         exception_handlers={Exception: show_error},

@@ -65,6 +65,11 @@ def count(number: Number | None) -> str:
     return NONE if value is None else f"{value:,.0f}"
 
 
+def money(amount: float) -> str:
+    """Format an amount: cents, and more digits where it is less than one."""
+    return f"{amount:,.2f}" if amount >= 1 or not amount else f"{amount:.2g}"
+
+
 def value(anything: Any) -> str:
     """Format the value of a setting."""
     if anything is None:
@@ -161,6 +166,7 @@ def environment() -> "Environment":
         "ago": ago,
         "clock": clock,
         "count": count,
+        "money": money,
         "percent": percent,
         "rate": rate,
         "rate_range": rate_range,

@@ -29,7 +29,18 @@ from .requests import (
     stored,
 )
 from .schema import require_known_parameters
-from .telemetry import bench_runs, blocks, doctor, events, history, log_lines, marks, newest_tick
+from .telemetry import (
+    bench_runs,
+    blocks,
+    doctor,
+    events,
+    history,
+    log_lines,
+    marks,
+    newest_tick,
+    request_outcomes,
+    usage,
+)
 
 admin_router = Router(
     "/admin/api",
@@ -68,6 +79,7 @@ admin_router = Router(
         recommended,
         replay_request,
         request_detail,
+        request_outcomes,
         requests,
         resume,
         search,
@@ -76,6 +88,7 @@ admin_router = Router(
         stored,
         forget_stored,
         unload_model,
+        usage,
     ],
     guards=[require_known_parameters],
     opt={"access": Access.ADMIN},

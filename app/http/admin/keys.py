@@ -18,7 +18,7 @@ from ...security.security import Security
 from ...security.sessions import TOKEN_LIFE
 from ...services import Services
 from ...store.record import StoreError
-from ...store.stored_answers import KeyUsage, usage_by_key
+from ...store.usage import KeyUsage, usage_by_key
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Telemetry for dashboards and `-f` commands: event feed, history, KV blocks, log lines."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -13,13 +14,15 @@ from litestar.datastructures import State
 from litestar.params import FromQuery, QueryParameter
 from msgspec import Struct
 
+from ...config.entries import find_price, find_target
 from ...control.controller import DaemonController
 from ...errors import ApiError
 from ...events import Event, Events
 from ...logging.setup import LEVEL_NAMES, LogEntry, tail
 from ...services import Services
+from ...store.usage import ModelUsage, Outcomes, outcomes, usage_by_model
 from ...telemetry.annotations import MOST, Annotation
-from ...telemetry.history import KEEP, is_series, step_for
+from ...telemetry.history import KEEP, is_series, resample, step_for
 from ...telemetry.kv_cache_map import Blocks
 from ...telemetry.snapshot import Tick
 from ..auth.credentials import identity_of
@@ -70,6 +73,7 @@ MOST_LINES = 5000
 DEFAULT_REACH = 600.0
 DEFAULT_CELLS = 512
 MOST_CELLS = 4096
+MOST_POINTS = 5000
 
 
 class TelemetryAnswer(Struct):
@@ -83,6 +87,12 @@ class TelemetryAnswer(Struct):
 class AnnotationsAnswer(Struct):
     marks: list[Annotation]
     """Newest first."""
+
+
+class UsageAnswer(Struct):
+    currency: str
+    usage: list[ModelUsage]
+    """Most requests first."""
 
 
 class BlockMaps(Struct):
@@ -105,9 +115,10 @@ async def history(
     series: FromQuery[str | None] = None,
     since: Since = None,
     step: FromQuery[int | None] = None,
+    points: Annotated[int | None, QueryParameter(ge=1, le=MOST_POINTS)] = None,
 ) -> TelemetryAnswer:
     """Return time series. `series`: names, comma separated; `since`: Unix seconds (default: ten
-    minutes ago).
+    minutes ago); `points`: at most so many at equal intervals, without the interval that has just begun.
     """
     services: Services = request.app.state.services
     begin = _begin(since)
@@ -119,7 +130,20 @@ async def history(
         if not is_series(name):
             raise ApiError(400, f"There is no series {name!r}.", "invalid_value", "series")
     chart = await services.telemetry.history.chart(step or step_for(time.time() - begin), int(begin), names)
+    if points is not None:
+        chart = resample(chart, int(begin), int(time.time()), points)
     return TelemetryAnswer(**asdict(chart))
+
+
+async def usage_of(services: Services, since: float) -> list[ModelUsage]:
+    """Usage since a Unix time, with the prices and targets that are set now."""
+    rules = services.settings.usage
+    return await usage_by_model(
+        services.request_log,
+        since,
+        lambda model: find_price(rules.prices, model),
+        lambda model: find_target(rules.targets, model),
+    )
 
 
 def _begin(since: float | None) -> float:
@@ -137,6 +161,27 @@ async def marks(
     """
     services: Services = request.app.state.services
     return AnnotationsAnswer(await services.telemetry.marks.since(_begin(since), limit))
+
+
+@get("/outcomes", name="admin_outcomes")
+async def request_outcomes(
+    request: Request[Any, Any, State],
+    since: Since = None,
+    points: Annotated[int, QueryParameter(ge=1, le=MOST_POINTS)] = 60,
+) -> Outcomes:
+    """Count requests by how they ended, in at most so many intervals. `since`: as for the history."""
+    services: Services = request.app.state.services
+    begin, now = int(_begin(since)), int(time.time())
+    step = max(1, math.ceil((now - begin) / points))
+    return await outcomes(services.request_log, begin, now, step)
+
+
+@get("/usage", name="admin_usage")
+async def usage(request: Request[Any, Any, State], since: Since = None) -> UsageAnswer:
+    """Return usage, cost and goodput by key and model. `since`: as for the history."""
+    services: Services = request.app.state.services
+    rules = services.settings.usage
+    return UsageAnswer(rules.currency, await usage_of(services, _begin(since)))
 
 
 @get("/blocks", name="admin_blocks")

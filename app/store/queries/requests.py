@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from sqlalchemy import Connection, Engine, delete, func, insert, text
+from sqlalchemy import Connection, Engine, TextClause, delete, func, insert, text
 from sqlmodel import Session, col, select
 
-from ..record import Content, RecordFilter, RequestRecord, to_json
+from ..record import NOT_NOW, Content, RecordFilter, RequestRecord, to_json
 from ..tables import ContentRow, RequestRow
 
 _FIELDS = tuple(f.name for f in fields(RequestRecord))
@@ -105,3 +105,48 @@ def by_key(engine: Engine) -> Sequence[Any]:
     """
     with engine.connect() as connection:
         return connection.execute(_BY_KEY).all()
+
+
+_FAILED = "(http_status >= 500 AND error_code NOT IN ('" + "', '".join(sorted(NOT_NOW)) + "'))"
+_REFUSED = "(http_status = 429 OR (http_status >= 500 AND NOT _FAILED_))"
+
+
+def _statement(sql: str) -> TextClause:
+    return text(sql.replace("_REFUSED_", _REFUSED).replace("_FAILED_", _FAILED))
+
+
+_BY_MODEL = _statement(
+    "SELECT key, model, count(*) AS requests, sum(_FAILED_) AS failed, sum(_REFUSED_) AS refused,"
+    " sum(prompt_tokens) AS tokens_in, sum(cached_tokens) AS tokens_cached, sum(output_tokens) AS tokens_out,"
+    " count(ttft_s) AS measured FROM request WHERE created >= :since"
+    " GROUP BY key, model ORDER BY requests DESC LIMIT 200"
+)
+_GOOD = _statement(
+    "SELECT key, count(*) FROM request WHERE created >= :since AND model = :model AND ttft_s <= :ttft"
+    " AND (tpot_s IS NULL OR tpot_s <= :tpot) GROUP BY key"
+)
+_OUTCOMES = _statement(
+    "SELECT CAST((created - :since) / :step AS INTEGER) AS interval, sum(http_status < 400) AS answered,"
+    " sum(_REFUSED_) AS refused, sum(_FAILED_) AS failed,"
+    " sum(http_status >= 400 AND http_status < 500 AND http_status != 429) AS caller"
+    " FROM request WHERE created >= :since GROUP BY interval"
+)
+
+
+def by_model(engine: Engine, since: float) -> Sequence[Any]:
+    """Usage per key and model since a Unix time, most requests first."""
+    with engine.connect() as connection:
+        return connection.execute(_BY_MODEL, {"since": since}).all()
+
+
+def count_good(engine: Engine, since: float, model: str, ttft: float, tpot: float) -> Sequence[Any]:
+    """Count (key, answers of a model within both latencies). An answer of one token has no time per token."""
+    values = {"since": since, "model": model, "ttft": ttft, "tpot": tpot}
+    with engine.connect() as connection:
+        return connection.execute(_GOOD, values).all()
+
+
+def outcomes(engine: Engine, since: int, step: int) -> Sequence[Any]:
+    """Count requests by outcome in each interval of `step` seconds from `since` on."""
+    with engine.connect() as connection:
+        return connection.execute(_OUTCOMES, {"since": since, "step": step}).all()

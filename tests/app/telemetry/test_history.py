@@ -5,7 +5,15 @@ import sqlite3
 import pytest
 
 from llmbox.app.store import RequestLog
-from llmbox.app.telemetry.history import KEEP, History, is_series, series_of, step_for
+from llmbox.app.telemetry.history import (
+    KEEP,
+    Chart,
+    History,
+    is_series,
+    resample,
+    series_of,
+    step_for,
+)
 from llmbox.app.telemetry.snapshot import NA, GpuReading, Gpus, Host, Tick, Totals
 
 NOON = 1_800_000_000
@@ -104,3 +112,19 @@ def test_only_what_is_known_is_kept():
     assert kept == {"running": 0, "waiting": 0, "open_requests": 0, "cpu": 0.5, "gpu0.power": 412.0}
     assert all(map(is_series, kept))
     assert not any(map(is_series, ("", "gpu", "gpu0.", "gpux.power", "requests", "gpu0.name")))
+
+
+def test_resampled_charts_have_neither_spikes_nor_slopes():
+    busy = range(NOON, NOON + 60)
+    times = [*busy, NOON + 120, NOON + 180]  # idle: one sample a minute
+    chart = Chart(1, times, {"rate": [100.0] * 60 + [0.0, 0.0]})
+    even = resample(chart, NOON, NOON + 185, 12)
+    assert (even.step, even.times) == (16, list(range(NOON, NOON + 176, 16)))  # the last 9 s are left out
+    assert even.series["rate"] == [100.0, 100.0, 100.0, 75.0, *[0.0] * 7]
+
+
+def test_resampled_charts_show_when_the_daemon_did_not_run():
+    chart = Chart(10, [NOON, NOON + 10, NOON + 500], {"cpu": [0.5, 0.5, 0.25], "ttft_p50": [None, 1.0, None]})
+    even = resample(chart, NOON, NOON + 520, 52)
+    assert even.series["cpu"] == [0.5, 0.5, *[None] * 48, 0.25, None]
+    assert even.series["ttft_p50"][:3] == [None, 1.0, None]

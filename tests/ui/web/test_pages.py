@@ -268,6 +268,24 @@ def test_settings_are_shown_as_a_difference_and_then_written(panel, signed_in):
     assert "After a restart: limits.queue" in signed_in.get("/admin/settings").text
 
 
+def test_the_overview_counts_usage_cost_and_goodput(panel, signed_in):
+    panel.complete()
+    assert "Set prices to see costs" in signed_in.get("/admin").text
+    token = csrf(signed_in.get("/admin/settings").text)
+    rules = {"usage.prices": "tiny=1000000/0, *=0/0", "usage.targets": "tiny=100000/100000"}
+    signed_in.post("/admin/settings/save", data={"csrf_token": token, **rules})
+    table = signed_in.get("/admin/usage?range=600").text.partition("By model")[2].partition("</table>")[0]
+    row = re.sub(r"<[^>]+>|\s+", " ", table.partition("tiny")[2])
+    rows = panel.box.api("usage?since=0")["usage"]
+    assert "100 %" in row
+    assert f"{sum(each['tokens_in'] for each in rows if each['model'] == 'tiny'):,.2f}" in row
+    assert "target of tiny" in signed_in.get("/admin").text
+    bad = signed_in.post("/admin/settings", data={"csrf_token": token, "usage.prices": "tiny=cheap"})
+    assert "prices such as" in bad.text
+    signed_in.post("/admin/settings/save", data={"csrf_token": token, **dict.fromkeys(rules, "")})
+    assert "Goodput" not in signed_in.get("/admin").text
+
+
 def test_live_pieces_come_over_one_stream(signed_in):
     with signed_in.stream("GET", "/admin/live/overview") as stream:
         names = set()

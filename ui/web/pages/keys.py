@@ -12,7 +12,7 @@ from llmbox.app.http.admin.keys import changing, revoke
 from llmbox.app.http.server.request import form_of
 from llmbox.app.security.key_store import view
 from llmbox.app.security.keys import ApiKey, KeySpec
-from llmbox.app.store.stored_answers import usage_by_key
+from llmbox.app.store.usage import usage_by_key
 
 from ..render import PanelRequest, done, page, panel_of
 

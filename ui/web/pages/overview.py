@@ -1,79 +1,100 @@
-"""Overview page: alerts, current load, charts of one day, devices, models."""
+"""Overview and telemetry pages: alerts, current load, charts, models, usage by model and by key, machine."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from litestar import Response, get
+from litestar import MediaType, Response, get
+from litestar.params import FromQuery
 
+from llmbox.app.config.entries import find_target
 from llmbox.app.http.admin.models import describe_all
+from llmbox.app.http.admin.telemetry import usage_of
+from llmbox.app.store.usage import ModelUsage
+from llmbox.app.telemetry.snapshot import NA, GpuReading
 
 from ..render import Panel, PanelRequest, page, panel_of, render
 
-WIDTH, HEIGHT = 240.0, 44.0
-
-
-def sparkline_path(values: Sequence[float | None]) -> str:
-    """Return the path of a line over WIDTH x HEIGHT, from zero to the largest value, with gaps at missing
-    values.
-
-    A lone value is a dot: a line of no length with round ends.
-    """
-    known = [value for value in values if value is not None]
-    if not known or len(values) < 2:
-        return ""
-    top = max(known) or 1.0
-    step = WIDTH / (len(values) - 1)
-    parts, pen_down = [], False
-    for index, value in enumerate(values):
-        if value is None:
-            pen_down = False
-            continue
-        y = HEIGHT - 2 - (HEIGHT - 4) * value / top
-        at = f"{index * step:.1f} {y:.1f}"
-        parts.append(f"L{at}" if pen_down else f"M{at}L{at}")
-        pen_down = True
-    return "".join(parts)
-
-
-def downsample(values: Sequence[float | None], most: int) -> list[float | None]:
-    """Downsample by means of neighbors, so that a day fits into a few hundred points."""
-    if len(values) <= most:
-        return list(values)
-    width = len(values) / most
-    groups = [values[int(i * width) : int((i + 1) * width)] for i in range(most)]
-    means: list[float | None] = []
-    for group in groups:
-        known = [value for value in group if value is not None]
-        means.append(sum(known) / len(known) if known else None)
-    return means
-
-
-DAY = 86400
-CHARTS = (
-    ("tokens_out", "Output tokens / s", "rate"),
-    ("ttft_p95", "Time to first token, p95", "span"),
-    ("kv_used", "KV cache in use", "percent"),
-    ("error_rate", "Failed requests", "percent"),
+RANGES = (
+    ("600", "10 min"),
+    ("3600", "1 h"),
+    ("21600", "6 h"),
+    ("86400", "24 h"),
+    ("604800", "7 d"),
+    ("2592000", "30 d"),
 )
+MOST_MARKS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class DayChart:
-    """Chart of one metric over a day, as an SVG path."""
+class Plot:
+    """Plot of time series. `series` holds names of the history with labels; `unit` is the format of
+    values.
+    """
 
-    label: str
-    kind: str
-    path: str
-    most: float | None
+    title: str
+    unit: str
+    series: tuple[tuple[str, str], ...]
+    note: str = "No requests in this time."
+    """Text where there are no values."""
+    lines: tuple[tuple[float, str], ...] = ()
+    """Horizontal lines at a value, with labels."""
+
+
+OUTCOMES = Plot(
+    "Requests by outcome",
+    "count",
+    (("answered", "answered"), ("refused", "refused"), ("caller", "callers' errors"), ("failed", "failed")),
+    "No requests in this time. Each one that ends is counted here.",
+)
+"""Its series are those of `/admin/api/outcomes`, drawn as stacked bars."""
+TOKENS = Plot("Tokens a second", "rate", (("tokens_out", "output"), ("tokens_in", "input")))
+TTFT = Plot("Time to first token", "seconds", (("ttft_p50", "p50"), ("ttft_p95", "p95")))
+TPOT = Plot("Time per output token", "seconds", (("tpot_p50", "p50"), ("tpot_p95", "p95")))
+LOAD = Plot("Load", "count", (("running", "running"), ("waiting", "waiting")))
+CACHES = Plot("KV cache and prefix cache", "share", (("kv_used", "KV in use"), ("prefix_hit", "prefix hits")))
+PLOTS = (
+    OUTCOMES,
+    TOKENS,
+    TTFT,
+    TPOT,
+    LOAD,
+    CACHES,
+    Plot("Failed requests, over five minutes", "share", (("error_rate", "failed"),)),
+    Plot("Processor", "share", (("cpu", "CPU"),), "The daemon did not run in this time."),
+    Plot("Memory available", "bytes", (("memory_available", "memory"),), "The daemon did not run."),
+    Plot("Disk free", "bytes", (("disk_free", "disk"),), "The daemon did not run in this time."),
+)
+GPU_PLOTS = (
+    ("utilisation", "share", "utilisation"),
+    ("memory used by llmbox", "bytes", "memory_ours"),
+    ("memory used by others", "bytes", "memory_others"),
+    ("temperature", "degrees", "temperature"),
+    ("power", "watts", "power"),
+    ("clock", "megahertz", "clock_sm"),
+    ("PCIe in, a second", "bytes", "pcie_in"),
+    ("PCIe out, a second", "bytes", "pcie_out"),
+    ("NVLink in, a second", "bytes", "nvlink_in"),
+    ("NVLink out, a second", "bytes", "nvlink_out"),
+)
+"""(title, unit, series) of plots with one line for each GPU."""
 
 
 @get("/", name="panel_overview")
-async def overview_page(request: PanelRequest) -> Response[str]:
+async def overview_page(request: PanelRequest, range: FromQuery[str] = "86400") -> Response[str]:  # noqa: A002 - as in the URL
     panel = panel_of(request)
-    values = await _now(panel)
-    return page(request, "overview.html", "overview", charts=await _day(panel), **values)
+    chosen = _range(range, "86400")
+    return page(
+        request,
+        "overview/overview.html",
+        "overview",
+        plots=_with_targets(panel, (OUTCOMES, TOKENS, TTFT, TPOT, LOAD, CACHES)),
+        ranges=RANGES,
+        chosen=chosen,
+        **await _now(panel),
+        **await _usage(panel, chosen),
+    )
 
 
 async def overview_pieces(panel: Panel) -> dict[str, str]:
@@ -83,23 +104,87 @@ async def overview_pieces(panel: Panel) -> dict[str, str]:
     return {name: render(template, panel, **values) for name, template in templates.items()}
 
 
+@get("/usage", name="panel_usage")
+async def usage_piece(request: PanelRequest, range: FromQuery[str] = "86400") -> Response[str]:  # noqa: A002 - as in the URL
+    """Usage by model and by key: asked for anew four times a minute, as it reads the request log."""
+    panel = panel_of(request)
+    html = render("overview/usage.html", panel, **await _usage(panel, _range(range, "86400")))
+    return Response(html, media_type=MediaType.HTML)
+
+
 async def _now(panel: Panel) -> dict[str, Any]:
     tick = await panel.services.telemetry.newest()
     rates = {each.model: each for each in tick.error_rates}
     return {"tick": tick, "models": describe_all(panel.control), "rates": rates}
 
 
-async def _day(panel: Panel) -> list[DayChart]:
-    since = int(time.time()) - DAY
-    names = [name for name, _, _ in CHARTS]
-    chart = await panel.services.telemetry.history.chart(60, since, names)
-    by_minute = {moment: index for index, moment in enumerate(chart.times)}
-    minutes = range(since // 60 * 60, int(time.time()) + 1, 60)
-    made = []
-    for name, label, kind in CHARTS:
-        column = chart.series[name]
-        values = [column[by_minute[minute]] if minute in by_minute else None for minute in minutes]
-        known = [value for value in values if value is not None]
-        path = sparkline_path(downsample(values, 240))
-        made.append(DayChart(label, kind, path, max(known) if known else None))
-    return made
+async def _usage(panel: Panel, chosen: str) -> dict[str, Any]:
+    rows = await usage_of(panel.services, time.time() - int(chosen))
+    rules = panel.services.settings.usage
+    return {
+        "by_model": _sum(rows, "model"),
+        "by_key": _sum(rows, "key"),
+        "currency": rules.currency,
+        "priced": bool(rules.prices),
+        "targeted": bool(rules.targets),
+        "since": chosen,
+        "range_label": dict(RANGES)[chosen],
+    }
+
+
+def _sum(rows: list[ModelUsage], by: str) -> list[dict[str, Any]]:
+    """Sum the rows by `model` or `key`, most requests first. `aimed` counts answers with a target."""
+    totals: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = getattr(row, by)
+        total = totals.setdefault(name, {"name": name, "cost": None, "good": None, "aimed": 0})
+        for field in ("requests", "failed", "refused", "tokens_in", "tokens_cached", "tokens_out"):
+            total[field] = total.get(field, 0) + getattr(row, field)
+        if row.cost is not None:
+            total["cost"] = (total["cost"] or 0.0) + row.cost
+        if row.good is not None:
+            total["good"] = (total["good"] or 0) + row.good
+            total["aimed"] += row.measured
+    return sorted(totals.values(), key=lambda each: -each["requests"])
+
+
+def _with_targets(panel: Panel, plots: tuple[Plot, ...]) -> Iterator[Plot]:
+    """Draw the latency targets of the loaded models as lines in the charts of latencies."""
+    names = [model.name for model in describe_all(panel.control)]
+    rules = panel.services.settings.usage.targets
+    targets = {name: found for name in names if (found := find_target(rules, name))}
+    for plot in plots:
+        field = {"Time to first token": "ttft", "Time per output token": "tpot"}.get(plot.title)
+        lines = {getattr(each, field): name for name, each in targets.items()} if field else {}
+        yield replace(plot, lines=tuple((value, f"target of {name}") for value, name in lines.items()))
+
+
+def _range(text: str, default: str) -> str:
+    return text if text in dict(RANGES) else default
+
+
+@get("/telemetry", name="panel_telemetry")
+async def telemetry_page(request: PanelRequest, range: FromQuery[str] = "600") -> Response[str]:  # noqa: A002 - as in the URL
+    panel = panel_of(request)
+    tick = await panel.services.telemetry.newest()
+    chosen = _range(range, "600")
+    marks = await panel.services.telemetry.marks.since(tick.time - int(chosen))
+    return page(
+        request,
+        "overview/telemetry.html",
+        "telemetry",
+        plots=[*_with_targets(panel, PLOTS), *_gpu_plots(tick.gpus.devices)],
+        ranges=RANGES,
+        chosen=chosen,
+        tick=tick,
+        marks=marks[:MOST_MARKS],
+    )
+
+
+def _gpu_plots(gpus: tuple[GpuReading, ...]) -> Iterator[Plot]:
+    for title, unit, name in GPU_PLOTS if gpus else ():
+        lines = tuple((f"gpu{gpu.index}.{name}", f"GPU {gpu.index}") for gpu in gpus)
+        known = any(getattr(gpu, name) is not NA for gpu in gpus)
+        problem = next((f"GPU {gpu.index}: {gpu.problem}." for gpu in gpus if gpu.problem), "")
+        note = "No readings in this time." if known else problem or f"{gpus[0].name} does not report it."
+        yield Plot(f"GPU {title}", unit, lines, note)

@@ -1,0 +1,76 @@
+"""Entries of settings that are lists: how they are checked, and what those of the form `MODEL=A/B` say.
+
+`MODEL` may be a glob such as `qwen*`; the first entry that matches a model's name counts.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from ipaddress import ip_network
+
+_NUMBER = r"\d{1,9}(?:\.\d{1,6})?"
+_ENTRY = re.compile(rf"(?P<model>[^=\s,]{{1,200}})=(?P<first>{_NUMBER})/(?P<second>{_NUMBER})")
+is_entry = _ENTRY.fullmatch
+EntryCheck = tuple[Callable[[str], object], str]
+"""Check of a list entry, and the description of valid entries for error messages."""
+
+
+def is_network(text: str) -> bool:
+    """Return whether `text` is an IP address or network."""
+    try:
+        ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
+
+
+ORIGIN: EntryCheck = (
+    re.compile(r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?").fullmatch,
+    "origins such as https://chat.example or http://localhost:3000; '*' is not one: name each",
+)
+PRICE: EntryCheck = (
+    is_entry,
+    "prices such as qwen*=0.10/0.40: a model, a million tokens of input, a million of output",
+)
+TARGET: EntryCheck = (is_entry, "targets such as qwen*=800/50: a model, milliseconds to a token, per token")
+NETWORK: EntryCheck = (is_network, "IP addresses or networks such as 127.0.0.1, 10.0.0.0/8 or fd00::/8")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrice:
+    """Price of a million tokens, in the currency of `usage.currency`."""
+
+    input: float
+    output: float
+
+    def cost(self, tokens_in: int, tokens_out: int) -> float:
+        return (tokens_in * self.input + tokens_out * self.output) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTarget:
+    """Longest time to first token and time per output token of a good answer, in seconds."""
+
+    ttft: float
+    tpot: float
+
+
+def find_price(entries: Sequence[str], model: str) -> TokenPrice | None:
+    """Find the price of a model's tokens in `usage.prices`."""
+    found = _find(entries, model)
+    return None if found is None else TokenPrice(*found)
+
+
+def find_target(entries: Sequence[str], model: str) -> LatencyTarget | None:
+    """Find the latency target of a model in `usage.targets`, which is in milliseconds."""
+    found = _find(entries, model)
+    return None if found is None else LatencyTarget(found[0] / 1000, found[1] / 1000)
+
+
+def _find(entries: Sequence[str], model: str) -> tuple[float, float] | None:
+    for entry in entries:
+        parts = is_entry(entry)
+        if parts is not None and fnmatchcase(model, parts["model"]):
+            return float(parts["first"]), float(parts["second"])
+    return None
