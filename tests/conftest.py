@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.lanes import FAST, NIGHTLY, ProcessGuard, examples, why_not_fast
+from support.time_limit import time_limit
 
 # One cache of compiled kernels for all test processes and for later runs; also for daemons and engines that
 # tests start, whose own cache folders are new each time.
@@ -39,6 +40,9 @@ settings.register_profile("nightly", _PATIENT, derandomize=False, print_blob=Tru
 settings.load_profile(os.environ.get("LLMBOX_TEST_PROFILE", "suite"))
 
 
+LIMIT = 3600.0 if NIGHTLY else 480.0
+"""Seconds for one test with its fixtures, far beyond what any takes on a busy machine."""
+
 _guard = ProcessGuard()
 if FAST:
     _guard.install()
@@ -53,7 +57,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_runtest_protocol() -> Iterator[None]:
     _guard.armed = True
     try:
-        return (yield)
+        with time_limit(LIMIT):
+            return (yield)
     finally:
         _guard.armed = False
 

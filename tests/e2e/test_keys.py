@@ -1,9 +1,9 @@
 """Keys by the command line, the admin API and the official client, against a daemon with the fake engine."""
 
 import json
-import resource
 import stat
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -264,7 +264,8 @@ def ask(url: str, secret: str = "", **headers: str) -> int:
     if secret:
         headers["Authorization"] = f"Bearer {secret}"
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return int(answer.status)
     except HTTPError as error:
         return error.code
@@ -391,9 +392,12 @@ def test_a_file_that_may_not_grow_keeps_the_old_keys(box: Box) -> None:
     secret = box.run("key", "add", "laptop").out.strip()
     before = box.paths.keys_file.read_bytes()
     limit = len(before) + 20
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2);"
     done = subprocess.run(
-        box.command("key", "add", "other", "--model", "x" * 150),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        [
+            *(sys.executable, "-S", "-c", limited + "os.execv(sys.argv[2], sys.argv[2:])", str(limit)),
+            *box.command("key", "add", "other", "--model", "x" * 150),
+        ],
         env=box.environ,
         capture_output=True,
         text=True,

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
-import signal
 import socket
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from support.time_limit import time_limit
 
 PATIENCE: Final = 60.0
 
@@ -31,17 +32,6 @@ def make_odd(path: Path, kind: str) -> None:
 KINDS: Final = ("a FIFO", "a directory", "a device", "a socket")
 
 
-@contextlib.contextmanager
-def no_hanging() -> Iterator[None]:
-    """Raises TimeoutError inside the block where it takes too long. Only in the main thread."""
-
-    def give_up(*_: Any) -> None:
-        raise TimeoutError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+def no_hanging() -> AbstractContextManager[None]:
+    """Fail what takes too long in the block."""
+    return time_limit(PATIENCE)

@@ -251,13 +251,13 @@ class FakeApi:
     def push(self, kind: str, data: Any) -> None:
         with self._arrived:
             self._waiting.append((kind, msgspec.to_builtins(data)))
-            self._arrived.notify()
+            self._arrived.notify_all()
 
     def break_off(self) -> None:
         """The daemon is gone, for now."""
         with self._arrived:
             self._broken = True
-            self._arrived.notify()
+            self._arrived.notify_all()
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
         while True:
@@ -274,4 +274,4 @@ class FakeApi:
     def close(self) -> None:
         with self._arrived:
             self._closed = True
-            self._arrived.notify()
+            self._arrived.notify_all()

@@ -69,11 +69,10 @@ async def running(store, route, *, most_at_once=4, most_bytes=1 << 20):
 
 
 async def ended(store, batch):
-    while True:
-        found = await store.get(batch.kind, batch.owner, batch.id)
-        if found.ended is not None:
-            return found
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(180):
+        while (found := await store.get(batch.kind, batch.owner, batch.id)).ended is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return found
 
 
 async def test_every_request_is_answered_once_and_a_bounded_number_runs_at_once(store):

@@ -444,8 +444,7 @@ async def test_what_is_loaded_on_gpus_takes_no_memory_of_the_machine(tmp_path: P
         house.model("a", load_delay=0.2)
         house.device = "cuda"
         loading = asyncio.ensure_future(house.engines.load(house.config("a")))
-        while not house.residency.residents("cuda"):  # noqa: ASYNC110 - promised as its engine starts
-            await asyncio.sleep(0.01)
+        await until(lambda: house.residency.residents("cuda"))  # promised as its engine starts
         assert house.residency.residents("cpu") == []
         await loading
         assert [each.name for each in house.residency.residents("cuda")] == ["a"]
@@ -505,8 +504,7 @@ async def test_a_request_by_an_alias_waits_for_the_load_that_another_began(tmp_p
     async with opened(tmp_path) as house:
         house.registry.set_alias("poet", Alias("a", {}))
         first = asyncio.create_task(house.residency.find("a"))
-        while not house.engines.loading():  # noqa: ASYNC110 - no event says so
-            await asyncio.sleep(0)
+        await until(house.engines.loading)
         assert (await house.residency.find("poet")).name == (await first).name == "a"
 
 

@@ -34,7 +34,7 @@ def test_up_is_idempotent_and_down_leaves_nothing(box: Box):
     assert second.json["schema"] == "llmbox.up/1"
     assert second.json["started"] is False
     assert second.json["models"] == [{"name": "tiny", "state": "ready", "context": 4096}]
-    with urllib.request.urlopen(second.json["url"].replace("/v1", "/health")) as answer:
+    with urllib.request.urlopen(second.json["url"].replace("/v1", "/health"), timeout=PATIENCE) as answer:
         assert json.load(answer) == {"status": "ok"}
     running = box.running
     assert running is not None
@@ -155,7 +155,7 @@ def test_the_api_answers_while_the_model_loads(box: Box):
     assert status["ready"] is False
     assert "loading" in status["cause"]
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"{status['url']}/ready")
+        urllib.request.urlopen(f"{status['url']}/ready", timeout=PATIENCE)
     assert caught.value.code == 503
     waited = box.run("up", box.folder / "models" / "tiny", "--timeout", "0.2")
     assert waited.code == Exit.FAILED
@@ -345,7 +345,7 @@ def test_the_admin_api_is_closed_on_tcp(box: Box):
     assert running is not None
     for path in ("status", "models", "requests", "stats", "config", "events"):
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{running.url}/admin/api/{path}")
+            urllib.request.urlopen(f"{running.url}/admin/api/{path}", timeout=PATIENCE)
         assert caught.value.code == 401
 
 

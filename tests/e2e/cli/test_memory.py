@@ -60,7 +60,7 @@ def test_a_request_loads_a_model_and_idleness_unloads_it(served: Box):
 def listed(box: Box) -> dict[str, dict[str, Any]]:
     running = box.running
     assert running is not None
-    with urllib.request.urlopen(running.url + "/v1/models") as answer:
+    with urllib.request.urlopen(running.url + "/v1/models", timeout=PATIENCE) as answer:
         return {model["id"]: model for model in json.load(answer)["data"]}
 
 
@@ -162,7 +162,7 @@ def test_one_meaning_of_a_name(served: Box):
     }
     assert found["poet"]["context_window"] == 64
     for name in ("tiny", "poet", "bard"):
-        with urllib.request.urlopen(f"{running.url}/v1/models/{name}") as answer:
+        with urllib.request.urlopen(f"{running.url}/v1/models/{name}", timeout=PATIENCE) as answer:
             assert json.load(answer)["id"] == name
         assert served.run("load", name).code == 0, name
         assert served.run("show", name, "--json").json["loaded"]["name"] == "tiny"

@@ -452,8 +452,8 @@ def test_a_client_that_leaves_ends_the_work(server):
                     extra_body={"ignore_eos": True},
                 )
             )
-            while not await asyncio.to_thread(live, server):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(until, lambda: job.done() or live(server))
+            assert stream or not job.done()
             if stream:
                 await (await job).close()
             job.cancel()

@@ -23,5 +23,6 @@ def test_tokens_of_ranks_are_those_of_one(tmp_path, ranks, vocab):
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]

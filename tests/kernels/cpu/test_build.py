@@ -3,12 +3,11 @@
 import ctypes
 import fcntl
 import logging
-import multiprocessing
 import os
 import subprocess
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from llmbox.kernels.cpu.ffi import open_library
 from llmbox.kernels.cpu.isa import LEVELS, cpu_flags, usable_levels
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import UnknownBackend, native_ready, select_ops
+from support.cli_box import until
 
 CPU = torch.device("cpu")
 LEVEL = LEVELS[-1]
@@ -77,16 +77,11 @@ def test_a_wait_for_a_build_of_another_process_is_told(tiny: Path, told: list[tu
     tiny.mkdir(mode=0o700)
     with (tiny / "build.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        release = threading.Timer(0.0, lambda: (wait_until(lambda: told), fcntl.flock(other, fcntl.LOCK_UN)))
+        release = threading.Thread(target=lambda: (until(lambda: told), fcntl.flock(other, fcntl.LOCK_UN)))
         release.start()
         build.library_path(LEVEL)
         release.join()
     assert told == [(0, 0), (0, 2), (1, 2), (2, 2)]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.001)
 
 
 def test_another_source_is_another_library(tiny: Path) -> None:
@@ -116,19 +111,21 @@ def test_a_damaged_library_is_built_again(tiny: Path, damage: str) -> None:
     assert answer(build.library_path(LEVEL)) == 42
 
 
-def build_and_report(results: "multiprocessing.Queue[int]") -> None:
-    results.put(answer(build.library_path(LEVEL)))
+BUILD = """
+import ctypes, sys
+from pathlib import Path
+from llmbox.kernels.cpu import build, compiling
+from llmbox.kernels.cpu.isa import LEVELS
+
+compiling.SOURCES = Path(sys.argv[1])
+print(ctypes.CDLL(str(build.library_path(LEVELS[-1]))).llmbox_answer())
+"""
 
 
-def test_two_processes_at_once(tiny: Path) -> None:
-    fork = multiprocessing.get_context("fork")  # the small source must be seen
-    results: multiprocessing.Queue[int] = fork.Queue()
-    children = [fork.Process(target=build_and_report, args=(results,)) for _ in range(3)]
-    for child in children:
-        child.start()
-    assert [results.get(timeout=300) for _ in children] == [42, 42, 42]
-    for child in children:
-        child.join()
+def test_processes_that_build_at_once(tiny: Path) -> None:
+    command = [sys.executable, "-P", "-c", BUILD, str(compiling.SOURCES)]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [child.communicate(timeout=300)[0] for child in children] == ["42\n"] * 3
     assert sorted(path.suffix for path in tiny.iterdir()) == [".lock", ".so"]
 
 

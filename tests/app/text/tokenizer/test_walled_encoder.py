@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 
 import pytest
 
@@ -13,6 +14,7 @@ from llmbox.app.text.tokenizer import walled_encoder
 from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
 from llmbox.app.text.tokenizer.walled_encoder import WalledEncoder
 from llmbox.engine.errors import ModelError
+from support.engines import until
 from support.hostile_tokenizers import BACKTRACKING, HARMLESS, PANICKING, doubling, replace, with_steps
 from support.tokenizers_zoo import CHATML, byte_level, write_text_files
 
@@ -94,19 +96,20 @@ def test_nothing_is_left_after_close(loaded):
 
 
 async def test_the_loop_turns_and_the_line_ends_somewhere(loaded, monkeypatch):
-    monkeypatch.setattr(walled_encoder, "WAIT_SECONDS", 0.05)
     model = loaded(HARMLESS)
-    release = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    begun, release = threading.Event(), threading.Event()
 
     def hold() -> str:
-        asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+        begun.set()
+        assert release.wait(60)
         return "done"
 
     held = asyncio.create_task(model.off_loop(1, hold))
-    await asyncio.sleep(0)
-    with pytest.raises(ApiError) as busy:
-        await model.off_loop(1, lambda: model.encode("x"))
+    await until(begun.is_set)
+    with monkeypatch.context() as patch:
+        patch.setattr(walled_encoder, "WAIT_SECONDS", 0.05)
+        with pytest.raises(ApiError) as busy:
+            await model.off_loop(1, lambda: model.encode("x"))
     assert (busy.value.status, busy.value.code) == (503, "workers_busy")
     release.set()
     assert await held == "done"
