@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.security.key_store import KeyStore
+from llmbox.app.security.key_store import KeyStore, LastUsed
 from llmbox.app.security.keys import KeySpec
+from llmbox.app.security.quotas import QuotaLedger
 from llmbox.app.store.queries import requests as request_queries
 from llmbox.app.store.queries import telemetry as telemetry_queries
 from llmbox.app.store.record import RequestRecord
@@ -112,9 +113,15 @@ def seed(folder: Path, now: float) -> None:
     )
     draw_number = random.Random(7)
     keys = KeyStore(paths.keys_file)
-    keys.add(KeySpec(name="web-shop", rpm=600, tpm=200_000, priority=-10))
-    keys.add(KeySpec(name="alice-laptop", models=("builtin",), log_content=True))
-    keys.add(KeySpec(name="nightly-batch", priority=50, expires=now + 20 * DAY))
+    shop, _ = keys.add(KeySpec(name="web-shop", rpm=600, tokens_day=200_000, budget_month=1.0, priority=-10))
+    alice, _ = keys.add(KeySpec(name="alice-laptop", models=("builtin",), log_content=True))
+    keys.add(KeySpec(name="nightly-batch", priority=50, requests_day=100, expires=now + 20 * DAY))
+    ledger, used = QuotaLedger(paths.keys_quota_file), LastUsed(paths.keys_used_file)
+    ledger.of(shop.id).add(161_400, 0.31)
+    used.note(shop.id)
+    used.note(alice.id)
+    ledger.close()
+    used.close()
     database = open_database(paths.request_db)
     moments = sorted(now - 60 - draw_number.random() ** 2 * 7 * DAY for _ in range(1500))
     request_queries.add(database, [(make_record(draw_number, at, i), None) for i, at in enumerate(moments)])

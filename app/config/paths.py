@@ -96,6 +96,11 @@ class Paths:
         return self.data_dir / "keys-used.json"
 
     @property
+    def keys_quota_file(self) -> Path:
+        """Requests, tokens and cost of each key in this day and month."""
+        return self.data_dir / "keys-quota.json"
+
+    @property
     def history_file(self) -> Path:
         return self.state_dir / "chat_history"
 

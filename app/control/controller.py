@@ -270,6 +270,7 @@ class DaemonController:
             return
         self.loaded = loaded
         self.services.settings = loaded.settings
+        self.services.gateway.prices = loaded.settings.usage.prices
         logs.set_level(loaded.settings.log)
         self.residency.failed.clear()
         waiting = self.pending_restart()

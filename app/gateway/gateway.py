@@ -13,6 +13,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, ModelInfo
 from llmbox.engine.sampling_params import SamplingParams
 
+from ..config.entries import TokenPrice, find_price
 from ..config.settings import Settings
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
@@ -69,6 +70,8 @@ class Gateway:
     ) -> None:
         self.engines = engines
         self.limits = settings.limits
+        self.prices = settings.usage.prices
+        """Prices of tokens, for the budgets of keys; a reload sets them anew."""
         self.templates = TemplatePool()
         self.grammars = GrammarPool()
         self._log = log
@@ -149,7 +152,7 @@ class Gateway:
                 param="request_id",
             )
         messages = self._messages(generation)
-        reservation = _reserve_tokens(generation, messages)
+        reservation = _reserve_tokens(generation, messages, find_price(self.prices, generation.model.name))
         submitted = (
             ChoiceStream(index, generation, supervisor.submit(message))
             for index, message in enumerate(messages)
@@ -206,8 +209,10 @@ class Gateway:
         self._observer.on_end(record, request.reason)
 
 
-def _reserve_tokens(generation: Generation, messages: list[AddRequest]) -> TokenReservation | None:
-    """Reserve the request's tokens in its key's rate limit. Raises ApiError 429."""
+def _reserve_tokens(
+    generation: Generation, messages: list[AddRequest], price: TokenPrice | None
+) -> TokenReservation | None:
+    """Reserve the request's tokens in its key's rate limit and quotas. Raises ApiError 429."""
     if generation.meter is None:
         return None
     unbounded = generation.max_tokens is None and generation.params.pooling is None
@@ -215,6 +220,7 @@ def _reserve_tokens(generation: Generation, messages: list[AddRequest]) -> Token
         sum(map(len, generation.prompts)),
         sum(message.params.max_tokens for message in messages),
         choices=len(messages) if unbounded else 0,
+        price=price,
     )
 
 

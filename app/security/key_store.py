@@ -5,11 +5,8 @@ journal and can be read with any editor. The command line and the daemon both ch
 check its stamp first, so a revoked key is refused from the next request on.
 """
 
-import contextlib
 import hmac
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +14,10 @@ from pathlib import Path
 import msgspec
 
 from ..errors import CliError, Exit
-from ..util.atomic_file import locked, write_whole
+from ..util.atomic_file import DelayedFile, locked, write_whole
 from ..util.formatting import did_you_mean
-from .keys import ApiKey, KeySpec, digest_of, display_of, is_name, new_id, new_secret
+from .keys import ApiKey, KeyChange, KeySpec, digest_of, display_of, is_name, new_id, new_secret
+from .quotas import QuotaLedger, QuotaView, views
 
 log = logging.getLogger("llmbox.security")
 
@@ -141,6 +139,19 @@ class KeyStore:
         log.info("key %s has a new secret", name)
         return changed[0], secret
 
+    def change(self, name: str, change: KeyChange) -> ApiKey:
+        """Change limits and permissions of a key; its secret stays. Raises CliError (exit 4)."""
+        changed: list[ApiKey] = []
+
+        def edit(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+            old = _find(keys, name)
+            changed[:] = [msgspec.structs.replace(old, **change.values())]
+            return tuple(changed[0] if key is old else key for key in keys)
+
+        self._change(edit)
+        log.info("key %s is changed: %s", name, ", ".join(change.values()) or "nothing")
+        return changed[0]
+
     # ------------------------------------------------------------------ the file
 
     def _try_refresh(self) -> None:
@@ -228,17 +239,15 @@ class LastUsed:
     """Time of last use of each key. `note` is called for every request and costs a dictionary entry."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self._path = file
         self._times: dict[str, float] | None = None
-        self._due: threading.Timer | None = None
-        self._lock = threading.Lock()
+        self._file = DelayedFile(
+            file, EVERY, lambda: msgspec.json.encode(dict(self._known())), "when keys were last used"
+        )
 
     def note(self, key_id: str) -> None:
         self._known()[key_id] = time.time()
-        if self._due is None:
-            self._due = threading.Timer(EVERY, self.write)
-            self._due.daemon = True
-            self._due.start()
+        self._file.touch()
 
     def of(self, key_id: str) -> float | None:
         """Time of last use in Unix seconds."""
@@ -248,28 +257,15 @@ class LastUsed:
         self._known().pop(key_id, None)
 
     def write(self) -> None:
-        with self._lock:
-            self._due = None
-            fresh = self._file.with_suffix(".new")
-            try:
-                handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-                with open(handle, "wb") as out:  # noqa: PTH123 - a descriptor
-                    out.write(msgspec.json.encode(dict(self._known())))
-                fresh.replace(self._file)
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    fresh.unlink(missing_ok=True)
-                log.warning("when keys were last used could not be written: %s", error.strerror or error)
+        self._file.write()
 
     def close(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self.write()
+        self._file.close()
 
     def _known(self) -> dict[str, float]:
         if self._times is None:
             try:
-                self._times = msgspec.json.decode(self._file.read_bytes(), type=dict[str, float])
+                self._times = msgspec.json.decode(self._path.read_bytes(), type=dict[str, float])
             except (OSError, msgspec.MsgspecError, UnicodeError):
                 self._times = {}
         return self._times
@@ -292,10 +288,23 @@ class KeyView(msgspec.Struct, kw_only=True):
     created: float
     rotated: float | None
     last_used: float | None
+    requests_day: int | None
+    requests_month: int | None
+    tokens_day: int | None
+    tokens_month: int | None
+    budget_day: float | None
+    budget_month: float | None
+    quotas: list[QuotaView]
+    """Quotas and budgets that are set, with what is used of them."""
 
 
-def view(key: ApiKey, used: LastUsed) -> KeyView:
+def view(key: ApiKey, used: LastUsed, ledger: QuotaLedger) -> KeyView:
     """Make the view of a key."""
     fields = msgspec.structs.asdict(key)
     del fields["digest"]
-    return KeyView(**fields, expired=key.is_expired(), last_used=used.of(key.id))
+    return KeyView(
+        **fields,
+        expired=key.is_expired(),
+        last_used=used.of(key.id),
+        quotas=list(views(key, ledger.of(key.id))),
+    )

@@ -8,9 +8,9 @@ import re
 import secrets
 import time
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 Scope = Literal["infer", "read", "admin"]
 """Scopes: `infer` uses models, `read` reads metrics, `admin` does everything."""
@@ -26,6 +26,8 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
 _Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 _Pattern = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$(?!\n)")]
 _Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+_Total = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
+_Amount = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class KeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,10 +43,38 @@ class KeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Requests per minute."""
     tpm: _Count | None = None
     """Tokens per minute, of prompts and answers together."""
+    requests_day: _Total | None = None
+    requests_month: _Total | None = None
+    tokens_day: _Total | None = None
+    """Tokens of prompts and answers together, in a calendar day of UTC."""
+    tokens_month: _Total | None = None
+    budget_day: _Amount | None = None
+    """Cost by `usage.prices`, in a calendar day of UTC."""
+    budget_month: _Amount | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Lower goes first; a request may only rank itself behind it."""
     log_content: bool = False
     """Prompts and answers may be kept."""
+
+
+class KeyChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Changes of a key: what is unset stays, None takes a limit away."""
+
+    models: Annotated[tuple[_Pattern, ...], Meta(max_length=64)] | UnsetType = UNSET
+    expires: Annotated[float, Meta(gt=0, lt=1e11)] | UnsetType | None = UNSET
+    rpm: _Count | UnsetType | None = UNSET
+    tpm: _Count | UnsetType | None = UNSET
+    requests_day: _Total | UnsetType | None = UNSET
+    requests_month: _Total | UnsetType | None = UNSET
+    tokens_day: _Total | UnsetType | None = UNSET
+    tokens_month: _Total | UnsetType | None = UNSET
+    budget_day: _Amount | UnsetType | None = UNSET
+    budget_month: _Amount | UnsetType | None = UNSET
+    priority: Annotated[int, Meta(ge=-100, le=100)] | UnsetType = UNSET
+    log_content: bool | UnsetType = UNSET
+
+    def values(self) -> dict[str, Any]:
+        return {name: value for name, value in structs.asdict(self).items() if value is not UNSET}
 
 
 class ApiKey(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,8 +8,10 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
+from ..config.entries import TokenPrice
 from ..errors import ApiError
 from .keys import ApiKey
+from .quotas import KeyQuota, QuotaLedger, QuotaReservation
 
 Clock = Callable[[], float]
 
@@ -62,10 +64,13 @@ class Bucket:
 
 
 class Meter:
-    """Rate limits of one key."""
+    """Rate limits and quotas of one key."""
 
-    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, clock: Clock = time.monotonic, quota: KeyQuota | None = None) -> None:
         self.limits = (key.rpm, key.tpm)
+        self.key = key
+        """The key as it is now; its quotas may change while its buckets stay."""
+        self._quota = quota
         self._requests = None if key.rpm is None else Bucket(key.rpm, clock)
         self._tokens = None if key.tpm is None else Bucket(key.tpm, clock)
 
@@ -73,12 +78,30 @@ class Meter:
         """Take one request. Raises ApiError 429."""
         if self._requests is not None and (wait := self._requests.take(1)):
             raise _limited("requests", self._requests.capacity, wait)
+        if self._quota is not None:
+            self._quota.take_request(self.key)
 
-    def reserve_tokens(self, prompt: int, output: int, choices: int = 0) -> "TokenReservation":
+    def reserve_tokens(
+        self, prompt: int, output: int, choices: int = 0, price: TokenPrice | None = None
+    ) -> "TokenReservation":
         """Reserve tokens for a prompt and the longest answer to it. Raises ApiError 429.
 
         `choices`: number of choices without a limit of their own; they get an estimate within `output`.
+        `price`: price of the model's tokens, for the key's budgets.
         """
+        reserved = self._reserve_in_bucket(prompt, output, choices)
+        if self._quota is None:
+            return reserved
+        if choices:
+            output = min(output, choices * UNSTATED_OUTPUT)
+        try:
+            reserved.quota = self._quota.reserve(self.key, prompt, output, price, is_estimate=choices > 0)
+        except ApiError:
+            reserved.cancel(prompt)
+            raise
+        return reserved
+
+    def _reserve_in_bucket(self, prompt: int, output: int, choices: int) -> "TokenReservation":
         if self._tokens is None:
             return TokenReservation(None, 0)
         if choices:
@@ -104,6 +127,7 @@ class TokenReservation:
         self._bucket = bucket
         self._left = output
         self._is_settled = False
+        self.quota: QuotaReservation | None = None
 
     def spend(self, count: int) -> None:
         """Count tokens of the answer as they come. Tokens beyond an estimate are charged at once."""
@@ -111,30 +135,41 @@ class TokenReservation:
         if self._left < 0 and self._bucket is not None:
             self._bucket.spend(-self._left)
             self._left = 0
+        if self.quota is not None:
+            self.quota.spend(count)
 
     def settle(self) -> None:
         """End the request. Only the first call counts."""
-        if self._bucket is not None and not self._is_settled:
+        if self._is_settled:
+            return
+        if self._bucket is not None:
             self._bucket.spend(-self._left)
+        if self.quota is not None:
+            self.quota.settle()
         self._is_settled = True
 
     def cancel(self, prompt: int) -> None:
         """Cancel a request that never ran: its `prompt` tokens are returned too."""
         self._left += prompt
+        if self.quota is not None:
+            self.quota.spend_prompt(-prompt)
         self.settle()
 
 
 class Meters:
     """One meter per key, kept as long as the key's limits do not change."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic, ledger: QuotaLedger | None = None) -> None:
         self._clock = clock
+        self._ledger = ledger
         self._by_key: dict[str, Meter] = {}
 
     def of(self, key: ApiKey) -> Meter:
         meter = self._by_key.get(key.id)
         if meter is None or meter.limits != (key.rpm, key.tpm):
-            meter = self._by_key[key.id] = Meter(key, self._clock)
+            quota = None if self._ledger is None else self._ledger.of(key.id)
+            meter = self._by_key[key.id] = Meter(key, self._clock, quota)
+        meter.key = key
         return meter
 
     def forget(self, key: ApiKey) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from .identity import Identity
 from .key_store import KeyStore, LastUsed
 from .keys import ApiKey
+from .quotas import QuotaLedger
 from .rate_limit import Meters
 from .sessions import PATH, BackOff, OneTimeTokens, Session, Sessions
 
@@ -18,6 +19,7 @@ class Security:
 
     keys: KeyStore
     used: LastUsed
+    quotas: QuotaLedger
     meters: Meters
     sessions: Sessions
     tokens: OneTimeTokens
@@ -26,10 +28,12 @@ class Security:
     @classmethod
     def of(cls, keys_file: Path, used_file: Path, clock: Callable[[], float] = time.monotonic) -> "Security":
         """Build from files. `clock` counts seconds and never goes back."""
+        quotas = QuotaLedger(used_file.with_name("keys-quota.json"))
         return cls(
             KeyStore(keys_file),
             LastUsed(used_file),
-            Meters(clock),
+            quotas,
+            Meters(clock, quotas),
             Sessions(clock),
             OneTimeTokens(clock),
             BackOff(clock),
@@ -101,10 +105,12 @@ class Security:
         key = self.keys.remove(name)
         self.meters.forget(key)
         self.used.forget(key.id)
+        self.quotas.forget(key.id)
         return key
 
     def close(self) -> None:
         self.used.close()
+        self.quotas.close()
 
     def _is_valid(self, session: Session) -> bool:
         """Return whether a session is valid. One opened with a key ends with the key."""

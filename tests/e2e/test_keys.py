@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
 
+import httpx
 import openai
 import pytest
 
@@ -20,7 +21,7 @@ from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError, Exit
 from llmbox.app.lifecycle.program import Program
 from llmbox.app.security.key_store import KeyStore
-from llmbox.app.security.keys import ApiKey, KeySpec
+from llmbox.app.security.keys import ApiKey, KeyChange, KeySpec
 from llmbox.app.store.record import RecordFilter
 from support.cli_box import PATIENCE, Box, box, until
 from support.fake_engine import write_model
@@ -164,6 +165,47 @@ def test_an_answer_in_one_piece_ends_with_its_key_too(server: Server) -> None:
         server.services.security.keys.remove("laptop")
         with pytest.raises(openai.AuthenticationError, match="revoked"):
             answer.result(PATIENCE)
+
+
+def test_quotas_are_refused_in_each_dialects_words(server: Server) -> None:
+    key, client = make(server, requests_day=4, budget_month=1.0)
+    secret = client.api_key
+    with ThreadPoolExecutor(8) as pool:  # together they do not get more than there is
+        asked = list(pool.map(lambda _: attempt(lambda: chat(client)), range(8)))
+    assert [error is None for error in asked].count(True) == 4
+    assert {error.code for error in asked if error} == {"insufficient_quota"}
+    with pytest.raises(openai.RateLimitError) as caught:
+        chat(client)
+    assert caught.value.response.headers["x-should-retry"] == "false"  # official clients heed it
+    assert caught.value.type == "insufficient_quota"
+    assert "quota of 4 requests a day is used up. It resets at " in caught.value.message
+    assert 0 < int(caught.value.response.headers["retry-after"]) <= 86_400
+    anthropic = post(server, "/v1/messages", secret, {"model": "alpha", "max_tokens": 4, "messages": PROMPT})
+    assert anthropic.status_code == 429
+    assert anthropic.json()["error"]["type"] == "rate_limit_error"
+    ollama = post(server, "/api/chat", secret, {"model": "alpha", "messages": PROMPT, "stream": False})
+    assert (ollama.status_code, list(ollama.json())) == (429, ["error"])
+    assert "resets at" in ollama.json()["error"]
+    server.services.security.keys.change(key.name, KeyChange(requests_day=None))
+    server.services.gateway.prices = ("alpha=0/1000000",)  # 1 a token
+    refused = attempt(lambda: client.chat.completions.create(model="alpha", max_tokens=2, messages=PROMPT))
+    assert refused is not None
+    assert "budget of 1 a month has 1 left; this request reserves" in refused.message
+    server.services.gateway.prices = ()
+    assert chat(client).choices
+
+
+def attempt(call: Callable[[], object]) -> openai.RateLimitError | None:
+    try:
+        call()
+    except openai.RateLimitError as error:
+        return error
+    return None
+
+
+def post(server: Server, path: str, secret: str, body: dict[str, Any]) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {secret}"}
+    return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=PATIENCE)
 
 
 def test_tokens_a_minute(server: Server) -> None:

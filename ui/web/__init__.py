@@ -8,7 +8,7 @@ from llmbox.app.http.auth.guard import Access
 from .live import live
 from .pages.chat import chat_page
 from .pages.first_run import first_run_page
-from .pages.keys import add_key, keys_page, revoke_key, rotate_key
+from .pages.keys import add_key, change_limits, keys_page, revoke_key, rotate_key
 from .pages.memory import memory_page
 from .pages.model_detail import add_alias, model_page, plan_piece, remove_alias, template_preview
 from .pages.models import (
@@ -47,6 +47,7 @@ panel_routes: list[ControllerRouterHandler] = [
             bundle,
             cancel_request,
             change_download,
+            change_limits,
             chat_page,
             checks_piece,
             discover_page,

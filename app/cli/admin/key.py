@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HEADERS = (
     "NAME", "KEY", "SCOPES", "MODELS", "EXPIRES", "RPM", "TPM",
-    "REQUESTS", "TOKENS IN", "TOKENS OUT", "LAST USED",
+    "QUOTAS", "REQUESTS", "TOKENS IN", "TOKENS OUT", "LAST USED",
 )  # fmt: skip
 UNITS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
@@ -47,9 +47,51 @@ class Expiry(click.ParamType[float]):
         return when
 
 
+class Limit(click.ParamType[float | None]):
+    """Number above 0; `none` takes a limit away."""
+
+    name = "limit"
+
+    def __init__(self, *, whole: bool = True) -> None:
+        self._whole = whole
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+        text = str(value).replace("_", "").replace(",", "")
+        if text == "none":
+            return None
+        try:
+            number = int(text) if self._whole else float(text)
+        except ValueError:
+            self.fail(f"{text[:40]!r} is neither a number nor none", param, ctx)
+        if not 0 < number <= 1e12:
+            self.fail(f"{text[:40]} is not above 0", param, ctx)
+        return number
+
+
+LIMITS = (
+    ("--rpm", "requests a minute"),
+    ("--tpm", "tokens a minute, prompts and answers together"),
+    ("--requests-day", "requests a day"),
+    ("--requests-month", "requests a month"),
+    ("--tokens-day", "tokens a day"),
+    ("--tokens-month", "tokens a month"),
+)
+BUDGETS = (("--budget-day", "a day"), ("--budget-month", "a month"))
+
+
+def limit_options(command: Any) -> Any:
+    """Add the options of limits to a command. Days and months are those of UTC."""
+    for flag, what in reversed(BUDGETS):
+        text = f"Most cost {what}, by usage.prices."
+        command = click.option(flag, type=Limit(whole=False), metavar="AMOUNT", help=text)(command)
+    for flag, what in reversed(LIMITS):
+        command = click.option(flag, type=Limit(), metavar="N", help=f"Most {what}.")(command)
+    return command
+
+
 @click.group(cls=CommandGroup)
 def key() -> None:
-    """API keys: make, list, rotate, revoke.
+    """API keys: make, list, change, rotate, revoke.
 
     Changes take effect at the next request, also in a running daemon.
     """
@@ -70,8 +112,7 @@ def key() -> None:
     "--model", "models", metavar="NAME", multiple=True, help="Only these models; globs such as 'qwen*'."
 )
 @click.option("--expires", type=Expiry(), metavar="WHEN", help="12h, 30d, 8w, or a day: 2030-12-31.")
-@click.option("--rpm", type=int, metavar="N", help="Most requests a minute.")
-@click.option("--tpm", type=int, metavar="N", help="Most tokens a minute, prompts and answers together.")
+@limit_options
 @click.option(
     "--priority",
     type=int,
@@ -95,6 +136,39 @@ def add(program: Program, /, *, as_json: bool, **fields: Any) -> None:
     program.paths.create()
     made, secret = _store(program).add(spec)
     _print_secret(program, made, secret, as_json=as_json)
+
+
+@key.command("set", cls=Command)
+@click.argument("name")
+@limit_options
+@click.option(
+    "--priority", type=int, metavar="N", help="Priority: lower is served first, below 0 is premium."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def set_(program: Program, /, *, name: str, as_json: bool, **limits: Any) -> None:
+    """Change limits of a key; its secret stays. The value none takes a limit away."""
+    import msgspec
+
+    from ...security.keys import KeyChange
+
+    context = click.get_current_context()
+    given = {each: limits[each] for each in limits if is_given(context, each)}
+    if not given:
+        raise CliError("nothing to change", "no limit is named", "llmbox key set --help", Exit.USAGE)
+    try:
+        change = msgspec.convert(given, KeyChange)
+    except msgspec.ValidationError as error:
+        raise _bad(name, str(error), "change") from None
+    changed = _store(program).change(name, change)
+    if as_json:
+        output.write_json("key", {"key": _view(program, changed)})
+    else:
+        output.say(f"{name} is changed: {', '.join(each.replace('_', ' ') for each in given)}.")
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 @key.command(cls=Command)
@@ -137,14 +211,14 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
     store = _store(program)
     store.check()
     usage = {} if quiet else _usage(program)
-    rows = [{**_view(each, _used(program)), "usage": usage.get(each.name)} for each in store.list()]
+    rows = [{**_view(program, each), "usage": usage.get(each.name)} for each in store.list()]
     if as_json:
         output.write_json("keys", {"keys": rows})
     elif quiet:
         for row in rows:
             output.write(row["name"])
     elif rows:
-        output.table(HEADERS, [_row(row) for row in rows], right=(5, 6, 7, 8, 9))
+        output.table(HEADERS, [_row(row) for row in rows], right=(5, 6, 8, 9, 10))
     else:
         output.say("There are no keys. On this machine none is needed; make one with llmbox key add NAME.")
 
@@ -163,7 +237,7 @@ def _forget_stored(program: Program) -> None:
 
 def _print_secret(program: Program, key: "ApiKey", secret: str, *, as_json: bool) -> None:
     if as_json:
-        output.write_json("key", {"key": _view(key, _used(program)), "secret": secret})
+        output.write_json("key", {"key": _view(program, key), "secret": secret})
         return
     output.say(f"Key {key.name} ({', '.join(key.scopes)}). This is the only time that it is shown:")
     output.write(secret)
@@ -180,17 +254,24 @@ def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
         "expired" if row["expired"] else expires,
         row["rpm"] or "-",
         row["tpm"] or "-",
+        ", ".join(_quota(each) for each in row["quotas"]) or "-",
         *(usage.get(name, "-") for name in ("requests", "tokens_in", "tokens_out")),
         "never" if row["last_used"] is None else formatting.clock(row["last_used"]),
     )
 
 
-def _view(key: "ApiKey", used: "LastUsed") -> dict[str, Any]:
+def _quota(row: Mapping[str, Any]) -> str:
+    return f"{row['used']:.4g} of {row['limit']:.10g} {row['kind']}/{row['period']}"
+
+
+def _view(program: Program, key: "ApiKey") -> dict[str, Any]:
     import msgspec
 
     from ...security.key_store import view
+    from ...security.quotas import QuotaLedger
 
-    told: dict[str, Any] = msgspec.to_builtins(view(key, used))
+    ledger = QuotaLedger(program.paths.keys_quota_file)
+    told: dict[str, Any] = msgspec.to_builtins(view(key, _used(program), ledger))
     return told
 
 
@@ -215,12 +296,12 @@ def _used(program: Program) -> "LastUsed":
     return LastUsed(program.paths.keys_used_file)
 
 
-def _bad(name: str, why: str) -> CliError:
+def _bad(name: str, why: str, verb: str = "make") -> CliError:
     text, _, place = why.partition(" - at ")
     field = place.strip("`$.").partition("[")[0]
     if field == "name":
         text = "at most 64 letters, digits, dots, dashes and underscores, a letter or digit first"
     where = f"{field}: " if field else ""
     return CliError(
-        f"cannot make the key {name[:64]!r}", f"{where}{text[:200]}", "llmbox key add --help", Exit.USAGE
+        f"cannot {verb} the key {name[:64]!r}", f"{where}{text[:200]}", "llmbox key --help", Exit.USAGE
     )

@@ -4,7 +4,7 @@ from litestar import Router
 
 from ..auth.guard import Access
 from .conversations import conversation, conversations, delete_conversation, save_conversation
-from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
+from .keys import add_key, change_key, keys, revoke_key, rotate_key, sign_in_link
 from .library import (
     cancel_download,
     delete_models,
@@ -46,6 +46,7 @@ admin_router = Router(
     "/admin/api",
     route_handlers=[
         add_key,
+        change_key,
         keys,
         revoke_key,
         rotate_key,

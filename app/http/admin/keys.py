@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from litestar import Request, delete, get, post
+from litestar import Request, delete, get, patch, post
 from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 from msgspec import Struct
@@ -13,7 +13,7 @@ from msgspec import Struct
 from ...control.controller import DaemonController
 from ...errors import ApiError, CliError, Exit
 from ...security.key_store import KeyView, view
-from ...security.keys import ApiKey, KeySpec
+from ...security.keys import ApiKey, KeyChange, KeySpec
 from ...security.security import Security
 from ...security.sessions import TOKEN_LIFE
 from ...services import Services
@@ -59,7 +59,7 @@ async def keys(request: Request[Any, Any, State]) -> Keys:
     usage = await usage_by_key(services.request_log)
     known = security.keys.list()
     return Keys(
-        [view(key, security.used) for key in known],
+        [view(key, security.used, security.quotas) for key in known],
         {key.name: usage[key.name] for key in known if key.name in usage},
     )
 
@@ -68,7 +68,7 @@ async def keys(request: Request[Any, Any, State]) -> Keys:
 async def add_key(request: Request[Any, Any, State], data: JSONBody[KeySpec]) -> NewKey:
     security = _security(request)
     key, secret = await changing(lambda: security.keys.add(data))
-    return NewKey(view(key, security.used), secret)
+    return NewKey(view(key, security.used, security.quotas), secret)
 
 
 @post("/keys/{name:str}/rotate", status_code=200, name="admin_key_rotate")
@@ -76,7 +76,17 @@ async def rotate_key(request: Request[Any, Any, State], name: FromPath[str]) -> 
     """Give a key a new secret; the old one is refused from now on."""
     security = _security(request)
     key, secret = await changing(lambda: security.keys.rotate(name))
-    return NewKey(view(key, security.used), secret)
+    return NewKey(view(key, security.used, security.quotas), secret)
+
+
+@patch("/keys/{name:str}", name="admin_key_change")
+async def change_key(
+    request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[KeyChange]
+) -> KeyView:
+    """Change limits, quotas and permissions of a key; null takes a limit away. Its secret stays."""
+    security = _security(request)
+    key = await changing(lambda: security.keys.change(name, data))
+    return view(key, security.used, security.quotas)
 
 
 @delete("/keys/{name:str}", status_code=200, name="admin_key_revoke")

@@ -223,8 +223,19 @@ def test_what_a_key_used_is_told(panel, signed_in):
     panel.logged(asked.json()["id"])
     used = asked.json()["usage"]
     page = signed_in.get("/admin/keys").text
-    assert f"{used['prompt_tokens']} <small>tokens in</small> 5 <small>out" in page
+    assert f"{used['prompt_tokens']} <small>tokens in</small>, 5 <small>out" in page
     assert "only times, counts and parameters" in page
+    token = csrf(page)
+    limits = {"csrf_token": token, "tokens_day": "1,000", "budget_month": "2.5"}
+    changed = signed_in.post("/admin/keys/worker/limits", data=limits).text
+    assert f"{sum((used['prompt_tokens'], 5))} of 1,000 tokens this day" in changed
+    assert "0 of 2.50 USD this month" in changed.replace("0.00", "0")
+    assert (
+        "must be a whole number"
+        in signed_in.post("/admin/keys/worker/limits", data=limits | {"rpm": "few"}).text
+    )
+    cleared = signed_in.post("/admin/keys/worker/limits", data={"csrf_token": token}).text
+    assert "this day" not in cleared
     (row,) = [row for row in panel.box.run("key", "ls", "--json").json["keys"] if row["name"] == "worker"]
     assert (row["usage"]["requests"], row["usage"]["tokens_out"]) == (1, 5)
     panel.box.run("key", "rm", "worker", "--yes")

@@ -11,13 +11,24 @@ from llmbox.app.errors import ApiError
 from llmbox.app.http.admin.keys import changing, revoke
 from llmbox.app.http.server.request import form_of
 from llmbox.app.security.key_store import view
-from llmbox.app.security.keys import ApiKey, KeySpec
+from llmbox.app.security.keys import ApiKey, KeyChange, KeySpec
 from llmbox.app.store.usage import usage_by_key
 
 from ..render import PanelRequest, done, page, panel_of
 
 BACK = "/admin/keys"
 DAY = 86400.0
+LIMITS = (
+    ("rpm", "Requests a minute", ""),
+    ("requests_day", "Requests a day", ""),
+    ("requests_month", "Requests a month", ""),
+    ("tpm", "Tokens a minute", "Prompts and answers together."),
+    ("tokens_day", "Tokens a day", ""),
+    ("tokens_month", "Tokens a month", ""),
+    ("budget_day", "Budget a day", ""),
+    ("budget_month", "Budget a month", ""),
+)
+"""(field of a key, label, hint) of its limits."""
 LIVES = (("", "Never"), ("1", "In a day"), ("30", "In 30 days"), ("90", "In 90 days"), ("365", "In a year"))
 
 
@@ -36,6 +47,22 @@ async def add_key(request: PanelRequest) -> Response[str]:
     except ApiError as error:
         return await _page(request, error.status, problem=error.message, form=form)
     return await _page(request, 201, made=key, secret=secret)
+
+
+@post("/keys/{name:str}/limits", status_code=200, name="panel_key_limits")
+async def change_limits(request: PanelRequest, name: FromPath[str]) -> Response[str]:
+    """Replace all limits of a key by those of the form: an empty field takes one away."""
+    form = await form_of(request)
+    keys = panel_of(request).services.security.keys
+    values: dict[str, Any] = {field: None for field, _, _ in LIMITS} | _limits(form)
+    if priority := form.get("priority", "").strip():
+        values["priority"] = _whole(priority, "priority")
+    try:
+        change = msgspec.convert(values, KeyChange)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, _format_error(str(error)), "invalid_value") from error
+    await changing(lambda: keys.change(name, change))
+    return done(request, BACK, f"Changed the limits of {name}. They apply from the next request on.")
 
 
 @post("/keys/{name:str}/rotate", status_code=200, name="panel_key_rotate")
@@ -67,7 +94,10 @@ async def _page(
         "keys.html",
         "keys",
         status,
-        keys=[view(key, security.used) for key in security.keys.list()],
+        keys=[view(key, security.used, security.quotas) for key in security.keys.list()],
+        limits=LIMITS,
+        currency=panel.services.settings.usage.currency,
+        priced=bool(panel.services.settings.usage.prices),
         usage=await usage_by_key(panel.services.request_log),
         made=made,
         secret=secret,
@@ -86,15 +116,32 @@ def _spec(form: dict[str, str]) -> KeySpec:
         "models": form.get("models", "").replace(",", " ").split(),
         "log_content": bool(form.get("log_content")),
     }
-    for name in ("rpm", "tpm", "priority"):
-        if text := form.get(name, "").strip():
-            values[name] = _whole(text, name)
+    values |= _limits(form)
+    if text := form.get("priority", "").strip():
+        values["priority"] = _whole(text, "priority")
     if days := form.get("expires", ""):
         values["expires"] = time.time() + _whole(days, "expires") * DAY
     try:
         return msgspec.convert(values, KeySpec)
     except msgspec.ValidationError as error:
         raise ApiError(400, _format_error(str(error)), "invalid_value") from error
+
+
+def _limits(form: dict[str, str]) -> dict[str, float]:
+    """Read the limits that the form sets. Raises ApiError."""
+    given = {field: form.get(field, "").strip().replace(",", "") for field, _, _ in LIMITS}
+    return {
+        field: _amount(text, field) if field.startswith("budget") else _whole(text, field)
+        for field, text in given.items()
+        if text
+    }
+
+
+def _amount(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ApiError(400, f"{name} must be a number, not {text[:40]!r}.", "invalid_value") from None
 
 
 def _format_error(text: str) -> str:
