@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help up down test test-fast test-installed test-clients check format docs metrics screenshots pictures bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
+.PHONY: help up down test test-fast test-installed test-clients check format docs metrics screenshots pictures bench soak fuzz nightly gpu-check gpu-compile bench-peers release clean
 up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
@@ -85,6 +85,11 @@ gpu-check: ## correctness and speed on a GPU; writes gpu-check.md
 # The kernels' machine code for GPUs that are not here. ARGS="--targets 89 --group attention" and the like.
 gpu-compile: ## the kernels' machine code for GPUs that are not here
 	PYTHONPATH=packaging/tree:tests $(PYTHON) -m gpu.compile $(ARGS)
+
+# Wheel, .deb, .rpm, man pages, SBOM, checksums: into dist/. LLMBOX_WHEEL_KERNELS=none skips compiling kernels.
+release: .venv/dev ## build what a release consists of into dist/
+	$(BIN)/pip install --quiet --constraint packaging/constraints.txt --requirement packaging/release-requirements.txt
+	$(BIN)/python packaging/release.py $(ARGS)
 
 clean: ## remove the environment and builds
 	rm -rf .venv build dist

@@ -17,6 +17,9 @@ from .. import output
 from ..output import require_consent
 from .lifecycle import stop
 
+PACKAGE_HOME = Path("/opt/llmbox")
+"""Environment of the .deb and the .rpm (packaging/release.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class UninstallItem:
@@ -152,4 +155,6 @@ def how_to_remove_program() -> str:
         return "uv tool uninstall llmbox"
     if "pipx" in place.parts:
         return "pipx uninstall llmbox"
+    if place == PACKAGE_HOME:
+        return "apt remove llmbox" if shutil.which("apt") else "dnf remove llmbox"
     return f"{sys.executable} -m pip uninstall llmbox"

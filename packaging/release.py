@@ -1,0 +1,184 @@
+"""Build a release into a folder: sdist, wheel, .deb, .rpm, man pages, a bill of materials and SHA256SUMS.
+
+The .deb and the .rpm hold a virtual environment under /opt/llmbox with every dependency, on the system's own
+Python of the same minor version: installing one needs no network. Which build of torch goes in is pip's
+choice; set PIP_INDEX_URL or PIP_EXTRA_INDEX_URL for one without CUDA.
+
+By hand: `make release`, or `python packaging/release.py --out dist`.
+"""
+
+import argparse
+import gzip
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from man_pages import write_pages
+
+from llmbox import __version__
+
+ROOT = Path(__file__).parents[1]
+LINUX = ROOT / "packaging" / "linux"
+CONSTRAINTS = ROOT / "packaging" / "constraints.txt"
+HOME = Path("/opt/llmbox")
+"""Where the packages put the environment."""
+LAUNCHER = """\
+#!{home}/bin/python3 -sP
+from llmbox.app.main import main
+
+main()
+"""
+COMPLETIONS = {
+    "bash": "bash-completion/completions/llmbox",
+    "zsh": "zsh/vendor-completions/_llmbox",
+    "fish": "fish/vendor_completions.d/llmbox.fish",
+}
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Names of nfpm for `platform.machine()`."""
+
+
+def build_release(out: Path, python: Path, extra: Iterable[str] = ()) -> list[Path]:
+    """Build everything into `out`. Returns its files.
+
+    python: the system's interpreter that the packages will run on.
+    extra: arguments for pip, such as `--no-deps`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    _run(sys.executable, "-m", "build", "--outdir", out, ROOT)
+    wheel = next(out.glob(f"llmbox-{__version__}-*.whl"))
+    with tempfile.TemporaryDirectory(prefix="llmbox-release-") as folder:
+        stage = Path(folder)
+        make_environment(stage, wheel, python, extra)
+        make_shared_files(stage / "share")
+        _pack_man_pages(stage / "share" / "man", out / f"llmbox-{__version__}-man.tar.gz")
+        for kind in ("deb", "rpm"):
+            make_package(kind, stage, python_version(python), out)
+        make_bill_of_materials(stage, out / f"llmbox-{__version__}.cdx.json")
+    return [*_files(out), write_checksums(out)]
+
+
+def make_environment(stage: Path, wheel: Path, python: Path, extra: Iterable[str] = ()) -> None:
+    """Install `wheel` and its dependencies as they will lie under /opt/llmbox."""
+    home = stage / HOME.relative_to("/")
+    _run(python, "-m", "venv", "--without-pip", "--symlinks", home)
+    inside = home / "bin" / "python3"
+    _run(
+        *(sys.executable, "-m", "pip", "--python", inside, "install", "--quiet", "--no-compile"),
+        *("--constraint", CONSTRAINTS, *extra, wheel),
+    )
+    for script in home.joinpath("bin").iterdir():
+        if not script.is_symlink():  # activation and entry points, with the stage's path in them
+            script.unlink()
+    launcher = home / "bin" / "llmbox"
+    launcher.write_text(LAUNCHER.format(home=HOME))
+    launcher.chmod(0o755)
+    config = home / "pyvenv.cfg"
+    lines = [line for line in config.read_text().splitlines() if not line.startswith("command")]
+    config.write_text("\n".join(lines) + "\n")
+    # Daemons cannot write there: without compiled modules every start would compile them again. Some packages
+    # ship templates that are no Python.
+    options = ("-q", "-q", "-s", stage, "--invalidation-mode", "unchecked-hash")
+    _run(inside, "-m", "compileall", *options, home / "lib", check=False)
+
+
+def make_shared_files(share: Path) -> None:
+    """Write man pages, completions and the license as they lie under /usr/share."""
+    for page in write_pages(share / "man" / "man1"):
+        page.with_name(f"{page.name}.gz").write_bytes(gzip.compress(page.read_bytes(), mtime=0))
+        page.unlink()
+    for shell, name in COMPLETIONS.items():
+        path = share / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_run(sys.executable, "-P", "-m", "llmbox", "completion", shell))
+    license_file = share / "doc" / "llmbox" / "copyright"
+    license_file.parent.mkdir(parents=True)
+    shutil.copyfile(ROOT / "LICENSE", license_file)
+
+
+def make_package(kind: str, stage: Path, version: tuple[int, int], out: Path) -> None:
+    """Build the package of `kind` (deb or rpm) with nfpm."""
+    major, minor = version
+    variables = {
+        "ARCH": ARCHITECTURES[platform.machine()],
+        "LINUX": str(LINUX),
+        "NEXT_PYTHON": f"{major}.{minor + 1}",
+        "PYTHON": f"{major}.{minor}",
+        "STAGE": str(stage),
+        "VERSION": __version__,
+    }
+    text = LINUX.joinpath("nfpm.yaml").read_text("utf-8")
+    for name, value in variables.items():  # nfpm itself fills in some of the fields alone
+        text = text.replace("${" + name + "}", value)
+    config = stage / f"{kind}.yaml"
+    config.write_text(text, "utf-8")
+    _run(tool("nfpm"), "package", "--config", config, "--packager", kind, "--target", f"{out}/")
+
+
+def make_bill_of_materials(stage: Path, path: Path) -> None:
+    """Write what the environment is made of, as CycloneDX JSON."""
+    inside = stage / HOME.relative_to("/") / "bin" / "python3"
+    _run(tool("cyclonedx-py"), "environment", "--output-reproducible", "-o", path, inside)
+
+
+def write_checksums(out: Path) -> Path:
+    """Write SHA256SUMS, which `sha256sum --check` reads."""
+    path = out / "SHA256SUMS"
+    path.unlink(missing_ok=True)
+    lines = []
+    for file in _files(out):
+        with file.open("rb") as opened:
+            lines.append(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.name}\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def python_version(python: Path) -> tuple[int, int]:
+    """Minor version of an interpreter: the packages' modules are for no other."""
+    major, minor = _run(python, "-c", "import sys; print(*sys.version_info[:2])").split()
+    return int(major), int(minor)
+
+
+def tool(name: str) -> Path:
+    """Path of a tool that release-requirements.txt brings."""
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        sys.exit(f"{name} is missing; install it with: pip install -r packaging/release-requirements.txt")
+    return path
+
+
+def _pack_man_pages(folder: Path, path: Path) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(folder, "man")
+
+
+def _files(out: Path) -> list[Path]:
+    return sorted(path for path in out.iterdir() if path.is_file() and __version__ in path.name)
+
+
+def _run(*command: object, check: bool = True) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, check=False, text=True, stdout=subprocess.PIPE)
+    if check and done.returncode != 0:
+        sys.exit(f"{' '.join(words[:4])} … ended with {done.returncode}")
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the files")
+    parser.add_argument(
+        "--python", type=Path, default=Path("/usr/bin/python3"), help="interpreter that the packages run on"
+    )
+    options = parser.parse_args()
+    for path in build_release(options.out.resolve(), options.python):
+        print(f"{path.stat().st_size:>12,}  {path.name}")
+
+
+if __name__ == "__main__":
+    main()
