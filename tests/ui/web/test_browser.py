@@ -103,12 +103,18 @@ def test_a_key_lives_and_ends(window: Window):
 def test_settings_show_what_changes_before_it_does(window: Window):
     window.open("/admin/settings")
     page = window.page
-    assert page.get_by_label("port", exact=True).is_disabled()
-    page.get_by_label("queue", exact=True).fill("99")
+    assert page.get_by_label("Port", exact=True).is_disabled()
+    page.get_by_label("Search settings").fill("one more gets 429")
+    page.get_by_text("1 setting matches").wait_for()
+    assert page.get_by_label("Port", exact=True).is_hidden()
+    page.get_by_label("Queue of a model", exact=True).fill("99")
     page.get_by_role("button", name="Review changes").click()
     assert page.locator("ins").all_text_contents() == ["99"]
     page.get_by_role("button", name="Save").click()
     page.get_by_text("After a restart: limits.queue").wait_for()
+    page.get_by_label("changed from the default").check()
+    assert page.get_by_label("Queue of a model", exact=True).is_visible()
+    assert page.get_by_label("Listen address", exact=True).is_hidden()
     assert "queue = 99" in window.panel.box.paths.config_file.read_text()
 
 

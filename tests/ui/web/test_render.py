@@ -2,7 +2,9 @@
 
 import pytest
 
+from llmbox.app.config.schema import SECTIONS, schema
 from llmbox.app.telemetry.snapshot import NA, Totals
+from llmbox.ui.web.pages.settings import SECTION_TITLES, TITLES
 from llmbox.ui.web.render import NONE, environment, percent
 from support.snapshots import idle_tick, tick
 
@@ -40,3 +42,9 @@ def test_each_bar_of_memory_says_what_it_shows():
     page = piece("boxes", tick=tick())
     assert "Memory in use: 16 %" in page
     assert "Memory: ours 61 %, others 3 %" in page
+
+
+def test_each_setting_and_section_has_a_plain_name():
+    assert TITLES.keys() == schema().keys()
+    assert SECTION_TITLES.keys() == SECTIONS.keys()
+    assert len(set(TITLES.values())) == len(TITLES)

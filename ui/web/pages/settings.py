@@ -23,6 +23,104 @@ LOCKED = {"env": "set in the environment", "flag": "set on the command line"}
 ORIGINS = {"default": "built in", "user": "your file", "system": "the system's file", **LOCKED}
 
 
+SECTION_TITLES = {
+    "server": ("Access and start", "Addresses, who may connect, what is loaded at start"),
+    "usage": ("Prices and targets", "Costs, budgets and goodput on the overview"),
+    "model": ("Model defaults", "How models are loaded where a load does not say otherwise"),
+    "memory": ("Memory", "How much models may take, and how long they stay"),
+    "hub": ("Downloads", "Bandwidth, and models that requests may fetch"),
+    "requests": ("Request log and kept data", "What is kept, and for how long"),
+    "limits": ("Limits of requests", "Sizes, time limits, connections and queues"),
+    "log": ("Daemon log", "Level, size and number of files"),
+    "cache": ("Packed weights on disk", "Disk that loads are sped up with"),
+}
+"""Title and description by section of the file, in the order of the page."""
+TITLES = {
+    "server.host": "Listen address",
+    "server.port": "Port",
+    "server.models": "Models loaded at start",
+    "server.allowed_hosts": "Further host names",
+    "server.cors_origins": "Web pages that may use the API",
+    "server.trusted_proxies": "Trusted reverse proxies",
+    "server.require_key": "Require a key on this machine",
+    "server.drain_timeout": "Time for open requests at shutdown",
+    "server.restart_cooldown": "Pause before a crashed model starts again",
+    "server.restart_cooldown_max": "Longest such pause",
+    "usage.prices": "Token prices",
+    "usage.currency": "Currency",
+    "usage.targets": "Latency targets",
+    "limits.body_bytes": "Request body",
+    "limits.file_bytes": "Uploaded file",
+    "limits.header_line_bytes": "Header line",
+    "limits.header_count": "Headers",
+    "limits.header_timeout": "Time to send headers",
+    "limits.body_timeout": "Time to send a body",
+    "limits.idle_timeout": "Idle connections",
+    "limits.connections": "Connections",
+    "limits.connections_per_address": "Connections of one machine",
+    "limits.json_depth": "Nesting of JSON",
+    "limits.messages": "Messages of a chat",
+    "limits.tools": "Tools of a chat",
+    "limits.stop_strings": "Stop strings",
+    "limits.stop_string_bytes": "Length of a stop string",
+    "limits.logit_bias": "Entries of logit_bias",
+    "limits.grammar_bytes": "Schema or grammar",
+    "limits.additional_properties": "Open JSON schemas",
+    "limits.choices": "Answers of one request",
+    "limits.request_timeout": "Time limit of an answer",
+    "limits.first_token_timeout": "Time limit of the first token",
+    "limits.queue": "Queue of a model",
+    "limits.queue_per_key": "Queue places of a key",
+    "limits.stream_buffer_bytes": "Buffer of a slow stream",
+    "limits.stream_timeout": "Time limit of a slow stream",
+    "model.device": "Device",
+    "model.dtype": "Precision",
+    "model.kv_dtype": "Precision of the KV cache",
+    "model.quant": "Quantization at load",
+    "model.ctx": "Context length",
+    "model.max_running": "Sequences computed together",
+    "model.token_budget": "Tokens a step",
+    "model.memory": "Memory of a model",
+    "model.kv_tokens": "Size of the KV cache",
+    "model.threads": "CPU threads",
+    "model.tp": "Tensor parallelism",
+    "model.pp": "Pipeline parallelism",
+    "model.batching": "Batching",
+    "model.premium_share": "KV cache reserved for premium keys",
+    "model.prefix_cache": "Prefix caching",
+    "model.chunked_prefill": "Chunked prefill",
+    "model.speculate": "Speculative decoding",
+    "model.deterministic": "Deterministic kernels only",
+    "model.overlap": "Overlapped scheduling on a GPU",
+    "model.cuda_graphs": "CUDA graphs",
+    "memory.budget": "Memory of all models",
+    "memory.ttl": "Unload idle models after",
+    "memory.spare_engine": "Spare engine process",
+    "memory.load_on_request": "Load models on request",
+    "cache.repacked_gb": "Size of the cache",
+    "hub.bandwidth": "Bandwidth",
+    "hub.files_at_once": "Files at once",
+    "hub.pull_on_request": "Download models on request",
+    "log.level": "Level",
+    "log.file_bytes": "Size of a file",
+    "log.files": "Rotated files",
+    "requests.retention_days": "Keep requests",
+    "requests.max_bytes": "Size of the request log",
+    "requests.log_content": "Keep prompts without a key",
+    "requests.content_days": "Keep prompts and answers",
+    "requests.content_bytes": "Kept part of a prompt or answer",
+    "requests.store": "Stored answers",
+    "requests.stored_days": "Keep stored answers",
+    "requests.stored_bytes": "Size of stored answers",
+    "requests.batch_days": "Keep batches",
+    "requests.batch_bytes": "Size of a key's batches",
+    "requests.file_days": "Keep uploaded files",
+    "requests.file_bytes": "Size of a key's files",
+    "requests.batch_parallel": "Batch requests at once",
+}
+"""Plain name of each setting; the page shows its key in the file beside it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SettingsRow:
     key: SettingSpec
@@ -31,6 +129,15 @@ class SettingsRow:
     origin: SettingOrigin
     waits: bool
     """True if the value in the file takes effect at the next start."""
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.key.name]
+
+    @property
+    def changed(self) -> bool:
+        """Return whether it differs from the default."""
+        return self.text != self.default
 
     @property
     def locked(self) -> str:
@@ -64,7 +171,7 @@ async def review_settings(request: PanelRequest) -> Response[str]:
         return _page(request, 400, problem=f"{error.why}.", form=form)
     if not changes:
         return _page(request, problem="Nothing was changed.")
-    return page(request, "settings/settings_review.html", "settings", changes=changes)
+    return page(request, "settings/settings_review.html", "settings", changes=changes, titles=TITLES)
 
 
 @post("/settings/save", status_code=200, name="panel_settings_save")
@@ -86,18 +193,20 @@ def _page(
 ) -> Response[str]:
     control = panel_of(request).control
     waiting = set(control.pending_restart())
-    sections: dict[str, list[SettingsRow]] = {}
+    sections: dict[str, list[SettingsRow]] = {name: [] for name in SECTION_TITLES}
     for key, value, origin in control.loaded.table():
         given = (form or {}).get(key.name)
         text = show.value(value) if given is None else given
         row = SettingsRow(key, text, show.value(key.default), origin, key.name in waiting)
-        sections.setdefault(key.section, []).append(row)
+        sections[key.section].append(row)
     return page(
         request,
         "settings/settings.html",
         "settings",
         status,
         sections=sections,
+        section_titles=SECTION_TITLES,
+        changed=sum(row.changed for rows in sections.values() for row in rows),
         waiting=sorted(waiting),
         problem=problem,
         reach=_describe_reach(control),
