@@ -4,6 +4,7 @@ Between layers a row has two parts: the residual, which grows in place, and the 
 yet. So the next norm can add and norm in one operation. T rows of the step, E hidden.
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from torch import Tensor
@@ -40,32 +41,8 @@ class MLP(Protocol):
         ...
 
 
-class DecoderBlock(Protocol):
-    """Interface of a layer. Layers of one model have one class: `added_TE` is the previous layer's output."""
-
-    def first(self, residual_TE: Tensor) -> Tensor:
-        """Return the input of `__call__` of the model's first layer: there is no output to add yet."""
-        ...
-
-    def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        """Add the previous layer's output to `residual_TE` in place and return the input of `__call__`."""
-        ...
-
-    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        """Do as `enter` for a `complete` output: one that came from the previous pipeline stage."""
-        ...
-
-    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
-        """Add the attention's output to `residual_TE` in place; return the MLP's output, not added yet."""
-        ...
-
-    def complete(self, added_TE: Tensor) -> Tensor:
-        """Finish the all-reduce of an output of `__call__`."""
-        ...
-
-
-class PreNormBlock:
-    """`DecoderBlock` with norms before attention and MLP."""
+class DecoderBlock(ABC):
+    """One layer. Layers of one model have one class: `added_TE` is the previous layer's output."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         self.ops = ops
@@ -74,6 +51,33 @@ class PreNormBlock:
         self.eps = config.rms_norm_eps
         self.attention = attention
         self.mlp = mlp
+
+    @abstractmethod
+    def first(self, residual_TE: Tensor) -> Tensor:
+        """Return the input of `__call__` of the model's first layer: there is no output to add yet."""
+
+    @abstractmethod
+    def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        """Add the previous layer's output to `residual_TE` in place and return the input of `__call__`."""
+
+    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        """Do as `enter` for a `complete` output: one that came from the previous pipeline stage."""
+        return self.enter(added_TE, residual_TE)
+
+    @abstractmethod
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
+        """Add the attention's output to `residual_TE` in place; return the MLP's output, not added yet."""
+
+    def complete(self, added_TE: Tensor) -> Tensor:
+        """Finish the all-reduce of an output of `__call__`."""
+        return self.rank.finish_all_reduce(self.ops, added_TE)
+
+
+class PreNormBlock(DecoderBlock):
+    """Norms before attention and MLP."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
+        super().__init__(config, weights, ops, attention, mlp)
         self.input_norm_E = norm_weight(config, weights, "input_layernorm", config.hidden_size)
         self.post_norm_E = norm_weight(config, weights, "post_attention_layernorm", config.hidden_size)
 
@@ -92,24 +96,17 @@ class PreNormBlock:
         ops = self.before_mlp
         return self.mlp(self.rank.add_rms_norm(ops, x_TE, residual_TE, self.post_norm_E, self.eps))
 
-    def complete(self, added_TE: Tensor) -> Tensor:
-        return self.rank.finish_all_reduce(self.ops, added_TE)
 
-
-class PostNormBlock:
-    """`DecoderBlock` with norms after attention and MLP, which read the residual as it is.
+class PostNormBlock(DecoderBlock):
+    """Norms after attention and MLP, which read the residual as it is.
 
     Its output is `complete`: the norm needs the all-reduced sum.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
-        self.ops = ops
-        self.rank = weights.rank
-        self.eps = config.rms_norm_eps
-        self.attention = attention
-        self.mlp = mlp
-        self.after_attention_E = weights.vector("post_attention_layernorm.weight", config.hidden_size)
-        self.after_mlp_E = weights.vector("post_feedforward_layernorm.weight", config.hidden_size)
+        super().__init__(config, weights, ops, attention, mlp)
+        self.after_attention_E = norm_weight(config, weights, "post_attention_layernorm", config.hidden_size)
+        self.after_mlp_E = norm_weight(config, weights, "post_feedforward_layernorm", config.hidden_size)
 
     def first(self, residual_TE: Tensor) -> Tensor:
         return residual_TE
@@ -118,9 +115,6 @@ class PostNormBlock:
         # Only the addition is needed: the norm comes with it and reads no more memory.
         self.ops.add_rms_norm(added_TE, residual_TE, self.after_attention_E, self.eps)
         return residual_TE
-
-    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        return self.enter(added_TE, residual_TE)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
         added_TE = self._norm(self.attention(x_TE, forward), self.after_attention_E)
@@ -133,23 +127,13 @@ class PostNormBlock:
         return self.ops.rms_norm(self.rank.finish_all_reduce(self.ops, partial_TE), norm_E, self.eps)
 
 
-class SandwichNormBlock:
-    """`DecoderBlock` with norms before and after attention and MLP.
-
-    Its output is `complete`: the last norm needs the all-reduced sum.
-    """
+class SandwichNormBlock(PostNormBlock):
+    """Norms before and after attention and MLP."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
-        self.ops = ops
-        self.before_attention, self.before_mlp = ops.before(attention.input), ops.before(mlp.input)
-        self.rank = weights.rank
-        self.eps = config.rms_norm_eps
-        self.attention = attention
-        self.mlp = mlp
+        super().__init__(config, weights, ops, attention, mlp)
         self.input_norm_E = norm_weight(config, weights, "input_layernorm", config.hidden_size)
-        self.after_attention_E = norm_weight(config, weights, "post_attention_layernorm", config.hidden_size)
         self.before_mlp_E = norm_weight(config, weights, "pre_feedforward_layernorm", config.hidden_size)
-        self.after_mlp_E = norm_weight(config, weights, "post_feedforward_layernorm", config.hidden_size)
 
     def first(self, residual_TE: Tensor) -> Tensor:
         return self.before_attention.rms_norm(residual_TE, self.input_norm_E, self.eps)
@@ -157,30 +141,17 @@ class SandwichNormBlock:
     def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
         return self.before_attention.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
 
-    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        return self.enter(added_TE, residual_TE)
-
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
         x_TE = self._norm(self.attention(x_TE, forward), self.after_attention_E)
         x_TE = self.before_mlp.add_rms_norm(x_TE, residual_TE, self.before_mlp_E, self.eps)
         return self._norm(self.mlp(x_TE), self.after_mlp_E)
 
-    def complete(self, added_TE: Tensor) -> Tensor:
-        return added_TE
 
-    def _norm(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
-        return self.ops.rms_norm(self.rank.finish_all_reduce(self.ops, partial_TE), norm_E, self.eps)
-
-
-class ParallelBlock:
-    """`DecoderBlock` with one LayerNorm, whose result attention and MLP both read (Cohere)."""
+class ParallelBlock(DecoderBlock):
+    """One LayerNorm, whose result attention and MLP both read (Cohere)."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
-        self.ops = ops
-        self.rank = weights.rank
-        self.eps = config.rms_norm_eps
-        self.attention = attention
-        self.mlp = mlp
+        super().__init__(config, weights, ops, attention, mlp)
         self.input_norm_E = weights.vector("input_layernorm.weight", config.hidden_size)
 
     def first(self, residual_TE: Tensor) -> Tensor:
@@ -197,6 +168,3 @@ class ParallelBlock:
         # Only the addition is needed: the norm comes with it.
         self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
         return self.mlp(x_TE)
-
-    def complete(self, added_TE: Tensor) -> Tensor:
-        return self.rank.finish_all_reduce(self.ops, added_TE)

@@ -67,12 +67,14 @@ class Decoder:
     unused one.
     """
 
-    def __init__(self, config: ModelConfig, source: WeightSource, make_layer: MakeLayer) -> None:
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, make_layer: MakeLayer, mixed_layers: int = 0
+    ) -> None:
         self.config = config
         self.dtype = source.dtype
         self.ops = ops = source.ops
         self.rank = source.rank
-        layout, weights = source.rank.layout, Weights(source, names=config.names)
+        layout, weights = source.rank.layout, Weights(source, names=config.names, mixed_layers=mixed_layers)
         self.is_last = layout.is_last
         self._skip_what_others_have(weights)
         self.embedding = TokenEmbedding(config, weights, ops) if self._has_table else None

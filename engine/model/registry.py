@@ -8,7 +8,6 @@ from llmbox.kernels.quant_formats import Quant
 
 from ..model_config.architecture import BlockKind
 from ..model_config.config import ModelConfig
-from ..weights.mixed_precision import MixedPrecisionSource
 from ..weights.source import Weights, WeightSource
 from .attention import Attention, FullWidthQKNormAttention
 from .blocks import MLP, DecoderBlock, Mixer, ParallelBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
@@ -28,8 +27,7 @@ BLOCKS: dict[BlockKind, _Block] = {
 
 def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None = None) -> Decoder:
     """Build a rank's `Decoder`, reading every tensor that it needs from `source`. Raises ModelError."""
-    if quant is not None and quant.is_mixed:
-        source = MixedPrecisionSource(source, config.num_layers)
+    mixed_layers = config.num_layers if quant is not None and quant.is_mixed else 0
     ops = source.ops
     block = BLOCKS[config.block]
 
@@ -38,7 +36,7 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
         mixer = _make_mixer(config, number, weights, ops)
         return block(config, weights, ops, mixer, _make_mlp(config, number, weights, ops))
 
-    return Decoder(config, source, make_layer)
+    return Decoder(config, source, make_layer, mixed_layers)
 
 
 def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer:

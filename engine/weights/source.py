@@ -7,7 +7,7 @@ The model requests what it needs, in its own order; `finish` then refuses tensor
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import Kind
 
 from ..distributed.communicator import TensorParallel
+from ..model_config.mixed_precision import is_fine
 from ..partition import ShardSlice
 
 
@@ -105,14 +106,23 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """Tensors under a name prefix; `at` goes deeper. `names`: modules that the checkpoint calls otherwise."""
+    """Tensors under a name prefix; `at` goes deeper.
+
+    `names`: modules that the checkpoint calls otherwise. `mixed_layers`: number of layers of a model in mixed
+    precision, whose linears of `is_fine` are packed like the output head.
+    """
 
     def __init__(
-        self, source: WeightSource, prefix: str = "", names: Mapping[str, str] = MappingProxyType({})
+        self,
+        source: WeightSource,
+        prefix: str = "",
+        names: Mapping[str, str] = MappingProxyType({}),
+        mixed_layers: int = 0,
     ) -> None:
         self._source = source
         self._prefix = prefix
         self._names = names
+        self._mixed_layers = mixed_layers
 
     @property
     def rank(self) -> TensorParallel:
@@ -123,7 +133,7 @@ class Weights:
         return self._source.dtype
 
     def at(self, name: str) -> "Weights":
-        return Weights(self._source, f"{self._full(name)}.", self._names)
+        return Weights(self._source, f"{self._full(name)}.", self._names, self._mixed_layers)
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._source.vector(self._full(name), size)
@@ -182,9 +192,10 @@ class Weights:
             bias = False
             for name in full:
                 self._source.skip(f"{name}.bias")
-        return self._source.packed(
-            WeightRequest("experts" if experts else "linear", full, inputs, bias, order)
-        )
+        asked = WeightRequest("experts" if experts else "linear", full, inputs, bias, order)
+        if self._mixed_layers and is_fine(asked.name, self._mixed_layers):
+            asked = replace(asked, kind="head")
+        return self._source.packed(asked)
 
     def _full(self, name: str) -> str:
         if self._names:

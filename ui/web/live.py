@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from litestar import get
-from litestar.params import FromPath, FromQuery
+from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.auth.credentials import identity_of
@@ -34,19 +34,11 @@ OPTIONS = SseOptions(endless=True, last=b"")
 
 
 @get("/live/{view:str}", sync_to_thread=False, name="panel_live")
-def live(
-    request: PanelRequest,
-    view: FromPath[str],
-    model: FromQuery[str] = "",
-    key: FromQuery[str] = "",
-    status: FromQuery[str] = "",
-    since: FromQuery[str] = "",
-    before: FromQuery[str] = "",
-) -> EventStreamResponse:
+def live(request: PanelRequest, view: FromPath[str]) -> EventStreamResponse:
     """Stream the fragments of a page. The filters are those of the Requests page, taken from its URL."""
     pieces = VIEWS.get(view)
     if view == "requests":
-        pieces = requests_pieces(filter_of(model, key, status, since, before))
+        pieces = requests_pieces(filter_of(request))
     if pieces is None:
         raise ApiError(404, "There is no live view of that name.", "not_found")
     panel = panel_of(request)

@@ -74,8 +74,21 @@ class WeightFormat(Protocol):
         ...
 
 
+class _UnpackedFormat:
+    """Base of formats whose main tensor has the shape of the linear."""
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:  # noqa: ARG002
+        return None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:  # noqa: ARG002
+        return ()
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, inputs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeFormat:
+class NativeFormat(_UnpackedFormat):
     """Format whose linears are `NAME.weight` with scales, read as `quantized_layout.py` describes: those of
     `llmbox quantize`, and E4M3 (FP8).
     """
@@ -95,18 +108,9 @@ class NativeFormat:
     def main(self) -> StoredTensor:
         return StoredTensor(".weight", self.dtypes)
 
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:  # noqa: ARG002
-        return None
-
-    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:  # noqa: ARG002
-        return ()
-
-    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        return outputs, inputs
-
 
 @dataclass(frozen=True, slots=True)
-class GgufFormat:
+class GgufFormat(_UnpackedFormat):
     """Blocks of a GGUF file, which `engine/weights/gguf_source.py` reads. `quant`: the format that holds the
     same numbers.
     """
@@ -120,15 +124,6 @@ class GgufFormat:
     @property
     def main(self) -> StoredTensor:
         return StoredTensor(".weight", ())
-
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:  # noqa: ARG002
-        return None
-
-    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:  # noqa: ARG002
-        return ()
-
-    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        return outputs, inputs
 
 
 def is_quantized(form: WeightFormat, linear: str, entries: Mapping[str, TensorEntry]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from litestar import MediaType, Response, get, post
-from litestar.params import FromPath, FromQuery
+from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.admin.requests import readable
@@ -63,21 +63,16 @@ class Filter:
         return urlencode({name: value for name, value in values.items() if value})
 
 
-def filter_of(model: str = "", key: str = "", status: str = "", since: str = "", before: str = "") -> Filter:
-    return Filter(model.strip(), key.strip(), status, since, before)
+def filter_of(request: PanelRequest) -> Filter:
+    """Read the filter from the query of the URL."""
+    values = {field.name: request.query_params.get(field.name, "") for field in fields(Filter)}
+    return Filter(**values | {name: values[name].strip() for name in ("model", "key")})
 
 
 @get("/requests", name="panel_requests")
-async def requests_page(
-    request: PanelRequest,
-    model: FromQuery[str] = "",
-    key: FromQuery[str] = "",
-    status: FromQuery[str] = "",
-    since: FromQuery[str] = "",
-    before: FromQuery[str] = "",
-) -> Response[str]:
+async def requests_page(request: PanelRequest) -> Response[str]:
     panel = panel_of(request)
-    chosen = filter_of(model, key, status, since, before)
+    chosen = filter_of(request)
     return page(
         request,
         "requests/requests.html",
@@ -204,32 +199,18 @@ MOST_ROWS = 10_000
 
 
 @get("/requests.csv", name="panel_requests_csv")
-async def export_csv(
-    request: PanelRequest,
-    model: FromQuery[str] = "",
-    key: FromQuery[str] = "",
-    status: FromQuery[str] = "",
-    since: FromQuery[str] = "",
-    before: FromQuery[str] = "",
-) -> Response[str]:
+async def export_csv(request: PanelRequest) -> Response[str]:
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(RequestRecord)])
     writer.writeheader()
-    for record in await _records(request, filter_of(model, key, status, since, before)):
+    for record in await _records(request, filter_of(request)):
         writer.writerow({name: _plain(value) for name, value in asdict(record).items()})
     return _file(text.getvalue(), "csv", "text/csv")
 
 
 @get("/requests.json", name="panel_requests_json")
-async def export_json(
-    request: PanelRequest,
-    model: FromQuery[str] = "",
-    key: FromQuery[str] = "",
-    status: FromQuery[str] = "",
-    since: FromQuery[str] = "",
-    before: FromQuery[str] = "",
-) -> Response[str]:
-    records = await _records(request, filter_of(model, key, status, since, before))
+async def export_json(request: PanelRequest) -> Response[str]:
+    records = await _records(request, filter_of(request))
     rows = [asdict(record) for record in records]
     return _file(json.dumps({"schema": "llmbox.requests/1", "requests": rows}), "json", "application/json")
 
