@@ -77,5 +77,16 @@ class SamplingParams:
         return self.grammar is not None or (self.thinking is not None and not self.thinking.closer_ids)
 
     @property
-    def penalises(self) -> bool:
+    def edits_logits(self) -> bool:
+        """True if a logits processor other than a mask is used."""
+        return bool(
+            self.penalizes
+            or self.logit_bias
+            or self.bad_words
+            or self.allowed_token_ids is not None
+            or (self.min_tokens and self.stop_token_ids)
+        )
+
+    @property
+    def penalizes(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -41,13 +41,11 @@ class EngineProcess:
 
     def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
         self._name = name
-        self._on_message = receive
         self._client = EngineClient(
-            self._receive, lambda line: log.log(parse_log_level(line), "%s | %s", name, line)
+            receive, lambda line: log.log(parse_log_level(line), "%s | %s", name, line)
         )
         self.send: Callable[[ToEngine], None] = self._client.send
         """Send a message to the engine. Raises FrameTooLarge."""
-        self._load_failure: LoadFailed | None = None
         self._stuck_reason: str | None = None
         self._stopped_from_outside = False
         self._oom_kills = oom_kills()
@@ -88,16 +86,9 @@ class EngineProcess:
             self._client.kill()
         await self._client.stop(grace)
 
-    def _receive(self, message: ToDaemon) -> None:
-        if isinstance(message, LoadFailed):
-            self._load_failure = message
-        self._on_message(message)
-
     def _judge(self, ended: EngineExit) -> ProcessExit:
-        if self._load_failure is not None:
-            return ProcessExit(
-                cause=self._load_failure.message, from_outside=True, load_failure=self._load_failure
-            )
+        if (failure := self._client.load_failure) is not None:
+            return ProcessExit(cause=failure.message, from_outside=True, load_failure=failure)
         if self._stuck_reason is not None:
             return ProcessExit(cause=self._stuck_reason, from_outside=self._stopped_from_outside)
         if ended.code == -signal.SIGKILL and ended.transport_error is None:

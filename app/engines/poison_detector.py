@@ -38,16 +38,12 @@ class PoisonDetector:
         self._untried: deque[str] = deque()
         self._passed: set[str] = set()
         self._newcomers: list[str] = []
-        self._on_trial: str | None = None
+        self.on_trial: str | None = None
         self._delivered = 0
 
     @property
-    def on_trial(self) -> str | None:
-        return self._on_trial
-
-    @property
     def open(self) -> bool:
-        return bool(self._untried) or self._on_trial is not None
+        return bool(self._untried) or self.on_trial is not None
 
     def begin(self, requests: Iterable[str]) -> list[str]:
         """Start with a new engine. Returns those of the open requests to send now."""
@@ -68,7 +64,7 @@ class PoisonDetector:
         return self.open
 
     def record_tokens(self, request: str, tokens: int) -> list[str]:
-        if request != self._on_trial:
+        if request != self.on_trial:
             return []
         self._delivered += tokens
         if self._delivered < PROVEN_TOKENS:
@@ -80,7 +76,7 @@ class PoisonDetector:
         """Record that the engine has ended the request (finished, aborted, refused)."""
         self._crashes.pop(request, None)
         self._passed.discard(request)
-        return self._next() if request == self._on_trial else []
+        return self._next() if request == self.on_trial else []
 
     def client_left(self, request: str) -> None:
         """Record that the client has left.
@@ -100,8 +96,8 @@ class PoisonDetector:
         `present` are all requests inside the engine. Cancelled requests whose end the engine had not
         confirmed are included: it may have died of one of them.
         """
-        if self._on_trial is not None:
-            return self._record_crash_in_trial(self._on_trial, present)
+        if self.on_trial is not None:
+            return self._record_crash_in_trial(self.on_trial, present)
         if not present:
             return None
         self._crashes = {request: self._crashes.get(request, 0) + 1 for request in present}
@@ -118,7 +114,7 @@ class PoisonDetector:
         return None
 
     def _record_crash_in_trial(self, suspect: str, present: Sequence[str]) -> str | None:
-        self._on_trial = None
+        self.on_trial = None
         others = [request for request in present if request != suspect]
         if not others:
             self._crashes.clear()
@@ -129,9 +125,9 @@ class PoisonDetector:
 
     def record_interruption(self) -> None:
         """Record that the engine died from outside: the request on trial is tried again."""
-        if self._on_trial is not None:
-            self._untried.appendleft(self._on_trial)
-            self._on_trial = None
+        if self.on_trial is not None:
+            self._untried.appendleft(self.on_trial)
+            self.on_trial = None
 
     def forget(self) -> None:
         """Forget old crashes (the last one is long ago)."""
@@ -140,9 +136,9 @@ class PoisonDetector:
     def _next(self) -> list[str]:
         self._delivered = 0
         if self._untried:
-            self._on_trial = self._untried.popleft()
-            return [self._on_trial]
-        self._on_trial = None
+            self.on_trial = self._untried.popleft()
+            return [self.on_trial]
+        self.on_trial = None
         self._passed.clear()
         newcomers, self._newcomers = self._newcomers, []
         return newcomers

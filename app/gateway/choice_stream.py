@@ -70,12 +70,13 @@ class ChoiceStream:
         reason = output.finish_reason
         if reason is not None and not self._stopped:
             text += self._rest()
-        if self._stopped:
+        if self._stops is not None and self._stopped:
             reason = "stop"
             self.stream.cancel()
         self._given += len(text)
         self.finish_reason = reason
-        return Delta(self.index, text, ids, self._release(reason), reason, output.prompt_logprobs)
+        entries = self._release(reason) if self._entries else []
+        return Delta(self.index, text, ids, entries, reason, output.prompt_logprobs)
 
     @property
     def _stopped(self) -> bool:
@@ -111,8 +112,7 @@ class ChoiceStream:
         """Entries of the tokens that begin inside the text given so far; at the end, all that were not cut
         off.
         """
-        if not self._entries:
-            return []
+        assert self._entries is not None
         everything = reason is not None and not self._stopped
         released = []
         while self._entries and (everything or self._entries[0].start < self._given):

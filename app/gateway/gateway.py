@@ -3,7 +3,7 @@
 import hashlib
 import time
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 
 import msgspec
@@ -168,7 +168,7 @@ class Gateway:
             generation,
             sequences,
             self._ended,
-            lambda gap: self._metrics.record_inter_token(model, tier, gap),
+            partial(self._metrics.record_inter_token, model, tier),
             AnswerBuffer(len(messages), self._log.content_bytes) if generation.keep is not None else None,
             submitted,
             reservation,

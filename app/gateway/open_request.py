@@ -98,17 +98,15 @@ class OpenRequest:
         """
         self._limits.start(self.cancel)
         try:
-            outputs = self._one() if len(self.sequences) == 1 else self._merged()
-            async for sequence, output in outputs:
-                if output.finish_reason == "abort" and self._limits.has_ended_answer:
-                    output = replace(output, finish_reason="length")  # noqa: PLW2901 - the text so far
-                if output.finish_reason in {"error", "abort"}:
-                    raise self._failure(output)
-                self._note(sequence, output)
-                delta = sequence.feed(output)
-                if self.transcript is not None:
-                    self.transcript.add(delta)
-                yield delta
+            if len(self.sequences) == 1:
+                sequence = self.sequences[0]
+                async for output in sequence.stream:
+                    yield self._delta(sequence, output)
+                    if sequence.finish_reason is not None:
+                        break
+            else:
+                async for sequence, output in self._merged():
+                    yield self._delta(sequence, output)
             self.end(200, "")
         except ApiError as error:
             self._end_with(error)
@@ -184,12 +182,17 @@ class OpenRequest:
             prefix_end=self.prefix_end,
         )
 
-    async def _one(self) -> AsyncIterator[tuple[ChoiceStream, RequestOutput]]:
-        sequence = self.sequences[0]
-        async for output in sequence.stream:
-            yield sequence, output
-            if sequence.finish_reason is not None:
-                return
+    def _delta(self, sequence: ChoiceStream, output: RequestOutput) -> Delta:
+        """Convert one output. Raises ApiError if the engine failed or the request was cancelled."""
+        if output.finish_reason == "abort" and self._limits.has_ended_answer:
+            output = replace(output, finish_reason="length")  # the text so far
+        if output.finish_reason in {"error", "abort"}:
+            raise self._failure(output)
+        self._note(sequence, output)
+        delta = sequence.feed(output)
+        if self.transcript is not None:
+            self.transcript.add(delta)
+        return delta
 
     async def _merged(self) -> AsyncIterator[tuple[ChoiceStream, RequestOutput]]:
         queue: asyncio.Queue[tuple[ChoiceStream, RequestOutput | None]] = asyncio.Queue()

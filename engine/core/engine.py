@@ -67,14 +67,14 @@ class Engine:
         plan = self._scheduler.schedule(self._pipeline)
         try:
             _update_masks(plan)
-            if plan:
+            if plan.rows:
                 self._launched.append((plan, self._runner.launch(plan)))
-            outputs = self._take_results() if self._is_full or not plan else []
+            outputs = self._take_results() if self._is_full or not plan.rows else []
         except BaseException:
             self._discard(plan)
             raise
-        self._steps += bool(plan)
-        if plan or worked:
+        self._steps += bool(plan.rows)
+        if plan.rows or worked:
             self._step_seconds += self._clock() - started
         return StepOutputs(outputs=outputs, stats=self.stats())
 

@@ -66,7 +66,7 @@ class MicroBatcher:
         """Record that `plan` is scheduled."""
         for row in plan.rows:
             row.request.turn = self._number
-        self._number += bool(plan)
+        self._number += bool(plan.rows)
 
     def _share(self, ready: Iterable[Request], decoding: int, stages: int) -> list[Request]:
         """Return an equal share of `ready`, longest waiting first: `stages` consecutive steps take every

@@ -89,8 +89,14 @@ class Request:
     """Index of the first block that its window needs. `WindowManager` writes both."""
     first_output_sent: bool = False
     """Set once the first output is made."""
+    pools: bool = field(init=False)
+    """True for embeddings: no token is sampled, and the request ends with the last row of its prompt."""
+    edits_logits: bool = field(init=False)
+    """True if a logits processor other than a mask changes its logits."""
 
     def __post_init__(self) -> None:
+        self.pools = self.params.pooling is not None
+        self.edits_logits = self.params.edits_logits
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
         if not len(self.token_ids) >= len(self.prompt_ids) > 0:
@@ -139,11 +145,6 @@ class Request:
     def num_unknown(self) -> int:
         """Number of those tokens that are only on the device so far."""
         return max(0, self.num_pending - 1)
-
-    @property
-    def pools(self) -> bool:
-        """True for embeddings: no token is sampled, and the request ends with the last row of its prompt."""
-        return self.params.pooling is not None
 
     @property
     def needs_all_tokens(self) -> bool:

@@ -30,11 +30,11 @@ class ScheduledRequest:
     saves: Sequence[tuple[int, int]] = ()
     """(position, slot): recurrent states to save after so many tokens, ascending; `start` < position <=
     `end`."""
+    end: int = field(init=False)
+    """Position after the last row; without drafts the position of the sampled token."""
 
-    @property
-    def end(self) -> int:
-        """Position after the last row; without drafts the position of the sampled token."""
-        return self.start + self.num_tokens
+    def __post_init__(self) -> None:
+        self.end = self.start + self.num_tokens
 
     def num_rejected(self, taken: int) -> int:
         """Return how many draft tokens were rejected, if `taken` tokens came out of the row."""
@@ -67,9 +67,6 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
 
 
 @dataclass(slots=True)

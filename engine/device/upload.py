@@ -61,7 +61,8 @@ def from_array(numbers: "array[int]") -> Tensor:
 
 
 def to_device(numbers: "array[int]", device: torch.device) -> Tensor:
-    return move(from_array(numbers), device)
+    tensor = from_array(numbers)
+    return tensor if device.type == "cpu" else move(tensor, device)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Final
 
 from ..config import EngineConfig
 from .codec import FrameReader, TransportError, encode
-from .messages import Shutdown, Start, ToDaemon, ToEngine
+from .messages import LoadFailed, Shutdown, Start, ToDaemon, ToEngine
 from .spawn import Launch, Spawned, spawn
 
 _KEPT_LINES: Final = 20
@@ -51,13 +51,15 @@ class EngineClient:
     """Connection to one engine process, from its start to its exit."""
 
     def __init__(self, on_message: Callable[[ToDaemon], None], on_log: Callable[[str], None]) -> None:
-        self._on_message = on_message
+        self.on_message = on_message
         self._on_log = on_log
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._exit: asyncio.Future[EngineExit] | None = None
         self._killed = False
         self._transport_error: str | None = None
+        self.load_failure: LoadFailed | None = None
+        """Message with which the engine gave up loading."""
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
 
     @property
@@ -126,9 +128,6 @@ class EngineClient:
             except ProcessLookupError:
                 self._process.kill()
 
-    def _receive(self, message: ToDaemon) -> None:
-        self._on_message(message)
-
     def _broken(self, error: TransportError) -> None:
         if self._transport_error is None and not self._killed:
             self._transport_error = str(error)
@@ -171,6 +170,7 @@ class _Messages(asyncio.Protocol):
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
+        self._on_message = client.on_message
         self._reader: FrameReader[ToDaemon] = FrameReader(ToDaemon)
         self._transport: asyncio.BaseTransport | None = None
         self.ended = asyncio.get_running_loop().create_future()
@@ -183,9 +183,11 @@ class _Messages(asyncio.Protocol):
             return
         try:
             for message in self._reader.feed(data):
-                self._client._receive(message)  # noqa: SLF001 - the other half of the client
+                if isinstance(message, LoadFailed):
+                    self._client.load_failure = message
+                self._on_message(message)
         except TransportError as error:
-            self._client._broken(error)  # noqa: SLF001
+            self._client._broken(error)  # noqa: SLF001 - the other half of the client
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002

@@ -75,34 +75,29 @@ class FrameReader(Generic[M]):
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[M]:
         """Yield the messages that `data` completes. Raises TransportError at the first bad frame."""
-        self._buffer += data
+        buffer = self._buffer
+        buffer += data
         start = 0
         try:
-            while (frame := self._next(start)) is not None:
-                tag, payload, start = frame
-                yield self._decode(tag, payload)
+            while len(buffer) >= (body := start + _HEADER.size):
+                length, crc = _HEADER.unpack_from(buffer, start)
+                if not 1 <= length <= self._max_frame:
+                    raise TransportError(f"frame of {length} bytes, allowed are 1 to {self._max_frame}")
+                end = body + length
+                if len(buffer) < end:
+                    return
+                frame = bytes(memoryview(buffer)[body:end])
+                if zlib.crc32(frame) != crc:
+                    raise TransportError("frame with a wrong checksum")
+                start = end
+                yield self._decode(frame[0], frame[1:])
         finally:
-            del self._buffer[:start]
+            del buffer[:start]
 
     def finish(self) -> None:
         """Check at the end of the stream that no message is incomplete. Raises TransportError."""
         if self._buffer:
             raise TransportError(f"stream ended inside a message after {len(self._buffer)} bytes of it")
-
-    def _next(self, start: int) -> tuple[int, bytes, int] | None:
-        body = start + _HEADER.size
-        if len(self._buffer) < body:
-            return None
-        length, crc = _HEADER.unpack_from(self._buffer, start)
-        if not 1 <= length <= self._max_frame:
-            raise TransportError(f"frame of {length} bytes, allowed are 1 to {self._max_frame}")
-        end = body + length
-        if len(self._buffer) < end:
-            return None
-        frame = bytes(memoryview(self._buffer)[body:end])
-        if zlib.crc32(frame) != crc:
-            raise TransportError("frame with a wrong checksum")
-        return frame[0], frame[1:], end
 
     def _decode(self, tag: int, payload: bytes) -> M:
         decoder = self._decoders.get(tag)

@@ -53,13 +53,14 @@ class Channel:
 
         Raises DaemonGone at EOF and TransportError at a bad frame.
         """
-        congested = self.congested
+        congested = block and self.congested
         inbox = self._read()
         while block and not inbox and (self.congested or not congested):
             self._wait()
             self._flush()
             inbox = self._read()
-        self._flush()
+        if self._outbox:
+            self._flush()
         return inbox
 
     def drain(self, seconds: float) -> None:

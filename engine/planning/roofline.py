@@ -2,8 +2,7 @@
 
 from llmbox.kernels.quant_formats import Quant
 
-from ..model_config.mixed_precision import layers_bytes
-from ..model_config.shape import DTYPE_BYTES, ModelShape
+from ..model_config.shape import DTYPE_BYTES, ModelShape, layers_bytes
 
 
 def decode_tokens_per_second(

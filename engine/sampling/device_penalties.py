@@ -24,7 +24,6 @@ from llmbox.kernels.sampling_types import COUNTS, FORBIDDEN, FORBIDDEN_EARLY, ON
 
 from ..core.request import Request
 from ..device.upload import Uploader, move
-from .logits_processors import has_rules
 
 NEVER_SEEN = -1
 
@@ -54,7 +53,7 @@ def build_entries(request: Request, vocab_size: int) -> PenaltyEntries:
     forbidden = {word[0] for word in words if len(word) == 1}
     for i in (*bias, *early, *(word[-1] for word in words)):
         touched.setdefault(i, NEVER_SEEN)
-    kind = COUNTS if params.penalises else 0
+    kind = COUNTS if params.penalizes else 0
     if params.allowed_token_ids is not None:
         kind |= ONLY_LISTED
         allowed = (i for i in params.allowed_token_ids if 0 <= i < vocab_size)
@@ -72,7 +71,7 @@ def build_entries(request: Request, vocab_size: int) -> PenaltyEntries:
 def _counted(request: Request) -> dict[int, int]:
     """Count output tokens; prompt ids have count 0, only where the repetition penalty needs them."""
     params = request.params
-    if not params.penalises:
+    if not params.penalizes:
         return {}
     counts = dict.fromkeys(request.prompt_ids, 0) if params.repetition_penalty != 1.0 else {}
     counts.update(Counter(request.token_ids[request.num_prompt :]))
@@ -133,7 +132,7 @@ class DevicePenalties:
         """Stage the list of a row's new request."""
         if (old := self._places.pop(row, None)) is not None:
             self._free.setdefault(old.size, []).append(old.start)
-        if not has_rules(request.params):
+        if not request.edits_logits:
             if old is not None:
                 self._changes.append(_Write(row, 0, None, request))
             return
@@ -168,7 +167,7 @@ class DevicePenalties:
 
     def of(self, row_S: Tensor, last_R: Tensor, requests: Sequence[Request]) -> PenaltyState | None:
         """Return the state for `Ops.sample`; None where no request has penalties."""
-        if not any(has_rules(request.params) for request in requests):
+        if not any(request.edits_logits for request in requests):
             return None
         starts_S1, last_W, id_W = self._words(requests)
         return PenaltyState(

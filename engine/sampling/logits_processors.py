@@ -17,7 +17,6 @@ from llmbox.kernels.sampling_types import LogitEdits
 
 from ..core.request import Request
 from ..device.upload import move
-from ..sampling_params import SamplingParams
 
 
 class TokenCounts:
@@ -86,7 +85,7 @@ class LogitsProcessors:
         self._admission = request.admissions
         self.lacks_last = False
         """True where the last token is not in the request yet, but only on the device."""
-        self.counts = TokenCounts(request) if params.penalises else None
+        self.counts = TokenCounts(request) if params.penalizes else None
         bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}
         self.bias_ids = torch.tensor(list(bias), dtype=torch.int64)
         self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32)
@@ -166,7 +165,7 @@ class LogitsProcessorCache:
         self._rules = {name: rules for name, rules in self._rules.items() if rules.is_current}
         active = {}
         for request in requests:
-            if not may_change_logits(request):
+            if request.mask is None and not request.edits_logits:
                 continue
             rules = self._rules.get(request.request_id)
             if rules is None or rules.request is not request:
@@ -190,21 +189,6 @@ class LogitsProcessorCache:
         rules = [active[requests[row].request_id] for row in places]
         apply_rules(part_EV, rules, None if last_R is None else last_R[place_E])
         return edited_RV.index_copy_(0, place_E, part_EV)
-
-
-def may_change_logits(request: Request) -> bool:
-    return request.mask is not None or has_rules(request.params)
-
-
-def has_rules(params: SamplingParams) -> bool:
-    """Return whether any processor other than a mask is used."""
-    return bool(
-        params.penalises
-        or params.logit_bias
-        or params.bad_words
-        or params.allowed_token_ids is not None
-        or (params.min_tokens and params.stop_token_ids)
-    )
 
 
 def mask_bits(masks: Sequence[bytes]) -> Tensor:

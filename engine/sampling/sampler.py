@@ -26,7 +26,7 @@ from ..core.step import SampledToken
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..ipc.messages import TokenLogprobs
 from ..sampling_params import SamplingParams
-from .logits_processors import LogitsProcessorCache, LogitsProcessors, may_change_logits
+from .logits_processors import LogitsProcessorCache, LogitsProcessors
 
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
 # On a CPU a row and its probabilities stay in the core's cache; on a GPU this bounds the int64 scratch space.
@@ -249,7 +249,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def _is_plain_greedy(request: Request) -> bool:
-    return is_greedy(request.params) and not may_change_logits(request)
+    return request.params.temperature < GREEDY_BELOW and request.mask is None and not request.edits_logits
 
 
 def problem_of(raw_best: float, best: float) -> str | None:

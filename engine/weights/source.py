@@ -18,7 +18,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import Kind
 
 from ..distributed.communicator import TensorParallel
-from ..model_config.mixed_precision import is_fine
+from ..model_config.shape import is_fine
 from ..partition import ShardSlice
 
 

@@ -74,31 +74,31 @@ class CommandRecorder:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._tape: CommandBuffer | None = None
+        self._commands: CommandBuffer | None = None
 
     @contextmanager
     def recording(self, capacity: int, cos_ATD: Tensor) -> Iterator[CommandBuffer]:
         """Record operations into a new buffer for steps of at most `capacity` rows."""
-        assert self._tape is None
-        self._tape = CommandBuffer(self._library, capacity, [cos_TD.data_ptr() for cos_TD in cos_ATD])
+        assert self._commands is None
+        self._commands = CommandBuffer(self._library, capacity, [cos_TD.data_ptr() for cos_TD in cos_ATD])
         try:
-            yield self._tape
+            yield self._commands
         finally:
-            self._tape = None
+            self._commands = None
 
     def table_of(self, cos_TD: Tensor) -> int:
         """Return the index of a RoPE table among the step's. An eager operation is given only its own."""
-        return 0 if self._tape is None else self._tape.angles.index(cos_TD.data_ptr())
+        return 0 if self._commands is None else self._commands.angles.index(cos_TD.data_ptr())
 
     def result(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return a result tensor: a new one, or the buffer's of the operation."""
-        if self._tape is not None:
-            return self._tape.buffer(name, width, dtype)
+        if self._commands is not None:
+            return self._commands.buffer(name, width, dtype)
         return torch.empty(rows, width, dtype=dtype)
 
     def host_callback(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
-        if self._tape is not None:
-            self._tape.host_callback(function, tensors)
+        if self._commands is not None:
+            self._commands.host_callback(function, tensors)
         else:
             function(*tensors)
 
@@ -107,14 +107,14 @@ class CommandRecorder:
 
     def submit(self, op: int, step: Step, *kept: Any) -> None:
         """Run an operation with `step`, or record it: a recorded one gets the step of each run."""
-        if self._tape is not None:
-            self._tape.add(op, *kept)
+        if self._commands is not None:
+            self._commands.add(op, *kept)
             return
         self._library.llmbox_run((ctypes.c_void_p * 1)(op), 1, step)
         self._library.llmbox_op_free(op)
 
 
-SMALLEST_TAPE = 64
+MIN_ROWS = 64
 """Rows of the smallest buffer. A larger step records a larger one."""
 
 
@@ -126,21 +126,21 @@ class CommandGraph:
     def __init__(self, recorder: CommandRecorder, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> None:
         self._recorder = recorder
         self._body = body
-        self._tape: CommandBuffer | None = None
+        self._commands: CommandBuffer | None = None
         self._outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         rows = len(inputs.ids_T)
-        if self._tape is None or rows > self._tape.capacity:
-            self._tape, self._outputs = None, ()  # freed before the larger one is made
-            capacity = max(SMALLEST_TAPE, 1 << (rows - 1).bit_length())
-            with self._recorder.recording(capacity, inputs.cos_ATD) as tape:
+        if self._commands is None or rows > self._commands.capacity:
+            self._commands, self._outputs = None, ()  # freed before the larger one is made
+            capacity = max(MIN_ROWS, 1 << (rows - 1).bit_length())
+            with self._recorder.recording(capacity, inputs.cos_ATD) as commands:
                 self._outputs = self._body(inputs)
-            self._tape = tape
+            self._commands = commands
         step = ragged_step(rows, next(iter(inputs.plans.values())).ragged)
         step.ids = inputs.ids_T.data_ptr()
         step.cos, step.sin = inputs.cos_ATD.data_ptr(), inputs.sin_ATD.data_ptr()
-        self._tape.run(step)
+        self._commands.run(step)
         return tuple(output[:rows] for output in self._outputs)
 
 

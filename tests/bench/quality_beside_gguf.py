@@ -31,7 +31,7 @@ from llmbox.engine.executor.build import load_engine
 from llmbox.engine.hardware.machine import read_cpu
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.model_config.mixed_precision import is_fine
+from llmbox.engine.model_config.shape import is_fine
 from llmbox.engine.quantize.perplexity import config_for, sequences_of
 from llmbox.engine.quantize.quantize import packing_for, quantize
 from llmbox.engine.sampling_params import SamplingParams

@@ -72,11 +72,6 @@ class ThoughtTracker:
         """Id that must come next; None: any may."""
         return self._forced[0] if self._forced else None
 
-    @property
-    def is_done(self) -> bool:
-        """True once no thoughts can follow."""
-        return self.place == "answer" and not self._forced and not self.params.anywhere
-
     def take(self, token: int) -> None:
         """Follow one token of the answer."""
         self._seen += 1

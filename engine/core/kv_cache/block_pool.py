@@ -31,11 +31,11 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Number of blocks that `allocate` can allocate: free ones, then cached ones."""
-        return len(self._free) + self._cache.num_idle
+        return len(self._free) + len(self._cache.idle)
 
     @property
     def num_cached(self) -> int:
-        return self._cache.num_idle
+        return len(self._cache.idle)
 
     @property
     def history(self) -> PrefixHistory:

@@ -43,16 +43,12 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        """Indexed blocks without references, which can be evicted, least recently used first."""
         self.history = PrefixHistory()
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
-
-    @property
-    def num_idle(self) -> int:
-        """Number of indexed blocks without references, which can be evicted."""
-        return len(self._idle)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix."""
@@ -76,14 +72,14 @@ class PrefixCache:
             del self._block_of[block_hash]
 
     def mark_evictable(self, block: int) -> None:
-        self._idle[block] = None
+        self.idle[block] = None
 
     def mark_referenced(self, block: int) -> None:
-        del self._idle[block]
+        del self.idle[block]
 
     def evict(self) -> int:
         """Remove the least recently used unreferenced block from the index and return it."""
-        block, _ = self._idle.popitem(last=False)
+        block, _ = self.idle.popitem(last=False)
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
         self.history.note_evicted(block_hash)
@@ -92,5 +88,5 @@ class PrefixCache:
     def check(self) -> set[int]:
         """Return idle blocks, after asserting that the index is one-to-one and that idle blocks are in it."""
         assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
-        assert self._idle.keys() <= self._hash_of.keys()
-        return set(self._idle)
+        assert self.idle.keys() <= self._hash_of.keys()
+        return set(self.idle)

@@ -27,10 +27,6 @@ class StatePool:
         return len(self._free) + len(self._kept)
 
     @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
-    @property
     def num_used(self) -> int:
         return self.num_slots - self.num_available
 

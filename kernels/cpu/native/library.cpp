@@ -1,6 +1,6 @@
 // The C interface: everything that kernels/cpu/ffi.py calls. Handles are pointers to C++ objects.
 //
-// Constructors of operations return a new Op: run it once, or many times on a tape. The caller keeps whatever
+// Constructors of operations return a new Op: run it once, or many times on a commands. The caller keeps whatever
 // the pointers point to alive as long as the Op.
 //
 // What takes long to compile has a file of its own in the folders, so that compilers share the work.
@@ -142,12 +142,12 @@ Op* llmbox_attention_op(int dtype, int kv_dtype, const KVCache* cache, int layer
 
 // x [rows, width] float32.
 Op* llmbox_best_op(const float* x, int64_t x_stride, int width, float* best, int64_t* ids) {
-    return new BestOp(x, x_stride, width, best, ids);
+    return new ArgmaxOp(x, x_stride, width, best, ids);
 }
 
 void llmbox_op_free(Op* op) { delete op; }
 
 // Runs operations one after the other on all threads.
-void llmbox_run(Op* const* ops, int count, const Step* step) { run_tape(pool(), {ops, count, *step}); }
+void llmbox_run(Op* const* ops, int count, const Step* step) { run_commands(pool(), {ops, count, *step}); }
 
 }  // extern "C"

@@ -10,7 +10,7 @@ import pytest
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.model_config.config import ModelConfig, parse_config
-from llmbox.engine.model_config.mixed_precision import is_fine
+from llmbox.engine.model_config.shape import is_fine
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from llmbox.engine.planning.memory_model import weights_bytes
 from llmbox.engine.planning.parallel_cost import rank_shape

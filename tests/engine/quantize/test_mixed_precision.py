@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.model_config.mixed_precision import is_fine
+from llmbox.engine.model_config.shape import is_fine
 from llmbox.engine.planning.memory_model import weights_bytes
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-using llmbox::Runs;
+using llmbox::WorkPartition;
 
 namespace {
 
@@ -17,7 +17,7 @@ void expect(bool holds, const char* what) {
 }
 
 // Every item once, whoever takes it, from threads that run at the same time.
-void all_once(Runs& runs, int items, int threads) {
+void all_once(WorkPartition& runs, int items, int threads) {
     runs.deal(items, threads);
     std::vector<std::vector<int>> taken(threads);
     std::vector<std::thread> members;
@@ -36,7 +36,7 @@ void all_once(Runs& runs, int items, int threads) {
 }  // namespace
 
 int main() {
-    Runs runs;
+    WorkPartition runs;
     for (int threads : {1, 2, 3, 7})
         for (int items : {0, 1, 2, 5, 64, 20000})
             for (int again = 0; again < 20; again++) all_once(runs, items, threads);

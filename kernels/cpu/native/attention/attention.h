@@ -94,7 +94,7 @@ private:
     }
 
     Walk walk_of(const Step& step, const Tile& tile) const {
-        const int position = position_of(step, tile), seen = Sights{position, 1, window_}.oldest(0);
+        const int position = position_of(step, tile), seen = VisibleRanges{position, 1, window_}.oldest(0);
         const int32_t* table = cache_.tables(step) + static_cast<int64_t>(tile.sequence) * step.table_width;
         const int first = strip_of(step, seen) / STRIPS * STRIPS;  // whole chunks, from the beginning on
         return {table, tile.head, first, strip_of(step, position + tile.tokens - 1) + 1};
@@ -124,42 +124,42 @@ private:
 
     void add_chunk(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next, int position) const {
         score(work, chunk);
-        soften_rows(work, 0, work.rows, chunk, position);
+        update_softmax_rows(work, 0, work.rows, chunk, position);
         add_values(work, chunk, next);
     }
 
     void add_tiled(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next, int position,
                    Member& member) const {
-        const Sights sights{position, group_, window_};
+        const VisibleRanges visible{position, group_, window_};
         if constexpr (Tiled::OWN_SOFTMAX) {
-            Tiled::add_chunk(work, chunk, next, sights, powers_, member.tiles);
+            Tiled::add_chunk(work, chunk, next, visible, powers_, member.tiles);
         } else if constexpr (Tiled::POSSIBLE) {
             // From the last rows on: they see all that others see, and bring it.
             for (int row = (work.rows - 1) / Tiled::BAND * Tiled::BAND; row >= 0; row -= Tiled::BAND) {
                 const int rows = std::min(Tiled::BAND, work.rows - row);
-                const Band band{row, rows, strips_seen(chunk, sights.newest(row + rows - 1)), row + rows == work.rows};
+                const Band band{row, rows, strips_seen(chunk, visible.newest(row + rows - 1)), row + rows == work.rows};
                 if (band.strips == 0) break;
                 Tiled::score(work, band, chunk, member.tiles);
-                soften_rows(work, row, row + rows, chunk, position);
+                update_softmax_rows(work, row, row + rows, chunk, position);
                 Tiled::add(work, band, chunk, band.first ? &next : nullptr, member.tiles);
             }
         }
     }
 
-    void soften_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
-        if (powers_.cap == 0) soften_all<false>(work, row, end, chunk, position);
-        else soften_all<true>(work, row, end, chunk, position);
+    void update_softmax_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
+        if (powers_.cap == 0) update_softmax_rows_of<false>(work, row, end, chunk, position);
+        else update_softmax_rows_of<true>(work, row, end, chunk, position);
     }
 
     template <bool CAPPED>
-    NOINLINE void soften_all(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
-        const Sights sights{position, group_, window_};
-        const Sight common = sights.common(row, end);
+    NOINLINE void update_softmax_rows_of(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
+        const VisibleRanges visible{position, group_, window_};
+        const VisibleRange common = visible.common(row, end);
         if (all_seen(chunk, common)) {
-            for (; row < end; row++) soften<E, false, CAPPED>(work, row, chunk, cache_.codes_bytes, powers_, common);
+            for (; row < end; row++) update_softmax<E, false, CAPPED>(work, row, chunk, cache_.codes_bytes, powers_, common);
         } else {
             for (; row < end; row++)
-                soften<E, true, CAPPED>(work, row, chunk, cache_.codes_bytes, powers_, sights.of(row));
+                update_softmax<E, true, CAPPED>(work, row, chunk, cache_.codes_bytes, powers_, visible.of(row));
         }
     }
 

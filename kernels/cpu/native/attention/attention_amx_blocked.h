@@ -13,10 +13,10 @@
 namespace llmbox {
 
 // Asks for what comes next, some lines at a time (docs/cpu-kernels.md: requests are spread).
-class Bringer {
+class Prefetcher {
 public:
     // A chunk's keys and values, `strip` bytes each, `lines` at a time.
-    Bringer(const Chunk<BF16>& chunk, size_t strip, int lines)
+    Prefetcher(const Chunk<BF16>& chunk, size_t strip, int lines)
         : chunk_(chunk), strip_(strip), part_(static_cast<size_t>(lines) * 64) {}
 
     INLINE void bring_some() {
@@ -48,43 +48,43 @@ template <> struct TileProducts<BF16> {
     static bool wanted(int, int) { return true; }  // one order of summation for all
 
     // From the last rows on: they see all that others see.
-    static void add_chunk(const Work<BF16>& work, const Part& chunk, const Part& next, Sights sights, Powers powers,
+    static void add_chunk(const Work<BF16>& work, const Part& chunk, const Part& next, VisibleRanges visible, Powers powers,
                           Tiles& tiles) {
-        if (work.rows <= FewRows<1>::MOST) return add_few(work, chunk, next, sights, powers);
+        if (work.rows <= FewRows<1>::MOST) return add_few(work, chunk, next, visible, powers);
         const int bands = ceil_div(work.rows, BAND);
         // So many beside each product that all is asked for when the last band ends.
         int lines = work.rows > TILE_ROWS ? 16 : 32;
         for (int n = 1; n < bands; n *= 2) lines = std::max(1, lines / 2);
-        Bringer bringer(next, static_cast<size_t>(STRIP) * work.dim * sizeof(bf16), lines);
+        Prefetcher prefetcher(next, static_cast<size_t>(STRIP) * work.dim * sizeof(bf16), lines);
         for (int index = bands - 1; index >= 0; index--) {
-            const Band band = band_at(work, chunk, sights, index);
+            const Band band = band_at(work, chunk, visible, index);
             if (band.strips == 0) break;
-            if (band.rows > TILE_ROWS) score<true>(work, band, chunk, bringer, tiles);
-            else score<false>(work, band, chunk, bringer, tiles);
-            Softening(work, chunk, sights, powers, band.row, band.rows).run();
-            if (band.rows > TILE_ROWS) add<true>(work, band, chunk, bringer, tiles);
-            else add<false>(work, band, chunk, bringer, tiles);
+            if (band.rows > TILE_ROWS) score<true>(work, band, chunk, prefetcher, tiles);
+            else score<false>(work, band, chunk, prefetcher, tiles);
+            SoftmaxUpdate(work, chunk, visible, powers, band.row, band.rows).run();
+            if (band.rows > TILE_ROWS) add<true>(work, band, chunk, prefetcher, tiles);
+            else add<false>(work, band, chunk, prefetcher, tiles);
         }
-        bringer.finish();
+        prefetcher.finish();
     }
 
 private:
-    static void add_few(const Work<BF16>& work, const Part& chunk, const Part& next, Sights sights, Powers powers) {
-        const int strips = strips_seen(chunk, sights.newest(work.rows - 1));
+    static void add_few(const Work<BF16>& work, const Part& chunk, const Part& next, VisibleRanges visible, Powers powers) {
+        const int strips = strips_seen(chunk, visible.newest(work.rows - 1));
         in_tiles<FewRows<1>::MOST>(work.rows, [&](auto rows, int) {
             FewRows<rows>::score(work, chunk, strips);
-            Softening(work, chunk, sights, powers, 0, rows).run();
+            SoftmaxUpdate(work, chunk, visible, powers, 0, rows).run();
             FewRows<rows>::add(work, chunk, next, strips);
         });
     }
 
-    static Band band_at(const Work<BF16>& work, const Part& chunk, Sights sights, int index) {
+    static Band band_at(const Work<BF16>& work, const Part& chunk, VisibleRanges visible, int index) {
         const int row = index * BAND, rows = std::min(BAND, work.rows - row);
-        return {row, rows, strips_seen(chunk, sights.newest(row + rows - 1)), row + rows == work.rows};
+        return {row, rows, strips_seen(chunk, visible.newest(row + rows - 1)), row + rows == work.rows};
     }
 
     template <bool LOWER>
-    static NOINLINE void score(const Work<BF16>& work, Band band, const Part& chunk, Bringer& bringer, Tiles& tiles) {
+    static NOINLINE void score(const Work<BF16>& work, Band band, const Part& chunk, Prefetcher& prefetcher, Tiles& tiles) {
         constexpr int STRIPS = LOWER ? 1 : 2;  // at once
         float* to = work.scores;
         const TileRows rows{work.q.row(band.row), work.q.row(band.row + TILE_ROWS), 4u * work.q.part};
@@ -99,7 +99,7 @@ private:
                 const TileColumns keys{chunk.keys[s] + at, ROW_BYTES};
                 if constexpr (LOWER) add_down<BF16>(rows.from(i * TILE_WORDS), keys);
                 else add_across(rows.from(i * TILE_WORDS), keys, {chunk.keys[s + 1] + at, ROW_BYTES});
-                bringer.bring_some();
+                prefetcher.bring_some();
             }
             float* first = to + s * STRIP;
             store_sums(first, LOWER ? first + TILE_ROWS * SLOTS : first + STRIP, SLOTS);
@@ -109,7 +109,7 @@ private:
 
     // The first band gathers for all.
     template <bool LOWER>
-    static NOINLINE void add(const Work<BF16>& work, Band band, const Part& chunk, Bringer& bringer, Tiles& tiles) {
+    static NOINLINE void add(const Work<BF16>& work, Band band, const Part& chunk, Prefetcher& prefetcher, Tiles& tiles) {
         constexpr int COLUMNS = LOWER ? TILE_WORDS : 2 * TILE_WORDS;
         const TileRows rows{work.p.row(0), work.p.row(TILE_ROWS), 4u * work.p.part};
         const int pairs = band.strips / 2, shaped = LOWER ? TILE_ROWS : band.rows;
@@ -129,7 +129,7 @@ private:
                 const TileColumns columns{values, ROW_BYTES};
                 if constexpr (LOWER) add_down<BF16>(rows.from(g * TILE_WORDS), columns);
                 else add_across(rows.from(g * TILE_WORDS), columns, {values + PAIRS * TILE_BYTES, ROW_BYTES});
-                bringer.bring_some();
+                prefetcher.bring_some();
             }
             store_sums(first, second, work.dim);
         }

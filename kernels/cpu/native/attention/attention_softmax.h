@@ -47,16 +47,17 @@ INLINE Floats largest_of_each(Floats (&v)[16]) {
     return singles(pairs(fours[0], fours[1]), pairs(fours[2], fours[3]));
 }
 
-// As `soften`, whose weights differ in their last bits, without a branch or a sum across lanes for each row.
-class Softening {
+// As `update_softmax`, whose weights differ in their last bits, without a branch or a sum across lanes for each row.
+class SoftmaxUpdate {
 public:
     static constexpr int SLOTS = Chunk<BF16>::SLOTS, VECTORS = SLOTS / LANES, TOGETHER = 16;
 
     // Of rows `first` .. `first + rows - 1` of the tile, whose scores and weights are the first in memory.
-    Softening(const Work<BF16>& work, const Chunk<BF16>& chunk, Sights sights, Powers powers, int first, int rows)
-        : work_(work), chunk_(chunk), sights_(sights), powers_(powers),
+    SoftmaxUpdate(const Work<BF16>& work, const Chunk<BF16>& chunk, VisibleRanges visible, Powers powers, int first,
+                  int rows)
+        : work_(work), chunk_(chunk), visible_(visible), powers_(powers),
           factor_(powers.cap == 0 ? powers.factor : powers.cap), first_(first), rows_(rows),
-          masked_(!all_seen(chunk, sights.common(first, first + rows))) {}
+          masked_(!all_seen(chunk, visible.common(first, first + rows))) {}
 
     NOINLINE void run() {
         if (powers_.cap != 0) cap();
@@ -108,11 +109,11 @@ private:
     }
 
     void mask(int row) const {
-        const Sight sight = sights_.of(first_ + row);
+        const VisibleRange range = visible_.of(first_ + row);
         for (int s = 0; s < Chunk<BF16>::STRIPS; s++) {
             float* at = work_.scores + row * SLOTS + s * STRIP;
-            const int base = chunk_.positions[s], end = std::min(sight.newest + 1 - base, chunk_.counts[s]);
-            store(at, only(load(at), sight.oldest - base, end));
+            const int base = chunk_.positions[s], end = std::min(range.newest + 1 - base, chunk_.counts[s]);
+            store(at, only(load(at), range.oldest - base, end));
         }
     }
 
@@ -138,7 +139,7 @@ private:
 
     const Work<BF16>& work_;
     const Chunk<BF16>& chunk_;
-    const Sights sights_;
+    const VisibleRanges visible_;
     const Powers powers_;
     const float factor_;
     const int first_, rows_;

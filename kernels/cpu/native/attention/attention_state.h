@@ -73,23 +73,23 @@ template <class E> struct Work {
 };
 
 // Which slots of a chunk a row sees: positions oldest .. newest.
-struct Sight {
+struct VisibleRange {
     int oldest, newest;
 };
 
 // The rows of a tile: `group` of each token, from the token at `position` on. A window of 0 has no end.
-struct Sights {
+struct VisibleRanges {
     int position, group, window;
 
     int newest(int row) const { return position + row / group; }
     int oldest(int row) const { return window ? std::max(0, newest(row) - window + 1) : 0; }
-    Sight of(int row) const { return {oldest(row), newest(row)}; }
+    VisibleRange of(int row) const { return {oldest(row), newest(row)}; }
     // What all of them see.
-    Sight common(int row, int end) const { return {oldest(end - 1), newest(row)}; }
+    VisibleRange common(int row, int end) const { return {oldest(end - 1), newest(row)}; }
 };
 
-template <class E> bool all_seen(const Chunk<E>& chunk, Sight sight) {
-    bool all = chunk.positions[0] >= sight.oldest && chunk.positions[Chunk<E>::STRIPS - 1] + STRIP <= sight.newest + 1;
+template <class E> bool all_seen(const Chunk<E>& chunk, VisibleRange range) {
+    bool all = chunk.positions[0] >= range.oldest && chunk.positions[Chunk<E>::STRIPS - 1] + STRIP <= range.newest + 1;
     for (int count : chunk.counts) all &= count == STRIP;
     return all;
 }
@@ -124,7 +124,8 @@ struct Powers {
 // Scores of one row become weights e^(score - most), packed. What was summed before is to be scaled to the new
 // `most`: work.scale. With `MASKED` not all slots are seen.
 template <class E, bool MASKED, bool CAPPED>
-INLINE void soften(const Work<E>& work, int r, const Chunk<E>& chunk, size_t scales_at, Powers powers, Sight sight) {
+INLINE void update_softmax(const Work<E>& work, int r, const Chunk<E>& chunk, size_t scales_at, Powers powers,
+                           VisibleRange range) {
     using W = AttentionWords<E>;
     constexpr int VECTORS = Chunk<E>::SLOTS / LANES;
     const auto scales = [&](const uint8_t* strip, int lane) {  // of the tokens of a strip, from `lane` on
@@ -138,7 +139,7 @@ INLINE void soften(const Work<E>& work, int r, const Chunk<E>& chunk, size_t sca
         if (CAPPED) scores[v] = splat(powers.cap) * tanh(scores[v]);
         if (MASKED) {
             const int base = chunk.positions[s] + lane;
-            scores[v] = only(scores[v], sight.oldest - base, std::min(sight.newest + 1 - base, chunk.counts[s] - lane));
+            scores[v] = only(scores[v], range.oldest - base, std::min(range.newest + 1 - base, chunk.counts[s] - lane));
         }
         most = max(most, scores[v]);
     }

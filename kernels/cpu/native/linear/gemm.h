@@ -245,7 +245,7 @@ private:
     const LinearShape& shape_;
     Out* out_;
     int64_t out_stride_;
-    Runs runs_;  // of panels, each with all its blocks of rows
+    WorkPartition runs_;  // of panels, each with all its blocks of rows
 };
 
 // Weights and rows of the same type.

@@ -119,7 +119,8 @@ private:
     }
 
     // out[place][outputs] of all copies: an item is one panel of one expert.
-    void multiply(const std::vector<const Shape*>& linears, const Copies& rows, T* out, Runs& items, Member& member) const {
+    void multiply(const std::vector<const Shape*>& linears, const Copies& rows, T* out, WorkPartition& items,
+                  Member& member) const {
         float* tile = member.scratch.template take<float>(ROW_BLOCK * PANEL);
         const int panels = linears[0]->panels(), outputs = linears[0]->outputs;
         for (int item = items.take(member.index); item >= 0; item = items.take(member.index)) {
@@ -180,8 +181,8 @@ private:
 
     const ExpertLinears<Shape> linears_;
     const ExpertsCall<T> call_;
-    Routes routes_;
-    Runs gate_up_items_, down_items_;
+    ExpertRoutes routes_;
+    WorkPartition gate_up_items_, down_items_;
 };
 
 }  // namespace llmbox

@@ -89,9 +89,9 @@ inline void choose_by_rule(const float* logits, int experts, int count, bool nor
 }
 
 // Of all rows of a step. Copies of rows are sorted by expert, and an expert's begin at a multiple of `align`.
-class Routes {
+class ExpertRoutes {
 public:
-    Routes(int experts, int per_row, int align) : experts_(experts), per_row_(per_row), align_(align) {}
+    ExpertRoutes(int experts, int per_row, int align) : experts_(experts), per_row_(per_row), align_(align) {}
 
     struct Run {
         int expert, first, rows;  // of copies

@@ -11,12 +11,12 @@
 namespace llmbox {
 
 // The rows of one sequence, its slot, and the rows after which its state is also written to other slots.
-struct Stretch {
+struct SequenceRows {
     int begin, end;
     bool fresh;  // begins at position 0: its slot has nothing of it yet
     int slot;
 
-    Stretch(const Step& step, int sequence)
+    SequenceRows(const Step& step, int sequence)
         : begin(step.query_starts[sequence]),
           end(step.query_starts[sequence + 1]),
           fresh(step.contexts[sequence] == end - begin),
@@ -49,11 +49,11 @@ public:
         const int columns = ceil_div(channels_, LANES);
         const auto span = member.share(step.sequences * columns);
         for (int piece = span.begin; piece < span.end; piece++)
-            column(Stretch(step, piece / columns), piece % columns * LANES);
+            column(SequenceRows(step, piece / columns), piece % columns * LANES);
     }
 
 private:
-    NOINLINE void column(Stretch rows, int channel) {
+    NOINLINE void column(SequenceRows rows, int channel) {
         const int left = channels_ - channel, past = width_ - 1;
         Floats window[MOST], weight[MOST];
         for (int k = 0; k < width_; k++) weight[k] = load(weight_ + k * channels_ + channel, left);
@@ -122,7 +122,7 @@ public:
         const auto span = member.share(step.sequences * each);
         for (int piece = span.begin; piece < span.end; piece++) {
             const int head = piece % each / tiles;
-            tile(Stretch(step, piece / each), head, piece % tiles * COLUMNS, wide, member);
+            tile(SequenceRows(step, piece / each), head, piece % tiles * COLUMNS, wide, member);
         }
     }
 
@@ -170,7 +170,7 @@ private:
     }
 
     // COLUMNS columns of one head's state, or the last ones, which are padded with zeros.
-    void tile(Stretch rows, int head, int column, const float* wide, Member& member) {
+    void tile(SequenceRows rows, int head, int column, const float* wide, Member& member) {
         const int dim = shape_.key_dim, left = shape_.value_dim - column;
         float* own = at(rows.slot, head, column);
         const bool in_place = left >= COLUMNS && rows.end - rows.begin < 4 && !rows.fresh;

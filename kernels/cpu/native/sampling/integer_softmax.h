@@ -29,10 +29,10 @@ INLINE Floats exp_fine(Floats x) {
 }
 
 // Weights of one row's logits, none of which is NaN or above `best`.
-class TokenWeights {
+class IntegerSoftmax {
 public:
     // `least`: lighter ones become 0.
-    TokenWeights(float best, float temperature, int64_t least)
+    IntegerSoftmax(float best, float temperature, int64_t least)
         : best_(splat(best)), temperature_(splat(temperature)), least_(splat(at_least(least))) {}
 
     // Of 2^20 and of 1: two halves of LANES weights.

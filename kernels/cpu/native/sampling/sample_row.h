@@ -39,7 +39,7 @@ public:
     int64_t total() const { return sum_of(piece_totals()); }
 
 private:
-    static constexpr int PIECE = TokenWeights::AT_ONCE;
+    static constexpr int PIECE = IntegerSoftmax::AT_ONCE;
     static constexpr int CANDIDATES = 256;
     static constexpr int BINS = 2048;
     static constexpr float WEIGHTLESS = -28.f;  // depth; 2^-40 = e^-27.7
@@ -152,9 +152,9 @@ private:
             const Floats depth = weights_.depth(load_logits(logits_.x + i, logits_.width - i));
             int32_t bins[LANES], high[LANES], low[LANES];
             store_as(bins, bins_of(depth));
-            TokenWeights::store(high, low, weights_.halves(depth));
+            IntegerSoftmax::store(high, low, weights_.halves(depth));
             UNROLL for (int lane = 0; lane < LANES; lane++)
-                totals[bins[lane]] += TokenWeights::join(high[lane], low[lane]);
+                totals[bins[lane]] += IntegerSoftmax::join(high[lane], low[lane]);
         }
         return totals;
     }
@@ -200,7 +200,7 @@ private:
     const DrawRow& row_;
     int vocabulary_;
     float best_, temperature_;
-    TokenWeights weights_;
+    IntegerSoftmax weights_;
 };
 
 }  // namespace llmbox

@@ -34,7 +34,7 @@ struct Step {
     int64_t angles(int table, int row, int width) const { return (static_cast<int64_t>(table) * rows + row) * width; }
 };
 
-// All threads call `run`; the tape puts a barrier behind it. No operation may let the value of a row depend on
+// All threads call `run`; the list puts a barrier behind it. No operation may let the value of a row depend on
 // `step.rows`, on the thread, or on where its work was cut.
 class Op {
 public:
@@ -55,24 +55,24 @@ private:
     std::atomic<int> next_{0};
 };
 
-struct Tape {
+struct CommandList {
     Op* const* ops;
     int count;
     const Step& step;
 };
 
-inline void run_tape(Pool& pool, const Tape& tape) {
-    for (int i = 0; i < tape.count; i++) tape.ops[i]->prepare(tape.step, pool);
-    const bool alone = tape.count == 1 && tape.ops[0]->small(tape.step);
+inline void run_commands(Pool& pool, const CommandList& commands) {
+    for (int i = 0; i < commands.count; i++) commands.ops[i]->prepare(commands.step, pool);
+    const bool alone = commands.count == 1 && commands.ops[0]->small(commands.step);
     pool.run(
         [](Member& member, void* argument) {
-            const Tape& tape = *static_cast<const Tape*>(argument);
-            for (int i = 0; i < tape.count; i++) {
-                tape.ops[i]->run(tape.step, member);
+            const CommandList& commands = *static_cast<const CommandList*>(argument);
+            for (int i = 0; i < commands.count; i++) {
+                commands.ops[i]->run(commands.step, member);
                 member.barrier();
             }
         },
-        const_cast<Tape*>(&tape), alone);
+        const_cast<CommandList*>(&commands), alone);
 }
 
 }  // namespace llmbox

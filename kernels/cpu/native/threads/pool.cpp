@@ -65,7 +65,7 @@ Pool& pool() {
 void Pool::resize(const std::vector<int>& cores) {
     const Lock lock(busy_);
     const int size = static_cast<int>(cores.size()) + 1;
-    governor_ = Governor(size);
+    throttle_ = ThreadThrottle(size);
     while (static_cast<int>(members_.size()) < size) {
         const int index = static_cast<int>(members_.size());
         members_.push_back(new Member(*this, index));
@@ -77,18 +77,18 @@ void Pool::resize(const std::vector<int>& cores) {
 
 int Pool::threads() {
     const Lock lock(busy_);
-    return governor_.threads();
+    return throttle_.threads();
 }
 
 void Pool::run(Job job, void* argument, bool alone) {
     const Lock lock(busy_);
-    size_ = alone ? 1 : governor_.threads();
+    size_ = alone ? 1 : throttle_.threads();
     members_[0]->size = size_;
     if (size_ == 1) {  // still timed: rests are counted in time at work
         const double began = read_clock(CLOCK_MONOTONIC);
         job(*members_[0], argument);
         members_[0]->tiles.release();
-        governor_.report(read_clock(CLOCK_MONOTONIC) - began, 0, 0);
+        throttle_.report(read_clock(CLOCK_MONOTONIC) - began, 0, 0);
         return;
     }
     job_ = job;
@@ -107,7 +107,7 @@ void Pool::run(Job job, void* argument, bool alone) {
         stolen += members_[i]->stolen;
         worst = std::max(worst, members_[i]->stolen);
     }
-    governor_.report(read_clock(CLOCK_MONOTONIC) - began_, worst, (stolen - worst) / (size_ - 1));
+    throttle_.report(read_clock(CLOCK_MONOTONIC) - began_, worst, (stolen - worst) / (size_ - 1));
 }
 
 void Pool::barrier() {

@@ -96,7 +96,7 @@ private:
     pthread_mutex_t busy_ = PTHREAD_MUTEX_INITIALIZER;
     Scratch shared_;
     std::vector<Member*> members_;
-    Governor governor_{1};
+    ThreadThrottle throttle_{1};
     int size_ = 1;  // of the running job
     Job job_ = nullptr;
     void* argument_ = nullptr;

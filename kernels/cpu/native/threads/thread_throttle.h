@@ -10,9 +10,9 @@
 namespace llmbox {
 
 // Times in seconds; only time inside jobs counts, so an idle engine learns and forgets nothing.
-class Governor {
+class ThreadThrottle {
 public:
-    explicit Governor(int threads) : most_(threads), threads_(threads) {}
+    explicit ThreadThrottle(int threads) : most_(threads), threads_(threads) {}
 
     int threads() const { return threads_; }
 

@@ -11,7 +11,7 @@
 
 namespace llmbox {
 
-class Runs {
+class WorkPartition {
 public:
     // Before the threads start.
     void deal(int items, int threads) {
