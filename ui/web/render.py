@@ -97,17 +97,19 @@ def ago(unix: float | None) -> str:
 PanelRequest = Request[Any, Any, State]
 
 PAGES = (
-    ("overview", "/admin", "Overview"),
-    ("chat", "/admin/chat", "Chat"),
-    ("models", "/admin/models", "Models"),
-    ("requests", "/admin/requests", "Requests"),
-    ("playground", "/admin/playground", "Playground"),
-    ("telemetry", "/admin/telemetry", "Telemetry"),
-    ("memory", "/admin/memory", "Memory"),
-    ("keys", "/admin/keys", "Keys"),
-    ("settings", "/admin/settings", "Settings"),
-    ("system", "/admin/system", "System"),
+    ("overview", "/admin", "Overview", "o"),
+    ("chat", "/admin/chat", "Chat", "c"),
+    ("models", "/admin/models", "Models", "m"),
+    ("requests", "/admin/requests", "Requests", "r"),
+    ("playground", "/admin/playground", "Playground", "p"),
+    ("telemetry", "/admin/telemetry", "Telemetry", "t"),
+    ("memory", "/admin/memory", "Memory", "e"),
+    ("keys", "/admin/keys", "Keys", "k"),
+    ("settings", "/admin/settings", "Settings", "s"),
+    ("system", "/admin/system", "System", "y"),
 )
+"""Pages of the menu: name (also of its icon), address, label, and the key that goes there after `g`."""
+THEME_COOKIE = "llmbox_theme"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ def page(
         section=section,
         pages=PAGES,
         libraries=has_libraries(),
+        theme=theme if (theme := request.cookies.get(THEME_COOKIE)) in {"light", "dark"} else "",
         version=__version__,
         **values,
     )
