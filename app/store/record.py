@@ -71,6 +71,10 @@ class RequestRecord:
         return self.http_status >= 500 and self.error_code not in NOT_NOW
 
 
+RecordOrder = Literal["", "prompt_tokens", "output_tokens", "ttft_s", "e2e_s"]
+"""Column whose largest values come first; empty: the newest requests."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFilter:
     """Filter of records to read, newest first."""
@@ -82,7 +86,22 @@ class RecordFilter:
     since: float | None = None
     before_seq: int | None = None
     """Keyset paging: only rows older than this one."""
+    order: RecordOrder = ""
     limit: int = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordTotals:
+    """Totals of all records that match a filter, without its paging."""
+
+    requests: int = 0
+    errors: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+    ttft_s: float | None = None
+    """Mean time to first token."""
+    rate: float | None = None
+    """Mean output tokens a second of an answer, after its first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

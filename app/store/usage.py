@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 from ..config.entries import LatencyTarget, TokenPrice
-from .record import first_line
+from .record import RecordFilter, RecordTotals, first_line
 from .writer import RequestLog
 
 if TYPE_CHECKING:
@@ -114,6 +114,18 @@ async def outcomes(store: RequestLog, since: int, until: int, step: int) -> Outc
             for name, column in columns.items():
                 column[row.interval] = getattr(row, name)
     return Outcomes(step=step, times=times, **columns)
+
+
+async def totals_of(store: RequestLog, want: RecordFilter) -> RecordTotals:
+    """Totals of the records that match a filter. Zeros while the log cannot be read."""
+    found: Sequence[RecordTotals] = await _read(store, lambda sql, engine: [sql.totals(engine, want)])
+    return found[0] if found else RecordTotals()
+
+
+async def known_names(store: RequestLog) -> tuple[list[str], list[str]]:
+    """Models and keys that the log knows. Empty while it cannot be read."""
+    found = await _read(store, lambda sql, engine: sql.names(engine))
+    return (found[0], found[1]) if found else ([], [])
 
 
 async def _read(store: RequestLog, find: "Callable[[Any, Engine], Sequence[Any]]") -> Sequence[Any]:

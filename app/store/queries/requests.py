@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from sqlalchemy import Connection, Engine, TextClause, delete, func, insert, text
+import sqlalchemy
+from sqlalchemy import Connection, Engine, TextClause, case, delete, func, insert, text
 from sqlmodel import Session, col, select
 
-from ..record import NOT_NOW, Content, RecordFilter, RequestRecord, to_json
+from ..record import NOT_NOW, Content, RecordFilter, RecordTotals, RequestRecord, to_json
 from ..tables import ContentRow, RequestRow
 
 _FIELDS = tuple(f.name for f in fields(RequestRecord))
@@ -33,22 +34,60 @@ def _add_content(connection: Connection, seq: int, record: RequestRecord, conten
 
 
 def find(engine: Engine, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
-    """Return (sequence number, record), newest first."""
-    statement = select(RequestRow).order_by(col(RequestRow.seq).desc()).limit(want.limit)
-    if want.model is not None:
-        statement = statement.where(RequestRow.model == want.model)
-    if want.key is not None:
-        statement = statement.where(RequestRow.key == want.key)
-    if want.status is not None:
-        statement = statement.where(RequestRow.http_status == want.status)
-    if want.errors_only:
-        statement = statement.where(RequestRow.error_code != "")
-    if want.since is not None:
-        statement = statement.where(RequestRow.created >= want.since)
+    """Return (sequence number, record) in the order of the filter."""
+    order = [getattr(RequestRow, want.order).desc().nulls_last()] if want.order else []
+    statement = select(RequestRow).where(*_conditions(want)).order_by(*order, col(RequestRow.seq).desc())
     if want.before_seq is not None:
         statement = statement.where(col(RequestRow.seq) < want.before_seq)
     with Session(engine) as session:
-        return [(row.seq or 0, _record(row)) for row in session.exec(statement)]
+        return [(row.seq or 0, _record(row)) for row in session.exec(statement.limit(want.limit))]
+
+
+def totals(engine: Engine, want: RecordFilter) -> RecordTotals:
+    """Sum all records that match the filter."""
+    decode_s = col(RequestRow.tpot_s) * (col(RequestRow.output_tokens) - 1)
+    statement = sqlalchemy.select(
+        func.count(),
+        func.coalesce(func.sum(case((col(RequestRow.error_code) != "", 1), else_=0)), 0),
+        func.coalesce(func.sum(col(RequestRow.prompt_tokens)), 0),
+        func.coalesce(func.sum(col(RequestRow.output_tokens)), 0),
+        func.avg(col(RequestRow.ttft_s)),
+        func.sum(decode_s),
+        func.sum(case((col(RequestRow.tpot_s).is_(None), 0), else_=col(RequestRow.output_tokens) - 1)),
+    ).where(*_conditions(want))
+    with engine.connect() as connection:
+        count, errors, into, out, ttft, seconds, decoded = connection.execute(statement).one()
+    return RecordTotals(
+        requests=count,
+        errors=errors,
+        tokens_in=into,
+        tokens_out=out,
+        ttft_s=ttft,
+        rate=decoded / seconds if seconds else None,
+    )
+
+
+def names(engine: Engine) -> tuple[list[str], list[str]]:
+    """Return the models and the keys that the log knows."""
+    with engine.connect() as connection:
+        models = connection.execute(select(RequestRow.model).distinct().limit(200)).scalars().all()
+        keys = connection.execute(select(RequestRow.key).distinct().limit(200)).scalars().all()
+    return sorted(filter(None, models)), sorted(filter(None, keys))
+
+
+def _conditions(want: RecordFilter) -> list[Any]:
+    found: list[Any] = []
+    if want.model is not None:
+        found.append(RequestRow.model == want.model)
+    if want.key is not None:
+        found.append(RequestRow.key == want.key)
+    if want.status is not None:
+        found.append(RequestRow.http_status == want.status)
+    if want.errors_only:
+        found.append(RequestRow.error_code != "")
+    if want.since is not None:
+        found.append(RequestRow.created >= want.since)
+    return found
 
 
 def get(engine: Engine, request_id: str) -> tuple[RequestRecord, Content | None] | None:

@@ -74,3 +74,35 @@ def test_who_signed_in_with_a_key_takes_no_copy_of_what_others_asked(panel):
         refused = client.post("/admin/system/backup", data={"csrf_token": token[1]})
         assert refused.status_code == 403
         assert "prompts and answers of other keys" in refused.text
+
+
+def test_requests_are_sorted_summed_and_chosen_from_lists(panel, signed_in):
+    for length in (3, 9, 5):
+        panel.complete(length)
+    for _ in range(2):
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 10_000_000}
+        httpx.post(f"{panel.url}/v1/completions", json=body, timeout=PATIENCE)
+    until(lambda: len(panel.box.api("requests?errors=true&model=tiny")["requests"]) >= 2)
+    page = signed_in.get("/admin/requests?sort=output&model=tiny").text
+    rows = page.partition('sse-swap="history"')[2]
+    outputs = [int(text) for text in re.findall(r'data-label="output">(\d+)', rows)]
+    assert outputs == sorted(outputs, reverse=True)
+    assert 'aria-sort="descending"><a href="/admin/requests?model=tiny&amp;sort=output"' in page
+    totals = page.partition('class="legend totals"')[2].partition("</dl>")[0]
+    assert f"<dt>Tokens out</dt><dd>{sum(outputs):,}</dd>" in totals
+    everything = signed_in.get("/admin/requests.json?model=tiny").json()["requests"]
+    errors = sum(row["error_code"] != "" for row in everything)
+    assert re.search(rf"<dt>With errors</dt><dd[^>]*>{errors} <small>", totals)
+    assert "<option selected>tiny</option>" in page
+    assert signed_in.get("/admin/requests?sort=nonsense").status_code == 200
+
+
+def test_an_error_explains_itself_and_names_the_fix(panel, signed_in):
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 10_000_000}
+    asked = httpx.post(f"{panel.url}/v1/completions", json=body, timeout=PATIENCE)
+    assert asked.status_code == 400
+    until(lambda: panel.box.api("requests?errors=true")["requests"])
+    row = panel.box.api("requests?errors=true")["requests"][0]
+    page = signed_in.get(f"/admin/requests/{row['id']}").text
+    assert "longer than the model&#39;s context" in page
+    assert '<a href="/admin/models">Shorten the prompt' in page

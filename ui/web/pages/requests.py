@@ -19,7 +19,8 @@ from llmbox.app.http.auth.credentials import identity_of
 from llmbox.app.http.server.sse import while_connected
 from llmbox.app.inspect.detail import detail_of
 from llmbox.app.inspect.replay import replay
-from llmbox.app.store.record import RecordFilter, RequestRecord
+from llmbox.app.store.record import RecordFilter, RecordOrder, RecordTotals, RequestRecord
+from llmbox.app.store.usage import known_names, totals_of
 
 from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
 
@@ -28,7 +29,95 @@ SINCE = (("", "All time"), ("3600", "Last hour"), ("86400", "Last day"), ("60480
 MOST_LIVE = 100
 PATIENCE_S = 0.2
 """Seconds that a live update waits for the log."""
+WHOLE_LOG_S = 10.0
+"""Seconds between two live updates that read the whole log: totals, and rows that are sorted."""
+SORTS: dict[str, RecordOrder] = {
+    "time": "e2e_s",
+    "first-token": "ttft_s",
+    "output": "output_tokens",
+    "prompt": "prompt_tokens",
+}
+"""Columns by the value of `sort` in the URL."""
+EXPLAINED = {
+    "rate_limit_exceeded": (
+        "The key reached its limit of requests or tokens a minute.",
+        "Raise the limit, or let the client wait as Retry-After says",
+        "/admin/keys",
+    ),
+    "insufficient_quota": (
+        "The key used up a quota or budget of this day or month.",
+        "Raise the quota or wait for the reset",
+        "/admin/keys",
+    ),
+    "queue_full": (
+        "More requests waited for the model than its queue takes.",
+        "Send fewer at once, or lengthen the queue",
+        "/admin/settings#limits.queue",
+    ),
+    "context_length_exceeded": (
+        "Prompt and answer together are longer than the model's context.",
+        "Shorten the prompt, ask for fewer tokens, or load the model with a longer context",
+        "/admin/models",
+    ),
+    "model_not_found": (
+        "No model of that name is on this disk.",
+        "Check the name, or download the model",
+        "/admin/models/discover",
+    ),
+    "model_loading": (
+        "The model was being loaded.",
+        "Pin models that must answer at once",
+        "/admin/models",
+    ),
+    "memory_busy": (
+        "The model did not fit beside the others, which were busy.",
+        "Raise the memory of all models, or load a smaller one",
+        "/admin/settings#memory.budget",
+    ),
+    "model_evicted": (
+        "The model left memory for another one.",
+        "Pin it, or raise the memory of all models",
+        "/admin/settings#memory.budget",
+    ),
+    "model_not_allowed": (
+        "The key may not use that model.",
+        "Make a key that may",
+        "/admin/keys",
+    ),
+    "engine_failed": (
+        "The model's engine had died five times in a minute.",
+        "The daemon's log has the reason",
+        "/admin/system?level=error#log-title",
+    ),
+    "engine_error": (
+        "The engine failed on this request.",
+        "The daemon's log has the reason",
+        "/admin/system?level=error#log-title",
+    ),
+    "engine_crashed": (
+        "The engine died while it worked on this request.",
+        "The daemon's log has the reason",
+        "/admin/system?level=error#log-title",
+    ),
+    "request_timeout": (
+        "The answer took longer than the time limit.",
+        "Raise the limit, or ask for fewer tokens",
+        "/admin/settings#limits.request_timeout",
+    ),
+    "first_token_timeout": (
+        "No token came within the time limit.",
+        "Raise the limit, or run fewer requests at once",
+        "/admin/settings#limits.first_token_timeout",
+    ),
+    "client_disconnected": (
+        "The client closed its connection before the answer was complete.",
+        "Raise the client's own time limit, or stream the answer",
+        "",
+    ),
+}
+"""Errors by their code: what it means, what helps, and where (a page of the panel)."""
 HISTORY = {
+    "history-totals": "live/requests/history_totals.html",
     "history": "live/requests/history.html",
     "history-note": "live/requests/history_note.html",
     "history-pages": "live/requests/history_pages.html",
@@ -45,6 +134,7 @@ class Filter:
     status: str
     since: str
     before: str
+    sort: str
 
     def wanted(self, rows: int) -> RecordFilter:
         status, since = _number(self.status, "status"), _number(self.since, "since")
@@ -54,12 +144,14 @@ class Filter:
             status=status,
             errors_only=self.status == "errors",
             since=None if since is None else time.time() - since,
-            before_seq=_number(self.before, "before"),
+            before_seq=None if self.sort else _number(self.before, "before"),
+            order=SORTS.get(self.sort, ""),
             limit=rows,
         )
 
     def query(self, **changes: str) -> str:
-        values = {"model": self.model, "key": self.key, "status": self.status, "since": self.since, **changes}
+        names = ("model", "key", "status", "since", "sort")
+        values = {name: getattr(self, name) for name in names} | changes
         return urlencode({name: value for name, value in values.items() if value})
 
 
@@ -73,6 +165,7 @@ def filter_of(request: PanelRequest) -> Filter:
 async def requests_page(request: PanelRequest) -> Response[str]:
     panel = panel_of(request)
     chosen = filter_of(request)
+    models, keys = await known_names(panel.services.request_log)
     return page(
         request,
         "requests/requests.html",
@@ -80,6 +173,8 @@ async def requests_page(request: PanelRequest) -> Response[str]:
         live=_live(panel),
         most_live=MOST_LIVE,
         ranges=SINCE,
+        models=sorted({*models, chosen.model} - {""}),
+        keys=sorted({*keys, chosen.key} - {""}),
         **await _history(panel, chosen),
     )
 
@@ -91,29 +186,38 @@ def requests_pieces(chosen: Filter) -> Callable[[Panel], Awaitable[dict[str, str
     """
     chosen.wanted(ROWS)  # raises for an invalid filter now rather than in the stream
     reading: asyncio.Task[dict[str, Any]] | None = None
+    totals: RecordTotals | None = None
+    due = 0.0
 
     async def pieces(panel: Panel) -> dict[str, str]:
-        nonlocal reading
+        nonlocal reading, totals, due
         made = {
             "inflight": render("live/requests/inflight.html", panel, live=_live(panel), most_live=MOST_LIVE)
         }
-        reading = reading or asyncio.create_task(_history(panel, chosen))
+        if time.monotonic() >= due:  # they read the whole log: not at every tick
+            totals, due = None, time.monotonic() + WHOLE_LOG_S
+        elif chosen.sort:
+            return made
+        reading = reading or asyncio.create_task(_history(panel, chosen, totals))
         await asyncio.wait({reading}, timeout=PATIENCE_S)
         if reading.done():
             history, reading = reading.result(), None
+            totals = history["totals"]
             made |= {name: render(template, panel, **history) for name, template in HISTORY.items()}
         return made
 
     return pieces
 
 
-async def _history(panel: Panel, chosen: Filter) -> dict[str, Any]:
+async def _history(panel: Panel, chosen: Filter, totals: RecordTotals | None = None) -> dict[str, Any]:
     rows, problem = await readable(panel.services, chosen.wanted(ROWS + 1))
     return {
         "rows": [record for _, record in rows[:ROWS]],
         "problem": problem,
         "chosen": chosen,
-        "older": chosen.query(before=str(rows[ROWS - 1][0])) if len(rows) > ROWS else "",
+        "older": chosen.query(before=str(rows[ROWS - 1][0])) if len(rows) > ROWS and not chosen.sort else "",
+        "totals": totals or await totals_of(panel.services.request_log, chosen.wanted(ROWS)),
+        "explained": EXPLAINED,
         "dropped": panel.services.request_log.dropped,
     }
 
@@ -130,6 +234,7 @@ async def request_page(request: PanelRequest, request_id: FromPath[str]) -> Resp
         detail=detail,
         live=detail.in_flight,
         record=record,
+        explained=EXPLAINED,
         phases=_phases(record) if record else [],
         params=json.loads(record.params) if record else {},
     )
