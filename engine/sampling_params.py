@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Pooling = Literal["last", "mean", "cls"]
-"""Pooling of hidden states into one embedding: the last token's state, the mean of all, or the first's."""
+Pooling = Literal["last", "mean", "cls", "embed", "classify"]
+"""Pooling of hidden states into one embedding: the last token's state, the mean of all, or the first's. Of
+encoders `embed`, as their folder declares it, or `classify`, the logits of their labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
     """Return an embedding of the prompt instead of sampling tokens. Then `max_tokens` is 0."""
+    pair_start: int | None = None
+    """Position of the first token of the second text, for encoders that tell the texts of a pair apart."""
 
     @property
     def needs_vocabulary(self) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from llmbox.engine.errors import DeviceError, EngineError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig, parse_config
-from llmbox.engine.model_config.pooling import is_declared
+from llmbox.engine.model_config.encoders.pooling import is_declared
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
 

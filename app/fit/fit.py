@@ -101,6 +101,8 @@ def fit(
 
     Raises DeviceError where there is no such device.
     """
+    if facts.config.is_bidirectional and config.device == "auto":
+        config = replace(config, device="cpu")
     device = usable_device(machine, config.device)
     budget = total_budget(machine, device, budget_gb)
     now = MemoryBudget.of(machine, device)
@@ -112,6 +114,7 @@ def fit(
             f"only {show_bytes(now.available)} are free now: other programs or models must make room first",
         )
     disk_free = free_space(disk)
+    writes = not facts.config.is_bidirectional
     result = Fit(
         name=facts.name,
         device=device,
@@ -123,7 +126,7 @@ def fit(
         notes=notes,
         disk_need=facts.missing_bytes,
         disk_free=disk_free,
-        speed=_speed(facts.config, plan, machine, bandwidth) if plan and bandwidth else None,
+        speed=_speed(facts.config, plan, machine, bandwidth) if plan and bandwidth and writes else None,
     )
     if not result.fits_disk:
         need = show_bytes(facts.missing_bytes + DISK_RESERVE, up=True)
@@ -146,7 +149,7 @@ def plan_within_budget(
     )
     try:
         plan = estimate(config.shape(engine.context), have, asked)
-        wanted = RunnablePlan.of(plan, config.quant, is_latent=config.latent is not None)
+        wanted = RunnablePlan.of(plan, config)
         require_runnable(wanted, kernel_site(have, plan), engine)
     except (DoesNotFit, DeviceError, ParallelError) as error:
         return None, str(error)

@@ -30,11 +30,11 @@ from .open_request import OpenRequest, RevocationWatcher
 from .request_events import LiveRequest, NullObserver, RequestObserver
 
 
-def check_kind(generation: Generation) -> None:
-    """Raise ApiError 400 where the model cannot do what the request asks for."""
-    info, name = generation.model.supervisor.info, generation.model.name
+def check_generates(model: LoadedModel) -> None:
+    """Raise ApiError 400 for a model that makes no text."""
+    info, name = model.supervisor.info, model.name
     assert info is not None
-    if generation.params.pooling is None and not info.generates:
+    if not info.generates:
         raise ApiError(
             400,
             f"{name} makes embeddings or scores and no text: send it to /v1/embeddings or /v1/rerank, or "
@@ -137,7 +137,8 @@ class Gateway:
 
     def _submit(self, generation: Generation) -> OpenRequest:
         supervisor = generation.model.supervisor
-        check_kind(generation)
+        if generation.params.pooling is None:
+            check_generates(generation.model)
         pools = generation.params.pooling is not None
         choices = len(generation.prompts) * generation.n
         at_once = max_in_engine(generation.model, choices, pools=pools, queue=self.limits.queue)
@@ -180,8 +181,9 @@ class Gateway:
 
     def _messages(self, generation: Generation) -> list[AddRequest]:
         messages = []
-        for prompt in generation.prompts:
+        for number, prompt in enumerate(generation.prompts):
             room = max_new_tokens(generation, prompt)
+            pair_start = generation.pair_starts[number] if generation.pair_starts else None
             first: str | None = None
             for index in range(generation.n):
                 self._engine_ids += 1
@@ -191,7 +193,7 @@ class Gateway:
                     AddRequest(
                         request_id=engine_id,
                         prompt_ids=prompt,
-                        params=replace(generation.params, max_tokens=room, seed=seed),
+                        params=replace(generation.params, max_tokens=room, seed=seed, pair_start=pair_start),
                         priority=generation.priority,
                         tenant=generation.tenant,
                         cache_namespace=generation.cache_salt,

@@ -76,6 +76,8 @@ class Generation:
     """Warnings about how the request ended, filled while it runs."""
     prompt_param: str = "messages"
     """Name of the field that an error about a too long prompt refers to."""
+    pair_starts: list[int | None] | None = None
+    """`SamplingParams.pair_start` of each prompt, if they are pairs of texts."""
     max_tokens_param: str = "max_tokens"
 
 

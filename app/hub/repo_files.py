@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from llmbox.engine.checkpoint.files import parse_json
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
-from llmbox.engine.model_config.pooling import MODULES_FILE, POOLING_FILE
+from llmbox.engine.model_config.encoders.pooling import DENSE_FILES, MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 
 from . import errors
 from .errors import HubError
@@ -40,6 +40,8 @@ SMALL_FILES = (
     "chat_template.json",
     MODULES_FILE,
     POOLING_FILE,
+    PROMPTS_FILE,
+    *DENSE_FILES,
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import EngineError
+from llmbox.engine.model_config.config import parse_config
 
 from ..config.settings import ModelSettings, Scalar
 from ..errors import CliError, Exit
@@ -79,14 +81,24 @@ class ModelRequest:
             return self.options.get(f"model.{key}", getattr(defaults, key))
 
         memory = value("memory")
+        options = {name: value(name) for name in _SAME}
+        if options["device"] == "auto" and self._is_bidirectional():
+            options["device"] = "cpu"
         return EngineConfig(
             model_path=str(self.ref.path),
             name=check_name(self.served_name),
             context=value("ctx"),
             memory_bytes=None if memory is None else int(memory * 1e9),
             overlap=None if value("overlap") else False,
-            **{name: value(name) for name in _SAME},
+            **options,
         )
+
+    def _is_bidirectional(self) -> bool:
+        """Return True for an encoder, which runs on the CPU of a machine with GPUs too."""
+        try:
+            return parse_config(self.ref.path).is_bidirectional
+        except EngineError:  # loading says why
+            return False
 
 
 def options_of(config: EngineConfig) -> dict[str, Scalar]:

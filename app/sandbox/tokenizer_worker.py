@@ -4,8 +4,8 @@ MEMORY`.
 The steps of a tokenizer.json may double a text again and again or never end, so the process lives under
 limits and the daemon may kill it at any moment (`worker.py`). Loading the file is bounded in the same way.
 
-job:    {"text": str, "special": bool} or {"text": str, "markers": [start, end, tail]}
-answer: {"ids": [...]} or {"error": str}
+job:    {"text": str} and one of {"special": bool}, {"markers": [start, end, tail]}, {"pair": str}
+answer: {"ids": [...]} or {"error": str}; of a pair the first number is the start of its second type, or 0
 """
 
 import signal
@@ -38,9 +38,12 @@ def make_answer(path: Path, load_seconds: float) -> Answer:
             if "markers" in message:
                 markers = SpecialTokenMarkers(*message["markers"])
                 ids = encoder.encode_marked(message["text"], markers)
+            elif "pair" in message:
+                ids, start = encoder.encode_pair(message["text"], message["pair"])
+                ids = [start or 0, *ids]
             else:
                 ids = encoder.encode(message["text"], special=message["special"])
-            most = 4 * len(message["text"]) + TOKENS_BESIDE
+            most = 4 * len(message["text"] + message.get("pair", "")) + TOKENS_BESIDE
             return {"ids": ids} if len(ids) <= most else {"error": f"it makes more than {most} tokens"}
         except MemoryError:
             return {"error": "it takes too much memory"}

@@ -23,15 +23,18 @@ MOST_CLASSES: Final = 1000
 class Classifier:
     labels: Sequence[str]
     rows: Sequence[Sequence[float]]
+    """Empty for an encoder, whose head has run in the engine."""
     is_exclusive: bool
     """One class a text, by softmax; otherwise each class by its own sigmoid."""
 
     def probabilities(self, pooled: bytes) -> list[float]:
-        """Return the probability of each class. `pooled`: the last hidden state, little-endian float32."""
+        """Return the probability of each class. `pooled`: the last hidden state, or an encoder's logits,
+        little-endian float32.
+        """
         states = array("f", pooled)
         if sys.byteorder == "big":
             states.byteswap()
-        logits = [math.fsum(map(float.__mul__, states, row)) for row in self.rows]
+        logits = [math.fsum(map(float.__mul__, states, row)) for row in self.rows] or list(states)
         if not self.is_exclusive:
             return [_sigmoid(logit) for logit in logits]
         highest = max(logits)
@@ -41,18 +44,17 @@ class Classifier:
 
 
 @lru_cache(maxsize=16)
-def read_classifier(folder: Path, loaded_at: float) -> Classifier | None:  # noqa: ARG001
+def read_classifier(folder: Path, loaded_at: float, labels: int = 0) -> Classifier | None:  # noqa: ARG001
     """Read the classification head from a model's files, once each time it is loaded; None for a model
-    without classes. Raises ModelError.
+    without classes. `labels`: those of a head that runs in the engine. Raises ModelError.
     """
-    count = count_rows(folder, "score")
+    count = labels or count_rows(folder, "score")
     if not 0 < count <= MOST_CLASSES:
         return None
     config = read_config(folder)
     is_exclusive = count > 1 and config.get("problem_type") != "multi_label_classification"
-    return Classifier(
-        _labels(config, count), [read_row(folder, "score", i) for i in range(count)], is_exclusive
-    )
+    rows = [] if labels else [read_row(folder, "score", i) for i in range(count)]
+    return Classifier(_labels(config, count), rows, is_exclusive)
 
 
 def not_a_classifier() -> ApiError:

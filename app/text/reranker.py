@@ -1,7 +1,8 @@
 """Rerank scores of documents for a query.
 
 A classification model (`...ForSequenceClassification` with one label) multiplies its last hidden state with
-one row of weights. A generative model answers a question, and the logits of "yes" and "no" are compared,
+one row of weights; an encoder (BERT and its kin) reads query and document as a pair, and its head runs in
+the engine. A generative model answers a question, and the logits of "yes" and "no" are compared,
 which are the last hidden state times two rows of its head. Clients get the sigmoid of the score, or of the
 difference: between "yes" and "no" that is the probability of "yes". Question and answer are those of
 Qwen3-Reranker (Zhang et al., "Qwen3 Embedding", 2025), in the format of the model's own chat template.
@@ -37,18 +38,20 @@ ANSWERS: Final = ("yes", "no")
 class Reranker:
     rows: Sequence[Sequence[float]]
     """Weights for the last hidden state of a text: the classifier's row, or the head's rows of "yes" and
-    "no".
+    "no". Empty for an encoder, whose head has run in the engine.
     """
     scale: float = 1.0
     """Logit scale, applied first; then the logit softcap: cap * tanh(x / cap)."""
     cap: float | None = None
 
     def score(self, pooled: bytes) -> float:
-        """Return the relevance from 0 to 1. `pooled`: the last hidden state, little-endian float32."""
+        """Return the relevance from 0 to 1. `pooled`: the last hidden state, or the logit that an encoder
+        gave, little-endian float32.
+        """
         states = array("f", pooled)
         if sys.byteorder == "big":
             states.byteswap()
-        products = (math.fsum(map(float.__mul__, states, row)) for row in self.rows)
+        products = [math.fsum(map(float.__mul__, states, row)) for row in self.rows] or list(states)
         logits = [self._capped(self.scale * product) for product in products]
         score = logits[0] - sum(logits[1:])
         return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))

@@ -16,7 +16,7 @@ _INTEGERS: Final = range(-(2**31), 2**31)
 """Range of token ids and counts: 32 bits. Ids in logit_bias, bad_words and the like may be outside the
 vocabulary and are then ignored."""
 _SEEDS: Final = range(-(2**63), 2**64)
-_POOLINGS: Final = (None, "last", "mean", "cls")
+_POOLINGS: Final = ("last", "mean", "cls")
 
 
 def check_request(message: AddRequest, info: ModelInfo) -> None:
@@ -89,8 +89,12 @@ def _ids(params: SamplingParams) -> Iterator[str]:
 
 def _pooling(message: AddRequest, info: ModelInfo) -> Iterator[str]:
     params = message.params
-    if params.pooling not in _POOLINGS:
-        yield f"pooling {params.pooling!r} is not known"
+    is_encoder = info.pooling in {"embed", "classify"}
+    known = (info.pooling,) if is_encoder else _POOLINGS
+    if params.pooling not in known:
+        yield f"pooling {params.pooling!r} is not known of this model, only {', '.join(known)}"
+    if params.pair_start is not None and not 0 < params.pair_start <= len(message.prompt_ids):
+        yield f"pair_start {params.pair_start} is not within the {len(message.prompt_ids)} tokens"
     if info.pooling_problem:
         yield f"this model makes no vectors: {info.pooling_problem}"
     if params.max_tokens or message.output_ids:

@@ -33,16 +33,18 @@ from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import read_machine
 from ..ipc.messages import ModelInfo, Progress
+from ..model.decoder import Decoder
 from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
+from ..model_config.encoders.pooling import EncoderVectors, PoolingConfig, read_pooling, read_vectors
 from ..model_config.parallel_layout import ParallelLayout
-from ..model_config.pooling import read_pooling
 from ..model_config.recurrent import RecurrentConfig
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import RunnablePlan, require_runnable, why_no_drafts
 from ..runner.cpu_runner import CPUModelRunner
+from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..sampling import Sampler
 from .load_model import WeightsWanted, load_weights
@@ -81,8 +83,8 @@ KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class RankEngine:
     """One rank's loaded shard of the model."""
 
-    runner: CPUModelRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
-    """CPU runner, or a callable that creates the GPU runner after the rendezvous of all ranks."""
+    runner: CPUModelRunner | EncoderRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
+    """Runner on a CPU, or a callable that creates the GPU runner after the rendezvous of all ranks."""
     plan: MemoryPlan
     """Memory plan: measured where memory is profiled, else estimated."""
     backend: str
@@ -91,9 +93,14 @@ class RankEngine:
     draft_rows: int = 0
     """See `SchedulerConfig`."""
 
-    def finish(self, agree: Agree = int) -> tuple[CPUModelRunner | GPUModelRunner, MemoryPlan]:
+    def finish(
+        self, agree: Agree = int
+    ) -> tuple[CPUModelRunner | EncoderRunner | GPUModelRunner, MemoryPlan]:
         """Return the runner and the final plan, after the rendezvous of all ranks. Raises DoesNotFit."""
-        return (self.runner, self.plan) if isinstance(self.runner, CPUModelRunner) else self.runner(agree)
+        runner = self.runner
+        if isinstance(runner, CPUModelRunner | EncoderRunner):
+            return runner, self.plan
+        return runner(agree)
 
 
 def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> Engine:
@@ -104,6 +111,8 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     started = time.monotonic()
     progress(Progress(phase="weights", done=0, total=0))
     model = parse_config(Path(config.model_path))
+    if model.is_bidirectional:
+        config = encoder_options(config)
     device = resolve_device(config.device)
     plan = estimate(model.shape(config.context), memory_budget(device), config)
     layout = ParallelLayout(plan.tp, plan.pp)
@@ -134,7 +143,7 @@ def load_rank(
     threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
     torch.set_num_threads(threads)
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
-    wanted = RunnablePlan.of(plan, model_config.quant, is_latent=model_config.latent is not None)
+    wanted = RunnablePlan.of(plan, model_config)
     ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config, wanted)
     if kv_dtype not in ops.kv_dtypes:
         raise DeviceError(
@@ -155,6 +164,13 @@ def load_rank(
         )
     weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
     model, measured = load_weights(model_config, weights, progress)
+    rotary = Rotary(model_config, plan.context, device)
+    if model_config.is_bidirectional:
+        vectors = _read_vectors(model_config, directory)
+        context, size = plan.context, plan.block_size
+        encoder = EncoderRunner(model, rotary, vectors, context=context, block_size=size)
+        return RankEngine(encoder, plan, ops.name, measured)
+    assert isinstance(model, Decoder)
     stage = layout.layers(model_config.num_layers)
     kv_shape = KVShape(
         num_layers=max(1, model_config.layers_with(stage, state=False)),
@@ -172,7 +188,6 @@ def load_rank(
         window_shape = replace(
             kv_shape, num_layers=max(1, sliding), num_blocks=plan.window_blocks, is_windowed=True
         )
-    rotary = Rotary(model_config, plan.context, device)
     if overlaps:
         parts = GPUEngineParts(model, rotary, kv_shape)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
@@ -195,6 +210,25 @@ def load_rank(
         states=states,
     )
     return RankEngine(runner, plan, ops.name, measured, rows)
+
+
+def encoder_options(config: EngineConfig) -> EngineConfig:
+    """Return the options of a model that computes whole texts at once and keeps nothing of them."""
+    device = "cpu" if config.device == "auto" else config.device
+    return replace(
+        config,
+        device=device,
+        kv_dtype="auto",
+        prefix_cache=False,
+        chunked_prefill=False,
+        speculate="off",
+    )
+
+
+def _read_vectors(model: ModelConfig, directory: Path) -> EncoderVectors:
+    if model.encoder is not None and model.encoder.head is not None:
+        return EncoderVectors("cls")
+    return read_vectors(directory, model.hidden_size)
 
 
 def state_shape(recurrent: RecurrentConfig, layers: int, plan: MemoryPlan, tp: int) -> StateShape:
@@ -323,6 +357,12 @@ def model_info(
     worker_pids: list[int],
 ) -> ModelInfo:
     pooling = read_pooling(Path(config.model_path), generates=model.has_head)
+    width, labels = model.hidden_size, 0
+    if model.is_bidirectional:
+        labels = model.encoder.head.labels if model.encoder and model.encoder.head else 0
+        pooling = PoolingConfig("classify" if labels else "embed", is_declared=True)
+        dense = _read_vectors(model, Path(config.model_path)).dense
+        width = dense[-1].outputs if dense else width
     return ModelInfo(
         name=config.name,
         architecture=model.model_type,
@@ -350,7 +390,8 @@ def model_info(
         gpus=tuple(plan.gpus),
         worker_pids=tuple(worker_pids),
         notes=plan.notes,
-        hidden_size=model.hidden_size,
+        hidden_size=width,
+        num_labels=labels,
         pooling=pooling.pooling,
         pooling_problem=pooling.problem,
         generates=model.has_head and not pooling.is_declared,

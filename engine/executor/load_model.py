@@ -15,6 +15,7 @@ from llmbox.kernels.quant_formats import QUANTS
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..gguf.folder import gguf_of
 from ..model.decoder import Decoder
+from ..model.encoder import Encoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig
 from ..weights.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ from ..weights.packed_cache.cache import PackedWeightCache
 from ..weights.packed_cache.file import DamagedPackedFile
 from ..weights.packed_cache.key import PackKey
 from ..weights.packed_cache.source import PackedWeightSource, PackedWeightWriter
-from ..weights.source import WeightObserver
+from ..weights.source import WeightObserver, WeightSource
 
 _STATUS = Path("/proc/self/status")
 
@@ -63,7 +64,7 @@ class WeightsWanted:
     rank: TensorParallel = SINGLE
 
 
-Loaded = tuple[Decoder, int | None]
+Loaded = tuple[Decoder | Encoder, int | None]
 """Model, and the bytes of memory that it took (None where unknown)."""
 
 
@@ -83,7 +84,10 @@ def from_checkpoint(
     before = memory_in_use(wanted.device)
     options = (wanted.ops, wanted.dtype, wanted.device, progress, keeper, wanted.rank)
     file = gguf_of(wanted.directory)
-    source = Checkpoint(wanted.directory, *options) if file is None else GgufSource(file, config, *options)
+    rename = None if config.encoder is None else config.encoder.rename
+    source: WeightSource = (
+        Checkpoint(wanted.directory, *options, rename) if file is None else GgufSource(file, config, *options)
+    )
     model = build_model(config, source, QUANTS.get(wanted.quant))
     return model, delta_or_none(before, memory_in_use(wanted.device))
 

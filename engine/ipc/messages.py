@@ -158,6 +158,8 @@ class ModelInfo:
     """Decisions made at load, such as a lowered context, with their reasons."""
     hidden_size: int = 0
     """Dimension of an embedding."""
+    num_labels: int = 0
+    """Labels of a reranker or classifier whose head the engine runs; `pooling` is then `classify`."""
     pooling: Pooling = "mean"
     """Default pooling, as the model's folder declares it or else by its kind."""
     pooling_problem: str = ""

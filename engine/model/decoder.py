@@ -32,7 +32,10 @@ class TokenEmbedding:
         if config.scales.rounds_embedding:
             self._scale = float(torch.tensor(self._scale, dtype=weights.dtype))
         self.packed = weights.embedding(
-            "model.embed_tokens", self._part, config.hidden_size, tied=config.tie_word_embeddings
+            "model.embed_tokens",
+            self._part,
+            config.hidden_size,
+            tied=config.tie_word_embeddings and not config.is_bidirectional,
         )
 
     def localize_ids(self, forward: ForwardContext) -> ForwardContext:
@@ -85,7 +88,7 @@ class Decoder:
         source.finish()
         is_layer_norm = config.block == "parallel"
         self._norm = ops.layer_norm if is_layer_norm else ops.before(self.head).add_rms_norm
-        self._run_layers = ops.graph(self._layers)
+        self._run_layers = self._layers if config.is_bidirectional else ops.graph(self._layers)
 
     @property
     def _has_table(self) -> bool:

@@ -26,4 +26,6 @@ class ForwardContext:
     """KV cache of sliding-window layers, where they have one of their own."""
     layout: BatchLayout | None = None
     states: RecurrentState | None = None
-    """These two for models with recurrent layers."""
+    """These two for models with recurrent layers; the layout for encoders too."""
+    types_T: Tensor | None = None
+    """Token types of an encoder's rows; None: all 0."""

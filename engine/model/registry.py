@@ -12,6 +12,7 @@ from ..weights.source import Weights, WeightSource
 from .attention import Attention, FullWidthQKNormAttention
 from .blocks import MLP, DecoderBlock, Mixer, ParallelBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
 from .decoder import Decoder
+from .encoder import BidirectionalAttention, Encoder
 from .latent_attention import LatentAttention
 from .mlp import GatedMLP, SparseMoE
 from .recurrent import GatedDeltaNet, Mamba2, ShortConv
@@ -25,9 +26,11 @@ BLOCKS: dict[BlockKind, _Block] = {
 }
 
 
-def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None = None) -> Decoder:
-    """Build a rank's `Decoder`, reading every tensor that it needs from `source`. Raises ModelError."""
+def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None = None) -> Decoder | Encoder:
+    """Build a rank's model, reading every tensor that it needs from `source`. Raises ModelError."""
     mixed_layers = config.num_layers if quant is not None and quant.is_mixed else 0
+    if config.encoder is not None:
+        return Encoder(config, config.encoder, source, mixed_layers)
     ops = source.ops
     block = BLOCKS[config.block]
 
@@ -48,6 +51,8 @@ def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) ->
         return ShortConv(config, number, weights.at("conv"), ops)
     if config.latent is not None:
         return LatentAttention(config, number, weights.at("self_attn"), ops)
+    if config.is_bidirectional:
+        return BidirectionalAttention(config, number, weights.at("self_attn"), ops)
     attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
     return attention_kind(config, number, weights.at("self_attn"), ops)
 

@@ -1,8 +1,9 @@
 """Description of one architecture: the defaults and rules by which its config.json is read."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmbox.kernels.activation import Activation
 
@@ -14,11 +15,77 @@ from .recurrent import RecurrentRule, no_recurrence
 from .rope import RopeRule, one_rope
 from .sliding_window import WindowRule, no_windows
 
+if TYPE_CHECKING:
+    from .config import ModelConfig
+
 BlockKind = Literal["pre_norm", "post_norm", "sandwich", "parallel"]
 """Position of a layer's norms: before attention and MLP, after them, both, or one LayerNorm before attention
 and MLP side by side."""
 QKNorm = Literal["heads", "width"]
 """QK-norm: RMS norm of queries and keys per head, or over all heads of a row together."""
+
+
+EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierConfig:
+    """Head of a reranker or classifier: dense layer, activation, maybe a norm, and a row for each label."""
+
+    labels: int
+    activation: EncoderActivation = "tanh"
+    pooling: Literal["cls", "mean"] = "cls"
+    dense_bias: bool = True
+    has_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """Properties of an encoder beside those of `ModelConfig`, whose `rms_norm_eps` is that of LayerNorms."""
+
+    activation: EncoderActivation
+    is_pre_norm: bool = False
+    """True if norms stand before attention and MLP, except before the first attention."""
+    norm_bias: bool = True
+    position_rows: int = 0
+    """Rows of the table of learned positions; 0: none."""
+    position_offset: int = 0
+    """Row of the first token."""
+    type_rows: int = 0
+    """Rows of the table of token types, which tell the two texts of a pair apart."""
+    rotates: bool = False
+    is_gated: bool = False
+    up_bias: bool = True
+    down_bias: bool = True
+    relative_buckets: int = 0
+    """Buckets of distances with a learned bias of attention scores, in all layers the same; 0: none."""
+    has_stacked_qkv: bool = False
+    has_stacked_mlp: bool = False
+    """True if tensors are stacked in all checkpoints; others may be, under the same names."""
+    head: ClassifierConfig | None = None
+    renames: tuple[tuple[str, str], ...] = ()
+    """(pattern, replacement) for names of tensors, applied in order."""
+
+    def rename(self, name: str) -> str:
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def parameters(self, config: "ModelConfig") -> int:
+        """Return the number of parameters to load."""
+        hidden, ffn, norm = config.hidden_size, config.intermediate_size, 1 + self.norm_bias
+        tables = config.vocab_size + self.position_rows + self.type_rows
+        attention = 4 * hidden * hidden + hidden * (3 * config.qkv_bias + config.o_bias)
+        ups = 1 + self.is_gated
+        mlp = (1 + ups) * hidden * ffn + ups * ffn * self.up_bias + hidden * self.down_bias
+        layers = config.num_layers * (attention + mlp + 2 * norm * hidden)
+        others = norm * hidden + self.relative_buckets * config.num_heads
+        if (head := self.head) is not None:
+            others += hidden * (hidden + head.dense_bias + norm * head.has_norm) + head.labels * (hidden + 1)
+        return tables * hidden + layers + others
+
+
+EncoderRule = Callable[[Fields], EncoderConfig]
 
 
 def nothing(_fields: Fields) -> None:
@@ -74,6 +141,10 @@ class Architecture:
     recurrence: RecurrentRule = no_recurrence
     latent: LatentRule = no_latent
     scales: Callable[[Fields], Scales] = no_scales
+    encoder: EncoderRule | None = None
+    """Rule for an encoder of the BERT family, which sees a whole text at once and makes no text."""
+    may_be_bidirectional: bool = False
+    """True if config.json may let each token attend to those after it too, for embeddings."""
     own_code: str = ""
     """Class in `auto_map` of its repositories that transformers has adopted, so that the code need not be
     run. Models with other code of their own are refused."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .architecture import Architecture
+from .encoders.encoder import ENCODERS
 from .fields import Fields
 from .gemma import GEMMA_MODELS
 from .hybrids import HYBRIDS
@@ -319,6 +320,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     **HYBRIDS,
     **GEMMA_MODELS,
+    **ENCODERS,
 }
 """Architectures by the class name in `architectures` of config.json."""
 MISSING: dict[str, str] = {

@@ -15,13 +15,14 @@ from ..checkpoint.index import list_tensors
 from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
 from ..errors import ModelError, UnsupportedArchitecture
-from .architecture import Architecture, BlockKind, QKNorm
+from .architecture import Architecture, BlockKind, EncoderConfig, QKNorm
 from .architectures import ARCHITECTURES, MISSING
+from .encoders.encoder import encoder_name
+from .encoders.pooling import has_head, read_vectors, with_head
 from .fields import Fields, show
 from .latent import LatentConfig
 from .moe import ExpertsConfig
 from .multipliers import Scales
-from .pooling import has_head, with_head
 from .recurrent import RecurrentConfig
 from .rope import RopeConfig
 from .shape import ModelShape, SlidingShape
@@ -97,6 +98,10 @@ class ModelConfig:
     """True if each query head has a sink."""
     extra_layers: int = 0
     """Layers after the last, which predict several tokens and are not read."""
+    is_bidirectional: bool = False
+    """True if each token attends to those after it too. The model then makes vectors, and keeps no KV."""
+    encoder: EncoderConfig | None = None
+    """Properties of an encoder of the BERT family."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules in the checkpoint, where they differ from those in `engine/model`."""
 
@@ -139,6 +144,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of parameters to load; tied weights count once."""
+        if self.encoder is not None:
+            return self.encoder.parameters(self)
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
@@ -185,20 +192,9 @@ class ModelConfig:
             wide_params=self.wide_params,
             experts=None if self.experts is None else self.experts.shape(),
             recurrent=None if self.recurrent is None else self.recurrent.shape(),
-            sliding=sliding_shape(self.windows),
+            sliding=SlidingShape.of(self.windows),
+            is_bidirectional=self.is_bidirectional,
         )
-
-
-def sliding_shape(windows: tuple[int | None, ...]) -> SlidingShape | None:
-    is_sliding = tuple(window is not None for window in windows)
-    if not any(is_sliding):
-        return None
-    return SlidingShape(
-        is_sliding=is_sliding,
-        layers=sum(is_sliding),
-        full_layers=max(1, is_sliding.count(False)),
-        window=max(window or 0 for window in windows),
-    )
 
 
 def norm_eps(fields: Fields) -> float:
@@ -229,13 +225,19 @@ def parse_config(path: Path | str) -> ModelConfig:
         raise fields.error(f"head_dim {head_dim} must be even")
     layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
-    head = has_head(fields, Path(path))
+    is_bidirectional = kind.encoder is not None or bool(fields.raw.get("use_bidirectional_attention"))
+    head = not is_bidirectional and has_head(fields, Path(path))
+    encoder = None if kind.encoder is None else kind.encoder(fields)
+    if is_bidirectional and (encoder is None or encoder.head is None):
+        read_vectors(Path(path), hidden)  # raises for a declaration that cannot be followed
     bias = kind.attention_bias and fields.flag("attention_bias", default=False)
     scales = kind.scales(fields)
     latent = kind.latent(fields)
     ropes, layer_ropes = kind.ropes(fields, latent.rope if latent else head_dim, positions, layers)
     ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
     stored = stored_format(fields, Path(path))
+    if encoder is not None and stored is not None:
+        raise fields.error("quantized checkpoints of encoders are not read: take another, with --quant int8")
     experts = kind.experts(fields, layers)
     if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
         raise fields.error(
@@ -279,6 +281,8 @@ def parse_config(path: Path | str) -> ModelConfig:
         latent=latent,
         has_sinks=kind.has_sinks,
         extra_layers=int(fields.number("num_nextn_predict_layers", 0)),
+        is_bidirectional=is_bidirectional,
+        encoder=encoder,
         names=kind.names,
     )
 
@@ -308,9 +312,9 @@ def architecture_of_code(fields: Fields) -> Architecture:
     is not a known one.
     """
     code = fields.raw["auto_map"]
-    name = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+    names = list(code.values()) if isinstance(code, dict) else []
     for kind in ARCHITECTURES.values():
-        if kind.own_code and isinstance(name, str) and name.split("--")[-1] == kind.own_code:
+        if kind.own_code and any(isinstance(n, str) and n.split("--")[-1] == kind.own_code for n in names):
             return kind
     raise fields.error(
         "this model needs Python code of its own (auto_map), which is never run; use a checkpoint "
@@ -321,8 +325,9 @@ def architecture_of_code(fields: Fields) -> Architecture:
 def named_architecture(fields: Fields) -> Architecture:
     names = fields.raw.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
-        if isinstance(name, str) and with_head(name) in ARCHITECTURES:
-            return ARCHITECTURES[with_head(name)]
+        for known in (with_head(name), encoder_name(name)) if isinstance(name, str) else ():
+            if known in ARCHITECTURES:
+                return ARCHITECTURES[known]
     model_type = fields.raw.get("model_type")
     for kind in ARCHITECTURES.values():
         if not names and model_type == kind.model_type:
@@ -352,7 +357,8 @@ def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
         raise fields.error(
             f"hidden_act {fields.raw['hidden_act']!r} is not supported, only {' or '.join(map(repr, acts))}"
         )
-    if fields.raw.get("use_bidirectional_attention") or fields.raw.get("is_causal") is False:
+    both = fields.raw.get("use_bidirectional_attention") and not kind.may_be_bidirectional
+    if both or fields.raw.get("is_causal") is False:
         raise fields.error("attention in both directions is not supported, only to tokens before")
     kind.refuse(fields)
 

@@ -169,6 +169,7 @@ _GEMMA3 = replace(
     windows=gemma3_windows,
     ropes=gemma3_ropes,
     refuse=refuse_gemma3,
+    may_be_bidirectional=True,
 )
 
 GEMMA_MODELS: dict[str, Architecture] = {

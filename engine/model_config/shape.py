@@ -82,6 +82,19 @@ class SlidingShape:
     window: int
     """Largest window in tokens."""
 
+    @classmethod
+    def of(cls, windows: tuple[int | None, ...]) -> "SlidingShape | None":
+        """Return the shape of layers with these windows; None if none has one."""
+        is_sliding = tuple(window is not None for window in windows)
+        if not any(is_sliding):
+            return None
+        return cls(
+            is_sliding=is_sliding,
+            layers=sum(is_sliding),
+            full_layers=max(1, is_sliding.count(False)),
+            window=max(window or 0 for window in windows),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -126,6 +139,8 @@ class ModelShape:
     """True if the outputs of layers stay within the range of float16."""
     recurrent: RecurrentShape | None = None
     sliding: SlidingShape | None = None
+    is_bidirectional: bool = False
+    """True for a model that keeps no keys and values: it sees a whole text at once, and makes a vector."""
 
     @property
     def kv_layers(self) -> int:
@@ -158,7 +173,7 @@ class ModelShape:
     @property
     def matmul_params(self) -> int:
         """Number of parameters that tokens are multiplied with: all but an untied input embedding."""
-        return self.params if self.tied else self.params - self.table_params
+        return self.params if self.tied and not self.is_bidirectional else self.params - self.table_params
 
     @property
     def active_params(self) -> int:
@@ -202,6 +217,8 @@ class ModelShape:
 
         `width`: padded head dimension, if kernels pad it.
         """
+        if self.is_bidirectional:
+            return 0
         numbers = width or self.head_dim
         head = numbers + 4 if dtype in SCALED_KV else numbers * DTYPE_BYTES[dtype]
         return 2 * (self.kv_layers if layers is None else layers) * self.kv_heads * head
@@ -229,7 +246,8 @@ def layers_bytes(shape: ModelShape, quant: Quant, wide: int, rows: int | None = 
 
     `rows`: count only the experts that so many tokens select.
     """
-    params = shape.matmul_params - shape.table_params - (shape.unread_params(rows) if rows else 0)
+    head = 0 if shape.is_bidirectional else shape.table_params
+    params = shape.matmul_params - head - (shape.unread_params(rows) if rows else 0)
     fine = 0
     if quant.is_mixed:
         layers = sum(_has_more_bits(layer, shape.layers) for layer in range(shape.layers))

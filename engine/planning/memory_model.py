@@ -35,7 +35,7 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
     size = DTYPE_BYTES[dtype]
     if quant is None:
         return shape.params * size
-    head = shape.table_params
+    head = 0 if shape.is_bidirectional else shape.table_params
     head_bytes = size if shape.no_head else quant.head_bytes(size)
     kept = shape.params - shape.matmul_params
     return int(kept * size + head * head_bytes) + layers_bytes(shape, quant, size)
@@ -81,7 +81,7 @@ def workspace_bytes(
     positions = 2 * context * shape.head_dim * 4
     sampled = max_running + PROMPT_LOGPROB_ROWS
     at_once = PROMPT_LOGPROB_ROWS if device == "cuda" else 1
-    logits = shape.vocab * (sampled * (4 + size) + at_once * 32)
+    logits = 0 if shape.is_bidirectional else shape.vocab * (sampled * (4 + size) + at_once * 32)
     runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if device == "cuda" else _CPU_RUNTIME
     return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs)
 

@@ -76,7 +76,7 @@ class Planner:
         )
         self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
         width = kv_width(shape.head_dim, self.kv_dtype, budget.level) if self._is_native else None
-        self.max_running = config.max_running or _default_max_running(budget, config)
+        self.max_running = config.max_running or _default_max_running(shape, budget, config)
         self.token_budget = config.token_budget or _default_token_budget(shape, budget, self.max_running)
         self.window = self._bounded_window()
         sliding = shape.sliding if self.window else None
@@ -108,8 +108,10 @@ class Planner:
         window_blocks = self._shared_window_blocks(have - self._need(context))
         workspace = self._workspace(context)
         beside = slots * self.shape.slot_bytes + self._window_bytes(window_blocks)
-        room = (have - self.weights - workspace - beside) // self.block_bytes
         wanted = self._pool_blocks(context)
+        room = wanted
+        if self.block_bytes:
+            room = (have - self.weights - workspace - beside) // self.block_bytes
         if wanted < min(room, self.max_running * self._blocks(context)) and self.config.kv_tokens is None:
             self.notes.append(
                 f"the KV cache holds {wanted / self._blocks(context):.1f} whole contexts: by default at most "
@@ -147,6 +149,8 @@ class Planner:
         """
         sliding, config = self.shape.sliding, self.config
         if sliding is None or not self._is_native or config.overlap or config.batching == "static":
+            return 0
+        if self.shape.is_bidirectional:
             return 0
         window = sliding.window + WINDOW_MARGIN
         is_bounded = config.chunked_prefill and window + self.token_budget < self._wanted_context()
@@ -250,6 +254,8 @@ class Planner:
         and one whole context in any case.
         """
         config, one = self.config, self._blocks(context)
+        if not self.block_bytes:  # blocks without keys and values only count tokens
+            return self.max_running * one
         asked = config.memory_bytes is not None and not config.memory_is_limit
         if self.budget.device == "cuda" or asked or config.max_running is not None:
             return self.max_running * one
@@ -261,7 +267,9 @@ class Planner:
 
     def _workspace(self, context: int) -> int:
         rows = ceil_div(max(self.token_budget, self.max_running), self.stages)
-        rows += 0 if self.config.chunked_prefill else context
+        is_whole = self.shape.is_bidirectional or not self.config.chunked_prefill
+        rows += context if is_whole else 0
+        is_native = self._is_native and not self.shape.is_bidirectional
         return workspace_bytes(
             self.shape,
             self.budget.device,
@@ -269,7 +277,7 @@ class Planner:
             context=context,
             rows=rows,
             max_running=self.max_running,
-            native_threads=self.config.threads or self.budget.cores if self._is_native else None,
+            native_threads=self.config.threads or self.budget.cores if is_native else None,
             graphs=self._graphs(),
         )
 
@@ -332,8 +340,10 @@ class Planner:
         return "a smaller model, or a machine with more memory, is needed"
 
 
-def _default_max_running(budget: MemoryBudget, config: EngineConfig) -> int:
+def _default_max_running(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> int:
     most = 32 if budget.device == "cpu" else 256 if budget.available >= 20 * GIB else 64
+    if shape.is_bidirectional:  # texts take no KV, and all of a step end with it
+        most = 256
     return min(most, config.token_budget or most)
 
 

@@ -13,6 +13,7 @@ from llmbox.kernels.support import (
 
 from ..config import EngineConfig
 from ..errors import DeviceError
+from ..model_config.config import ModelConfig
 from .memory_plan import MemoryBudget, MemoryPlan
 
 
@@ -33,11 +34,20 @@ class RunnablePlan:
     is_latent: bool = False
     """True for a model with latent attention (MLA)."""
 
+    is_bidirectional: bool = False
+    """True for a model that keeps no keys and values: an encoder."""
+
     @classmethod
-    def of(cls, plan: MemoryPlan, stored: str | None, *, is_latent: bool = False) -> "RunnablePlan":
-        has_state = plan.state_slots > 0
+    def of(cls, plan: MemoryPlan, model: ModelConfig) -> "RunnablePlan":
         return cls(
-            plan.dtype, plan.kv_dtype, plan.quant, plan.ranks, stored is not None, has_state, is_latent
+            plan.dtype,
+            plan.kv_dtype,
+            plan.quant,
+            plan.ranks,
+            is_stored=model.quant is not None,
+            has_state=plan.state_slots > 0,
+            is_latent=model.latent is not None,
+            is_bidirectional=model.is_bidirectional,
         )
 
 
@@ -60,6 +70,11 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             else "load with --quant none, or another checkpoint"
         )
         raise DeviceError(f"{reason}: {instead}")
+    if plan.is_bidirectional and (site.device == "cuda" or plan.ranks > 1 or config.overlap):
+        raise DeviceError(
+            "models that attend in both directions run on CPUs only, on one rank, one step at a time: load "
+            "with --device cpu and without --tp, --pp and --overlap"
+        )
     if plan.is_latent and site.device == "cuda" and site.uses_triton:
         raise DeviceError(
             "the latent attention of this model has no Triton kernel yet: load with --device cpu, or with "

@@ -75,7 +75,9 @@ class Calibration:
         source = Checkpoint(
             directory, replace(REFERENCE, linear=self._record_moment), dtype, CPU, keeper=names
         )
-        self._model: Decoder = build_model(config, source)
+        model = build_model(config, source)
+        assert isinstance(model, Decoder)  # `quantize` refuses encoders
+        self._model = model
         self._names = names.of
         self._ops: Ops = REFERENCE
         self._rows = sum(map(len, sequences))

@@ -34,7 +34,7 @@ from ..hardware.machine import read_cpu
 from ..ipc.subprocess_job import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
-from ..model_config.pooling import POOLING_FILE
+from ..model_config.encoders.pooling import POOLING_FILE
 from ..weights.checkpoint import Checkpoint
 from .calibration import Calibration, generate_calibration_text
 from .compressed_tensors import TARGETS, CompressedTarget
@@ -86,6 +86,11 @@ def quantize(
     if config.stored is not None:
         raise ModelError(
             f"{source} holds {config.stored.label} weights already: take the checkpoint it was made of"
+        )
+    if config.is_bidirectional:
+        raise ModelError(
+            f"{source} makes vectors from both directions, and such checkpoints are not written: load it "
+            "with --quant int8, which rounds its linears in memory"
         )
     if writing is not None and isinstance(quant, CompressedTarget) and quant.form != "pack-quantized":
         raise ModelError(

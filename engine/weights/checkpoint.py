@@ -69,13 +69,17 @@ class Checkpoint:
         progress: Callable[[int, int], None] = lambda _done, _total: None,
         keeper: WeightObserver | None = None,
         rank: TensorParallel = SINGLE,
+        rename: Callable[[str], str] | None = None,
     ) -> None:
+        """`rename`: turns names of the files' tensors into those that the model asks for."""
         self.ops = ops
         self.rank = rank
         self.dtype = dtype
         self.device = device
         self._directory = directory
         self._entries = list_tensors(directory)
+        if rename is not None:
+            self._entries = renamed(self._entries, rename)
         self._form = find_weight_format(read_json(directory / "config.json"), directory)
         self._reader: StoredReader | None = None
         if self._form is not None and not isinstance(self._form, NativeFormat):
@@ -293,3 +297,13 @@ class Checkpoint:
         except OSError as error:
             raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
         return buffer.view((DTYPES | ROUNDED_DTYPES)[entry.dtype]).view(shape)
+
+
+def renamed(entries: Mapping[str, TensorEntry], rename: Callable[[str], str]) -> dict[str, TensorEntry]:
+    """Return the tensors by other names. Raises ModelError where two have one name."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        other = found.setdefault(rename(name), entry)
+        if other is not entry:
+            raise ModelError(f"{entry.file}: {shown(name)} and {shown(other.name)} are the same tensor")
+    return found

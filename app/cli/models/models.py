@@ -191,7 +191,7 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
                 formatting.size(info["kv_bytes"]) if info else "-",
                 f"{stats['running']}+{stats['waiting']}" if stats else "-",
                 _stay(model),
-                model["cause"] if model["state"] in {"loading", "failed", "restarting"} else "",
+                model["cause"] if model["state"] in {"loading", "failed", "restarting"} else _makes(info),
             )
         )
     if rows:
@@ -226,6 +226,15 @@ def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
     return text
 
 
+def _makes(info: Mapping[str, Any] | None) -> str:
+    """Name what a model makes that makes no text, and where; empty for others."""
+    if info is None or info["generates"]:
+        return ""
+    if info["num_labels"]:
+        return "scores: /v1/rerank" if info["num_labels"] == 1 else "classes: /classify"
+    return f"embeddings of {info['hidden_size']} numbers: /v1/embeddings"
+
+
 def _stay(model: Mapping[str, Any]) -> str:
     """Format the time that a model stays in memory."""
     if model.get("pinned"):
@@ -242,11 +251,14 @@ def _print_info(model: Mapping[str, Any]) -> None:
     rows = {
         "runs on": f"{formatting.runs_on(info)}, kernels: {info['backend']}",
         **({"because": "; ".join(info["notes"])} if info["notes"] else {}),
+        **({"makes": made} if (made := _makes(info)) else {}),
         "context window": f"{info['context_window']} tokens",
         "at full context": f"{info['max_concurrency']:.1f} requests at once",
         "weights": formatting.size(info["weights_bytes"]),
         "KV cache": (
             f"{formatting.size(info['kv_bytes'])}, {formatting.size(info['kv_bytes_per_token'])} a token"
+            if info["kv_bytes"]
+            else "none: each text is computed at once"
         ),
         "workspace": formatting.size(info["workspace_bytes"]),
         "restarts": f"{model['restarts']}, requests resumed {model['resumed']}",

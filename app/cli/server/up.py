@@ -195,14 +195,20 @@ def _print(
         output.write("")
         output.write("Try it:")
         output.write(_curl(running, models[0]))
-        output.write(f"  {llmbox} run {models[0]['name']}")
+        if (models[0].get("info") or {}).get("generates", True):
+            output.write(f"  {llmbox} run {models[0]['name']}")
     output.write("")
     output.write(f"Watch it: {llmbox} top    Stop it: {llmbox} down")
 
 
 def _curl(running: RunningDaemon, model: Mapping[str, Any]) -> str:
     body: dict[str, Any] = {"model": model["name"]}
-    if model["chat"]:
+    info = model.get("info") or {}
+    if info.get("num_labels"):
+        path, body["query"], body["documents"] = "rerank", "What is llmbox?", ["A daemon.", "A fruit."]
+    elif not info.get("generates", True):
+        path, body["input"] = "embeddings", "What is llmbox?"
+    elif model["chat"]:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "What is llmbox?"}]
     else:
         path, body["prompt"], body["max_tokens"] = "completions", "Once upon a time", 32

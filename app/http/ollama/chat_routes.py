@@ -16,7 +16,14 @@ from ...gateway.choice_stream import unit_vector
 from ...gateway.gateway import model_limit
 from ...util.threads import off_loop
 from ..openai.completions import prompt_ids
-from ..openai.embeddings import Pooled, build_pooling_generation, check_dimensions, check_inputs, pool
+from ..openai.embeddings import (
+    Pooled,
+    build_pooling_generation,
+    check_dimensions,
+    check_inputs,
+    pool,
+    with_prompt,
+)
 from ..openai.generating import inference_route
 from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.sampling import public_id
@@ -106,6 +113,7 @@ async def _answer_embeddings(
         check_inputs(texts, param)
         model = await call.find_model(normalize_name(data.model))
         check_dimensions(dimensions, model)
+        texts = await with_prompt(texts, model)
         reservation = call.reserve(model, len(texts), pools=True)
         prompts = await prompt_ids(texts, param, model, special=True)
         if isinstance(data, EmbedRequest) and data.truncate:

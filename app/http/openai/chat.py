@@ -9,7 +9,7 @@ from llmbox.engine.ipc.messages import TokenLogprobs
 from llmbox.engine.sampling_params import ThinkingParams
 
 from ...engines.loaded_model import LoadedModel
-from ...gateway.gateway import Gateway
+from ...gateway.gateway import Gateway, check_generates
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.chat_template import Chat
@@ -81,6 +81,7 @@ async def prepare_chat(
     chat = build_chat(body, call.limits)
     deadlines = Deadlines.of(call, body)
     model = await call.find_model(body.model, deadlines.next)
+    check_generates(model)
     chat, warnings = with_effort(chat, body.reasoning_effort, model.text.chat_template)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     reservation = call.reserve(model, body.n or 1)

@@ -64,10 +64,16 @@ def truncate_prompts(
     keep = most if most > 0 else limit - max(max_tokens or 1, 1)
     if keep < 1:
         raise invalid("truncate_prompt_tokens", "the requested output leaves no room for a prompt")
-    cut = [ids[-keep:] for ids in prompts]
+    info = model.supervisor.info
+    place = "beginning"
+    if info is not None and info.pooling in {"embed", "classify"}:  # an encoder's first token must stay
+        place = "end"
+        cut = [ids if len(ids) <= keep else [*ids[: keep - 1], ids[-1]] for ids in prompts]
+    else:
+        cut = [ids[-keep:] for ids in prompts]
     lost = sum(map(len, prompts)) - sum(map(len, cut))
     where = "The prompt" if len(prompts) == 1 else "Prompts"
-    told = f"{where} lost {lost} tokens at the beginning, as 'truncate_prompt_tokens' asks."
+    told = f"{where} lost {lost} tokens at the {place}, as 'truncate_prompt_tokens' asks."
     return cut, [told] if lost else []
 
 

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET
 
+from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.encoders.pooling import read_prompts
 from llmbox.engine.sampling_params import Pooling, SamplingParams
 
 from ...engines.admission import QueueReservation
@@ -28,6 +32,11 @@ MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
 
 
+_QUERY, _DOCUMENT = ("query", "search_query"), ("document", "passage", "search_document")
+_PROMPTS_OF: Final = {**dict.fromkeys(_QUERY, _QUERY), **dict.fromkeys(_DOCUMENT, _DOCUMENT)}
+"""Names of prompts for each `input_type`, the usual one first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """Pooled output of the engine for each prompt, as in `Delta.vector`."""
@@ -45,6 +54,7 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
     check_inputs(items, "input")
     model = await call.find_model(body.model, Deadlines.of(call).next)
     check_dimensions(body.dimensions, model)
+    items = await with_prompt(items, model, body.prompt_name, body.input_type)
     special = body.add_special_tokens is not False
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=special)
@@ -69,6 +79,33 @@ def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
             raise invalid(param if len(items) == 1 else f"{param}[{i}]", "it must not be empty")
 
 
+async def with_prompt(
+    items: list[Any], model: LoadedModel, name: str | None = None, input_type: str | None = None
+) -> list[Any]:
+    """Put the prompt of the model's folder before each text: the named one, that of the input type, or the
+    default. Token ids stay as they are. Raises ApiError 400.
+    """
+    try:
+        prompts, default = await off_loop(1 << 20, lambda: _read_prompts(model.path, model.loaded_at))
+    except ModelError as error:
+        raise invalid("prompt_name", f"the model's prompts cannot be read: {error}") from None
+    if name is None and input_type is not None:
+        name = next((each for each in _PROMPTS_OF[input_type] if each in prompts), None)
+    elif name is not None and name not in prompts:
+        known = ", ".join(prompts) or "none"
+        raise invalid("prompt_name", f"{name!r} is no prompt of this model; it has {known}")
+    elif name is None:
+        name = default
+    prompt = prompts[name] if name is not None else ""
+    return [prompt + item if isinstance(item, str) else item for item in items] if prompt else items
+
+
+@lru_cache(maxsize=16)
+def _read_prompts(folder: Path, loaded_at: float) -> tuple[dict[str, str], str | None]:  # noqa: ARG001
+    """Read the prompts of a model, once each time it is loaded. Raises ModelError."""
+    return read_prompts(folder)
+
+
 def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
     """Check `dimensions` against the model. Raises ApiError 400."""
     info = model.supervisor.info
@@ -91,10 +128,13 @@ def build_pooling_generation(
     """Build a pooling generation as the model's folder declares it. Raises ApiError 400."""
     info = model.supervisor.info
     assert info is not None
-    if info.pooling_problem:
+    problem = info.pooling_problem
+    if info.num_labels:
+        problem = "it scores texts, at /v1/rerank if it has one label and at /classify"
+    if problem:
         raise ApiError(
             400,
-            f"{model.name} cannot make embeddings: {info.pooling_problem}.",
+            f"{model.name} cannot make embeddings: {problem}.",
             code="embeddings_not_supported",
             param="model",
         )
@@ -112,6 +152,12 @@ def pooled(
     cache_salt: str,
     prompt_param: str,
 ) -> Generation:
+    """Build a pooling generation. `pooling` holds for decoders: of an encoder the head runs, or the pooling
+    that its folder declares.
+    """
+    info = model.supervisor.info
+    assert info is not None
+    pooling = info.pooling if info.pooling in {"embed", "classify"} else pooling
     return Generation(
         id=id_,
         model=model,

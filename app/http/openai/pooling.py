@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -19,11 +19,19 @@ from ...text.classifier import Classifier, not_a_classifier, read_classifier
 from ...text.reranker import Reranker, build_rerank_prompts
 from ...util.threads import off_loop
 from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
-from .embeddings import Pooled, build_pooling_generation, check_dimensions, check_inputs, pool, pooled
+from .embeddings import (
+    Pooled,
+    build_pooling_generation,
+    check_dimensions,
+    check_inputs,
+    pool,
+    pooled,
+    with_prompt,
+)
 from .prepared_request import Deadlines
 from .request_context import RequestContext
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
-from .rerank import find_reranker
+from .rerank import encode_pairs, find_reranker, has_encoder_head
 from .response_types import EmbeddingUsage
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
@@ -137,11 +145,16 @@ async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
         )
         firsts = range(len(left)) if len(left) > 1 else [0] * len(right)
         return ScoreCall(generation, None, list(zip(firsts, range(len(left), len(prompts)), strict=True)))
-    prompts = await _build_pair_prompts(call, model, left, right, body.instruction)
+    pair_starts: list[int | None] | None = None
+    if has_encoder_head(model):
+        queries = left if len(left) > 1 else left * len(right)
+        prompts, pair_starts = await encode_pairs(model, list(zip(queries, right, strict=True)))
+    else:
+        prompts = await _build_pair_prompts(call, model, left, right, body.instruction)
     check_prompts(prompts, "text_2", model)
     salt = body.cache_salt or ""
     generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "text_2")
-    return ScoreCall(generation, judge, [])
+    return ScoreCall(replace(generation, pair_starts=pair_starts), judge, [])
 
 
 async def run_score(call: RequestContext, body: ScoreRequest, prepared: ScoreCall) -> ScoreList:
@@ -193,7 +206,8 @@ def _common(
 
 async def find_classifier(model: LoadedModel) -> Classifier | None:
     try:
-        return await off_loop(1 << 20, lambda: read_classifier(model.path, model.loaded_at))
+        labels = 0 if model.supervisor.info is None else model.supervisor.info.num_labels
+        return await off_loop(1 << 20, lambda: read_classifier(model.path, model.loaded_at, labels))
     except ModelError:
         return None
 
@@ -297,6 +311,8 @@ async def _inputs(
     """Build the generation of `input`. `pooling`: None for the one that the model's folder declares."""
     items = prompt_items(body.input, "input")
     check_inputs(items, "input")
+    if isinstance(body, PoolingRequest) and pooling is None:
+        items = await with_prompt(items, model, body.prompt_name, body.input_type)
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=body.add_special_tokens is not False)
     prompts, _ = truncate_prompts(prompts, body.truncate_prompt_tokens, None, model)

@@ -309,6 +309,10 @@ class EmbeddingRequest(Struct, kw_only=True):
     request_id: RequestId | None = None
 
     truncate_prompt_tokens: TruncateTo | None = None
+    prompt_name: str | None = None
+    """Name of a prompt in `config_sentence_transformers.json`, which is put before each text."""
+    input_type: Literal["query", "search_query", "document", "passage", "search_document"] | None = None
+    """Kind of the texts, for the prompt of that kind, where the model's folder has one."""
     user: Tag | None = None
 
 

@@ -1,6 +1,7 @@
 """POST /v1/rerank: the relevance of each document to a query."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from msgspec import UNSET
 
@@ -44,12 +45,32 @@ async def prepare_rerank(call: RequestContext, body: RerankRequest) -> Judged:
     judge = await find_reranker(model)
     templates = call.gateway.templates
     documents, cut = await _cut(documents, body.max_tokens_per_doc, model)
-    prompts = await build_rerank_prompts(templates, model.text, body.query, documents, body.instruction)
+    pair_starts: list[int | None] | None = None
+    if has_encoder_head(model):
+        pairs = [(body.query, document) for document in documents]
+        prompts, pair_starts = await encode_pairs(model, pairs)
+        cut += ["'instruction' has no effect on this model."] if body.instruction else []
+    else:
+        prompts = await build_rerank_prompts(templates, model.text, body.query, documents, body.instruction)
     check_prompts(prompts, "documents", model)
     id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
     salt = body.cache_salt or ""
     generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "documents")
-    return Judged(generation, judge, documents, cut)
+    return Judged(replace(generation, pair_starts=pair_starts), judge, documents, cut)
+
+
+def has_encoder_head(model: LoadedModel) -> bool:
+    """Return True if the engine runs the head of this reranker or classifier, an encoder."""
+    info = model.supervisor.info
+    return info is not None and info.num_labels > 0
+
+
+async def encode_pairs(
+    model: LoadedModel, pairs: Sequence[tuple[str, str]]
+) -> tuple[list[list[int]], list[int | None]]:
+    """Encode pairs of a query and a document, as `TextModel.encode_pairs` does. Raises ApiError 400."""
+    size = sum(len(query) + len(document) for query, document in pairs)
+    return await model.text.off_loop(size, lambda: model.text.encode_pairs(pairs))
 
 
 async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tuple[list[str], list[str]]:
@@ -69,6 +90,10 @@ async def find_reranker(model: LoadedModel) -> Reranker:
     """Return the model's reranker. Raises ApiError 400 for a model that cannot rank."""
     info = model.supervisor.info
     assert info is not None
+    if info.num_labels > 1:
+        raise not_a_reranker(f"it sorts texts into {info.num_labels} classes and gives no score")
+    if info.num_labels == 1:
+        return Reranker([])
     asks = info.generates or info.pooling_problem
     answers = await model.text.off_loop(0, lambda: answer_ids(model.text)) if asks else None
     try:

@@ -39,6 +39,17 @@ class TextEncoder:
         """Encode a text. `special`: with the tokens that the tokenizer adds around a text."""
         return _encode(self._tokenizer, text, special=special)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Encode two texts as one, with the tokens around them. Returns the ids, and the place of the first
+        of another token type; None if all have one.
+        """
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])
+        except BaseException as error:  # noqa: BLE001 - panics of the library become errors
+            raise _as_tokenize_error(error) from None
+        types: list[int] = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else None
+
     def encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> list[int]:
         if markers.start not in rendered and markers.end not in rendered:
             return self.encode(rendered, special=False)

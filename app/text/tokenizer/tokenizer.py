@@ -93,6 +93,14 @@ class TextModel:
         except TokenizeError as error:
             raise as_api_error(error) from None
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[int | None]]:
+        """Encode pairs of texts for a reranker. Returns ids, and where the token types change in each."""
+        try:
+            made = [self.encoder.encode_pair(first, second) for first, second in pairs]
+        except TokenizeError as error:
+            raise as_api_error(error) from None
+        return [ids for ids, _ in made], [start for _, start in made]
+
     def encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> list[int]:
         """Encode a rendered chat (`chat_template.py`)."""
         try:

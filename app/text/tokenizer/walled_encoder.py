@@ -72,6 +72,10 @@ class WalledEncoder:
     def encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> list[int]:
         return self._ask({"text": rendered, "markers": [markers.start, markers.end, markers.tail]})
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        start, *ids = self._ask({"text": first, "pair": second})
+        return ids, start or None
+
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in this encoder's own thread. Raises ApiError 503 where it does not begin in time."""
         begun = asyncio.Event()

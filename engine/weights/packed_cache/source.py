@@ -15,6 +15,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import Packing
 
 from ...checkpoint.files import open_regular
+from ...checkpoint.tensor_io import bytes_of
 from ...distributed.communicator import SINGLE, TensorParallel
 from ...hardware.proc import at_exit
 from ..source import WeightRequest
@@ -103,9 +104,7 @@ class PackedWeightWriter:
 
     def vector(self, name: str, vector: Tensor) -> None:
         shape, dtype = tuple(vector.shape), str(vector.dtype)
-        self._add(
-            name, shape, dtype, memoryview(bytes(vector.flatten().view(torch.uint8).tolist()))
-        )  # some kilobytes
+        self._add(name, shape, dtype, memoryview(bytes(bytes_of(vector.contiguous()))))
 
     def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None:
         dtype = f"{asked.kind}{_FORMAT}{self._packing.format_name(packed)}"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DeviceError, ModelError, UnsupportedArchitecture
+from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import resolve_dtypes
 from support.gemma_models import GEMMA
@@ -138,8 +138,10 @@ def test_a_model_that_sees_without_a_language_part(tmp_path: Path) -> None:
 
 
 def test_the_vectors_of_a_gemma_that_looks_both_ways(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedArchitecture, match="Gemma3TextModel is not supported"):
-        parse(tmp_path, tiny_config("gemma3_text"), architectures=["Gemma3TextModel"])
+    changes = {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
+    config = parse(tmp_path, tiny_config("gemma3_text"), **changes)
+    assert (config.is_bidirectional, config.has_head) == (True, False)
+    assert config.shape().kv_bytes_per_token("float32") == 0
 
 
 @pytest.mark.parametrize("arch", GEMMA)

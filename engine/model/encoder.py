@@ -1,0 +1,312 @@
+"""Encoders: models whose tokens attend to those after them too, so that a text is computed at once.
+
+Linears run over all rows of a step, everything else over one text at a time, because torch may compute a row
+differently in a tensor of another shape: so a text has the same bits alone and in a batch.
+
+T rows of the step, L rows of one text, E hidden, F feed-forward, H heads, G kv heads, D head dim.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as torch_functional
+
+from llmbox.kernels.ops import Ops
+
+from ..errors import ModelError
+from ..model_config.architecture import ClassifierConfig, EncoderActivation, EncoderConfig
+from ..model_config.config import ModelConfig
+from ..partition import ShardSlice
+from ..weights.source import Weights, WeightSource
+from .attention import Attention
+from .forward_context import ForwardContext
+
+FUNCTIONS: Final[dict[EncoderActivation, Callable[[Tensor], Tensor]]] = {
+    "gelu": torch_functional.gelu,
+    "gelu_tanh": lambda x: torch_functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "silu": torch_functional.silu,
+    "tanh": torch.tanh,
+}
+_QUERIES: Final = 256
+"""Queries of a sliding window, or with a bias, that are computed at once, to bound memory."""
+_FARTHEST: Final = 128
+"""Distance from which all share the last bucket of a learned bias (MPNet)."""
+_NO_WEIGHTS: Final = (
+    *("cls.", "lm_head.", "decoder.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
+    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids"),
+)
+"""Tensors of heads that predict words, poolers that no vector passes, and buffers."""
+
+
+def attend(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    lens: Sequence[int],
+    scale: float,
+    reach: int | None = None,
+    bias: Callable[[int], Tensor] | None = None,
+) -> Tensor:
+    """Compute attention within each text, [T, HD]. `lens`: rows of each. `reach`: distance of the farthest
+    token that one sees. `bias`: [H, L, L], added to the scores of a text of L rows.
+    """
+    heads, width = q_THD.shape[1:]
+    out_TH = torch.empty(len(q_THD), heads * width, dtype=q_THD.dtype)
+    start = 0
+    for length in lens:
+        rows = slice(start, start + length)
+        # New tensors have one alignment, whatever the place of the text in the step.
+        q, k, v = (_by_head(x[rows], heads) for x in (q_THD, k_TGD, v_TGD))
+        added = None if bias is None else bias(length)
+        cut = added is None and (reach is None or length <= reach + 1)
+        size = length if cut else _QUERIES
+        for first in range(0, length, size):
+            last = min(first + size, length)
+            low, high = 0, length
+            mask = None if added is None else added[:, first:last]
+            if reach is not None and not cut:
+                low, high = max(0, first - reach), min(length, last + reach)
+                distance = torch.arange(first, last).unsqueeze(1) - torch.arange(low, high)
+                mask = distance.abs() <= reach
+            part = torch_functional.scaled_dot_product_attention(
+                q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], attn_mask=mask, scale=scale
+            )
+            out_TH[start + first : start + last] = part[0].transpose(0, 1).reshape(last - first, -1)
+        start += length
+    return out_TH
+
+
+def _by_head(x_LGD: Tensor, heads: int) -> Tensor:
+    """Return a text's rows as a new tensor [1, H, L, D]."""
+    x = x_LGD.transpose(0, 1)
+    if len(x) != heads:
+        x = x.repeat_interleave(heads // len(x), dim=0)
+    return x.clone(memory_format=torch.contiguous_format).unsqueeze(0)
+
+
+class BidirectionalAttention(Attention):
+    """Attention of a decoder's layers in both directions (EmbeddingGemma). It keeps no keys and values."""
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        ops, rotated = self.ops, self.heads + self.kv_heads
+        assert forward.layout is not None
+        rows = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
+        qk_TnD = rows[:, :rotated]
+        if self.norm_nD is not None:
+            qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
+        qk_TnD = ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
+        q_THD, k_TGD, v_TGD = qk_TnD[:, : self.heads], qk_TnD[:, self.heads :], rows[:, rotated:]
+        reach = None if self.window is None else self.window // 2
+        out = attend(q_THD, k_TGD, v_TGD, forward.layout.query_lens, self.scale, reach)
+        return self.rank.row_parallel_linear(ops, self.output, out, x_TE.shape[1])
+
+
+class LayerNorm:
+    def __init__(self, weights: Weights, name: str, config: ModelConfig, *, bias: bool) -> None:
+        self.size, self.eps = config.hidden_size, config.rms_norm_eps
+        self.weight_E = weights.vector(f"{name}.weight", self.size)
+        self.bias_E = weights.vector(f"{name}.bias", self.size) if bias else None
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        return torch_functional.layer_norm(x_TE, (self.size,), self.weight_E, self.bias_E, self.eps)
+
+
+class DistanceBias:
+    """Learned bias of attention scores by the distance of two tokens, in buckets (MPNet)."""
+
+    def __init__(self, weights: Weights, config: ModelConfig, buckets: int) -> None:
+        table = weights.floats("model.relative_bias.weight", buckets, config.num_heads)
+        limit = config.max_position_embeddings
+        distances = torch.arange(1 - limit, limit)
+        self._zero = limit - 1
+        self._values_HP = table[_bucket(distances, buckets)].T.to(weights.dtype).contiguous()
+
+    def __call__(self, length: int) -> Tensor:
+        """Return the bias [H, L, L] of queries and keys of a text."""
+        places = torch.arange(length)
+        return self._values_HP[:, places - places.unsqueeze(1) + self._zero]
+
+
+def _bucket(distances: Tensor, buckets: int) -> Tensor:
+    """Return the bucket of each distance, key minus query: half of them for each direction, in it the first
+    half for single distances, the others for ranges that grow by a factor.
+    """
+    half = buckets // 2
+    near, far = half // 2, distances.abs().clamp(min=1).float()
+    ratio = torch.log(far / near) / torch.log(torch.tensor(_FARTHEST / near)) * (half - near)
+    ranges = (near + ratio.long()).clamp(max=half - 1)
+    return torch.where(distances.abs() < near, distances.abs(), ranges) + half * (distances > 0)
+
+
+class EncoderLayer:
+    """Attention and MLP with LayerNorms before or after them."""
+
+    def __init__(
+        self, model: ModelConfig, config: EncoderConfig, number: int, weights: Weights, ops: Ops
+    ) -> None:
+        self.ops, self.config = ops, config
+        self.heads, self.head_dim = model.num_heads, model.head_dim
+        self.rope, self.window = model.layer_ropes[number], model.windows[number]
+        whole = ShardSlice.whole
+        hidden, ffn = whole(model.hidden_size), whole(model.intermediate_size)
+        _split_stacks(weights, model)
+        attention, mlp = weights.at("self_attn"), weights.at("mlp")
+        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
+        self.qkv = attention.linear(parts, hidden, bias=model.qkv_bias)
+        self.output = attention.linear({"o_proj": hidden}, hidden, bias=model.o_bias)
+        ups = dict.fromkeys(("gate_proj", "up_proj") if config.is_gated else ("up_proj",), ffn)
+        self.up = mlp.linear(ups, hidden, bias=config.up_bias)
+        self.down = mlp.linear({"down_proj": hidden}, ffn, bias=config.down_bias)
+        first, second = "post_attention_layernorm", "post_feedforward_layernorm"
+        if config.is_pre_norm:
+            first, second = "input_layernorm", "post_attention_layernorm"
+        norm = config.norm_bias
+        self.first = None
+        if number or not config.is_pre_norm:
+            self.first = LayerNorm(weights, first, model, bias=norm)
+        self.second = LayerNorm(weights, second, model, bias=norm)
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext, bias: Callable[[int], Tensor] | None) -> Tensor:
+        assert forward.layout is not None
+        lens = forward.layout.query_lens
+        if not self.config.is_pre_norm:
+            assert self.first is not None
+            x_TE = self.first(x_TE + self._attend(x_TE, forward, lens, bias))
+            return self.second(x_TE + self._mlp(x_TE, lens))
+        normed_TE = x_TE if self.first is None else self.first(x_TE)
+        x_TE = x_TE + self._attend(normed_TE, forward, lens, bias)
+        return x_TE + self._mlp(self.second(x_TE), lens)
+
+    def _attend(
+        self,
+        x_TE: Tensor,
+        forward: ForwardContext,
+        lens: Sequence[int],
+        bias: Callable[[int], Tensor] | None,
+    ) -> Tensor:
+        rows = self.ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
+        qk_TnD, v_THD = rows[:, : 2 * self.heads], rows[:, 2 * self.heads :]
+        if self.config.rotates:
+            qk_TnD = self.ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
+        q_THD, k_THD = qk_TnD[:, : self.heads], qk_TnD[:, self.heads :]
+        reach = None if self.window is None else self.window // 2
+        out = attend(q_THD, k_THD, v_THD, lens, self.head_dim**-0.5, reach, bias)
+        return self.ops.linear(self.output, out)
+
+    def _mlp(self, x_TE: Tensor, lens: Sequence[int]) -> Tensor:
+        rows = self.ops.linear(self.up, x_TE)
+        activation = self.config.activation
+        if self.config.is_gated and activation in {"silu", "gelu_tanh"}:
+            return self.ops.linear(self.down, self.ops.gate_mul(rows, activation))
+        out_TF = (
+            rows if not self.config.is_gated else torch.empty(len(rows), rows.shape[1] // 2, dtype=rows.dtype)
+        )
+        for text, out in zip(torch.split(rows, list(lens)), torch.split(out_TF, list(lens)), strict=True):
+            if self.config.is_gated:
+                gate, up = text.chunk(2, dim=1)
+                torch.mul(FUNCTIONS[activation](gate), up, out=out)
+            else:
+                out.copy_(FUNCTIONS[activation](text))
+        return self.ops.linear(self.down, out_TF)
+
+
+def _split_stacks(weights: Weights, config: ModelConfig) -> None:
+    """Declare the stacked linears that a checkpoint may have instead of single ones."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    weights.at("self_attn").split("qkv_proj", {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden})
+    weights.at("mlp").split("gate_up_proj", {"gate_proj": ffn, "up_proj": ffn})
+    weights.at("mlp").split("up_gate_proj", {"up_proj": ffn, "gate_proj": ffn})
+
+
+class ClassifierHead:
+    """Head of a reranker or classifier: the logits of a text's labels."""
+
+    def __init__(
+        self, model: ModelConfig, config: ClassifierConfig, norm_bias: bool, weights: Weights
+    ) -> None:
+        hidden = model.hidden_size
+        self.config, self.size, self.eps = config, hidden, model.rms_norm_eps
+        self.dense = weights.floats("dense.weight", hidden, hidden)
+        self.dense_bias = weights.floats("dense.bias", hidden) if config.dense_bias else None
+        self.norm = weights.floats("norm.weight", hidden) if config.has_norm else None
+        self.norm_bias = weights.floats("norm.bias", hidden) if config.has_norm and norm_bias else None
+        self.rows = weights.floats("out_proj.weight", config.labels, hidden)
+        self.bias = weights.floats("out_proj.bias", config.labels)
+
+    def __call__(self, states_LE: Tensor) -> Tensor:
+        """Return the logits of a text in float32 from its states."""
+        x_E = (states_LE[0] if self.config.pooling == "cls" else states_LE.float().mean(0)).float()
+        x_E = FUNCTIONS[self.config.activation](torch_functional.linear(x_E, self.dense, self.dense_bias))
+        if self.norm is not None:
+            x_E = torch_functional.layer_norm(x_E, (self.size,), self.norm, self.norm_bias, self.eps)
+        return torch_functional.linear(x_E, self.rows, self.bias)
+
+
+class Encoder:
+    """Encoder of the BERT family. The constructor reads every tensor from `source`. Raises ModelError."""
+
+    def __init__(
+        self, model: ModelConfig, config: EncoderConfig, source: WeightSource, mixed_layers: int = 0
+    ) -> None:
+        self.config, self.encoder, self.dtype = model, config, source.dtype
+        self.ops = ops = source.ops
+        if source.rank.layout.ranks > 1:
+            raise ModelError("encoders run on one rank: load without --tp and --pp")
+        weights = Weights(source, mixed_layers=mixed_layers)
+        whole, hidden = ShardSlice.whole, model.hidden_size
+        self.table = weights.embedding("model.embed_tokens", whole(model.vocab_size), hidden, tied=False)
+        self.positions = None
+        if config.position_rows:
+            rows = whole(config.position_rows)
+            self.positions = weights.embedding("model.embed_positions", rows, hidden, tied=False)
+        self.types_YE = None
+        if config.type_rows:
+            self.types_YE = weights.floats("model.embed_types.weight", config.type_rows, hidden)
+        self.embed_norm = LayerNorm(weights, "model.embed_norm", model, bias=config.norm_bias)
+        self.bias = DistanceBias(weights, model, config.relative_buckets) if config.relative_buckets else None
+        self.layers = [
+            EncoderLayer(model, config, i, weights.at(f"model.layers.{i}"), ops)
+            for i in range(model.num_layers)
+        ]
+        self.norm = None
+        if config.is_pre_norm:
+            self.norm = LayerNorm(weights, "model.norm", model, bias=config.norm_bias)
+        self.classifier = None
+        if config.head is not None:
+            self.classifier = ClassifierHead(model, config.head, config.norm_bias, weights.at("head"))
+        for name in (*_NO_WEIGHTS, *(() if config.head else ("head.",))):
+            weights.skip(name)
+        source.finish()
+
+    def hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
+        """Return the final states of `rows_R`, or of all rows."""
+        assert forward.layout is not None
+        x_TE = self.ops.embedding(self.table, forward.ids_T).clone()
+        if self.positions is not None:
+            places_T = forward.layout.positions_T.long() + self.encoder.position_offset
+            x_TE += self.ops.embedding(self.positions, places_T)
+        if self.types_YE is not None:
+            types_T = forward.types_T
+            x_TE += (self.types_YE[0] if types_T is None else self.types_YE[types_T]).to(x_TE.dtype)
+        x_TE = self.embed_norm(x_TE)
+        bias = None if self.bias is None else _remembered(self.bias)
+        for layer in self.layers:
+            x_TE = layer(x_TE, forward, bias)
+        if self.norm is not None:
+            x_TE = self.norm(x_TE)
+        return x_TE if rows_R is None else x_TE[rows_R]
+
+
+def _remembered(make: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """Return `make` with the results of one step kept: all layers have the same biases."""
+    known: dict[int, Tensor] = {}
+
+    def find(length: int) -> Tensor:
+        if length not in known:
+            known[length] = make(length)
+        return known[length]
+
+    return find

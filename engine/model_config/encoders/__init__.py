@@ -1,0 +1,1 @@
+"""Embedding models and rerankers: encoders of the BERT family, and what their folders declare."""

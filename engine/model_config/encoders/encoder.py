@@ -1,0 +1,367 @@
+"""Encoders of the BERT family as data: rules by which config.json is read, and the names of tensors.
+
+`engine/model/encoder.py` builds the layers. Tensors get the names that decoders have: `renames` turn those
+of a checkpoint into them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..architecture import Architecture, ClassifierConfig, EncoderActivation, EncoderConfig, EncoderRule
+from ..fields import Fields, show
+from ..rope import RopeConfig, one_rope, parse_rope
+from ..sliding_window import Windows, layer_types
+
+_ACTIVATIONS: Final[dict[str, EncoderActivation]] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "swiglu": "silu",
+}
+"""Values of `hidden_act`."""
+MAX_LABELS: Final = 1000
+
+
+# ---------------------------------------------------------------------- names of tensors
+
+_BERT_NAMES: Final = (
+    (r"^(bert|roberta|xlm_roberta|camembert|distilbert|mpnet|nomic_bert|gte|new|jina_embeddings_v3)\.", ""),
+    (r"\.gamma$", ".weight"),
+    (r"\.beta$", ".bias"),
+    (r"^embeddings\.word_embeddings\.", "model.embed_tokens."),
+    (r"^embeddings\.position_embeddings\.", "model.embed_positions."),
+    (r"^embeddings\.token_type_embeddings\.", "model.embed_types."),
+    (r"^(embeddings\.LayerNorm|emb_ln)\.", "model.embed_norm."),
+    (r"^((encoder|transformer)\.)?layers?\.(\d+)\.", r"model.layers.\3."),
+    (r"\.attention\.(?:self\.)?(query|key|value)\.", r".self_attn.\1."),
+    (r"\.self_attn\.(q|k|v)(uery|ey|alue)\.", r".self_attn.\1_proj."),
+    (r"\.attention\.attn\.([qkvo])\.", r".self_attn.\1_proj."),
+    (r"\.attention\.([qkv])_lin\.", r".self_attn.\1_proj."),
+    (r"\.attention\.(output\.dense|out_lin|o_proj)\.", ".self_attn.o_proj."),
+    (r"\.attention\.qkv_proj\.", ".self_attn.qkv_proj."),
+    (r"\.(attn|mixer)\.Wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.(attn|mixer)\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.(attention\.output\.LayerNorm|attention\.LayerNorm|sa_layer_norm|norm1|attn_ln)\.",
+     ".post_attention_layernorm."),
+    (r"\.(output\.LayerNorm|output_layer_norm|norm2|mlp_ln|post_mlp_layernorm)\.",
+     ".post_feedforward_layernorm."),
+    (r"\.(intermediate\.dense|ffn\.lin1|mlp\.fc1|mlp\.fc11)\.", ".mlp.up_proj."),
+    (r"\.mlp\.fc12\.", ".mlp.gate_proj."),
+    (r"\.(output\.dense|ffn\.lin2|mlp\.fc2)\.", ".mlp.down_proj."),
+    (r"^encoder\.relative_attention_bias\.", "model.relative_bias."),
+)  # fmt: skip
+_POOLED_HEAD: Final = ((r"^pooler\.dense\.", "head.dense."), (r"^classifier\.", "head.out_proj."))
+_ROBERTA_HEAD: Final = ((r"^classifier\.", "head."),)
+_DISTILBERT_HEAD: Final = ((r"^pre_classifier\.", "head.dense."), (r"^classifier\.", "head.out_proj."))
+_MODERN_NAMES: Final = (
+    (r"^model\.", ""),
+    (r"^embeddings\.tok_embeddings\.", "model.embed_tokens."),
+    (r"^embeddings\.norm\.", "model.embed_norm."),
+    (r"^layers\.(\d+)\.", r"model.layers.\1."),
+    (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.attn\.Wo\.", ".self_attn.o_proj."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.mlp_norm\.", ".post_attention_layernorm."),
+    (r"\.mlp\.Wi\.", ".mlp.gate_up_proj."),
+    (r"\.mlp\.Wo\.", ".mlp.down_proj."),
+    (r"^final_norm\.", "model.norm."),
+    (r"^classifier\.", "head.out_proj."),
+)
+
+# ---------------------------------------------------------------------- rules
+
+
+def _activation(fields: Fields, key: str = "hidden_act") -> EncoderActivation:
+    name = fields.text(key, "gelu")
+    if name not in _ACTIVATIONS:
+        raise fields.error(f"{key} {show(name)} is not supported, only {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _head(fields: Fields, **parts: Any) -> ClassifierConfig | None:
+    """Return the head of a `...ForSequenceClassification`; None for other classes."""
+    named = fields.raw.get("architectures") or []
+    names = [named] if isinstance(named, str) else named
+    if not any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names):
+        return None
+    listed = fields.mapping("id2label")
+    labels = fields.integer("num_labels", 2, most=MAX_LABELS) if not listed else len(listed)
+    if labels > MAX_LABELS:
+        raise fields.error(f"{labels} labels are beyond anything known ({MAX_LABELS})")
+    return ClassifierConfig(labels=labels, **parts)
+
+
+def _types(fields: Fields, default: int = 2) -> int:
+    return fields.integer("type_vocab_size", default) if fields.raw.get("type_vocab_size") != 0 else 0
+
+
+def _bert(fields: Fields) -> EncoderConfig:
+    kind = fields.text("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise fields.error(f"position_embedding_type {show(kind)} is not supported, only 'absolute'")
+    return EncoderConfig(
+        activation=_activation(fields),
+        position_rows=fields.integer("max_position_embeddings"),
+        type_rows=_types(fields),
+        head=_head(fields),
+        renames=_BERT_NAMES + _POOLED_HEAD,
+    )
+
+
+def _roberta(fields: Fields) -> EncoderConfig:
+    offset = _offset(fields)
+    return EncoderConfig(
+        activation=_activation(fields),
+        position_rows=fields.integer("max_position_embeddings") + offset,
+        position_offset=offset,
+        type_rows=_types(fields, 1),
+        head=_head(fields),
+        renames=_BERT_NAMES + _ROBERTA_HEAD,
+    )
+
+
+def _offset(fields: Fields) -> int:
+    """Return the row of the first position: those before are of padding."""
+    return int(fields.number("pad_token_id", 1)) + 1
+
+
+def _positions_after_padding(fields: Fields) -> Mapping[str, Any]:
+    """Return the context, which is shorter than the table of positions."""
+    rows, offset = fields.integer("max_position_embeddings"), _offset(fields)
+    if not 0 < offset < rows:
+        raise fields.error(f"pad_token_id leaves no positions of the {rows} that the table has")
+    return {"max_position_embeddings": rows - offset}
+
+
+def _distilbert(fields: Fields) -> EncoderConfig:
+    return EncoderConfig(
+        activation=_activation(fields),
+        position_rows=fields.integer("max_position_embeddings"),
+        head=_head(fields, activation="relu"),
+        renames=_BERT_NAMES + _DISTILBERT_HEAD,
+    )
+
+
+def _mpnet(fields: Fields) -> EncoderConfig:
+    offset = _offset(fields)
+    return EncoderConfig(
+        activation=_activation(fields),
+        position_rows=fields.integer("max_position_embeddings") + offset,
+        position_offset=offset,
+        relative_buckets=fields.integer("relative_attention_num_buckets", 32),
+        head=_head(fields),
+        renames=_BERT_NAMES + _ROBERTA_HEAD,
+    )
+
+
+def _modernbert(fields: Fields) -> EncoderConfig:
+    bias = fields.flag("mlp_bias", default=False)
+    pooling = fields.text("classifier_pooling", "cls")
+    if pooling not in {"cls", "mean"}:
+        raise fields.error(f"classifier_pooling {show(pooling)} is not supported, only 'cls' and 'mean'")
+    return EncoderConfig(
+        activation=_activation(fields, "hidden_activation"),
+        is_pre_norm=True,
+        norm_bias=fields.flag("norm_bias", default=False),
+        rotates=True,
+        is_gated=True,
+        up_bias=bias,
+        down_bias=bias,
+        has_stacked_qkv=True,
+        has_stacked_mlp=True,
+        head=_head(
+            fields,
+            activation=_activation(fields, "classifier_activation"),
+            pooling=pooling,
+            dense_bias=fields.flag("classifier_bias", default=False),
+            has_norm=True,
+        ),
+        renames=_MODERN_NAMES,
+    )
+
+
+def _nomic(fields: Fields) -> EncoderConfig:
+    return EncoderConfig(
+        activation=_activation(fields),
+        type_rows=_types(fields),
+        rotates=True,
+        is_gated=True,
+        up_bias=False,
+        down_bias=False,
+        head=_head(fields),
+        renames=_BERT_NAMES + _POOLED_HEAD,
+    )
+
+
+def _refuse_other_nomic(fields: Fields) -> None:
+    """Refuse options of the repository's own code that are computed otherwise."""
+    usual = {
+        "prenorm": False, "use_rms_norm": False, "parallel_block": False, "rotary_emb_interleaved": False,
+        "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None, "num_experts": 0, "qkv_proj_bias": False,
+        "mlp_fc1_bias": False, "mlp_fc2_bias": False,
+    }  # fmt: skip
+    for key, value in usual.items():
+        if fields.raw.get(key) not in (None, value):
+            raise fields.error(f"{key} {show(fields.raw[key])} is not supported in a NomicBert, only {value}")
+
+
+def _gte(fields: Fields) -> EncoderConfig:
+    return EncoderConfig(
+        activation=_activation(fields),
+        type_rows=_types(fields, 1),
+        rotates=True,
+        is_gated=True,
+        up_bias=False,
+        head=_head(fields),
+        renames=(*_BERT_NAMES, (r"\.mlp\.up_gate_proj\.", ".mlp.up_gate_proj."), *_POOLED_HEAD),
+    )
+
+
+def _jina_v3(fields: Fields) -> EncoderConfig:
+    return EncoderConfig(
+        activation=_activation(fields),
+        type_rows=_types(fields, 1),
+        rotates=True,
+        head=_head(fields),
+        renames=_BERT_NAMES + _ROBERTA_HEAD,
+    )
+
+
+def _modern_types(fields: Fields, layers: int) -> tuple[str, ...]:
+    """Return the layer types of a ModernBERT; by default the first of each three has full attention."""
+    if fields.raw.get("layer_types") is None:
+        every = fields.integer("global_attn_every_n_layers", 3)
+        kinds = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
+        fields = Fields({**fields.raw, "layer_types": kinds}, fields.where)
+    return tuple(layer_types(fields, layers))
+
+
+def _modern_windows(fields: Fields, layers: int) -> Windows:
+    width = fields.integer("local_attention", 128)
+    return tuple(width if kind == "sliding_attention" else None for kind in _modern_types(fields, layers))
+
+
+def _modern_ropes(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return two RoPE variants: the first for layers of full attention, the second for sliding windows."""
+    by_type = Fields(fields.mapping("rope_parameters") or {}, f"{fields.where}: rope_parameters")
+    ropes = []
+    for kind, key, usual in (
+        ("full_attention", "global_rope_theta", 160_000.0),
+        ("sliding_attention", "local_rope_theta", 10_000.0),
+    ):
+        raw = {"rope_parameters": by_type.mapping(kind), "rope_theta": fields.number(key, usual)}
+        ropes.append(parse_rope(Fields(raw, fields.where), head_dim, positions))
+    kinds = _modern_types(fields, layers)
+    return tuple(ropes), tuple(int(kind == "sliding_attention") for kind in kinds)
+
+
+def _no_rope(
+    _fields: Fields, _head_dim: int, _positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    return (RopeConfig(rotary_dim=0),), (0,) * layers
+
+
+def _encoder(
+    model_type: str, rule: EncoderRule, defaults: Mapping[str, Any], *, bias: bool = True, **others: Any
+) -> Architecture:
+    usual = {
+        "hidden_acts": tuple(_ACTIVATIONS),
+        "ropes": _no_rope,
+        "attention_bias": True,
+        "aliases": {"rms_norm_eps": "layer_norm_eps"},
+    }
+    return Architecture(
+        model_type=model_type,
+        encoder=rule,
+        defaults={"attention_bias": bias, **defaults},
+        **{**usual, **others},
+    )
+
+
+_GELU: Final = {"hidden_act": "gelu", "max_position_embeddings": 512, "layer_norm_eps": 1e-12}
+_ROBERTA: Final = {**_GELU, "pad_token_id": 1}
+ENCODERS: Final[dict[str, Architecture]] = {
+    "BertModel": _encoder("bert", _bert, defaults=_GELU),
+    "RobertaModel": _encoder("roberta", _roberta, _ROBERTA, sizes=_positions_after_padding),
+    "XLMRobertaModel": _encoder("xlm-roberta", _roberta, _ROBERTA, sizes=_positions_after_padding),
+    "CamembertModel": _encoder("camembert", _roberta, _ROBERTA, sizes=_positions_after_padding),
+    "DistilBertModel": _encoder(
+        "distilbert",
+        _distilbert,
+        defaults=_GELU,
+        aliases={
+            "hidden_size": "dim",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+            "rms_norm_eps": "layer_norm_eps",
+        },
+    ),
+    "MPNetModel": _encoder("mpnet", _mpnet, _ROBERTA, sizes=_positions_after_padding),
+    "ModernBertModel": _encoder(
+        "modernbert",
+        _modernbert,
+        defaults={"hidden_activation": "gelu", "max_position_embeddings": 8192, "norm_eps": 1e-5},
+        aliases={"rms_norm_eps": "norm_eps"},
+        bias=False,
+        ropes=_modern_ropes,
+        windows=_modern_windows,
+    ),
+    "NomicBertModel": _encoder(
+        "nomic_bert",
+        _nomic,
+        own_code="modeling_hf_nomic_bert.NomicBertModel",
+        defaults={
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-12,
+            "rope_theta": 1000.0,
+        },
+        aliases={
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+            "hidden_act": "activation_function",
+            "layer_norm_eps": "layer_norm_epsilon",
+            "rope_theta": "rotary_emb_base",
+        },
+        sizes=lambda fields: {"rms_norm_eps": fields.number("layer_norm_eps")},
+        bias=False,
+        ropes=one_rope,
+        refuse=_refuse_other_nomic,
+    ),
+    "GteModel": _encoder(
+        "gte",
+        _gte,
+        defaults={**_GELU, "max_position_embeddings": 8192, "rope_theta": 160_000.0},
+        ropes=one_rope,
+    ),
+    "JinaEmbeddingsV3Model": _encoder(
+        "jina_embeddings_v3",
+        _jina_v3,
+        defaults={
+            "hidden_act": "gelu",
+            "max_position_embeddings": 8194,
+            "layer_norm_eps": 1e-5,
+            "rope_theta": 20_000.0,
+        },
+        ropes=one_rope,
+    ),
+}
+"""Encoders by the name of their class without a head."""
+HEADS: Final = ("ForSequenceClassification", "ForMaskedLM", "Model")
+"""Suffixes of class names of one encoder."""
+
+
+def encoder_name(architecture: str) -> str:
+    """Return the class name without a head: `BertModel` for `BertForMaskedLM`."""
+    end = next((end for end in HEADS if architecture.endswith(end)), None)
+    return architecture if end is None else architecture.removesuffix(end) + "Model"

@@ -1,0 +1,151 @@
+"""Runner of models that attend in both directions: each step has whole texts, and gives a vector for each.
+
+L rows of a text, E hidden.
+"""
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as torch_functional
+
+from ..checkpoint.files import open_regular
+from ..checkpoint.safetensors import TensorEntry, read_header
+from ..checkpoint.tensor_io import DTYPES, bytes_of, read_fully, refuse_non_finite
+from ..core.step import ScheduledRequest, StepPlan, StepResult
+from ..errors import ModelError
+from ..model.decoder import Decoder
+from ..model.encoder import Encoder
+from ..model.forward_context import ForwardContext
+from ..model.rotary import Rotary
+from ..model_config.encoders.pooling import DenseActivation, DenseLayer, EncoderPooling, EncoderVectors
+from .input_batch import StepBatch, build_batch
+from .pooling import PooledRows, read_sums, sum_states
+
+_FUNCTIONS: dict[DenseActivation, torch.nn.Module] = {
+    "Identity": torch.nn.Identity(),
+    "Tanh": torch.nn.Tanh(),
+    "ReLU": torch.nn.ReLU(),
+    "GELU": torch.nn.GELU(),
+}
+
+
+class VectorDense:
+    """Dense layer over a pooled vector, in float32. The constructor reads its weights. Raises ModelError."""
+
+    def __init__(self, layer: DenseLayer) -> None:
+        entries = read_header(layer.file)
+        self._weight = _read(layer.file, entries, "linear.weight", (layer.outputs, layer.inputs))
+        self._bias = None
+        if layer.has_bias:
+            self._bias = _read(layer.file, entries, "linear.bias", (layer.outputs,))
+        self._function = _FUNCTIONS[layer.activation]
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        result: Tensor = self._function(torch_functional.linear(vector, self._weight, self._bias))
+        return result
+
+
+def _read(file: Path, entries: dict[str, TensorEntry], name: str, shape: tuple[int, ...]) -> Tensor:
+    entry = entries.get(name)
+    if entry is None or entry.shape != shape or entry.dtype not in DTYPES:
+        found = "is missing" if entry is None else f"is {entry.dtype} of shape {list(entry.shape)}"
+        raise ModelError(f"{file}: tensor {name} {found}; config.json beside it asks for {list(shape)}")
+    buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
+    try:
+        with open_regular(file, buffering=0) as stream:
+            stream.seek(entry.offset)
+            read_fully(stream.readinto, bytes_of(buffer), entry)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
+    tensor = buffer.view(DTYPES[entry.dtype]).view(shape).float()
+    refuse_non_finite(tensor, entry, "")
+    return tensor
+
+
+def pool_states(states_LE: Tensor, pooling: EncoderPooling) -> Tensor:
+    """Pool the states of one text, in float32."""
+    match pooling:
+        case "cls":
+            return states_LE[0].float()
+        case "last":
+            return states_LE[-1].float()
+        case "max":
+            return states_LE.amax(0).float()
+        case "mean":
+            return states_LE.double().mean(0).float()
+        case "weighted":
+            weights_L = torch.arange(1, len(states_LE) + 1, dtype=torch.float64)
+            return (weights_L @ states_LE.double() / weights_L.sum()).float()
+
+
+class EncoderRunner:
+    """Runner of one encoder on a CPU."""
+
+    def __init__(
+        self,
+        model: Encoder | Decoder,
+        rotary: Rotary,
+        vectors: EncoderVectors,
+        *,
+        context: int,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._pooling = vectors.pooling
+        self._dense = [VectorDense(layer) for layer in vectors.dense]
+        self._block_size = block_size
+        self._has_types = isinstance(model, Encoder) and model.encoder.type_rows > 1
+        # All positions at once: torch may compute a cosine differently in a tensor of another length.
+        self._cos_APD, self._sin_APD = rotary.rows(torch.arange(context))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Execute one step, whose rows are whole texts."""
+        batch = build_batch(plan.rows, self._block_size, torch.device("cpu"))
+        states_TE = self._model.hidden(self._forward(batch, plan.rows), None)
+        result = StepResult()
+        texts = torch.split(states_TE, [row.num_tokens for row in plan.rows])
+        for row, states_LE in zip(plan.rows, texts, strict=True):
+            pooled = [PooledRows(row.request, 1)]
+            sums, failed = read_sums(sum_states(self._vector(row, states_LE).unsqueeze(0), pooled), pooled)
+            result.pooled.update(sums)
+            result.failed.update(failed)
+        return result
+
+    def _vector(self, row: ScheduledRequest, states_LE: Tensor) -> Tensor:
+        if row.request.params.pooling == "classify":
+            assert isinstance(self._model, Encoder)
+            assert self._model.classifier is not None
+            return self._model.classifier(states_LE)
+        vector = pool_states(states_LE, self._pooling)
+        for dense in self._dense:
+            vector = dense(vector)
+        return vector
+
+    def _forward(self, batch: StepBatch, rows: list[ScheduledRequest]) -> ForwardContext:
+        places_T = batch.ragged.positions_T.long()
+        forward = ForwardContext(
+            batch.ids_T,
+            self._cos_APD[:, places_T],
+            self._sin_APD[:, places_T],
+            None,
+            {},
+            layout=batch.ragged,
+        )
+        return replace(forward, types_T=_token_types(rows)) if self._has_types else forward
+
+
+def _token_types(rows: list[ScheduledRequest]) -> Tensor | None:
+    """Return the token type of each row; None if no text is a pair."""
+    if all(row.request.params.pair_start is None for row in rows):
+        return None
+    types = array("q")
+    for row in rows:
+        start = row.request.params.pair_start
+        first = row.num_tokens if start is None else start
+        types.extend([0] * first)
+        types.extend([1] * (row.num_tokens - first))
+    return torch.tensor(types.tolist(), dtype=torch.int64)
