@@ -1,7 +1,7 @@
 """Fast import of torch for engines on a CPU.
 
 Half of the time that `import torch` takes goes into modules for tracing, compiling and training. The engine
-uses none of them, so they are stubbed (`LeftOut`) and loaded only if something imports them later.
+uses none of them, so they are stubbed (`StubFinder`) and loaded only if something imports them later.
 Measured: `import torch` takes 1.65 s of CPU time and 225 MB, `import_torch` 0.75 s and 177 MB.
 
 numpy is hidden as well: it is no dependency of llmbox, torch imports it where it is installed, and without it
@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Final, Self, cast
 
 
-class LeftOut:
+class StubFinder:
     """Meta-path finder, and the context manager during which the listed modules are stubs."""
 
     def __init__(self, names: Collection[str], kept: str, in_order: Sequence[str]) -> None:
@@ -39,10 +39,10 @@ class LeftOut:
     def __exit__(self, *_error: object) -> None:
         """Remove the stubs; from now on an import of one of the modules loads the real one."""
         self.over = True
-        for name in [name for name, module in sys.modules.items() if isinstance(module, Absent)]:
+        for name in [name for name, module in sys.modules.items() if isinstance(module, StubModule)]:
             place, _, child = name.rpartition(".")
             parent = sys.modules.get(place)  # gone where the import failed
-            if parent is not None and isinstance(vars(parent).get(child), Absent):
+            if parent is not None and isinstance(vars(parent).get(child), StubModule):
                 delattr(parent, child)
                 offer(parent, self.names)
             del sys.modules[name]
@@ -58,14 +58,14 @@ class LeftOut:
         if self._kept in sys.modules:
             parent, _, child = self._kept.rpartition(".")
             setattr(import_module(parent), child, sys.modules[self._kept])
-        return Present.spec(sys.modules[name]) if name in sys.modules else None
+        return LoadedModuleLoader.spec(sys.modules[name]) if name in sys.modules else None
 
     def is_left_out(self, name: str) -> bool:
         parts = name.split(".")
         return any(".".join(parts[:count]) in self.names for count in range(1, len(parts) + 1))
 
-    def create_module(self, spec: ModuleSpec) -> "Absent":
-        return Absent(spec.name, self)
+    def create_module(self, spec: ModuleSpec) -> "StubModule":
+        return StubModule(spec.name, self)
 
     def exec_module(self, module: ModuleType) -> None:
         """Leave the stub empty, but set `__path__` so that the `kept` module below it is found."""
@@ -73,7 +73,7 @@ class LeftOut:
         module.__path__ = [f"{place}/{child}" for place in sys.modules[parent].__path__]
 
 
-class Present:
+class LoadedModuleLoader:
     """Loader of a module that was imported during its own lookup: it prevents a second execution."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -93,23 +93,23 @@ class Present:
         module.__spec__ = self._spec
 
 
-class Absent(ModuleType):
-    """Stub module: every attribute is a `Later`."""
+class StubModule(ModuleType):
+    """Stub module: every attribute is a `DeferredAttribute`."""
 
-    def __init__(self, name: str, left_out: LeftOut) -> None:
+    def __init__(self, name: str, left_out: StubFinder) -> None:
         super().__init__(name)
         self._left_out = left_out
 
-    def __getattr__(self, name: str) -> "Later":
+    def __getattr__(self, name: str) -> "DeferredAttribute":
         if name.startswith("__"):
             raise AttributeError(name)
-        return Later(self.__name__, name, self._left_out)
+        return DeferredAttribute(self.__name__, name, self._left_out)
 
 
-class Later:
+class DeferredAttribute:
     """Proxy of an attribute that was imported from a stub: it loads the real one on use."""
 
-    def __init__(self, module: str, name: str, left_out: LeftOut) -> None:
+    def __init__(self, module: str, name: str, left_out: StubFinder) -> None:
         self._place = module, name
         self._left_out = left_out
 
@@ -129,14 +129,14 @@ class Later:
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, self._real())
 
-    def __or__(self, other: object) -> "Later":
+    def __or__(self, other: object) -> "DeferredAttribute":
         """Support `X | None` in annotations."""
         return self
 
     __ror__ = __or__
 
 
-class Offer:
+class ChildImporter:
     """Module `__getattr__` that imports those of `names` that are children of `parent` on first access."""
 
     def __init__(self, parent: str, names: Collection[str], before: Callable[[str], Any] | None) -> None:
@@ -152,8 +152,8 @@ class Offer:
 
 def offer(parent: ModuleType, names: Collection[str]) -> None:
     before = vars(parent).get("__getattr__")
-    if not isinstance(before, Offer):
-        vars(parent)["__getattr__"] = Offer(parent.__name__, names, before)
+    if not isinstance(before, ChildImporter):
+        vars(parent)["__getattr__"] = ChildImporter(parent.__name__, names, before)
 
 
 LEFT_OUT: Final = frozenset(
@@ -206,7 +206,7 @@ def import_torch() -> None:
     gc.disable()  # fifty thousand objects are made, and all of them stay
     hides_numpy = sys.modules.setdefault(_NUMPY, None) is None  # type: ignore[arg-type]  # says: not there
     try:
-        with LeftOut(LEFT_OUT, KEPT, IN_ORDER), warnings.catch_warnings():
+        with StubFinder(LEFT_OUT, KEPT, IN_ORDER), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Failed to initialize NumPy")
             import torch  # noqa: PLC0415
 

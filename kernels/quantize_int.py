@@ -100,7 +100,7 @@ def round_with_steps(
     need_OGS = torch.stack(((high - low) / 15, high / 11, low / -11.5)).amax(0)
     widest = torch.maximum(high, -low).amax(-1) * (12 / 127)
     coarsest_OG = torch.maximum(need_OGS.amax(-1), widest)
-    best = Best(x_OGSk)
+    best = BestScale(x_OGSk)
     for share in SHARES:
         scale_OG = coarsest_OG * (share / 12)
         inverse = torch.where(scale_OG == 0, 0, 1 / scale_OG)[:, :, None]
@@ -110,7 +110,7 @@ def round_with_steps(
     return best.numbers.flatten(-2).to(torch.int8), best.scale_OG.half(), best.steps_OGS
 
 
-class Best:
+class BestScale:
     """Keep the best of several scales, each corrected by least squares: it explains most of the weighted
     squares.
     """

@@ -42,7 +42,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class MeasuredRun:
     """One variant's run with what the engine reported meanwhile."""
 
     run: BenchRun
@@ -50,7 +50,7 @@ class Round:
     """Engine gauges sampled during the run."""
 
 
-Figure = Callable[[Round], float | None]
+Figure = Callable[[MeasuredRun], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +64,30 @@ class Scenario:
     figures: dict[str, Figure]
 
 
-def output_rate(round_: Round) -> float:
+def output_rate(round_: MeasuredRun) -> float:
     return round_.run.output_rate
 
 
-def ttft_p50(round_: Round) -> float | None:
+def ttft_p50(round_: MeasuredRun) -> float | None:
     return percentile([s.ttft for s in round_.run.good()], 50)
 
 
-def ttft_of_long(round_: Round) -> float | None:
+def ttft_of_long(round_: MeasuredRun) -> float | None:
     return percentile([s.ttft for s in round_.run.good("long")], 50)
 
 
-def worst_gap(round_: Round) -> float | None:
+def worst_gap(round_: MeasuredRun) -> float | None:
     return max((gap for s in round_.run.good("stream") for gap in s.gaps), default=None)
 
 
-def wasted_slots(round_: Round) -> float | None:
+def wasted_slots(round_: MeasuredRun) -> float | None:
     """Return the share of reserved KV slots that hold no token, over all samples in which something ran."""
     used = sum(s["slots_used"] for s in round_.stats)
     reserved = sum(s["blocks_used"] * BLOCK_SIZE for s in round_.stats)
     return 1 - used / reserved if reserved else None
 
 
-def mean_running(round_: Round) -> float | None:
+def mean_running(round_: MeasuredRun) -> float | None:
     busy = [s["running"] for s in round_.stats if s["running"]]
     return sum(busy) / len(busy) if busy else None
 
@@ -214,7 +214,7 @@ async def compare(
     not count.
     """
     first, second = scenario.variants(scale)
-    results: dict[str, list[Round]] = {first.name: [], second.name: []}
+    results: dict[str, list[MeasuredRun]] = {first.name: [], second.name: []}
     try:
         for variant in (first, second):
             await _load(admin, model, scenario, variant)
@@ -264,11 +264,11 @@ def _state(admin: Admin, name: str) -> tuple[str, str]:
     return next(((m["state"], m["cause"]) for m in found), ("failed", "it is gone"))
 
 
-async def _observed(admin: Admin, target: Target, work: Any) -> Round:
+async def _observed(admin: Admin, target: Target, work: Any) -> MeasuredRun:
     stats: list[dict[str, Any]] = []
     sampler = asyncio.create_task(_sample(admin, target.model, stats))
     try:
-        return Round(await run(target, work), stats)
+        return MeasuredRun(await run(target, work), stats)
     finally:
         sampler.cancel()
 
@@ -280,7 +280,7 @@ async def _sample(admin: Admin, model: str, into: list[dict[str, Any]]) -> None:
         await asyncio.sleep(_SAMPLE_EVERY_S)
 
 
-def _figure(read: Figure, first: list[Round], second: list[Round]) -> tuple[float, float, Ratio]:
+def _figure(read: Figure, first: list[MeasuredRun], second: list[MeasuredRun]) -> tuple[float, float, Ratio]:
     a = [read(r) or float("nan") for r in first]
     b = [read(r) or float("nan") for r in second]
     return statistics.median(a), statistics.median(b), ratio(b, a)

@@ -20,9 +20,9 @@ from ..errors import ApiError, CliError, Exit
 from ..fit.bandwidth import device_bandwidth
 from ..fit.fit import default_engine, plan_alone
 from ..fit.recommendations import Recommendation, recommend
-from ..hub.download import Setup
+from ..hub.download import DownloadSettings
 from ..hub.download_queue import Downloads
-from ..hub.model_info import Hit, search
+from ..hub.model_info import SearchResult, search
 from ..hub.remove import Removable, Removed, find_removable, remove
 from ..hub.repo_files import Hub
 from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
@@ -47,7 +47,7 @@ class Library:
         self._services = services
         self.registry = Registry(services.paths.registry_file)
         settings = services.settings.hub
-        setup = Setup(
+        setup = DownloadSettings(
             cache=hub_cache(os.environ),
             state_file=services.paths.downloads_file,
             fit=lambda config: self.plan(config)[1],
@@ -115,7 +115,7 @@ class Library:
         error.headers = {"Retry-After": str(RETRY_DOWNLOAD)}
         raise error
 
-    async def search(self, text: str, limit: int) -> list[Hit]:
+    async def search(self, text: str, limit: int) -> list[SearchResult]:
         return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))
 
     async def remove(self, names: Sequence[str]) -> list[Removed]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmbox import __version__
-from llmbox.engine.ipc.spawn import Launch, Spawned
+from llmbox.engine.ipc.spawn import Launch, SpawnedProcess
 
 from ..batches import BatchRunner
 from ..config.paths import Paths
@@ -49,7 +49,7 @@ def compose(
     settings: Settings,
     paths: Paths,
     parts: DaemonParts,
-    first: Spawned | None = None,
+    first: SpawnedProcess | None = None,
     on_model_change: Callable[[EngineManager], None] = lambda _: None,
 ) -> Services:
     """Build the services without starting them.

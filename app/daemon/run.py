@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from setproctitle import setproctitle
 
 from llmbox import __version__
-from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
+from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 from llmbox.engine.weights.packed_cache import environment
 from llmbox.kernels.cpu.isa import KERNEL_CACHE
 
@@ -81,7 +81,10 @@ def run_daemon(plan: DaemonOptions) -> None:
 
 
 def _serve(
-    plan: DaemonOptions, running: RunningDaemon, sockets: Sequence[socket.socket], first: Spawned | None
+    plan: DaemonOptions,
+    running: RunningDaemon,
+    sockets: Sequence[socket.socket],
+    first: SpawnedProcess | None,
 ) -> None:
     gc.disable()  # imported objects live until the end
     try:
@@ -94,7 +97,7 @@ def _serve(
     asyncio.run(serve_until_stopped(plan, running, sockets, first))
 
 
-def _first_engine(plan: DaemonOptions) -> Spawned | None:
+def _first_engine(plan: DaemonOptions) -> SpawnedProcess | None:
     if plan.parts is not None or not plan.models:
         return None
     try:

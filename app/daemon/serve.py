@@ -16,7 +16,7 @@ from typing import Final
 import psutil
 from litestar.types import ControllerRouterHandler
 
-from llmbox.engine.ipc.spawn import Spawned
+from llmbox.engine.ipc.spawn import SpawnedProcess
 
 from ..control.controller import DaemonController, Failure
 from ..engines.loaded_model import Readiness
@@ -118,7 +118,7 @@ async def serve_until_stopped(
     plan: DaemonOptions,
     running: RunningDaemon,
     sockets: Sequence[socket.socket],
-    first: Spawned | None = None,
+    first: SpawnedProcess | None = None,
 ) -> None:
     """Serve, and return once everything is closed. Raises CliError when none of the models could be served.
 

@@ -81,7 +81,7 @@ def _unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, type="server_error")
 
 
-class Pace:
+class FinishRate:
     """Running mean of the time between finished requests, for `Retry-After`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

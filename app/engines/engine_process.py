@@ -10,7 +10,7 @@ from typing import Final
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.client import EngineClient, EngineExit
 from llmbox.engine.ipc.messages import AskBlocks, BlockMap, LoadFailed, ToDaemon, ToEngine
-from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
+from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 
 from .restart_policy import is_stopped, oom_kills
 
@@ -51,7 +51,7 @@ class EngineProcess:
         self._oom_kills = oom_kills()
 
     async def run(
-        self, spawn: Callable[[], Spawned], config: EngineConfig, launched: Callable[[], None]
+        self, spawn: Callable[[], SpawnedProcess], config: EngineConfig, launched: Callable[[], None]
     ) -> ProcessExit:
         """Spawn the engine and return when it has ended and everything that it sent was received.
 
@@ -146,7 +146,7 @@ class PrewarmedProcess:
         *,
         keep: bool,
         busy: Callable[[], bool] = lambda: False,
-        first: Spawned | None = None,
+        first: SpawnedProcess | None = None,
     ) -> None:
         """`keep`: have one ready; `first` was started already; `busy` tells when to start none."""
         self._launch = launch
@@ -155,7 +155,7 @@ class PrewarmedProcess:
         self._spare = first
         self._timer: asyncio.TimerHandle | None = None
 
-    def take(self) -> Spawned:
+    def take(self) -> SpawnedProcess:
         """Take the spare, or spawn a process. Raises OSError."""
         spare, self._spare = self._spare, None
         if self._keep:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.ipc.spawn import Launch, Spawned
+from llmbox.engine.ipc.spawn import Launch, SpawnedProcess
 
 from ..errors import ApiError
 from ..text.tokenizer.tokenizer import TextModel, load_model_text
@@ -45,7 +45,7 @@ class EngineManager:
         watch: WatchLimits | None = None,
         on_change: Callable[[Supervisor], None] = lambda _: None,
         keep_spare: bool = False,
-        first: Spawned | None = None,
+        first: SpawnedProcess | None = None,
     ) -> None:
         """`on_change` is called on the loop after each change of a model's `Supervisor.state`.
 

@@ -27,11 +27,11 @@ from llmbox.engine.ipc.messages import (
     ToEngine,
     Vocabulary,
 )
-from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
+from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
 from ..util.formatting import ENGINE_READY, STARTING, format_load_progress
-from .admission import Pace, QueueReservation, QueueReservations, State, queue_full, refuse_by_state
+from .admission import FinishRate, QueueReservation, QueueReservations, State, queue_full, refuse_by_state
 from .engine_process import BlockMapQuery, EngineProcess, PrewarmedProcess, ProcessExit
 from .request_journal import RequestJournal, TokenStream
 from .restart_policy import (
@@ -88,7 +88,7 @@ class Supervisor:
         self._vocabulary_sent_to: EngineProcess | None = None
         self.restarts = 0
         self._options = options or SupervisorOptions()
-        self._pace = Pace(self._options.clock)
+        self._pace = FinishRate(self._options.clock)
         self._watchdog = Watchdog(self, self._options.watch)
         self._requests = RequestJournal(
             self._send, on_empty=self._watchdog.rest, on_finish=self._pace.record_finish
@@ -278,7 +278,7 @@ class Supervisor:
     async def _keep_admitted(self) -> EngineConfig:
         return self.admitted
 
-    def _spawn(self) -> Spawned:
+    def _spawn(self) -> SpawnedProcess:
         spares = self._options.spares
         return spawn(self._options.launch) if spares is None else spares.take()
 

@@ -44,7 +44,7 @@ class Bandwidth:
         return cls(best=value, typical=value)
 
 
-class Probes(msgspec.Struct, kw_only=True):
+class BandwidthProbes(msgspec.Struct, kw_only=True):
     """Content of the probe file. Probes of another machine do not count."""
 
     cpu: str
@@ -107,10 +107,12 @@ def is_busy(threads: int) -> bool:
     return os.getloadavg()[0] > 0.7 * threads
 
 
-def _read(file: Path, machine: Machine) -> Probes:
-    here = Probes(cpu=machine.cpu.model, cores=machine.cpu.cores, memory_gb=round(machine.memory.total / 1e9))
+def _read(file: Path, machine: Machine) -> BandwidthProbes:
+    here = BandwidthProbes(
+        cpu=machine.cpu.model, cores=machine.cpu.cores, memory_gb=round(machine.memory.total / 1e9)
+    )
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=Probes)
+        kept = msgspec.json.decode(file.read_bytes(), type=BandwidthProbes)
     except (OSError, msgspec.MsgspecError):
         return here
     return kept if (kept.cpu, kept.cores, kept.memory_gb) == (here.cpu, here.cores, here.memory_gb) else here

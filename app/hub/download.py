@@ -181,7 +181,7 @@ def _present(repo: Repo, file: RepoFile) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class DownloadSettings:
     """Dependencies of downloads. Functions are called anew each time, so settings may change."""
 
     cache: Path
@@ -202,7 +202,10 @@ class Fetching:
     """
 
     def __init__(
-        self, setup: Setup, change: Callable[[Download, State], None], note: Callable[[Download, str], None]
+        self,
+        setup: DownloadSettings,
+        change: Callable[[Download, State], None],
+        note: Callable[[Download, str], None],
     ) -> None:
         """Create the shared state. `change` and `note` are called on the event loop, for a new state and for
         a failed try.

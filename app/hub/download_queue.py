@@ -18,7 +18,7 @@ from ..models.recommended import full_name, short_names
 from ..util.formatting import did_you_mean
 from . import errors
 from .cache_layout import Repo, clean_up
-from .download import Download, Fetching, Setup, State
+from .download import Download, DownloadSettings, Fetching, State
 from .errors import HubError, Stopped
 
 log = logging.getLogger("llmbox.hub")
@@ -110,7 +110,7 @@ list.
 class Downloads:
     """All downloads. Only to be used from the daemon's event loop."""
 
-    def __init__(self, setup: Setup, events: Events) -> None:
+    def __init__(self, setup: DownloadSettings, events: Events) -> None:
         self._setup = setup
         self._events = events
         self._all: dict[str, Download] = {}

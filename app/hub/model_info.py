@@ -193,7 +193,7 @@ Planner = Callable[[ModelConfig], tuple[MemoryPlan | None, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class SearchResult:
     name: str
     downloads: int
     params: int | None
@@ -207,14 +207,14 @@ class Hit:
     """Reason why it would not run."""
 
 
-def search(hub: Hub, text: str, limit: int, planner: Planner) -> list[Hit]:
+def search(hub: Hub, text: str, limit: int, planner: Planner) -> list[SearchResult]:
     """Search the hub. One small file is read for each result, side by side. Raises HubError."""
     found = [item for item in hub.search(text, limit) if HUB_ID.fullmatch(str(item.id))]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda item: _hit(hub, item, planner), found))
 
 
-def _hit(hub: Hub, item: Any, planner: Planner) -> Hit:
+def _hit(hub: Hub, item: Any, planner: Planner) -> SearchResult:
     fits: Literal["yes", "no", "unsupported", "unknown"] = "unknown"
     params = getattr(item.safetensors, "total", None) if item.safetensors is not None else None
     context = memory = None
@@ -229,7 +229,7 @@ def _hit(hub: Hub, item: Any, planner: Planner) -> Hit:
         detail = error.why or error.what
         if error.code in {"unsupported_model", "no_weights"}:
             fits = "unsupported"
-    return Hit(item.id, item.downloads or 0, params, bool(item.gated), fits, context, memory, detail)
+    return SearchResult(item.id, item.downloads or 0, params, bool(item.gated), fits, context, memory, detail)
 
 
 def _config_only(repo: str) -> Listing:

@@ -22,7 +22,7 @@ VERIFY_CHUNK = 4 * 1024 * 1024
 ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
-class Hash(Protocol):
+class Hasher(Protocol):
     def update(self, data: bytes, /) -> None: ...
     def hexdigest(self) -> str: ...
 
@@ -71,7 +71,7 @@ def fetch(means: TransferContext, file: RepoFile, url: str, progress: TransferPr
     progress.state = "done"
 
 
-def new_hash(file: RepoFile) -> Hash:
+def new_hash(file: RepoFile) -> Hasher:
     """Return the hash of a file: sha256 for large files, git's sha1 for small ones, which counts a header
     with the size.
     """
@@ -117,7 +117,7 @@ def _fetch_checked(
 
 def _fetch_whole(
     means: TransferContext, file: RepoFile, url: str, partial: Path, progress: TransferProgress
-) -> Hash:
+) -> Hasher:
     """Retry until every byte is on disk. Only failures in a row without a new byte count."""
     failures = 0
     digest = new_hash(file)
@@ -148,8 +148,13 @@ def _fetch_whole(
 
 
 def _stream(
-    means: TransferContext, file: RepoFile, url: str, out: BinaryIO, digest: Hash, progress: TransferProgress
-) -> Hash:
+    means: TransferContext,
+    file: RepoFile,
+    url: str,
+    out: BinaryIO,
+    digest: Hasher,
+    progress: TransferProgress,
+) -> Hasher:
     """Write the bytes of one answer. A server that knows no ranges begins again: then so does the hash."""
     with means.web.get(url, means.repo.name, start=progress.done) as answer:
         _check_answer(answer, file)
@@ -201,7 +206,7 @@ def _broken_off(file: RepoFile, why: str) -> HubError:
     )
 
 
-def _hash_file(path: Path, digest: Hash, stop: threading.Event, progress: TransferProgress) -> None:
+def _hash_file(path: Path, digest: Hasher, stop: threading.Event, progress: TransferProgress) -> None:
     """Hash bytes that are on disk already. They count as done once they are read again."""
     with path.open("rb") as source:
         while data := source.read(VERIFY_CHUNK):

@@ -221,7 +221,7 @@ def _tokens(count: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detail:
+class RequestDetail:
     """Details of a request. Either `in_flight` or `request` is set. The notes are sentences, or empty."""
 
     in_flight: LiveRequest | None = None
@@ -233,15 +233,15 @@ class Detail:
     python: str = ""
 
 
-async def detail_of(control: DaemonController, identity: Identity, request_id: str) -> Detail:
+async def detail_of(control: DaemonController, identity: Identity, request_id: str) -> RequestDetail:
     """Collect the details of a request. Raises ApiError 404."""
     services = control.services
     live = next((each for each in services.gateway.in_flight() if each.id == request_id), None)
     if live is not None:
-        return Detail(in_flight=live, prefix_note=prefix_note(live))
+        return RequestDetail(in_flight=live, prefix_note=prefix_note(live))
     record, content, foreign = await find_logged(services, identity, request_id)
     days = services.request_log.keep.content_days
-    return Detail(
+    return RequestDetail(
         request=record,
         prefix_note=prefix_note(record),
         content=content,

@@ -26,7 +26,7 @@ _MOST = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """Median and 95th percentile, in seconds."""
 
     p50: Number = NA
@@ -55,7 +55,7 @@ class Latencies:
         self.failed += record.is_failure
         self._ended.append(_Ended(self._clock(), record.model, record.ttft_s, record.tpot_s))
 
-    def of(self, model: str | None = None) -> tuple[Spread, Spread]:
+    def of(self, model: str | None = None) -> tuple[Percentiles, Percentiles]:
         """Return (time to first token, time per token) of the last two minutes, of one model or of all."""
         oldest = self._clock() - LATENCY_WINDOW_S
         while self._ended and self._ended[0].at < oldest:
@@ -64,9 +64,9 @@ class Latencies:
         return _spread(each.ttft for each in chosen), _spread(each.tpot for each in chosen)
 
 
-def _spread(values: Iterable[float | None]) -> Spread:
+def _spread(values: Iterable[float | None]) -> Percentiles:
     known = sorted(value for value in values if value is not None)
-    return Spread(nearest_rank(known, 0.5), nearest_rank(known, 0.95)) if known else Spread()
+    return Percentiles(nearest_rank(known, 0.5), nearest_rank(known, 0.95)) if known else Percentiles()
 
 
 def nearest_rank(ascending: Sequence[float], share: float) -> float:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
-from .displacement import Displacement
 from .draft_scheduler import DraftScheduler
 from .fair_shares import Flow, Flows, is_premium
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.manager import KVCacheManager
 from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
+from .preemption import PreemptionPolicy
 from .request import Request
 from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue, least_deserving
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
@@ -45,7 +45,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}
         self._flows = Flows()
         self._waiting = WaitingQueue(config.ageing_seconds, self._flows, clock)
-        self._displacement = Displacement(config.max_running, self.kv_cache, self._flows, self._waiting)
+        self._preemption = PreemptionPolicy(config.max_running, self.kv_cache, self._flows, self._waiting)
         self._microbatches = MicroBatcher()
         self._was_express = False
         self.prompt_tokens = 0
@@ -273,7 +273,7 @@ class Scheduler:
 
     def _displace(self) -> None:
         """Preempt running requests for waiting ones. Runs before any row is planned, too."""
-        for victim in self._displacement.victims(self._running):
+        for victim in self._preemption.victims(self._running):
             victim.displacements += 1
             self.preemptions += 1
             self._requeue(victim)

@@ -54,25 +54,25 @@ NOT_NEEDED = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GgufTensorPlace:
     """Tensor in a GGUF file. `expert`: index in a stacked tensor."""
 
     name: str
     expert: int | None = None
 
 
-def place_of(name: str, of_layer: Mapping[str, str]) -> Place:
+def place_of(name: str, of_layer: Mapping[str, str]) -> GgufTensorPlace:
     """Look up a checkpoint's tensor. `of_layer`: names of the architecture's layers. Raises ModelError."""
     if found := _IN_LAYER.fullmatch(name):
         layer, inside, kind = found.groups()
         if expert := _OF_EXPERT.fullmatch(inside):
             number, part = expert.groups()
             if part in _EXPERT:
-                return Place(f"blk.{layer}.{_EXPERT[part]}.{kind}", int(number))
+                return GgufTensorPlace(f"blk.{layer}.{_EXPERT[part]}.{kind}", int(number))
         elif inside in of_layer:
-            return Place(f"blk.{layer}.{of_layer[inside]}.{kind}")
+            return GgufTensorPlace(f"blk.{layer}.{of_layer[inside]}.{kind}")
     elif (found := _OUTSIDE_LAYERS.fullmatch(name)) and found[1] in _OUTSIDE:
-        return Place(f"{_OUTSIDE[found[1]]}.{found[2]}")
+        return GgufTensorPlace(f"{_OUTSIDE[found[1]]}.{found[2]}")
     raise ModelError(f"where a GGUF file has {name} is not known: this architecture cannot be read from one")
 
 

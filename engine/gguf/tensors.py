@@ -9,7 +9,7 @@ from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import bytes_of, read_fully, refuse_non_finite
 from ..errors import ModelError
-from .config import NOT_NEEDED, Place, architecture_of, dtype_of, place_of
+from .config import NOT_NEEDED, GgufTensorPlace, architecture_of, dtype_of, place_of
 from .dequantize import dequantise
 from .reader import BLOCKS, GgufFile
 
@@ -93,7 +93,7 @@ class GgufTensors:
         return out
 
 
-def _part(entry: TensorEntry, place: Place) -> TensorEntry:
+def _part(entry: TensorEntry, place: GgufTensorPlace) -> TensorEntry:
     """Return the entry of one expert in a stacked tensor."""
     if place.expert is None:
         return entry

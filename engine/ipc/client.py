@@ -16,7 +16,7 @@ from typing import Final
 from ..config import EngineConfig
 from .codec import FrameReader, TransportError, encode
 from .messages import LoadFailed, Shutdown, Start, ToDaemon, ToEngine
-from .spawn import Launch, Spawned, spawn
+from .spawn import Launch, SpawnedProcess, spawn
 
 _KEPT_LINES: Final = 20
 _LONGEST_LINE: Final = 8192
@@ -75,7 +75,7 @@ class EngineClient:
         """Spawn the process and send `Start`. Raises OSError if it cannot be spawned."""
         await self.adopt(spawn(launch), config)
 
-    async def adopt(self, spawned: Spawned, config: EngineConfig) -> None:
+    async def adopt(self, spawned: SpawnedProcess, config: EngineConfig) -> None:
         """Take over a spawned process and send `Start`. If it has exited already, `wait` returns its exit."""
         loop = asyncio.get_running_loop()
         self._process = spawned.process

@@ -41,7 +41,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Spawned:
+class SpawnedProcess:
     """Engine process that imports its modules and then waits for `Start` on `channel`."""
 
     process: "subprocess.Popen[bytes]"
@@ -63,7 +63,7 @@ class Spawned:
             self.process.wait()
 
 
-def spawn(launch: Launch) -> Spawned:
+def spawn(launch: Launch) -> SpawnedProcess:
     """Spawn an engine process. Raises OSError.
 
     Blocks for the milliseconds of vfork + exec; never forks a threaded Python. The kernel kills the process
@@ -88,7 +88,7 @@ def spawn(launch: Launch) -> Spawned:
         raise
     finally:
         os.close(write_end)
-    return Spawned(process, ours, read_end)
+    return SpawnedProcess(process, ours, read_end)
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

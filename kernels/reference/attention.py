@@ -214,7 +214,7 @@ def attention(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(scale q k^T + mask) v, each row over its own context, gathered from its blocks."""
-    special = Specials(softcap, sinks_H)
+    special = ScoreOptions(softcap, sinks_H)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     heads, dtype = cache.heads, q_THD.dtype
     for group in plan.groups:
@@ -228,7 +228,7 @@ def attention(
     return out_THD.flatten(1)
 
 
-class Specials(NamedTuple):
+class ScoreOptions(NamedTuple):
     """Softcap and sinks, which PyTorch's attention does not have."""
 
     softcap: float | None
@@ -240,7 +240,7 @@ class Specials(NamedTuple):
 
 
 def attend_group(
-    group: AttentionGroup, q_NHD: Tensor, k_NGCD: Tensor, v_NGCD: Tensor, scale: float, special: Specials
+    group: AttentionGroup, q_NHD: Tensor, k_NGCD: Tensor, v_NGCD: Tensor, scale: float, special: ScoreOptions
 ) -> Tensor:
     """Attend for a group of single-token rows.
 
@@ -256,7 +256,7 @@ def attend_group(
 
 
 def attend_run(
-    run: AttentionRun, q_LHD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: float, special: Specials
+    run: AttentionRun, q_LHD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: float, special: ScoreOptions
 ) -> Tensor:
     """Attend for consecutive rows of one sequence: q [L, H, D], keys and values [G, C, D]."""
     if not special.is_plain:

@@ -29,7 +29,7 @@ def quantize_dynamic(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class PagedTensor:
     """Keys or values of a cache."""
 
     numbers: Tensor
@@ -63,8 +63,8 @@ class Half:
 class ReferenceKVCache:
     """Keys and values of all layers; `compute_dtype` is the model's dtype."""
 
-    k: Half
-    v: Half
+    k: PagedTensor
+    v: PagedTensor
     compute_dtype: torch.dtype
 
     @property
@@ -92,10 +92,10 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> ReferenceKVCache:
 
     # Not zeroed here: `clear_blocks` comes before a block's first use, and until then untouched pages of a
     # large cache cost no memory.
-    def half() -> Half:
+    def half() -> PagedTensor:
         scaled = shape.dtype in LARGEST
         scales = torch.empty(size[:-1], dtype=torch.float32, device=device) if scaled else None
-        return Half(torch.empty(size, dtype=shape.dtype, device=device), scales)
+        return PagedTensor(torch.empty(size, dtype=shape.dtype, device=device), scales)
 
     return ReferenceKVCache(half(), half(), shape.compute_dtype)
 

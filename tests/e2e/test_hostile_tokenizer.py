@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from llmbox.app.text.tokenizer import walled_encoder
+from llmbox.app.text.tokenizer import sandboxed_encoder
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.hostile_tokenizers import BACKTRACKING, PANICKING, doubling
@@ -18,7 +18,7 @@ TEXTS = {"doubling": "Z" * 16, "backtracking": "a" * 4000 + "b", "panicking": "a
 def http(tmp_path_factory):
     root, data, tokenizer = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("data"), byte_level()
     with pytest.MonkeyPatch.context() as patch, serving(data, controlled=True) as server:
-        patch.setattr(walled_encoder, "CPU_SECONDS", 0.5)
+        patch.setattr(sandboxed_encoder, "CPU_SECONDS", 0.5)
         for name, source in FILES.items():
             folder = write_text_files(root / name, tokenizer, CHATML)
             (folder / "tokenizer.json").write_bytes(source)

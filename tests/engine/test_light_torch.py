@@ -62,7 +62,7 @@ def test_an_engine_asks_for_nothing_that_was_left_out(tmp_path: Path) -> None:
         "    engine.add(AddRequest(request_id=str(number), prompt_ids=[5, 6, 7], params=params))\n"
         "while engine.has_work:\n"
         "    engine.step()\n"
-        "finder = next(f for f in sys.meta_path if type(f).__name__ == 'LeftOut')\n"
+        "finder = next(f for f in sys.meta_path if type(f).__name__ == 'StubFinder')\n"
         "found = [m for m in sys.modules if finder.is_left_out(m) and m != light_torch.KEPT]\n"
         "print(found, 'numpy' in sys.modules)"
     )

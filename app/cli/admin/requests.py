@@ -199,7 +199,7 @@ ENDS = {"request.finished", "request.refused"}
 Row = Mapping[str, Any]
 
 
-class Since(click.ParamType[float]):
+class SinceParam(click.ParamType[float]):
     """`90s`, `15m`, `2h`, `7d` ago, as Unix time."""
 
     name = "since"
@@ -219,7 +219,9 @@ class Since(click.ParamType[float]):
     "--status", type=click.IntRange(100, 599), metavar="N", help="Only requests with this HTTP status."
 )
 @click.option("--errors", is_flag=True, help="Only requests that ended with an error.")
-@click.option("--since", type=Since(), metavar="AGE", help="Only requests newer than 90s, 15m, 2h or 7d.")
+@click.option(
+    "--since", type=SinceParam(), metavar="AGE", help="Only requests newer than 90s, 15m, 2h or 7d."
+)
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Most rows.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with -f one for each request.")
 @click.option("-q", "--quiet", is_flag=True, help="Ids only.")

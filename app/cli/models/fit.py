@@ -19,7 +19,7 @@ from ...fit.bandwidth import device_bandwidth
 from ...fit.fit import Fit, default_engine, plan_alone
 from ...fit.fit import fit as check_fit
 from ...fit.recommendations import Recommendation, recommend, smaller_models
-from ...fit.words import fit_rows, verdict
+from ...fit.report import fit_rows, verdict
 from ...hub.model_info import ModelFacts, find_facts
 from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import hub_cache, on_disk

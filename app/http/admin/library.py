@@ -65,7 +65,7 @@ def _fit(control: DaemonController, model: str, *, probe: bool) -> dict[str, Any
     from ...engines.eviction import usable_device  # noqa: PLC0415
     from ...fit.bandwidth import device_bandwidth  # noqa: PLC0415
     from ...fit.fit import fit as check  # noqa: PLC0415
-    from ...fit.words import fit_rows, verdict  # noqa: PLC0415
+    from ...fit.report import fit_rows, verdict  # noqa: PLC0415
     from ...hub.model_info import find_facts  # noqa: PLC0415 - imports what only this needs
     from ...models.load_request import ModelRequest  # noqa: PLC0415
 

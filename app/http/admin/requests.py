@@ -9,7 +9,7 @@ from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from msgspec import Struct
 
 from ...errors import ApiError
-from ...inspect.detail import Detail, detail_of
+from ...inspect.detail import RequestDetail, detail_of
 from ...inspect.replay import Replayed, replay
 from ...services import Services
 from ...store.record import RecordFilter, RequestRecord, StoreError
@@ -63,7 +63,7 @@ async def readable(services: Services, want: RecordFilter) -> tuple[list[tuple[i
 
 
 @get("/requests/{request_id:str}", name="admin_request")
-async def request_detail(request: Request[Any, Any, State], request_id: FromPath[str]) -> Detail:
+async def request_detail(request: Request[Any, Any, State], request_id: FromPath[str]) -> RequestDetail:
     return await detail_of(request.app.state.control, identity_of(request), request_id)
 
 

@@ -22,14 +22,14 @@ from .unsupported import refuse_unsupported
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class CheckedRerank:
     generation: Generation
     judge: Reranker
     documents: list[str]
     warnings: list[str]
 
 
-async def prepare_rerank(call: RequestContext, body: RerankRequest) -> Judged:
+async def prepare_rerank(call: RequestContext, body: RerankRequest) -> CheckedRerank:
     """Check a rerank request and build its generation. Raises ApiError for every error that can be found
     before the engine has the request.
     """
@@ -56,7 +56,7 @@ async def prepare_rerank(call: RequestContext, body: RerankRequest) -> Judged:
     id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
     salt = body.cache_salt or ""
     generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "documents")
-    return Judged(replace(generation, pair_starts=pair_starts), judge, documents, cut)
+    return CheckedRerank(replace(generation, pair_starts=pair_starts), judge, documents, cut)
 
 
 def has_encoder_head(model: LoadedModel) -> bool:
@@ -102,7 +102,7 @@ async def find_reranker(model: LoadedModel) -> Reranker:
         raise not_a_reranker("the rows of its head cannot be read from its files") from None
 
 
-async def rank(gateway: Gateway, judged: Judged, body: RerankRequest, warnings: list[str]) -> Ranking:
+async def rank(gateway: Gateway, judged: CheckedRerank, body: RerankRequest, warnings: list[str]) -> Ranking:
     """Score the documents and sort them. Raises ApiError."""
     found = await pool(gateway, judged.generation)
     size = sum(map(len, found.vectors))

@@ -30,12 +30,12 @@ from ..output.format_table import recognize_format
 from ..output.output_formats import OutputFormat
 from .detokenizer import Detokenizer, decode
 from .end_tokens import declared_ids, end_token_ids
+from .sandboxed_encoder import SandboxedEncoder, as_api_error
 from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
 from .token_bytes import TokenBytes
 from .tokenizer_builder import build_source, find_source
 from .tokenizer_safety import find_unsafe_part, find_unsafe_step
 from .vocabulary_check import vocabulary_warnings
-from .walled_encoder import WalledEncoder, as_api_error
 
 T = TypeVar("T")
 log = logging.getLogger("llmbox.text")
@@ -57,7 +57,7 @@ class TextModel:
 
     tokenizer: Tokenizer
     """Vocabulary of the model. Texts are encoded by `encoder`."""
-    encoder: TextEncoder | WalledEncoder
+    encoder: TextEncoder | SandboxedEncoder
     tokens: TokenBytes
     control: ControlTokens
     special_tokens: dict[str, str]
@@ -110,13 +110,13 @@ class TextModel:
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work`, which encodes `size` characters, where it cannot hold up the event loop."""
-        if isinstance(self.encoder, WalledEncoder):
+        if isinstance(self.encoder, SandboxedEncoder):
             return await self.encoder.run(work)
         return await off_loop(size, work)
 
     def close(self) -> None:
         """End the process that encodes, if there is one."""
-        if isinstance(self.encoder, WalledEncoder):
+        if isinstance(self.encoder, SandboxedEncoder):
             self.encoder.close()
 
     def encode_start(self, text: str, most: int) -> list[int]:
@@ -218,16 +218,16 @@ def _load(path: Path) -> TextModel:
     )
 
 
-def _load_tokenizer(folder: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]:
+def _load_tokenizer(folder: Path) -> tuple[Tokenizer, TextEncoder | SandboxedEncoder]:
     """Load the vocabulary and the encoder. Raises ModelError."""
     file = folder / "tokenizer.json"
     is_built = not file.exists() and find_source(folder) is not None
     source = build_source(folder) if is_built else _read_bytes(file)
     unsafe = find_unsafe_step(source)
-    encoder: TextEncoder | WalledEncoder | None = None
+    encoder: TextEncoder | SandboxedEncoder | None = None
     if unsafe:
         log.info("%s: texts are tokenized in a process of its own, for %s", file, unsafe)
-        encoder = WalledEncoder.of_source(source) if is_built else WalledEncoder(file)
+        encoder = SandboxedEncoder.of_source(source) if is_built else SandboxedEncoder(file)
     try:
         if unsafe:
             source = _strip_steps(source)

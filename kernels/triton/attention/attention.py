@@ -30,7 +30,7 @@ from .quantize_heads import Result, fits_heads, store_eight_heads
 LOG2_E = 1.4426950408889634
 
 
-class Powers(NamedTuple):
+class ExponentFactors(NamedTuple):
     """Factors that turn a product s of query and key into an exponent of two: s * factor, or cap * tanh(s *
     factor).
     """
@@ -41,7 +41,7 @@ class Powers(NamedTuple):
     """One more score of each head, as it is given."""
 
     @classmethod
-    def of(cls, scale: float, softcap: float | None, sinks_H: Tensor | None) -> "Powers":
+    def of(cls, scale: float, softcap: float | None, sinks_H: Tensor | None) -> "ExponentFactors":
         if softcap is None:
             return cls(scale * LOG2_E, None, sinks_H)
         return cls(scale / softcap, softcap * LOG2_E, sinks_H)
@@ -76,7 +76,7 @@ def attend_rows(
     rows, heads, head_dim = q_THD.shape
     out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
     gathers = plan.sdpa and softcap is None and sinks_H is None  # PyTorch's kernels have neither
-    powers = Powers.of(scale, softcap, sinks_H)
+    powers = ExponentFactors.of(scale, softcap, sinks_H)
     eight = None
     if row_format is not None and fits_heads(row_format, head_dim) and not gathers:
         eight = Rows8.empty(rows, heads * head_dim, row_format, q_THD.device)
@@ -96,7 +96,7 @@ def decode(
     cache: TritonKVCache,
     layer: int,
     plan: TritonAttentionMetadata,
-    powers: Powers,
+    powers: ExponentFactors,
 ) -> None:
     """Attend for the leading sequences of one row each, with split-K where they are few."""
     _, heads, head_dim = q_THD.shape
@@ -123,7 +123,7 @@ def prefill(
     cache: TritonKVCache,
     layer: int,
     plan: TritonAttentionMetadata,
-    powers: Powers,
+    powers: ExponentFactors,
 ) -> None:
     """Attend for the sequences of several rows."""
     rows, heads, head_dim = q_THD.shape
@@ -148,7 +148,7 @@ def launch(
     cache: TritonKVCache,
     layer: int,
     plan: TritonAttentionMetadata,
-    powers: Powers,
+    powers: ExponentFactors,
     splits: int,
     *,
     decoding: bool,

@@ -43,7 +43,7 @@ WITH_FP8 = tl.constexpr(FP8)
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertWeights:
     """Weights of all experts as the kernel reads them, [X * O, I] in some format."""
 
     data: Tensor
@@ -120,7 +120,7 @@ def outputs_of(packed: Linear) -> int:
             return len(packed.weight_OI)
 
 
-def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
+def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> ExpertWeights:
     """Describe the weights to the kernel. `itemsize` is that of x; `wide`: integers are dequantized before
     the product.
     """
@@ -128,19 +128,21 @@ def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
     match packed:
         case DenseLinear(data, _):
             # Float32 has no tensor cores: its tile lives in registers.
-            return Stack(data, data, data, GROUPED, PLAIN_BLOCK // (2 if itemsize == 4 else 1), constants)
+            return ExpertWeights(
+                data, data, data, GROUPED, PLAIN_BLOCK // (2 if itemsize == 4 else 1), constants
+            )
         case WeightOnlyIntLinear(weight, _):
             return integer_stack(weight, constants, wide=wide)
         case W8A8Linear(weight, _):
-            return Stack(weight.weight, weight.scales, weight.weight, INT8, weight.group, constants)
+            return ExpertWeights(weight.weight, weight.scales, weight.weight, INT8, weight.group, constants)
         case Fp8Linear(data, scales, _):
-            return Stack(data, scales, data, FP8, BLOCK, constants)
+            return ExpertWeights(data, scales, data, FP8, BLOCK, constants)
         case Fp8BlockLinear(data, scales, _):
             constants |= {"BLOCKWISE": True, "SHARED": BLOCK if len(scales) < len(data) else 1}
-            return Stack(data, scales, data, FP8, BLOCK, constants)
+            return ExpertWeights(data, scales, data, FP8, BLOCK, constants)
 
 
-def integer_stack(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> Stack:
+def integer_stack(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> ExpertWeights:
     """Describe integer weights to the kernel."""
     constants |= {
         "UNROLL": max(1, STEP // weight.group),
@@ -148,7 +150,7 @@ def integer_stack(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> 
         "GRID": weight.grid,
         "WIDE": wide,
     }
-    return Stack(weight.weight, weight.scales, weight.offsets, GROUPED, weight.group, constants)
+    return ExpertWeights(weight.weight, weight.scales, weight.offsets, GROUPED, weight.group, constants)
 
 
 def tile_for(device: torch.device, rows_each: int, itemsize: int) -> Tile:

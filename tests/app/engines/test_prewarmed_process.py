@@ -10,7 +10,7 @@ import pytest
 from llmbox.app.engines import engine_process as module
 from llmbox.app.engines.engine_process import PrewarmedProcess
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
-from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
+from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 from support.engines import assert_undisturbed, config, go_on, is_running, kill, request, until
 from support.fake_engine import fake_launch
 
@@ -20,7 +20,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.01)
 
 
-def spare_of(spares: PrewarmedProcess) -> Spawned | None:
+def spare_of(spares: PrewarmedProcess) -> SpawnedProcess | None:
     return spares._spare
 
 

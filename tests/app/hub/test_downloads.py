@@ -18,7 +18,7 @@ from llmbox.app.events import Events
 from llmbox.app.hub import download as fetching
 from llmbox.app.hub import transfer
 from llmbox.app.hub.cache_layout import Repo
-from llmbox.app.hub.download import Download, Setup
+from llmbox.app.hub.download import Download, DownloadSettings
 from llmbox.app.hub.download_queue import Downloads
 from llmbox.app.hub.errors import HubError, Retries
 from llmbox.app.hub.http import Web
@@ -41,7 +41,7 @@ class Place:
 
     @asynccontextmanager
     async def downloads(self) -> AsyncIterator[Downloads]:
-        setup = Setup(
+        setup = DownloadSettings(
             **{
                 "cache": self.cache,
                 "state_file": self.state_file,

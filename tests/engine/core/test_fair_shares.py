@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.core.displacement import MAX_DISPLACEMENTS
+from llmbox.engine.core.preemption import MAX_DISPLACEMENTS
 from llmbox.engine.core.request_queue import LIFTED_TOKENS
 from llmbox.engine.core.scheduler import Scheduler
 from support.clock import Clock

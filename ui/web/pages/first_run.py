@@ -22,7 +22,7 @@ from .models import downloads_of
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ModelChoice:
     disk: DiskModel
     plan: MemoryPlan | None
     reason: str
@@ -61,22 +61,22 @@ async def first_run_pieces(panel: Panel) -> dict[str, str]:
     }
 
 
-def _names(loaded: list[ModelStatus], candidates: list[Candidate]) -> list[str]:
+def _names(loaded: list[ModelStatus], candidates: list[ModelChoice]) -> list[str]:
     """Return the models that can be requested, ready ones first: a request loads a model from disk."""
     ready = [each.name for each in loaded if each.state == "ready"]
     return list(dict.fromkeys([*ready, *(each.disk.ref.name for each in candidates if each.plan)]))
 
 
-def _look(panel: Panel) -> tuple[Machine, list[Candidate]]:
+def _look(panel: Panel) -> tuple[Machine, list[ModelChoice]]:
     states = {model.ref: model.state for model in describe_all(panel.control)}
     models = on_disk(os.environ, panel.control.library.registry.read())
     return read_machine(), [_candidate(panel, each, states) for each in models if each.servable]
 
 
-def _candidate(panel: Panel, disk: DiskModel, states: dict[str, str]) -> Candidate:
+def _candidate(panel: Panel, disk: DiskModel, states: dict[str, str]) -> ModelChoice:
     state = states.get(disk.ref.ref, "")
     try:
         plan, reason = panel.control.library.plan(parse_config(disk.ref.path))
     except EngineError as error:
-        return Candidate(disk, None, str(error), state)
-    return Candidate(disk, plan, reason, state)
+        return ModelChoice(disk, None, str(error), state)
+    return ModelChoice(disk, plan, reason, state)

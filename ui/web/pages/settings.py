@@ -149,7 +149,7 @@ class SettingsRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     key: SettingSpec
     before: str
     after: str
@@ -214,7 +214,7 @@ def _page(
     )
 
 
-def _changes(control: DaemonController, form: dict[str, str]) -> list[Change]:
+def _changes(control: DaemonController, form: dict[str, str]) -> list[SettingChange]:
     """Return the changes in a form. Locked settings are never changed. Raises CliError for an invalid
     value.
     """
@@ -229,7 +229,7 @@ def _changes(control: DaemonController, form: dict[str, str]) -> list[Change]:
             continue
         value = check_value(key, text.strip(), name, from_text=True)
         if value != before:
-            found.append(Change(key, show.value(before), show.value(value), value))
+            found.append(SettingChange(key, show.value(before), show.value(value), value))
     return found
 
 

@@ -19,7 +19,7 @@ MAX_DISPLACEMENTS = 4
 """Maximum preemptions of one request for callers of its own band, which bounds what is computed again."""
 
 
-class Displacement:
+class PreemptionPolicy:
     def __init__(
         self, max_running: int, kv_cache: KVCacheManager, flows: Flows, waiting: WaitingQueue
     ) -> None:

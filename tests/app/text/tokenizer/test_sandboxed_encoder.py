@@ -10,9 +10,9 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat
-from llmbox.app.text.tokenizer import walled_encoder
+from llmbox.app.text.tokenizer import sandboxed_encoder
+from llmbox.app.text.tokenizer.sandboxed_encoder import SandboxedEncoder
 from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
-from llmbox.app.text.tokenizer.walled_encoder import WalledEncoder
 from llmbox.engine.errors import ModelError
 from support.engines import until
 from support.hostile_tokenizers import BACKTRACKING, HARMLESS, PANICKING, doubling, replace, with_steps
@@ -38,8 +38,8 @@ def loaded(tmp_path):
 async def test_the_same_ids_as_in_the_daemon(loaded):
     """A harmless step that is not known: one more hop, and nothing else differs."""
     walled, plain = loaded(HARMLESS), loaded(with_steps())
-    assert isinstance(walled.encoder, WalledEncoder)
-    assert not isinstance(plain.encoder, WalledEncoder)
+    assert isinstance(walled.encoder, SandboxedEncoder)
+    assert not isinstance(plain.encoder, SandboxedEncoder)
     for text in ("", "the quick <|im_end|> fox", "\n\n\ttabs 你好"):
         assert walled.encode(text) == plain.encode(text)
         assert walled.decode(walled.encode(text)) == plain.decode(plain.encode(text))
@@ -57,7 +57,7 @@ async def test_the_same_ids_as_in_the_daemon(loaded):
     ids=["memory", "time", "panic"],
 )
 def test_what_takes_too_much_is_an_error_of_that_text(loaded, monkeypatch, source, text):
-    monkeypatch.setattr(walled_encoder, "CPU_SECONDS", 0.5)
+    monkeypatch.setattr(sandboxed_encoder, "CPU_SECONDS", 0.5)
     model = loaded(source)
     with pytest.raises(ApiError) as refused:
         model.encode(text)
@@ -67,7 +67,7 @@ def test_what_takes_too_much_is_an_error_of_that_text(loaded, monkeypatch, sourc
 
 def test_a_file_that_breaks_its_loading_is_refused(loaded, monkeypatch):
     """Added tokens are normalized while the file is read."""
-    monkeypatch.setattr(walled_encoder, "CPU_SECONDS", 0.5)
+    monkeypatch.setattr(sandboxed_encoder, "CPU_SECONDS", 0.5)
     added = {
         "id": 9000, "content": "a" * 16, "single_word": False, "lstrip": False, "rstrip": False,
         "normalized": True, "special": False,
@@ -107,7 +107,7 @@ async def test_the_loop_turns_and_the_line_ends_somewhere(loaded, monkeypatch):
     held = asyncio.create_task(model.off_loop(1, hold))
     await until(begun.is_set)
     with monkeypatch.context() as patch:
-        patch.setattr(walled_encoder, "WAIT_SECONDS", 0.05)
+        patch.setattr(sandboxed_encoder, "WAIT_SECONDS", 0.05)
         with pytest.raises(ApiError) as busy:
             await model.off_loop(1, lambda: model.encode("x"))
     assert (busy.value.status, busy.value.code) == (503, "workers_busy")

@@ -36,7 +36,7 @@ MEMORY_PER_BYTE: Final = 16
 """Bytes of memory for each byte of tokenizer.json."""
 
 
-class WalledEncoder:
+class SandboxedEncoder:
     """Encoder in a separate process. It blocks: call it in `run`. Raises TokenizeError."""
 
     def __init__(self, file: Path) -> None:
@@ -54,7 +54,7 @@ class WalledEncoder:
             raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
 
     @classmethod
-    def of_source(cls, source: bytes) -> "WalledEncoder":
+    def of_source(cls, source: bytes) -> "SandboxedEncoder":
         """Start the process with a file of its own, which is removed in the end."""
         with tempfile.NamedTemporaryFile(prefix="llmbox-tokenizer-", delete=False) as file:
             file.write(source)
