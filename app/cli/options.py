@@ -12,7 +12,7 @@ from ..models.catalog import check_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DAEMON_KEYS = ("server.host", "server.port")
+DAEMON_KEYS = ("server.host", "server.port", "server.tls", "server.tls_certificate", "server.tls_key")
 MODEL_KEYS = tuple(name for name in schema() if name.startswith("model."))
 
 

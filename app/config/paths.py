@@ -57,6 +57,11 @@ class Paths:
         return self.state_dir / "requests.db"
 
     @property
+    def tls_dir(self) -> Path:
+        """Certificate and key that llmbox made for itself."""
+        return self.data_dir / "tls"
+
+    @property
     def registry_file(self) -> Path:
         """Aliases and adopted models."""
         return self.data_dir / "models.json"

@@ -31,6 +31,9 @@ def key(
 class ServerSettings:
     host: str = key("127.0.0.1", "Address to listen on; 127.0.0.1 also listens on ::1.")
     port: int = key(7411, "TCP port of the API; 0 takes a free one.", low=0, high=65535)
+    tls: bool = key(False, "Serve HTTPS, with server.tls_certificate or a certificate made by llmbox.")
+    tls_certificate: str = key("", "PEM file of the certificate and its chain; empty: one made by llmbox.")
+    tls_key: str = key("", "PEM file of the certificate's private key, without a password.")
     models: tuple[str, ...] = key(("builtin",), "Models loaded at start when the command names none.")
     allowed_hosts: tuple[str, ...] = key(
         (), "Further names that a Host header may carry, as host or host:port."

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from ..lifecycle.instance import InstanceLock, RunningDaemon
 from ..logging import setup as logs
 from ..models.load_request import ModelRequest
 from .listen import open_sockets
+from .tls import open_tls
 
 if TYPE_CHECKING:
     from .compose import DaemonParts
@@ -66,7 +68,8 @@ def run_daemon(plan: DaemonOptions) -> None:
     settings = plan.loaded.settings
     with InstanceLock(plan.paths) as lock:
         tcp, unix = open_sockets(settings.server, plan.paths)
-        running = _describe(tcp[0], plan.paths)
+        tls = open_tls(settings.server, plan.paths)
+        running = _describe(tcp[0], plan.paths, certificate="" if tls is None else tls.certificate)
         logs.set_up(plan.paths.log_file, settings.log, background=plan.background)
         lock.announce(running)
         setproctitle("llmbox: daemon")
@@ -75,7 +78,7 @@ def run_daemon(plan: DaemonOptions) -> None:
         log.info("llmbox %s, pid %d, listens on %s", __version__, running.pid, running.url)
         first = _first_engine(plan)  # imports torch while this process imports the server
         try:
-            _serve(plan, running, [*tcp, unix], first)
+            _serve(plan, running, [*tcp, unix], None if tls is None else tls.context, first)
         finally:
             log.info("stopped")
 
@@ -84,6 +87,7 @@ def _serve(
     plan: DaemonOptions,
     running: RunningDaemon,
     sockets: Sequence[socket.socket],
+    tls: ssl.SSLContext | None,
     first: SpawnedProcess | None,
 ) -> None:
     gc.disable()  # imported objects live until the end
@@ -94,7 +98,7 @@ def _serve(
     finally:
         gc.freeze()
         gc.enable()
-    asyncio.run(serve_until_stopped(plan, running, sockets, first))
+    asyncio.run(serve_until_stopped(plan, running, sockets, tls, first))
 
 
 def _first_engine(plan: DaemonOptions) -> SpawnedProcess | None:
@@ -106,7 +110,7 @@ def _first_engine(plan: DaemonOptions) -> SpawnedProcess | None:
         return None  # the load tries again and reports the reason
 
 
-def _describe(tcp: socket.socket, paths: Paths) -> RunningDaemon:
+def _describe(tcp: socket.socket, paths: Paths, certificate: str) -> RunningDaemon:
     host, port = tcp.getsockname()[:2]
     return RunningDaemon(
         pid=os.getpid(),
@@ -115,4 +119,5 @@ def _describe(tcp: socket.socket, paths: Paths) -> RunningDaemon:
         socket=str(paths.socket_file),
         started_at=time.time(),
         version=__version__,
+        certificate=certificate,
     )

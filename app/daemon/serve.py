@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -118,6 +119,7 @@ async def serve_until_stopped(
     plan: DaemonOptions,
     running: RunningDaemon,
     sockets: Sequence[socket.socket],
+    tls: ssl.SSLContext | None = None,
     first: SpawnedProcess | None = None,
 ) -> None:
     """Serve, and return once everything is closed. Raises CliError when none of the models could be served.
@@ -146,6 +148,7 @@ async def serve_until_stopped(
             limits=settings.limits,
             drain=services.drain,
             drain_timeout=patience,
+            tls=tls,
             trusted_proxies=settings.server.trusted_proxies,
             on_ready=lambda: _api_is_up(plan, services, running),
         )

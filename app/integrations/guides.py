@@ -37,6 +37,14 @@ class Endpoint:
     needs_key: bool
     context: int | None = None
     """Tokens that `model` takes, where that is known."""
+    certificate: str = ""
+    """Path of a certificate that this machine may not trust yet; empty: plain HTTP."""
+
+    @property
+    def trust(self) -> dict[str, str]:
+        """Environment in which OpenSSL's and Node's programs trust the certificate."""
+        names = ("SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS") if self.certificate else ()
+        return dict.fromkeys(names, self.certificate)
 
     @property
     def url(self) -> str:

@@ -25,12 +25,14 @@ class RunningDaemon:
     socket: str
     started_at: float
     version: str
+    certificate: str = ""
+    """Path of the certificate; empty: plain HTTP."""
 
     @property
     def url(self) -> str:
         host = _REACHED_AT.get(self.host, self.host)
         host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self.certificate else 'http'}://{host}:{self.port}"
 
 
 class InstanceLock:

@@ -1,6 +1,7 @@
 """`llmbox bench`: a load test of any OpenAI-compatible server, and comparisons of llmbox with itself."""
 
 import asyncio
+import os
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -12,6 +13,7 @@ from ...bench.ab_compare import SCALES, SCENARIOS
 from ...bench.client import Prompts, Target, uniform
 from ...bench.measure import Levels, Summary, bench_folder, keep_run, ratios, read_levels, run, summarise
 from ...errors import CliError
+from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from .. import output
 
@@ -172,6 +174,10 @@ def _compare(program: Program, names: list[str], model: str, scale: str, rounds:
 
 
 def _local_url(program: Program) -> str:
+    """URL of the local daemon, whose certificate this process then trusts."""
+    running = find_running(program.paths)
+    if running is not None and running.certificate:
+        os.environ.setdefault("SSL_CERT_FILE", running.certificate)
     return str(program.client.get("/admin/api/status")["url"])
 
 

@@ -6,6 +6,7 @@ import click
 
 from ...errors import CliError, Exit
 from ...integrations.guides import GUIDES, KEY_VARIABLE, Endpoint, Guide
+from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
@@ -73,6 +74,7 @@ def _endpoint(program: Program, wanted: str | None) -> Endpoint:
         model=model,
         models=(wanted,) if wanted else tuple(names),
         needs_key=not loopback or bool(settings["server.require_key"]["value"]),
+        certificate=running.certificate if (running := find_running(program.paths)) else "",
         context=next((each.get("context_window") for each in listed if each["id"] == model), None),
     )
 
@@ -95,7 +97,7 @@ def _as_dict(program: Program, client: str, guide: Guide, at: Endpoint) -> dict[
         "needs_key": at.needs_key,
         "file": None if file is None else str(file),
         "settings": guide.settings(at) if guide.settings else {},
-        "environment": guide.environment(at),
+        "environment": {**guide.environment(at), **at.trust},
         "run": guide.run(at),
     }
 
@@ -107,7 +109,7 @@ def _print(program: Program, guide: Guide, at: Endpoint, *, quiet: bool) -> None
         if not quiet:
             output.say(f"In {guide.file(program.environ)} (--write merges it there):")
         output.write(as_text(guide, guide.settings(at)).rstrip("\n"))
-    for name, value in guide.environment(at).items():
+    for name, value in {**guide.environment(at), **at.trust}.items():
         output.write(f'export {name}="{value}"')
     if not quiet:
         _hint(guide, at)

@@ -69,6 +69,7 @@ def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
     paths = program.paths
     found = [
         ("settings", paths.config_file),
+        ("self-made certificate", paths.tls_dir),
         ("API keys", paths.keys_file),
         ("last-used times of keys", paths.keys_used_file),
         ("usage of keys", paths.keys_quota_file),

@@ -186,6 +186,9 @@ def _print(
     output.write(f"  API     {running.url}/v1")
     output.write(f"  Panel   {panel}")
     output.write("          (signs one browser in, once, within 15 minutes)")
+    if running.certificate:
+        output.write(f"  TLS     {running.certificate}")
+        output.write("          (clients that do not trust it yet take it with SSL_CERT_FILE or --cacert)")
     if not waited:
         output.write(f"  Models  loading; follow with {llmbox} ps")
         return
@@ -212,9 +215,9 @@ def _curl(running: RunningDaemon, model: Mapping[str, Any]) -> str:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "What is llmbox?"}]
     else:
         path, body["prompt"], body["max_tokens"] = "completions", "Once upon a time", 32
-    return (
-        f"  curl {running.url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
-    )
+    trust = f" --cacert {shlex.quote(running.certificate)}" if running.certificate else ""
+    header = "-H 'Content-Type: application/json'"
+    return f"  curl{trust} {running.url}/v1/{path} {header} \\\n    -d '{json.dumps(body)}'"
 
 
 @click.command(cls=Command)

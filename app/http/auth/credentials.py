@@ -119,7 +119,8 @@ _ATTRIBUTES = "Path=/; HttpOnly; SameSite=Strict"
 def session_cookie(connection: ASGIConnection[Any, Any, Any, Any], secret: str) -> tuple[bytes, bytes]:
     """Build the `Set-Cookie` header of a session."""
     name = cookie_name(connection.scope)
-    return b"set-cookie", f"{name}={secret}; Max-Age={int(ABSOLUTE)}; {_ATTRIBUTES}".encode()
+    secure = "; Secure" if connection.scope["scheme"] == "https" else ""
+    return b"set-cookie", f"{name}={secret}; Max-Age={int(ABSOLUTE)}; {_ATTRIBUTES}{secure}".encode()
 
 
 def no_cookie(connection: ASGIConnection[Any, Any, Any, Any]) -> tuple[bytes, bytes]:

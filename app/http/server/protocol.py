@@ -293,7 +293,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._state.room_to_linger -= 1
         self._lingers = self.loop.call_later(_LINGER, self.transport.abort)
         self.transport.resume_reading()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot: its client reads the answer's end by its length
+            self.transport.write_eof()
 
     def _can_answer(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle

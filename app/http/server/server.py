@@ -7,6 +7,7 @@ import asyncio
 import ipaddress
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,7 @@ async def serve(
     limits: LimitSettings,
     drain: Drain,
     drain_timeout: float = 30.0,
+    tls: ssl.SSLContext | None = None,
     trusted_proxies: Sequence[str] = (),
     on_ready: Callable[[], None] | None = None,
 ) -> None:
@@ -91,6 +93,7 @@ async def serve(
 
     The sockets are closed at the end. While draining they still accept, so that clients get 503 and
     `/ready` can be asked; every answer then closes its connection. A second `drain.begin()` ends at once.
+    With `tls` TCP sockets speak HTTPS; the unix socket never does.
     """
     proxies = TrustedProxies(trusted_proxies)
     connections, lingering = _connection_limits(limits.connections)
@@ -109,9 +112,17 @@ async def serve(
     config.load()
     state = DatedState(lingering)
     loop = asyncio.get_running_loop()
-    listeners = [
-        await _listen(loop, sock, lambda: LimitedProtocol(config, state, limits, limiter)) for sock in sockets
-    ]
+    listeners = []
+    for sock in sockets:
+        server = await loop.create_server(
+            lambda: LimitedProtocol(config, state, limits, limiter),
+            sock=sock,
+            backlog=_ACCEPTS,
+            ssl=None if sock.family == socket.AF_UNIX else tls,
+            ssl_handshake_timeout=limits.header_timeout if tls and sock.family != socket.AF_UNIX else None,
+        )
+        sock.listen(BACKLOG)  # the kernel's queue and the accepts of one turn: one number for asyncio
+        listeners.append(server)
     try:
         if on_ready:
             on_ready()
@@ -124,17 +135,6 @@ async def serve(
         for listener in listeners:
             listener.close()
         await _end_all(state, drain)
-
-
-async def _listen(
-    loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], LimitedProtocol]
-) -> asyncio.Server:
-    """Listen with the kernel's queue and the accepts of one turn set apart: for asyncio they are
-    one number.
-    """
-    server = await loop.create_server(protocol, sock=sock, backlog=_ACCEPTS)
-    sock.listen(BACKLOG)
-    return server
 
 
 def _close_idle(state: ServerState) -> None:

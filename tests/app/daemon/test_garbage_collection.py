@@ -25,7 +25,7 @@ def test_a_daemon_serves_with_it(collecting, monkeypatch):
     seen = []
     monkeypatch.setattr(serving, "serve_until_stopped", look)
     gc.disable()
-    run._serve(None, None, [], None)
+    run._serve(None, None, [], None, None)
     assert seen == [(True, True)]
 
 
