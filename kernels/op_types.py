@@ -42,7 +42,7 @@ class Mixture:
     """Experts of one MoE layer: one packed linear for each expert, or one for all (`Ops.pack_experts`)."""
 
     gate_ups: Sequence[Any]
-    """[2 F, E], gate first."""
+    """[2 F, E], gate first; [F, E] without gates (`UNGATED`)."""
     downs: Sequence[Any]
     """[E, F]."""
     count: int

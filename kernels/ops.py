@@ -174,7 +174,8 @@ class Ops:
     """
 
     gate_mul: Callable[[Tensor, Activation], Tensor]
-    """(gate_up_T2F, gate first; activation) -> activation(gate) * up, [T, F]. May overwrite its argument."""
+    """(gate_up_T2F, gate first; activation) -> activation(gate) * up, [T, F]. May overwrite its argument.
+    Activations of `UNGATED` take [T, F], without ups."""
 
     softcap: Callable[[Tensor, float], Tensor]
     """(logits_RV as `logits` returns them, cap) -> cap * tanh(logits / cap), in place or a new tensor."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .op_types import BatchLayout
 
-ScanRule = Literal["delta", "ssm"]
+ScanRule = Literal["delta", "ssm", "kda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,12 @@ class ScanShape:
     """Heads of a scan. `rule` is one of
 
     delta   S = decay S + k (beta (v - (decay S)^T k))^T    decay = exp(rate softplus(a + bias)), beta =
-            sigmoid(b); q and k are L2-normed. Rows are (q, k, v), gates (b, a)
+            `beta` sigmoid(b); q and k are L2-normed. Rows are (q, k, v), gates (b, a)
+    kda     the same with a decay for each number of a key (Kimi): a and bias are [G A], and G is H
     ssm     S = decay S + k (dt v)^T    decay = exp(rate dt), dt = softplus(gate + bias) within `limits`.
             Rows are (v, k, q), gates dt; skip_H v is added to the result
 
-    The result is S^T q, for the delta rule times 1 / sqrt(A). Head h reads keys and queries of h // (H / G).
+    The result is S^T q, for the delta rules times 1 / sqrt(A). Head h reads keys and queries of h // (H / G).
     """
 
     rule: ScanRule
@@ -79,6 +80,7 @@ class ScanShape:
     key_dim: int
     value_dim: int
     limits: tuple[float, float] = (0.0, float("inf"))
+    beta: float = 1.0
 
     @property
     def width(self) -> int:
@@ -93,6 +95,7 @@ class ScanWeights:
     rate_H: Tensor
     """The negative rate by which a time step decays: -exp(A_log)."""
     bias_H: Tensor
+    """[G A] for `kda`."""
     skip_H: Tensor | None = None
     """Multiplier of a value that is added to its result; for `ssm`."""
 
@@ -120,3 +123,10 @@ class RecurrentOps:
 
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
     """(x_TF, gate_TF with strided rows) -> x sigmoid(gate), in place or a new tensor."""
+
+    silu_mul: Callable[[Tensor, Tensor], Tensor]
+    """The same with x gate sigmoid(gate)."""
+
+    mul_add: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """(x_TN with strided rows, by_N in float32, added_TN or None) -> x by + added, a new tensor or
+    the one of `added`."""

@@ -1,6 +1,6 @@
 """Index of the tensors in a model directory: one safetensors file, or shards with an index file."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,17 @@ _LANGUAGE = {
 _VISION = tuple(
     f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
 )
+_SPELLED = {
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
+    "model.embeddings.": "model.embed_tokens.",
+    "model.norm_f.": "model.norm.",
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}
+"""Parts of names in checkpoints of Nemotron-H and OLMo-hybrid, and those of other architectures."""
+_OF_OTHER_SPELLING = ("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight")
 QUANTIZED_DTYPES = frozenset(STORED_BYTES)
 """Dtypes of tensors that need scales."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -54,6 +65,8 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """
     if any(name.startswith(tuple(_LANGUAGE)) for name in entries):
         return language_part(entries)
+    if any(name.endswith(_OF_OTHER_SPELLING) for name in entries):
+        return renamed(entries, usual_name)
     if f"{_INSIDE}{_TABLE}" in entries or _TABLE not in entries:
         return dict(entries)
     return {
@@ -62,11 +75,21 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def language_part(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    return renamed(
+        {name: entry for name, entry in entries.items() if not name.startswith(_VISION)}, inner_name
+    )
+
+
+def usual_name(name: str) -> str:
+    for part, usual in _SPELLED.items():
+        name = name.replace(part, usual) if part[0] == "." or name.startswith(part) else name
+    return name
+
+
+def renamed(entries: Mapping[str, TensorEntry], name_of: Callable[[str], str]) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
-        if name.startswith(_VISION):
-            continue
-        inner = inner_name(name)
+        inner = name_of(name)
         if inner in found:
             raise ModelError(
                 f"{entry.file}: {shown(name)} and {shown(found[inner].name)} are the same tensor: refused, "

@@ -38,7 +38,7 @@ from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.encoders.pooling import EncoderVectors, PoolingConfig, read_pooling, read_vectors
 from ..model_config.parallel_layout import ParallelLayout
-from ..model_config.recurrent import RecurrentConfig
+from ..model_config.recurrent.config import RecurrentConfig
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan

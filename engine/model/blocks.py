@@ -97,6 +97,36 @@ class PreNormBlock(DecoderBlock):
         return self.mlp(self.rank.add_rms_norm(ops, x_TE, residual_TE, self.post_norm_E, self.eps))
 
 
+class SingleNormBlock(DecoderBlock):
+    """One norm, before attention, a recurrent layer or else an MLP (Nemotron-H)."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Ops, mixer: Mixer | None, mlp: MLP | None
+    ) -> None:
+        part = mlp if mixer is None else mixer
+        assert part is not None
+        self.ops, self.before = ops, ops.before(part.input)
+        self.rank = weights.rank
+        self.eps = config.rms_norm_eps
+        self.mixer, self.mlp_alone = mixer, mlp
+        self.norm_E = norm_weight(config, weights, "input_layernorm", config.hidden_size)
+
+    def first(self, residual_TE: Tensor) -> Tensor:
+        return self.before.rms_norm(residual_TE, self.norm_E, self.eps)
+
+    def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return self.rank.add_rms_norm(self.before, added_TE, residual_TE, self.norm_E, self.eps)
+
+    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return self.before.add_rms_norm(added_TE, residual_TE, self.norm_E, self.eps)
+
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:  # noqa: ARG002
+        if self.mixer is not None:
+            return self.mixer(x_TE, forward)
+        assert self.mlp_alone is not None
+        return self.mlp_alone(x_TE)
+
+
 class PostNormBlock(DecoderBlock):
     """Norms after attention and MLP, which read the residual as it is.
 

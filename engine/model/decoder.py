@@ -137,7 +137,11 @@ class Decoder:
         """Run the layers; return the last layer's output and the residual before it, [T, E] each."""
         x_TE, residual_TE = self._begin(forward)
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
-            x_TE = after.enter(layer(x_TE, residual_TE, forward), residual_TE)
+            x_TE = layer(x_TE, residual_TE, forward)
+            if type(after) is type(layer):
+                x_TE = after.enter(x_TE, residual_TE)
+            else:
+                x_TE = after.resume(layer.complete(x_TE), residual_TE)
         last = self.layers[-1]
         x_TE = last.complete(last(x_TE, residual_TE, forward))
         if not self.is_last:

@@ -5,8 +5,10 @@ T rows, E hidden, X experts.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from llmbox.kernels.activation import UNGATED
 from llmbox.kernels.op_types import Mixture, Routing
 from llmbox.kernels.ops import Ops
 
@@ -17,7 +19,9 @@ from ..weights.source import Weights
 
 
 class GatedMLP:
-    """Gated MLP: down(activation(gate(x)) * up(x)); gate and up are one stacked linear."""
+    """Gated MLP: down(activation(gate(x)) * up(x)); gate and up are one stacked linear. Without a gate:
+    down(activation(up(x))).
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, inner: int | None = None) -> None:
         """Read the MLP of `inner` rows; None: those of the config's MLPs."""
@@ -26,17 +30,31 @@ class GatedMLP:
         self.activation = config.activation
         hidden, ffn = ShardSlice.whole(config.hidden_size), self.rank.part(inner or config.intermediate_size)
         bias = config.mlp_bias
-        self.input = self.gate_up = weights.linear({"gate_proj": ffn, "up_proj": ffn}, hidden, bias=bias)
+        names = ("up_proj",) if self.activation in UNGATED else ("gate_proj", "up_proj")
+        self.input = self.gate_up = weights.linear(dict.fromkeys(names, ffn), hidden, bias=bias)
         self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
         self._gate_mul = ops.before(self.down).gate_mul
+        self.scales_2F: Tensor | None = None
+        if config.scales.mlp is not None:
+            gate, down = config.scales.mlp
+            self.scales_2F = torch.tensor([gate, 1.0]).repeat_interleave(ffn.size)
+            self.scales_E = torch.full((config.hidden_size,), down)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
-        return self.rank.row_parallel_linear(self.ops, self.down, self.inner(x_TE), x_TE.shape[1])
+        out_TE = self.rank.row_parallel_linear(self.ops, self.down, self.inner(x_TE), x_TE.shape[1])
+        return out_TE if self.scales_2F is None else self._scale(out_TE, self.scales_E)
 
     def inner(self, x_TE: Tensor) -> Tensor:
         """Return the input of `down`, this rank's [T, F]."""
-        return self._gate_mul(self.ops.linear(self.gate_up, x_TE), self.activation)
+        gate_up = self.ops.linear(self.gate_up, x_TE)
+        if self.scales_2F is not None:
+            gate_up = self._scale(gate_up, self.scales_2F)
+        return self._gate_mul(gate_up, self.activation)
+
+    def _scale(self, x_TN: Tensor, by_N: Tensor) -> Tensor:
+        assert self.ops.recurrent is not None
+        return self.ops.recurrent.mul_add(x_TN, by_N, None)
 
 
 class SparseMoE:
@@ -51,7 +69,13 @@ class SparseMoE:
         self.rank = weights.rank
         whole, count = ShardSlice.whole(model.hidden_size), ShardSlice.whole(config.count)
         self.input = self.router = weights.router(config.router, count, whole, bias=config.has_bias)
-        gate_ups, downs = _expert_linears(config, model.hidden_size, weights, ops)
+        gate_ups, downs = _expert_linears(config, config.latent or model.hidden_size, weights, ops)
+        self.narrow, self.widen = None, None
+        if config.latent:
+            latent = ShardSlice.whole(config.latent)
+            self.narrow = weights.linear({"fc1_latent_proj": latent}, whole, bias=False)
+            self.widen = weights.linear({"fc2_latent_proj": whole}, latent, bias=False)
+            self.ones_E = torch.ones(model.hidden_size)
         self.mixture = Mixture(
             gate_ups,
             downs,
@@ -73,7 +97,15 @@ class SparseMoE:
         logits_TX = ops.logits(self.router, x_TE)
         shared_TE = None if self.shared is None else ops.linear(self.shared.down, self.shared.inner(x_TE))
         gate_T1 = None if self.shared_gate is None else ops.logits(self.shared_gate, x_TE)
-        out_TE = ops.experts(self.mixture, x_TE, logits_TX, shared_TE, gate_T1)
+        if self.narrow is None or self.widen is None:
+            out_TE = ops.experts(self.mixture, x_TE, logits_TX, shared_TE, gate_T1)
+            return self.rank.reduce_partial(ops, out_TE)
+        assert ops.recurrent is not None
+        assert shared_TE is not None
+        # `widen` gives its result where `shared_TE` may be.
+        shared_TE = ops.recurrent.mul_add(shared_TE, self.ones_E, None)
+        out_TL = ops.experts(self.mixture, ops.linear(self.narrow, x_TE), logits_TX)
+        out_TE = ops.recurrent.mul_add(ops.linear(self.widen, out_TL), self.ones_E, shared_TE)
         return self.rank.reduce_partial(ops, out_TE)
 
 
@@ -111,7 +143,7 @@ def _expert_linears(
             rows = {f"{name}.gate_up_proj": pairs for name in group}
             order = _apart(len(group), pairs.size)
         else:
-            rows = {f"{name}.{part}": inner for name in group for part in (gate, up)}
+            rows = {f"{name}.{part}": inner for name in group for part in (gate, up) if part}
         bias = config.has_bias
         gate_ups.append(weights.linear(rows, whole, bias=bias, experts=is_single, order=order))
         rows = {f"{name}.{down}": whole for name in group}

@@ -1,4 +1,5 @@
-"""Recurrent layers: short convolutions with gates (LFM2), gated delta nets (Qwen3.5), Mamba-2 (Granite).
+"""Recurrent layers: short convolutions with gates (LFM2), gated delta nets (Qwen3.5), Kimi delta attention,
+Mamba-2 (Granite, Nemotron-H), and Mamba-2 beside attention (Falcon-H1).
 
 T rows of the step, E hidden, C channels of the convolution on this rank, K inputs that it spans, H value
 heads of this rank, B numbers of a value.
@@ -11,15 +12,20 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.recurrent import ScanShape, ScanWeights
 
 from ..model_config.config import ModelConfig
-from ..model_config.recurrent import RecurrentConfig
+from ..model_config.recurrent.config import RecurrentConfig
 from ..partition import ShardSlice
 from ..weights.source import Weights
 from .attention import rows_of
+from .blocks import Mixer
 from .forward_context import ForwardContext
 
 
 class RecurrentLayer:
-    """Base of recurrent layers: the operations, and the layer's place in the state."""
+    """Base of recurrent layers, each of which is a `Mixer`: the operations, and the layer's place in the
+    state.
+    """
+
+    input: PackedLinear
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         assert config.recurrent is not None
@@ -32,6 +38,9 @@ class RecurrentLayer:
         """Index in the recurrent state, which holds the layers of this stage."""
         self.eps = config.rms_norm_eps * config.scales.residual**2
         """Epsilon of norms inside the layer, whose rows are not divided by the residual multiplier."""
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        raise NotImplementedError
 
 
 class ShortConv(RecurrentLayer):
@@ -48,7 +57,7 @@ class ShortConv(RecurrentLayer):
         weight_C1K = weights.floats("conv.weight", recurrent.channels, 1, recurrent.conv_width)
         self.weight_KC = weight_C1K[mine, 0].t().contiguous()
         self.bias_C = weights.floats("conv.bias", recurrent.channels)[mine] if recurrent.conv_bias else None
-        self.output = weights.linear({"out_proj": hidden}, channels, bias=recurrent.bias)
+        self.output = weights.linear({"out_proj": hidden}, channels, bias=recurrent.out_bias)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
         assert forward.states is not None
@@ -70,9 +79,9 @@ class GatedDeltaNet(RecurrentLayer):
         super().__init__(config, layer, weights, ops)
         recurrent, hidden = self.config, ShardSlice.whole(config.hidden_size)
         keys, values = self.rank.part(recurrent.key_heads), self.rank.part(recurrent.heads)
-        self.shape = ScanShape(
-            "delta", values.size, keys.size, key_dim=recurrent.key_dim, value_dim=recurrent.value_dim
-        )
+        sizes = recurrent.key_dim, recurrent.value_dim
+        self.shape = ScanShape("delta", values.size, keys.size, *sizes, beta=recurrent.beta)
+        self.eps = self.eps if recurrent.norm_eps is None else recurrent.norm_eps
         key_rows, value_rows = rows_of(keys, recurrent.key_dim), rows_of(values, recurrent.value_dim)
         if recurrent.is_interleaved:
             self.input, self.gates = self._interleaved(weights, keys, hidden)
@@ -81,8 +90,7 @@ class GatedDeltaNet(RecurrentLayer):
             weights.split("in_proj_qkv", {name: rows.total for name, rows in parts.items()})
             self.input = weights.linear({**parts, "in_proj_z": value_rows}, hidden, bias=False)
             self.gates = weights.linear({"in_proj_b": values, "in_proj_a": values}, hidden, bias=False)
-        weight_C1K = weights.floats("conv1d.weight", recurrent.channels, 1, recurrent.conv_width)
-        self.weight_KC = _cut(weight_C1K[:, 0], key_rows, key_rows, value_rows).t().contiguous()
+        self.weight_KC = _conv_of_qkv(weights, recurrent.conv_width, key_rows, key_rows, value_rows)
         heads = slice(values.start, values.stop)
         rate_H = -weights.floats("A_log", recurrent.heads)[heads].exp()
         bias_H = weights.floats("dt_bias", recurrent.heads)[heads].contiguous()
@@ -146,9 +154,16 @@ class Mamba2(RecurrentLayer):
             _cut(weights.floats(name, recurrent.heads), heads) for name in ("A_log", "dt_bias", "D")
         )
         self.weights = ScanWeights(-rate_H.exp(), bias_H, skip_H)
-        norm = _cut(weights.floats("norm.weight", recurrent.values), values)
-        self.norm_GB = norm.view(groups.size, -1)
-        self.output = weights.linear({"out_proj": hidden}, values, bias=recurrent.bias)
+        self.norm_GB, self.norms_first = None, recurrent.norm == "norm_first"
+        if recurrent.norm is not None:
+            self.norm_GB = _cut(weights.floats("norm.weight", recurrent.values), values).view(groups.size, -1)
+        self.scales_N: Tensor | None = None
+        if scales := config.scales.mamba_in:
+            each = [
+                torch.full((rows.size,), scale) for rows, scale in zip(parts.values(), scales, strict=True)
+            ]
+            self.scales_N = torch.cat(each)
+        self.output = weights.linear({"out_proj": hidden}, values, bias=recurrent.out_bias)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
         assert forward.states is not None
@@ -156,12 +171,86 @@ class Mamba2(RecurrentLayer):
         ops, recurrent, shape = self.ops, self.recurrent, self.shape
         at = forward.states, self.layer, forward.layout
         rows, values = ops.linear(self.input, x_TE), shape.heads * shape.value_dim
+        if self.scales_N is not None:
+            rows = recurrent.mul_add(rows, self.scales_N, None)
         gate, xbc, dt_TH = torch.split(rows, [values, shape.width, shape.heads], 1)
         xbc = recurrent.short_conv(xbc, self.weight_KC, self.bias_C, False, *at)
         out = recurrent.scan(xbc, dt_TH, self.weights, shape, *at)
-        grouped = (len(x_TE), *self.norm_GB.shape)
-        normed = recurrent.gated_norm(out.view(grouped), gate.view(grouped), self.norm_GB, self.eps, False)
+        if self.norm_GB is None:
+            normed = recurrent.silu_mul(out, gate)
+        else:
+            grouped = (len(x_TE), *self.norm_GB.shape)
+            parts = out.view(grouped), gate.view(grouped)
+            normed = recurrent.gated_norm(*parts, self.norm_GB, self.eps, self.norms_first)
         return self.rank.row_parallel_linear(ops, self.output, normed, x_TE.shape[1])
+
+
+class KimiDeltaAttention(RecurrentLayer):
+    """Gated delta net whose memory decays number by number of a key, with the sigmoid of a gate.
+
+    Decays and the gate are computed through rows of `key_dim` numbers, which every rank has.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+        super().__init__(config, layer, weights, ops)
+        recurrent, hidden = self.config, ShardSlice.whole(config.hidden_size)
+        heads, dim = self.rank.part(recurrent.heads), recurrent.key_dim
+        self.shape = ScanShape("kda", heads.size, heads.size, dim, dim)
+        rows, inner = rows_of(heads, dim), ShardSlice.whole(dim)
+        self.input = weights.linear(dict.fromkeys(("q_proj", "k_proj", "v_proj"), rows), hidden, bias=False)
+        self.inner = weights.linear({"f_a_proj": inner, "g_a_proj": inner}, hidden, bias=False)
+        self.beta = weights.linear({"b_proj": heads}, hidden, bias=False)
+        self.decay = weights.linear({"f_b_proj": rows}, inner, bias=False)
+        self.gate = weights.linear({"g_b_proj": rows}, inner, bias=False)
+        self.weight_KC = _conv_of_qkv(weights, recurrent.conv_width, rows, rows, rows)
+        rate_H = _cut(weights.floats("A_log", 1, 1, recurrent.heads, 1).view(-1), heads)
+        bias = _cut(weights.floats("dt_bias", recurrent.values), rows)
+        self.weights = ScanWeights(-rate_H.exp(), bias)
+        self.norm_HB = weights.vector("o_norm.weight", dim).expand(heads.size, -1).contiguous()
+        self.output = weights.linear({"o_proj": hidden}, rows, bias=False)
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        assert forward.states is not None
+        assert forward.layout is not None
+        ops, recurrent, shape = self.ops, self.recurrent, self.shape
+        at, dim = (forward.states, self.layer, forward.layout), shape.key_dim
+        qkv_TC = recurrent.short_conv(ops.linear(self.input, x_TE), self.weight_KC, None, False, *at)
+        # A copy, as the other linears may give their results where this one has.
+        inner = ops.concat((ops.linear(self.inner, x_TE).unsqueeze(1),)).flatten(1)
+        beta_T1H = ops.linear(self.beta, x_TE).unsqueeze(1)
+        gates = ops.concat((beta_T1H, ops.linear(self.decay, inner[:, :dim]).unsqueeze(1))).flatten(1)
+        out = recurrent.scan(qkv_TC, gates, self.weights, shape, *at)
+        normed = ops.rms_norm(out.view(len(x_TE), shape.heads, dim), self.norm_HB, self.eps).flatten(1)
+        gated = recurrent.sigmoid_mul(normed, ops.linear(self.gate, inner[:, dim:]))
+        return self.rank.row_parallel_linear(ops, self.output, gated, x_TE.shape[1])
+
+
+class ParallelMixers:
+    """Recurrent layer and attention side by side, whose results are added with a multiplier each."""
+
+    def __init__(self, config: ModelConfig, recurrent: RecurrentLayer, attention: Mixer, ops: Ops) -> None:
+        assert ops.recurrent is not None
+        self.recurrent, self.attention, self.mul_add = recurrent, attention, ops.recurrent.mul_add
+        self.input = recurrent.input
+        scales, hidden = config.scales, (config.hidden_size,)
+        self.by_recurrent_E = torch.full(hidden, scales.mamba_out)
+        self.by_attention_E = torch.full(hidden, scales.attention_out)
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        # The first result is moved before the second one may take its place.
+        first_TE = self.mul_add(self.recurrent(x_TE, forward), self.by_recurrent_E, None)
+        return self.mul_add(self.attention(x_TE, forward), self.by_attention_E, first_TE)
+
+
+def _conv_of_qkv(weights: Weights, width: int, *rows: ShardSlice) -> Tensor:
+    """Read the convolution of (q, k, v), [K, C]: a tensor for each, or one."""
+    names = ("q_conv1d", "k_conv1d", "v_conv1d")
+    weights.split("conv1d", {name: part.total for name, part in zip(names, rows, strict=True)})
+    each = (
+        weights.floats(f"{name}.weight", part.total, 1, width) for name, part in zip(names, rows, strict=True)
+    )
+    cut = [part_C1K[part.start : part.stop, 0] for part_C1K, part in zip(each, rows, strict=True)]
+    return torch.cat(cut).t().contiguous()
 
 
 def _cut(rows: Tensor, *parts: ShardSlice) -> Tensor:

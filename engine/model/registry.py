@@ -8,14 +8,24 @@ from llmbox.kernels.quant_formats import Quant
 
 from ..model_config.architecture import BlockKind
 from ..model_config.config import ModelConfig
+from ..model_config.recurrent.config import RecurrentKind
 from ..weights.source import Weights, WeightSource
 from .attention import Attention, FullWidthQKNormAttention
-from .blocks import MLP, DecoderBlock, Mixer, ParallelBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
+from .blocks import (
+    MLP,
+    DecoderBlock,
+    Mixer,
+    ParallelBlock,
+    PostNormBlock,
+    PreNormBlock,
+    SandwichNormBlock,
+    SingleNormBlock,
+)
 from .decoder import Decoder
 from .encoder import BidirectionalAttention, Encoder
 from .latent_attention import LatentAttention
 from .mlp import GatedMLP, SparseMoE
-from .recurrent import GatedDeltaNet, Mamba2, ShortConv
+from .recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2, ParallelMixers, RecurrentLayer, ShortConv
 
 _Block = type[PreNormBlock] | type[PostNormBlock] | type[SandwichNormBlock] | type[ParallelBlock]
 BLOCKS: dict[BlockKind, _Block] = {
@@ -24,6 +34,13 @@ BLOCKS: dict[BlockKind, _Block] = {
     "sandwich": SandwichNormBlock,
     "parallel": ParallelBlock,
 }
+RECURRENT: dict[RecurrentKind, tuple[type[RecurrentLayer], str]] = {
+    "gated_delta": (GatedDeltaNet, "linear_attn"),
+    "kimi_delta": (KimiDeltaAttention, "self_attn"),
+    "mamba2": (Mamba2, "mamba"),
+    "short_conv": (ShortConv, "conv"),
+}
+"""Recurrent layers, and their names in a layer of the checkpoint."""
 
 
 def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None = None) -> Decoder | Encoder:
@@ -32,23 +49,37 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
     if config.encoder is not None:
         return Encoder(config, config.encoder, source, mixed_layers)
     ops = source.ops
-    block = BLOCKS[config.block]
 
     def make_layer(number: int, weights: Weights) -> DecoderBlock:
         _split_stacked_projections(config, weights)
         mixer = _make_mixer(config, number, weights, ops)
+        if config.block == "single":
+            mlp = None if mixer else _make_mlp(config, number, weights, ops)
+            return SingleNormBlock(config, weights, ops, mixer, mlp)
+        assert mixer is not None
+        is_recurrent = config.recurrent is not None and config.recurrent.layers[number]
+        block = BLOCKS[config.recurrent_block if is_recurrent else config.block]
         return block(config, weights, ops, mixer, _make_mlp(config, number, weights, ops))
 
     return Decoder(config, source, make_layer, mixed_layers)
 
 
-def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer:
-    if config.recurrent is not None and config.recurrent.layers[number]:
-        if config.recurrent.kind == "gated_delta":
-            return GatedDeltaNet(config, number, weights.at("linear_attn"), ops)
-        if config.recurrent.kind == "mamba2":
-            return Mamba2(config, number, weights.at("mamba"), ops)
-        return ShortConv(config, number, weights.at("conv"), ops)
+def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer | None:
+    """Build attention, a recurrent layer, or both side by side; None for a layer that has neither."""
+    if config.recurrent is None:
+        return _make_attention(config, number, weights, ops)
+    recurrent, attention = None, None
+    if config.recurrent.layers[number]:
+        kind, name = RECURRENT[config.recurrent.kind]
+        recurrent = kind(config, number, weights.at(name), ops)
+    if config.recurrent.attention[number]:
+        attention = _make_attention(config, number, weights, ops)
+    if recurrent is None or attention is None:
+        return recurrent or attention
+    return ParallelMixers(config, recurrent, attention, ops)
+
+
+def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer:
     if config.latent is not None:
         return LatentAttention(config, number, weights.at("self_attn"), ops)
     if config.is_bidirectional:

@@ -11,16 +11,16 @@ from .fields import Fields
 from .latent import LatentRule, no_latent
 from .moe import ExpertRule, no_experts
 from .multipliers import Scales, no_scales
-from .recurrent import RecurrentRule, no_recurrence
+from .recurrent.config import RecurrentRule, no_recurrence
 from .rope import RopeRule, one_rope
 from .sliding_window import WindowRule, no_windows
 
 if TYPE_CHECKING:
     from .config import ModelConfig
 
-BlockKind = Literal["pre_norm", "post_norm", "sandwich", "parallel"]
-"""Position of a layer's norms: before attention and MLP, after them, both, or one LayerNorm before attention
-and MLP side by side."""
+BlockKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "single"]
+"""Position of a layer's norms: before attention and MLP, after them, both, one LayerNorm before attention and
+MLP side by side, or one norm before a layer that is attention or MLP."""
 QKNorm = Literal["heads", "width"]
 """QK-norm: RMS norm of queries and keys per head, or over all heads of a row together."""
 
@@ -129,6 +129,8 @@ class Architecture:
     has_sinks: bool = False
     """True if each head has a sink: one more score of its softmax, which takes a share and adds nothing."""
     block: BlockKind = "pre_norm"
+    recurrent_block: BlockKind | None = None
+    """Position of norms in recurrent layers, if it is another."""
     has_stacked_projections: bool = False
     """True if checkpoints hold q, k and v as one tensor."""
     has_stacked_mlp: bool = False
@@ -155,6 +157,7 @@ class Architecture:
     sizes: Callable[[Fields], Mapping[str, Any]] = as_it_is
     """Rule that returns the fields which this architecture computes from others."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a layer that its checkpoints call otherwise: {name in `engine/model`: name there}."""
+    """Modules of a layer, or whole names of tensors, that its checkpoints call otherwise: {name in
+    `engine/model`: name there}."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""

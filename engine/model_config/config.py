@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmbox.kernels.activation import Activation
+from llmbox.kernels.activation import UNGATED, Activation
 
 from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
@@ -19,11 +19,11 @@ from .architecture import Architecture, BlockKind, EncoderConfig, QKNorm
 from .architectures import ARCHITECTURES, MISSING
 from .encoders.encoder import encoder_name
 from .encoders.pooling import has_head, read_vectors, with_head
-from .fields import Fields, show
+from .fields import Fields, checkpoint_dtype, norm_eps, show
 from .latent import LatentConfig
 from .moe import ExpertsConfig
 from .multipliers import Scales
-from .recurrent import RecurrentConfig
+from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
 from .shape import ModelShape, SlidingShape
 
@@ -35,7 +35,6 @@ MAX_POSITIONS = 1 << 27
 """Maximum context: fourteen times the longest that any model was published with."""
 OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Keys that config.json may have next to `text_config` and not in it."""
-DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +62,8 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: QKNorm | None
     block: BlockKind
+    recurrent_block: BlockKind
+    """Position of norms, and that in recurrent layers."""
     has_stacked_projections: bool
     has_stacked_mlp: bool
     """True if q, k and v, or gate and up, are one tensor in the checkpoint; see `Architecture`."""
@@ -123,7 +124,16 @@ class ModelConfig:
         """Return how many of these layers have recurrent state, or else KV."""
         if self.recurrent is None:
             return 0 if state else len(layers)
-        return sum(self.recurrent.layers[layer] == state for layer in layers)
+        kinds = self.recurrent.layers if state else self.recurrent.attention
+        return sum(kinds[layer] for layer in layers)
+
+    @property
+    def mlp_layers(self) -> int:
+        """Number of layers with an MLP, and no experts."""
+        others = 0 if self.experts is None else self.experts.num_layers
+        if self.block == "single" and self.recurrent is not None:
+            others += sum(self.recurrent.layers) + sum(self.recurrent.attention)
+        return self.num_layers - others
 
     def sliding_layers(self, layers: range) -> int:
         """Return how many of these layers have a sliding window."""
@@ -149,7 +159,7 @@ class ModelConfig:
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
-        layer = {"sandwich": 4, "parallel": 1}.get(self.block, 2) * hidden
+        layer = {"sandwich": 4, "parallel": 1, "single": 1}.get(self.block, 2) * hidden
         attention = norms + hidden * (q + 2 * kv) + q * hidden
         attention += q * (hidden + self.qkv_bias) * self.has_attention_gate
         attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias + self.num_heads * self.has_sinks
@@ -158,11 +168,12 @@ class ModelConfig:
         mixers = self.layers_with(range(self.num_layers), state=False) * attention
         if self.recurrent is not None:
             mixers += sum(self.recurrent.layers) * self.recurrent.parameters(hidden)
-        mlp = 3 * hidden * ffn + (2 * ffn + hidden) * self.mlp_bias
+        matrices = 2 if self.activation in UNGATED else 3
+        mlp = matrices * hidden * ffn + ((matrices - 1) * ffn + hidden) * self.mlp_bias
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         sparse = 0 if self.experts is None else self.experts.num_layers
         experts = 0 if self.experts is None else sparse * self.experts.parameters(hidden)
-        layers = self.num_layers * layer + mixers + (self.num_layers - sparse) * mlp + experts
+        layers = self.num_layers * layer + mixers + self.mlp_layers * mlp + experts
         return tables + layers + hidden
 
     def shape(self, context: int | None = None) -> ModelShape:
@@ -191,17 +202,12 @@ class ModelConfig:
             stored=None if self.stored is None else self.stored.label,
             wide_params=self.wide_params,
             experts=None if self.experts is None else self.experts.shape(),
-            recurrent=None if self.recurrent is None else self.recurrent.shape(),
+            recurrent=None if self.recurrent is None else self.recurrent.shape(self.hidden_size),
+            mlp_layers=self.mlp_layers,
+            is_gated=self.activation not in UNGATED,
             sliding=SlidingShape.of(self.windows),
             is_bidirectional=self.is_bidirectional,
         )
-
-
-def norm_eps(fields: Fields) -> float:
-    eps = fields.number("rms_norm_eps", 1e-6)
-    if not 0.0 <= eps <= 1.0:
-        raise fields.error(f"rms_norm_eps {eps} must be from 0 to 1")
-    return eps
 
 
 def parse_config(path: Path | str) -> ModelConfig:
@@ -262,6 +268,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         mlp_bias=kind.mlp_bias and fields.flag("mlp_bias", default=False),
         qk_norm=kind.qk_norm if has_qk_norm(fields, kind) else None,
         block=kind.block,
+        recurrent_block=kind.recurrent_block or kind.block,
         has_stacked_projections=kind.has_stacked_projections,
         has_stacked_mlp=kind.has_stacked_mlp,
         windows=kind.windows(fields, layers),
@@ -388,12 +395,3 @@ def stored_format(fields: Fields, directory: Path) -> WeightFormat | None:
             return form
         check_tensors(form, split_experts(form, entries))
     return form
-
-
-def checkpoint_dtype(fields: Fields) -> Dtype:
-    """Return the dtype of the checkpoint: transformers 5 writes `dtype`, older versions `torch_dtype`."""
-    dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise fields.error(f"dtype {show(dtype)} is not supported; supported: {', '.join(DTYPES)}")
-    return DTYPES[name]

@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..config import Dtype
 from ..errors import ModelError
 
 LARGEST: Final = 2**31 - 1
 """Maximum of integers in a model's config, because kernels count in 32 bits."""
 _SHOWN: Final = 80
+DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
 class Fields:
@@ -85,3 +87,19 @@ def show(value: Any) -> str:
     """Format a value from a file for an error, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def norm_eps(fields: Fields) -> float:
+    eps = fields.number("rms_norm_eps", 1e-6)
+    if not 0.0 <= eps <= 1.0:
+        raise fields.error(f"rms_norm_eps {eps} must be from 0 to 1")
+    return eps
+
+
+def checkpoint_dtype(fields: Fields) -> Dtype:
+    """Return the dtype of the checkpoint: transformers 5 writes `dtype`, older versions `torch_dtype`."""
+    dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise fields.error(f"dtype {show(dtype)} is not supported; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,19 +1,30 @@
-"""Architectures whose layers are recurrent or attention, layer by layer."""
+"""Hybrids of attention and recurrent layers, as `architectures.py` has the other architectures."""
 
 from dataclasses import replace
 
 from .architecture import Architecture, as_it_is
+from .latent import deepseek_latent, deepseek_scales, deepseek_sizes
 from .moe import granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
-from .multipliers import granite_scales
-from .recurrent import (
+from .multipliers import falcon_h1_scales, granite_scales
+from .recurrent.families import (
+    bamba_recurrence,
+    falcon_h1_recurrence,
     granite_recurrence,
     granite_sizes,
+    kimi_linear_experts,
+    kimi_recurrence,
     lfm2_recurrence,
     lfm2_sizes,
+    nemotron_h_experts,
+    nemotron_h_recurrence,
+    nemotron_h_sizes,
+    olmo_recurrence,
     qwen3_5_recurrence,
     qwen3_next_recurrence,
+    refuse_other_kimi,
+    refuse_other_nemotron,
 )
-from .rope import partial_rope, rope_if_named
+from .rope import no_rope, one_rope, partial_rope, rope_if_named, rope_if_theta
 
 _QWEN3_5 = Architecture(
     model_type="qwen3_5_text",
@@ -32,6 +43,7 @@ _QWEN3_5 = Architecture(
     ropes=partial_rope,
     recurrence=qwen3_5_recurrence,
 )
+
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
     model_type="qwen3_5_moe_text",
@@ -66,6 +78,19 @@ _LFM2 = Architecture(
         "norm": "embedding_norm",
     },
 )
+_BAMBA = Architecture(
+    model_type="bamba",
+    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    attention_bias=True,
+    mlp_bias=True,
+    ropes=partial_rope,
+    recurrence=bamba_recurrence,
+    names={
+        "mlp": "feed_forward",
+        "post_attention_layernorm": "pre_ff_layernorm",
+        "model.norm.weight": "model.final_layernorm.weight",
+    },
+)
 
 HYBRIDS: dict[str, Architecture] = {
     "Qwen3_5ForCausalLM": _QWEN3_5,
@@ -92,4 +117,85 @@ HYBRIDS: dict[str, Architecture] = {
     "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, is_nested=True),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(_LFM2, model_type="lfm2_moe", sizes=as_it_is, experts=lfm2_moe_experts),
+    "BambaForCausalLM": _BAMBA,
+    "FalconH1ForCausalLM": replace(
+        _BAMBA,
+        model_type="falcon_h1",
+        defaults={"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024},
+        ropes=one_rope,
+        scales=falcon_h1_scales,
+        recurrence=falcon_h1_recurrence,
+    ),
+    "NemotronHForCausalLM": Architecture(
+        model_type="nemotron_h",
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "intermediate_size": 21504,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        head_dim=128,
+        hidden_acts=("relu2",),
+        activation="relu2",
+        fits_float16=False,
+        mlp_bias=True,
+        block="single",
+        ropes=no_rope,
+        recurrence=nemotron_h_recurrence,
+        experts=nemotron_h_experts,
+        sizes=nemotron_h_sizes,
+        aliases={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
+        names={"input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer"},
+        own_code="modeling_nemotron_h.NemotronHForCausalLM",
+        refuse=refuse_other_nemotron,
+    ),
+    "OlmoHybridForCausalLM": Architecture(
+        model_type="olmo_hybrid",
+        attention_bias=True,
+        qk_norm="width",
+        block="post_norm",
+        recurrent_block="pre_norm",
+        ropes=rope_if_theta,
+        recurrence=olmo_recurrence,
+        names={
+            "in_proj_q": "q_proj",
+            "in_proj_k": "k_proj",
+            "in_proj_v": "v_proj",
+            "in_proj_z": "g_proj",
+            "in_proj_b": "b_proj",
+            "in_proj_a": "a_proj",
+            "out_proj": "o_proj",
+            "norm.weight": "o_norm.weight",
+        },
+    ),
+    "KimiLinearForCausalLM": Architecture(
+        model_type="kimi_linear",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_shared_experts": 1,
+            "routed_scaling_factor": 2.446,
+        },
+        attention_bias=True,
+        ropes=no_rope,
+        latent=deepseek_latent,
+        sizes=deepseek_sizes,
+        scales=deepseek_scales,
+        recurrence=kimi_recurrence,
+        experts=kimi_linear_experts,
+        aliases={
+            "max_position_embeddings": "model_max_length",
+            "n_routed_experts": "num_experts",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "moe_renormalize",
+            "n_group": "num_expert_group",
+        },
+        own_code="modeling_kimi.KimiLinearForCausalLM",
+        refuse=refuse_other_kimi,
+    ),
 }
+"""Hybrids by the class name in `architectures` of config.json."""

@@ -75,7 +75,10 @@ class ExpertsConfig:
     correction: str = ""
     """Name of the numbers that are added to scores where experts are selected; empty: there are none."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of an expert's gate, up and down projections in the checkpoint, without `.weight`."""
+    """Names of an expert's gate, up and down projections in the checkpoint, without `.weight`. Without a gate
+    the first is empty."""
+    latent: int = 0
+    """Width of the rows that experts read and write, between two linears; 0: the hidden size."""
     stacked: StackedExperts | None = None
     """Layout of tensors of all experts; None: each expert has tensors of its own."""
 
@@ -90,13 +93,16 @@ class ExpertsConfig:
             inner=self.inner,
             layers=self.num_layers,
             shared=self.shared_inner,
+            latent=self.latent,
         )
 
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's router and experts."""
-        matrices = self.count * (1 + 3 * self.inner) + 3 * self.shared_inner + self.has_shared_gate
+        each = 3 if self.projections[0] else 2
+        rows = self.count + each * self.shared_inner + self.has_shared_gate + 2 * self.latent
+        experts = self.count * each * self.inner * (self.latent or hidden)
         biases = self.count * (1 + 2 * self.inner + hidden) if self.has_bias else 0
-        return hidden * matrices + biases + (self.count if self.correction else 0)
+        return hidden * rows + experts + biases + (self.count if self.correction else 0)
 
 
 ExpertRule = Callable[[Fields, int], ExpertsConfig | None]
@@ -213,7 +219,7 @@ def granite_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
 
 
 def granite_hybrid_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts beside an MLP of each layer, if there are any (`recurrent.py::granite_sizes`)."""
+    """Read experts beside an MLP of each layer, if there are any (`recurrent/families.py::granite_sizes`)."""
     if fields.raw.get("num_local_experts") == 0:
         return None
     count, per_token = selected_of(fields, "num_local_experts")
@@ -271,12 +277,16 @@ def deepseek_v3_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     """Read a router of sigmoids with a correction and groups: DeepSeek V3, GLM-4-MoE."""
     if fields.text("scoring_func", "sigmoid") != "sigmoid":
         raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only 'sigmoid'")
-    found = _deepseek_experts(
+    found = deepseek_experts(
         fields, layers, scoring="sigmoid", group_best=2, correction="gate.e_score_correction_bias"
     )
+    return refuse_small_groups(fields, found) if any(found.layers) else None
+
+
+def refuse_small_groups(fields: Fields, found: ExpertsConfig) -> ExpertsConfig:
     if found.groups > 1 and found.count // found.groups < found.group_best:
         raise fields.error(f"n_group {found.groups} leaves groups of one expert, which is not supported")
-    return found if any(found.layers) else None
+    return found
 
 
 def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -290,11 +300,11 @@ def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         fields = Fields({**fields.raw, "n_group": 1, "topk_group": 1}, fields.where)
     # transformers never normalizes them, whatever norm_topk_prob says.
     fields = Fields({**fields.raw, "norm_topk_prob": False}, fields.where)
-    found = _deepseek_experts(fields, layers)
+    found = deepseek_experts(fields, layers)
     return found if any(found.layers) else None
 
 
-def _deepseek_experts(fields: Fields, layers: int, **router: Any) -> ExpertsConfig:
+def deepseek_experts(fields: Fields, layers: int, **router: Any) -> ExpertsConfig:
     count, per_token = selected_of(fields, "n_routed_experts")
     groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     if count % groups or top_groups > groups or per_token > count // groups * top_groups:

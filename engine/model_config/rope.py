@@ -99,8 +99,23 @@ def rope_if_named(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
     """Return one RoPE if `position_embedding_type` is `rope`, else one that rotates nothing (NoPE)."""
-    if fields.raw.get("position_embedding_type") == "rope":
-        return one_rope(fields, head_dim, positions, layers)
+    is_rope = fields.raw.get("position_embedding_type") == "rope"
+    return (one_rope if is_rope else no_rope)(fields, head_dim, positions, layers)
+
+
+def rope_if_theta(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE, which rotates nothing (NoPE) where `rope_theta` is null."""
+    raw = raw_rope(fields)
+    is_null = (raw if "rope_theta" in raw else fields.raw).get("rope_theta", 0) is None
+    return (no_rope if is_null else one_rope)(fields, head_dim, positions, layers)
+
+
+def no_rope(
+    _fields: Fields, _head_dim: int, _positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE that rotates nothing (NoPE)."""
     return (RopeConfig(rotary_dim=0),), (0,) * layers
 
 

@@ -24,6 +24,8 @@ class ExpertShape:
     """Number of layers with experts."""
     shared: int = 0
     """Intermediate size of the expert that all tokens pass through."""
+    latent: int = 0
+    """Width of the rows that experts read and write; 0: the hidden size."""
 
     def read(self, rows: int) -> float:
         """Return the expected number of experts of a layer that `rows` tokens select, if all are equally
@@ -38,10 +40,14 @@ class RecurrentShape:
 
     is_recurrent: tuple[bool, ...]
     """True for each recurrent layer of the model."""
+    has_kv: tuple[bool, ...]
+    """True for each layer with attention: a layer may have both, or neither."""
     layers: int
     """Number of recurrent layers."""
     attention_layers: int
     """Number of layers with KV."""
+    layer_params: int
+    """Parameters of a recurrent layer, without norms and MLP."""
     layer_bytes: int
     """Bytes of the state of one sequence in one layer."""
     divisible: tuple[tuple[str, int], ...]
@@ -133,6 +139,10 @@ class ModelShape:
     exact_params: int | None = None
     """Number of parameters if known; None uses the closed form."""
     experts: ExpertShape | None = None
+    mlp_layers: int | None = None
+    """Number of layers with an MLP; None: all that have no experts."""
+    is_gated: bool = True
+    """True if MLPs and experts have gates: three matrices, else two."""
     latent: LatentShape | None = None
     """Latent attention; heads and `head_dim` are then those of the cached latents."""
     fits_float16: bool = True
@@ -185,21 +195,28 @@ class ModelShape:
         if self.experts is None:
             return 0
         unread = self.experts.count - self.experts.read(rows)
-        return int(self.experts.layers * unread * 3 * self.hidden * self.experts.inner)
+        width = self.experts.latent or self.hidden
+        return int(self.experts.layers * unread * self.matrices * width * self.experts.inner)
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices of an MLP."""
+        return 3 if self.is_gated else 2
 
     @property
     def inner_rows(self) -> int:
         """Sum of the intermediate sizes of all MLPs and experts."""
-        if self.experts is None:
-            return self.layers * self.ffn
-        sparse, inner = self.experts.layers, self.experts.count * self.experts.inner
-        return (self.layers - sparse) * self.ffn + sparse * (inner + self.experts.shared)
+        sparse, inner = 0, 0
+        if self.experts is not None:
+            sparse, inner = self.experts.layers, self.experts.count * self.experts.inner + self.experts.shared
+        dense = self.layers - sparse if self.mlp_layers is None else self.mlp_layers
+        return dense * self.ffn + sparse * inner
 
     @property
     def router_params(self) -> int:
         """Number of parameters of all routers and absorbed linears, which no format quantizes."""
         routers = self.experts.layers * self.experts.count * self.hidden if self.experts else 0
-        return routers + (self.layers * self.latent.absorbed if self.latent else 0)
+        return routers + (self.kv_layers * self.latent.absorbed if self.latent else 0)
 
     @property
     def layers_params(self) -> int:
@@ -209,8 +226,15 @@ class ModelShape:
             attention = self.latent.whole + self.latent.split
         bias = q + 2 * kv if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        mlps = 3 * self.hidden * self.inner_rows + self.router_params
-        return self.layers * (attention + bias + norms) + mlps
+        mlps = self.matrices * self.hidden * self.inner_rows + self.router_params
+        if self.experts is not None and self.experts.latent:
+            latent, inner = self.experts.latent, self.experts.count * self.experts.inner
+            narrower = self.matrices * inner * (latent - self.hidden)
+            mlps += self.experts.layers * (narrower + 2 * self.hidden * latent)
+        mixers = self.kv_layers * (attention + bias)
+        if self.recurrent is not None:
+            mixers += self.recurrent.layers * self.recurrent.layer_params
+        return mixers + self.layers * norms + mlps
 
     def kv_bytes_per_token(self, dtype: str, width: int | None = None, layers: int | None = None) -> int:
         """Return the bytes of K and V of all layers, or of so many `layers`.

@@ -34,6 +34,7 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         exact_params=None,
         latent=shape.latent and _latent_share(shape.latent, tp),
         experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp),
+        mlp_layers=shape.mlp_layers and min(-(-shape.layers // pp), shape.mlp_layers),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
         sliding=shape.sliding and _sliding_share(shape.sliding, pp),
     )
@@ -65,11 +66,11 @@ def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentSh
     """
     kinds = recurrent.is_recurrent
     stages = [ParallelLayout(tp, pp, stage * tp).layers(len(kinds)) for stage in range(pp)]
-    counts = [(sum(kinds[layer] for layer in stage), len(stage)) for stage in stages]
     return replace(
         recurrent,
-        layers=max(count for count, _ in counts),
-        attention_layers=max(1, *(size - count for count, size in counts)),
+        layers=max(sum(kinds[layer] for layer in stage) for stage in stages),
+        attention_layers=max(1, *(sum(recurrent.has_kv[layer] for layer in stage) for stage in stages)),
+        layer_params=recurrent.layer_params // tp,
         layer_bytes=recurrent.layer_bytes // tp,
     )
 

@@ -108,8 +108,8 @@ class WeightSource(Protocol):
 class Weights:
     """Tensors under a name prefix; `at` goes deeper.
 
-    `names`: modules that the checkpoint calls otherwise. `mixed_layers`: number of layers of a model in mixed
-    precision, whose linears of `is_fine` are packed like the output head.
+    `names`: modules that the checkpoint calls otherwise, or whole names. `mixed_layers`: number of layers
+    of a model in mixed precision, whose linears of `is_fine` are packed like the output head.
     """
 
     def __init__(
@@ -198,7 +198,9 @@ class Weights:
         return self._source.packed(asked)
 
     def _full(self, name: str) -> str:
-        if self._names:
+        if name in self._names:
+            name = self._names[name]
+        elif self._names:
             name = ".".join(self._names.get(part, part) for part in name.split("."))
         return self._prefix + name
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..activation import Activation
+from ..activation import UNGATED, Activation
 from ..op_types import BatchLayout, KVShape, Mixture
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
@@ -17,7 +17,7 @@ from .recurrent import CPURecurrent
 from .sampling import CPUSampling
 from .weight_packing import DTYPES, KV_DTYPES, CPULinear, PackedHandle, Packer, pointer, pointers
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
 """Activation codes of native/elementwise.h."""
 
 
@@ -127,7 +127,11 @@ class CPUBackend:
         return self._linear("logits", packed, x_TI, torch.float32)
 
     def _linear(self, name: str, packed: CPULinear, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._linear_to(self.recorder.result(name, len(x_TI), packed.outputs, dtype), packed, x_TI)
+        out_TO = self.recorder.result(name, len(x_TI), packed.outputs, dtype)
+        if out_TO.untyped_storage().data_ptr() == x_TI.untyped_storage().data_ptr():
+            # A linear that reads another one of as many outputs does not write over its input.
+            out_TO = self.recorder.result(f"{name} of {name}", len(x_TI), packed.outputs, dtype)
+        return self._linear_to(out_TO, packed, x_TI)
 
     def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor) -> Tensor:
         assert x_TI.dtype == packed.dtype
@@ -220,7 +224,7 @@ class CPUBackend:
 
     def gate_mul(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
         """Multiply in place, over the gates: rows of the result are strided."""
-        width = gate_up_T2F.shape[1] // 2
+        width = gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
         op = self.library.llmbox_gate_mul_op(
             DTYPES[gate_up_T2F.dtype],
             ACTIVATIONS[activation],

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from ..op_types import BatchLayout
-from ..recurrent import RecurrentOps, RecurrentState, ScanShape, ScanWeights
+from ..recurrent import RecurrentOps, RecurrentState, ScanRule, ScanShape, ScanWeights
 from ..support import MAX_CONV_WIDTH
 from .command_buffer import CommandRecorder, ragged_step
 from .ffi import Step
 from .weight_packing import DTYPES
+
+RULES: dict[ScanRule, int] = {"delta": 0, "ssm": 1, "kda": 2}
 
 
 class CPURecurrent:
@@ -21,7 +23,9 @@ class CPURecurrent:
         self._recorder = recorder
 
     def ops(self) -> RecurrentOps:
-        return RecurrentOps(self.short_conv, self.scan, self.gated_norm, self.sigmoid_mul)
+        return RecurrentOps(
+            self.short_conv, self.scan, self.gated_norm, self.sigmoid_mul, self.silu_mul, self.mul_add
+        )
 
     def short_conv(
         self,
@@ -68,7 +72,7 @@ class CPURecurrent:
         out = self._recorder.result("scan", len(rows), shape.heads * shape.value_dim, rows.dtype)
         op = self._library.llmbox_scan_op(
             DTYPES[rows.dtype],
-            shape.rule == "delta",
+            RULES[shape.rule],
             rows.data_ptr(),
             rows.stride(0),
             gates.data_ptr(),
@@ -81,6 +85,7 @@ class CPURecurrent:
             shape.key_dim,
             shape.value_dim,
             *shape.limits,
+            shape.beta,
             state.memory_LSHAB[layer].data_ptr(),
             out.data_ptr(),
         )
@@ -112,9 +117,34 @@ class CPURecurrent:
 
     def sigmoid_mul(self, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
         """Multiply in place."""
+        return self._gate(x_TF, gate_TF, with_gate=False)
+
+    def silu_mul(self, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
+        """Multiply in place."""
+        return self._gate(x_TF, gate_TF, with_gate=True)
+
+    def mul_add(self, x_TN: Tensor, by_N: Tensor, added_TN: Tensor | None) -> Tensor:
+        assert x_TN.stride(1) == 1
+        assert by_N.dtype == torch.float32
+        assert added_TN is None or added_TN.is_contiguous()
+        out_TN = self._recorder.result("mul_add", len(x_TN), x_TN.shape[1], x_TN.dtype)
+        op = self._library.llmbox_mul_add_op(
+            DTYPES[x_TN.dtype],
+            x_TN.data_ptr(),
+            x_TN.stride(0),
+            by_N.data_ptr(),
+            _pointer(added_TN),
+            x_TN.shape[1],
+            out_TN.data_ptr(),
+        )
+        self._recorder.submit(op, Step(rows=len(x_TN)), x_TN, by_N, added_TN, out_TN)
+        return out_TN
+
+    def _gate(self, x_TF: Tensor, gate_TF: Tensor, *, with_gate: bool) -> Tensor:
         assert x_TF.stride(1) == gate_TF.stride(1) == 1
         op = self._library.llmbox_sigmoid_mul_op(
             DTYPES[x_TF.dtype],
+            with_gate,
             x_TF.data_ptr(),
             x_TF.stride(0),
             gate_TF.data_ptr(),

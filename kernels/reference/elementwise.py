@@ -70,6 +70,8 @@ def embedding(table: ReferenceLinear, ids_T: Tensor, scale: float = 1.0) -> Tens
 
 def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
     """Compute activation(gate) * up, each step rounded to the model's dtype."""
+    if activation == "relu2":
+        return gate_up_T2F.relu().square_()
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)

@@ -76,24 +76,25 @@ def scan(
     keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.value_dim
     wide, gate = rows.float(), gates.float()
     repeat = shape.heads // shape.key_heads
-    if shape.rule == "delta":
+    is_delta = shape.rule != "ssm"
+    if is_delta:
         q, k, v = torch.split(wide, [keys, keys, values], 1)
-        beta_TH, a_TH = gate.chunk(2, 1)
-        factor_TH, dt_TH = beta_TH.sigmoid(), F.softplus(a_TH + weights.bias_H)
+        beta_TH, a = gate[:, : shape.heads], gate[:, shape.heads :]
+        factor_TH, dt = shape.beta * beta_TH.sigmoid(), F.softplus(a + weights.bias_H)
     else:
         v, k, q = torch.split(wide, [values, keys, keys], 1)
-        factor_TH = dt_TH = F.softplus(gate + weights.bias_H).clamp(*shape.limits)
-    decay_TH = (weights.rate_H * dt_TH).exp()
+        factor_TH = dt = F.softplus(gate + weights.bias_H).clamp(*shape.limits)
+    decay_THn = (weights.rate_H[:, None] * dt.view(len(rows), shape.heads, -1)).exp()
     q_THA, k_THA = (x.reshape(len(rows), shape.key_heads, -1).repeat_interleave(repeat, 1) for x in (q, k))
     v_THB = v.reshape(len(rows), shape.heads, -1)
-    if shape.rule == "delta":
+    if is_delta:
         q_THA, k_THA = _unit(q_THA) * shape.key_dim**-0.5, _unit(k_THA)
     out_THB = torch.empty(len(rows), shape.heads, shape.value_dim, device=rows.device)
 
     def advance(row: int, memory_HAB: Tensor) -> Tensor:
-        memory_HAB = memory_HAB * decay_TH[row, :, None, None]
+        memory_HAB = memory_HAB * decay_THn[row].unsqueeze(-1)
         value_HB = v_THB[row]
-        if shape.rule == "delta":
+        if is_delta:
             value_HB = value_HB - (memory_HAB * k_THA[row].unsqueeze(-1)).sum(1)
         change_HB = value_HB * factor_TH[row].unsqueeze(-1)
         memory_HAB = memory_HAB + k_THA[row].unsqueeze(-1) * change_HB.unsqueeze(1)
@@ -121,4 +122,13 @@ def sigmoid_mul(x_TF: Tensor, gate_TF: Tensor) -> Tensor:
     return (x_TF.float() * gate_TF.float().sigmoid()).to(x_TF.dtype)
 
 
-RECURRENT = RecurrentOps(short_conv, scan, gated_norm, sigmoid_mul)
+def silu_mul(x_TF: Tensor, gate_TF: Tensor) -> Tensor:
+    return (x_TF.float() * F.silu(gate_TF.float())).to(x_TF.dtype)
+
+
+def mul_add(x_TN: Tensor, by_N: Tensor, added_TN: Tensor | None) -> Tensor:
+    scaled = x_TN.float() * by_N
+    return (scaled if added_TN is None else scaled + added_TN.float()).to(x_TN.dtype)
+
+
+RECURRENT = RecurrentOps(short_conv, scan, gated_norm, sigmoid_mul, silu_mul, mul_add)

@@ -23,7 +23,8 @@ from llmbox.kernels.reference import REFERENCE
 
 CPU = torch.device("cpu")
 SLOTS = 7
-DELTA = ScanShape("delta", heads=4, key_heads=2, key_dim=24, value_dim=40)
+DELTA = ScanShape("delta", heads=4, key_heads=2, key_dim=24, value_dim=40, beta=2.0)
+KDA = ScanShape("kda", heads=4, key_heads=4, key_dim=24, value_dim=24)
 SSM = ScanShape("ssm", heads=4, key_heads=2, key_dim=16, value_dim=72, limits=(0.01, 1.5))
 NATIVE = [name for name in backends() if name.startswith("cpu")]
 
@@ -67,9 +68,11 @@ class Layer:
         self.generator = torch.Generator().manual_seed(3)
         self.weight = self.randn(4, 52)
         self.bias = self.randn(52)
-        self.shape = SSM if self.kind == "ssm" else DELTA
+        self.shape = {"ssm": SSM, "kda": KDA}.get(self.kind, DELTA)
+        self.gates = {"ssm": 4, "kda": 4 + 4 * 24}.get(self.kind, 8)
         skip = self.randn(4) if self.kind == "ssm" else None
-        self.weights = ScanWeights(-self.randn(4).exp(), self.randn(4), skip)
+        bias = self.randn(4 * 24 if self.kind == "kda" else 4)
+        self.weights = ScanWeights(-self.randn(4).exp(), bias, skip)
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -85,7 +88,7 @@ class Layer:
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
         width = {"conv": 52, "conv gated": 156}.get(self.kind, self.shape.width)
-        gates = self.randn(count, 4 if self.kind == "ssm" else 8)
+        gates = self.randn(count, self.gates)
         return self.randn(count, width).to(self.dtype), gates.to(self.dtype)
 
     def apply(self, ops: Ops, rows: Any, gates: Any, state: RecurrentState, layout: BatchLayout) -> Tensor:
@@ -106,7 +109,7 @@ def fresh_state(layer: Layer) -> RecurrentState:
     return state
 
 
-KINDS = pytest.mark.parametrize("kind", ["conv", "conv gated", "delta", "ssm"])
+KINDS = pytest.mark.parametrize("kind", ["conv", "conv gated", "delta", "ssm", "kda"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -179,5 +182,11 @@ def test_gates(name: str, dtype: torch.dtype, norm_first: bool, monkeypatch: pyt
         **close,
     )
     flat, wide = x.flatten(1), layer.randn(5, 100).to(dtype)[:, 40:]
-    exact = REFERENCE.recurrent.sigmoid_mul(flat, wide)
-    torch.testing.assert_close(ops.recurrent.sigmoid_mul(flat.clone(), wide), exact, **close)
+    for gate_by in ("sigmoid_mul", "silu_mul"):
+        exact = getattr(REFERENCE.recurrent, gate_by)(flat, wide)
+        torch.testing.assert_close(getattr(ops.recurrent, gate_by)(flat.clone(), wide), exact, **close)
+    by, added = layer.randn(60), layer.randn(5, 60).to(dtype)
+    for more in (None, added):
+        exact = REFERENCE.recurrent.mul_add(wide, by, more)
+        torch.testing.assert_close(ops.recurrent.mul_add(wide, by, more), exact, **close)
+    torch.testing.assert_close(ops.gate_mul(flat.clone(), "relu2"), flat.relu() ** 2, **close)

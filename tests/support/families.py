@@ -5,6 +5,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ SHARED: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA | SHARED,
@@ -98,6 +100,62 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv", "conv"],
         "block_multiple_of": 16,
         "tie_word_embeddings": True,
+    },
+    "bamba": MAMBA | {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    "falcon_h1": MAMBA
+    | {
+        "num_hidden_layers": 4,
+        "mamba_d_ssm": 96,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": True,
+        "ssm_multipliers": [0.7, 0.5, 0.8, 1.2, 0.6],
+        "mlp_multipliers": [0.8, 0.4],
+        "embedding_multiplier": 5.0,
+        "lm_head_multiplier": 0.3,
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.7,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.3,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "routed_scaling_factor": 1.5,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+    },
+    "olmo_hybrid": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 24,
+        "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    },
+    "kimi_linear": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
     },
     "glm": {},
     "glm4": {},
@@ -143,7 +201,35 @@ def make_family(directory: Path, arch: str, *, shards: int = 1, seed: int = 0, *
     randomize(model, seed)
     size = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
     model.save_pretrained(directory, max_shard_size=size // shards + 1)
+    if arch in {"kimi_linear", "olmo_hybrid"}:
+        publish(directory)
     return directory
+
+
+def publish(directory: Path) -> None:
+    """Rewrite tensors that transformers writes otherwise than published checkpoints have them: it cuts the
+    convolutions of (q, k, v) into equal parts, and takes Kimi's MLPs for experts.
+    """
+    from safetensors.torch import load_file, save_file
+
+    files = {file: load_file(file) for file in directory.glob("*.safetensors")}
+    whole = {name: tensor for weights in files.values() for name, tensor in weights.items()}
+    for first in [name for name in whole if name.endswith("q_conv1d.weight")]:
+        names = [first.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        rows = [len(whole[first.replace("q_conv1d", f"{part}_proj")]) for part in "qkv"]
+        conv = torch.cat([whole[name] for name in names])
+        whole |= {n: part.contiguous() for n, part in zip(names, conv.split(rows), strict=True)}
+    for file, weights in files.items():
+        save_file({published_name(name): whole[name] for name in weights}, file)
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        raw = json.loads(index.read_text())
+        raw["weight_map"] = {published_name(name): file for name, file in raw["weight_map"].items()}
+        index.write_text(json.dumps(raw))
+
+
+def published_name(name: str) -> str:
+    return re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)
 
 
 def make_mistral_that_sees(directory: Path, arch: str) -> Path:
@@ -176,14 +262,32 @@ def spell_as_before(directory: Path) -> None:
     """Rewrite config.json as transformers 4 wrote it: `rope_theta`, `rope_scaling` and `torch_dtype`."""
     file = directory / "config.json"
     raw = json.loads(file.read_text())
-    rope = raw.pop("rope_parameters")
     raw["torch_dtype"] = raw.pop("dtype")
+    rope = raw.pop("rope_parameters", None)
+    if rope is not None:
+        spell_rope_as_before(raw, rope)
+    if "layers_block_type" in raw:
+        letters = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
+        raw["hybrid_override_pattern"] = "".join(letters[kind] for kind in raw.pop("layers_block_type"))
+    if "linear_head_dim" in raw:
+        kinds = list(enumerate(raw.pop("layer_types"), 1))
+        raw["linear_attn_config"] = {
+            "head_dim": raw.pop("linear_head_dim"),
+            "num_heads": raw.pop("linear_num_heads"),
+            "short_conv_kernel_size": raw.pop("linear_conv_kernel_dim"),
+            "full_attn_layers": [number for number, kind in kinds if kind == "full_attention"],
+            "kda_layers": [number for number, kind in kinds if kind == "linear_attention"],
+        }
+        raw["first_k_dense_replace"] = raw.pop("mlp_layer_types").count("dense")
+    file.write_text(json.dumps(raw))
+
+
+def spell_rope_as_before(raw: dict[str, Any], rope: dict[str, Any]) -> None:
     raw["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type", "default")
     raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
-    file.write_text(json.dumps(raw))
 
 
 def make_qwen_that_sees(directory: Path) -> Path:

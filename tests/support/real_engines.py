@@ -68,7 +68,10 @@ def hf_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Greedy, with transformers' own cache."""
     ids, cache, result = torch.tensor([list(prompt)]), None, []
     for _ in range(max_tokens):
-        out = model(ids, past_key_values=cache, use_cache=True)
+        # Bamba's module counts positions from 0 in every call unless it is told them, as `generate` does.
+        end = len(prompt) + len(result)
+        positions = torch.arange(end - ids.shape[1], end).unsqueeze(0)
+        out = model(ids, past_key_values=cache, position_ids=positions, use_cache=True)
         cache = out.past_key_values
         ids = out.logits[:, -1:].argmax(-1)
         result.append(int(ids))

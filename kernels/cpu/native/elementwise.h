@@ -192,7 +192,7 @@ private:
 };
 
 // As Python names them (kernels/cpu/weight_packing.py).
-enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2 };
+enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2, RELU2 = 3 };
 
 // Both are x / (1 + e^-z): z = x is SiLU; GELU with its tanh, (1 + tanh(y)) / 2, has z = 2 y. From e^-|z|, so that
 // nothing overflows. That of gpt-oss has z = 1.702 x.
@@ -204,10 +204,15 @@ template <Activation A> INLINE Floats activated(Floats x) {
     return x * (z < splat(0.f) ? e : one) / (one + e);
 }
 
-// gate = activated(gate) * up for `count` numbers.
+// gate = activated(gate) * up for `count` numbers; RELU2: gate = max(gate, 0)^2, without `up`. NaN stays.
 template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int count) {
     for (int i = 0; i < count; i += LANES) {
-        Floats g = load(gate + i, count - i), u = load(up + i, count - i);
+        Floats g = load(gate + i, count - i);
+        if constexpr (A == RELU2) {
+            store(gate + i, g < splat(0.f) ? splat(0.f) : g * g, count - i);
+            continue;
+        }
+        Floats u = load(up + i, count - i);
         if constexpr (A == SWIGLU_OAI) {  // x of both is limited; NaN stays
             const Floats most = splat(7.f);
             g = g > most ? most : g;
@@ -228,7 +233,7 @@ template <class Each> void in_pieces(int rows, int width, Member& member, Each e
     }
 }
 
-// x is [rows, gate | up]: out = activated(gate) * up, written over the gates.
+// x is [rows, gate | up], for RELU2 [rows, gate]: out = activated(gate) * up, written over the gates.
 template <Activation A, class T> class GateMulOp : public Op {
 public:
     GateMulOp(T* x, int64_t x_stride, int width) : x_(x), x_stride_(x_stride), width_(width) {}

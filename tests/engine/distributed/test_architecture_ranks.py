@@ -33,6 +33,11 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("deepseek_v3", {}, {"tp": 2, "pp": 2}),
         ("cohere2", {}, {"tp": 2, "pp": 2}),
         ("exaone4", {}, {"tp": 2, "pp": 2}),
+        ("falcon_h1", {}, {"tp": 2, "pp": 2}),
+        ("nemotron_h", {"moe_latent_size": 40}, {"tp": 2, "pp": 2}),
+        ("kimi_linear", {}, {"tp": 2, "pp": 2}),
+        ("olmo_hybrid", {}, {"pp": 2}),
+        ("bamba", {}, {"tp": 2}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(
@@ -48,7 +53,7 @@ def test_ranks_give_the_tokens_of_one(
     assert found == tokens(load(model, **alone), REQUESTS)
 
 
-@pytest.mark.parametrize("arch", ["olmo2", "olmo3"])
+@pytest.mark.parametrize("arch", ["olmo2", "olmo3", "olmo_hybrid"])
 def test_norms_over_all_heads_are_not_cut(tmp_path: Path, arch: str) -> None:
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
     with pytest.raises(ParallelError, match=r"over all heads together.* can take 1$"):

@@ -139,6 +139,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "position_embedding_type": None,
     },
+    "falcon_h1-plain": {
+        "arch": "falcon_h1",
+        "mamba_rms_norm": False,
+        "attention_bias": True,
+        "attention_in_multiplier": 1.0,
+        "tie_word_embeddings": True,
+    },
+    "falcon_h1-norm-first": {"arch": "falcon_h1", "mamba_norm_before_gate": True, "mamba_n_groups": 1},
+    "nemotron_h-latent": {"arch": "nemotron_h", "moe_latent_size": 40, "use_bias": True},
+    "nemotron_h-dense": {
+        "arch": "nemotron_h",
+        "layers_block_type": ["full_attention", "mlp", "linear_attention", "mlp"],
+        "mlp_bias": True,
+        "intermediate_size": 64,
+    },
+    "olmo_hybrid-rope": {
+        "arch": "olmo_hybrid",
+        "linear_allow_neg_eigval": False,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    },
+    "llama-narrow-mlp": {"arch": "llama", "hidden_size": 256, "intermediate_size": 128},
     "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
@@ -19,7 +20,15 @@ from llmbox.kernels.quant_formats import QUANTS
 from support.families import make_family
 from support.real_engines import ask, load, run, tokens
 
-HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid"]
+HYBRIDS = [
+    "lfm2",
+    "qwen3_5_text",
+    "granitemoehybrid",
+    "falcon_h1",
+    "nemotron_h",
+    "kimi_linear",
+    "olmo_hybrid",
+]
 LONG = ask("long", [3 + i * 7 % 300 for i in range(101)], 24, temperature=0.8, seed=4)
 OTHERS = [ask(f"other {i}", range(5 + i, 25 + 2 * i), 12, temperature=0.9, seed=i) for i in range(32)]
 
@@ -141,7 +150,7 @@ def test_drafts_change_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_run_is_refused(model: Path) -> None:
     with pytest.raises(DeviceError, match="recurrent layers of this model run on CPUs only"):
         load(model, overlap=True)
-    with pytest.raises(ParallelError, match="cannot be shared equally"):
+    with pytest.raises(ParallelError, match=r"shared equally|norms its queries over all heads"):
         load(model, tp=3)
 
 
@@ -169,6 +178,61 @@ def test_bad_configs_of_memories(tmp_path: Path) -> None:
         refuse("granitemoehybrid", tmp_path, {"time_step_limit": limits}, "time_step_limit .* two ascending")
 
 
+@pytest.mark.parametrize(
+    ("arch", "overrides", "problem"),
+    [
+        (
+            "nemotron_h",
+            {"layers_block_type": ["full_attention", "rnn"]},
+            "layers_block_type must name the kind",
+        ),
+        (
+            "nemotron_h",
+            {"layers_block_type": None, "hybrid_override_pattern": "M-X"},
+            "override_pattern must",
+        ),
+        ("nemotron_h", {"layers_block_type": ["mlp", "linear_attention"]}, "no layer has attention"),
+        ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern is missing"),
+        ("nemotron_h", {"mamba_num_heads": 5}, "must .* be a multiple of mamba_n_groups"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'relu2'"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu'"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias is not supported with experts"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers must have 5 numbers, not 2"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, 0.0]}, "mlp_multipliers 0.0 must be between"),
+        ("falcon_h1", {"mamba_d_ssm": 97}, "mamba_n_heads 8 must divide mamba_d_ssm 97"),
+        ("falcon_h1", {"attention_bias": True}, "attention_in_multiplier with attention_bias"),
+        ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices must be a list of layers below 3"),
+        ("bamba", {"attn_layer_indices": None}, "attn_layer_indices names no layer"),
+        ("olmo_hybrid", {"layer_types": ["full_attention"] * 4}, "names no linear_attention"),
+        ("olmo_hybrid", {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be true"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax'"),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]}},
+            "must name each of 4 layers once",
+        ),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"kda_layers": [0]}},
+            "kda_layers must be a list of layers from 1 to 4",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_configs_of_families(tmp_path: Path, arch: str, overrides: dict[str, Any], problem: str) -> None:
+    refuse(arch, tmp_path, overrides, problem)
+
+
+def test_tensors_under_both_names_are_refused(tmp_path: Path) -> None:
+    model = make_family(tmp_path, "nemotron_h")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm_f.weight"] = weights["backbone.norm_f.weight"].clone()
+    save_file(weights, model / "model.safetensors")
+    with pytest.raises(ModelError, match="are the same tensor"):
+        load(model)
+
+
 def refuse(arch: str, directory: Path, overrides: dict[str, Any], problem: str) -> None:
     model = make_family(directory, arch)
     write_config(model, overrides)
@@ -182,6 +246,7 @@ def write_config(model: Path, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["lfm2", "qwen3_5_text", "granitemoehybrid"], indirect=True)
 @pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 4}], ids=str)
 def test_ranks_give_the_tokens_of_one(model: Path, options: dict[str, Any]) -> None:
     """In float32, where sums over ranks are as good as those of one."""
@@ -196,5 +261,5 @@ def test_quantized_offline_and_at_load(model: Path, tmp_path: Path) -> None:
     stored = load(tmp_path / "int8", dtype="float32")
     assert stored.info.quant == "int8"
     assert tokens(stored, [LONG, *OTHERS[:3]]) == at_load
-    with pytest.raises(ModelError, match="recurrent layers cannot be calibrated"):
+    with pytest.raises(ModelError, match="cannot be calibrated"):
         quantize(model, tmp_path / "x", QUANTS["int8"], 1, lambda *_: None, lambda *_: None)

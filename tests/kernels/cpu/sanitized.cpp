@@ -205,6 +205,7 @@ void check_rows(int dtype, int rows, int heads, int width) {
     for (int table : {0, 1}) run(llmbox_rotary_op(dtype, x.data(), row, heads, width, table), step);
     if (row % 2 == 0)
         for (int activation : {SILU, GELU_TANH}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row / 2), step);
+    run(llmbox_gate_mul_op(dtype, RELU2, x.data(), row, row), step);
     must_be_finite(x, "rotary and gates");
 }
 
@@ -217,15 +218,17 @@ void check_recurrent(int dtype, int heads, int group, int keys, int values) {
     step.rows = rows, step.sequences = 2, step.query_starts = starts, step.contexts = contexts;
     step.state_slots = slots, step.save_starts = save_starts, step.save_rows = save_rows, step.save_slots = save_slots;
     const size_t size = size_t(heads) * keys * values;
-    for (int delta : {0, 1}) {
-        Buffer x(dtype, size_t(rows) * width), gates(dtype, size_t(rows) * heads * (1 + delta)), out(dtype, size_t(rows) * heads * values);
-        Buffer rate(FLOAT32, heads), bias(FLOAT32, heads), state(FLOAT32, 5 * size);
+    for (int rule : {SSM, DELTA, KDA}) {
+        if (rule == KDA && group > 1) continue;
+        const int decays = rule == KDA ? heads * keys : heads, gate_width = rule == SSM ? heads : heads + decays;
+        Buffer x(dtype, size_t(rows) * width), gates(dtype, size_t(rows) * gate_width), out(dtype, size_t(rows) * heads * values);
+        Buffer rate(FLOAT32, heads), bias(FLOAT32, decays), state(FLOAT32, 5 * size);
         for (int i = 0; i < heads; i++) rate.set(i, -0.5f);
         for (size_t i = size; i < state.count; i++) state.set(i, NAN);
         out.poison();
-        const auto* skip = delta ? nullptr : static_cast<const float*>(bias.data());
-        run(llmbox_scan_op(dtype, delta, x.data(), width, gates.data(), heads * (1 + delta), static_cast<float*>(rate.data()),
-                           static_cast<float*>(bias.data()), skip, heads, key_heads, keys, values, 0.f, INFINITY,
+        const auto* skip = rule == SSM ? static_cast<const float*>(bias.data()) : nullptr;
+        run(llmbox_scan_op(dtype, rule, x.data(), width, gates.data(), gate_width, static_cast<float*>(rate.data()),
+                           static_cast<float*>(bias.data()), skip, heads, key_heads, keys, values, 0.f, INFINITY, 2.f,
                            static_cast<float*>(state.data()), out.data()),
             step);
         must_be_finite(out, "scan"), must_be_finite(state, "state of a scan");
@@ -244,8 +247,12 @@ void check_recurrent(int dtype, int heads, int group, int keys, int values) {
     const int row = heads * values;
     for (int first : {0, 1})
         run(llmbox_gated_norm_op(dtype, x.data(), row, gate.data(), row, static_cast<float*>(weight.data()), heads, values, 1e-6f, first, out.data()), step);
-    run(llmbox_sigmoid_mul_op(dtype, x.data(), row, gate.data(), row, row), step);
+    for (int with_gate : {0, 1}) run(llmbox_sigmoid_mul_op(dtype, with_gate, x.data(), row, gate.data(), row, row), step);
     must_be_finite(out, "gated norm"), must_be_finite(x, "sigmoid");
+    out.poison();
+    for (const void* added : {static_cast<const void*>(nullptr), static_cast<const void*>(gate.data())})
+        run(llmbox_mul_add_op(dtype, x.data(), row, static_cast<float*>(weight.data()), added, row, out.data()), step);
+    must_be_finite(out, "mul add");
 }
 
 // Numbers between rows stay as they are.

@@ -18,6 +18,7 @@ template <class Shape> struct ExpertLinears {
 
     int hidden() const { return gate_ups[0]->inputs; }
     int inner() const { return downs[0]->inputs; }
+    int gates() const { return gate_ups[0]->outputs; }
     int count() const { return static_cast<int>(downs.size()); }
 };
 
@@ -80,7 +81,7 @@ private:
     // Of one step, one after the other.
     struct Memory {
         uint8_t *rows, *inner;
-        T *gate_ups, *results;  // [room][2 inner], [room][hidden]
+        T *gate_ups, *results;  // [room][gates and ups], [room][hidden]
         size_t bytes;
     };
     static constexpr int PIECE = 256;  // of a row that is added up
@@ -96,7 +97,7 @@ private:
         Memory memory{};
         memory.rows = next(Copies::bytes(room, *linears_.gate_ups[0]));
         memory.inner = next(Copies::bytes(room, *linears_.downs[0]));
-        memory.gate_ups = reinterpret_cast<T*>(next(static_cast<size_t>(room) * 2 * linears_.inner() * sizeof(T)));
+        memory.gate_ups = reinterpret_cast<T*>(next(static_cast<size_t>(room) * linears_.gates() * sizeof(T)));
         memory.results = reinterpret_cast<T*>(next(static_cast<size_t>(room) * linears_.hidden() * sizeof(T)));
         memory.bytes = used;
         return memory;
@@ -143,8 +144,9 @@ private:
         const auto mine = member.share(routes_.copies(rows));
         for (int copy = mine.begin; copy < mine.end; copy++) {
             const int place = routes_.place_of(copy);
-            T* row = gate_ups + static_cast<size_t>(place) * 2 * inner;
+            T* row = gate_ups + static_cast<size_t>(place) * linears_.gates();
             if (call_.activation == GELU_TANH) gate_mul<GELU_TANH>(row, row + inner, inner);
+            else if (call_.activation == RELU2) gate_mul<RELU2>(row, row, inner);
             else if (call_.activation == SWIGLU_OAI) gate_mul<SWIGLU_OAI>(row, row + inner, inner);
             else gate_mul<SILU>(row, row + inner, inner);
             to.fill(place, row, inner);

@@ -17,16 +17,17 @@ Op* llmbox_short_conv_op(int dtype, const void* x, int64_t x_stride, int gated, 
 }
 
 // `state` [slots, heads, key_dim, value_dim] of one layer; `skip` may be null.
-Op* llmbox_scan_op(int dtype, int delta, const void* rows, int64_t stride, const void* gates, int64_t gates_stride,
+Op* llmbox_scan_op(int dtype, int rule, const void* rows, int64_t stride, const void* gates, int64_t gates_stride,
                    const float* rate, const float* bias, const float* skip, int heads, int key_heads, int key_dim,
-                   int value_dim, float least, float most, float* state, void* out) {
-    const ScanHeads shape{heads, key_heads, key_dim, value_dim, least, most};
+                   int value_dim, float least, float most, float beta, float* state, void* out) {
+    const ScanHeads shape{heads, key_heads, key_dim, value_dim, least, most, beta};
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
         const T *x = static_cast<const T*>(rows), *g = static_cast<const T*>(gates);
         T* to = static_cast<T*>(out);
-        if (delta) return new ScanOp<T, true>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
-        return new ScanOp<T, false>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
+        if (rule == DELTA) return new ScanOp<T, DELTA>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
+        if (rule == KDA) return new ScanOp<T, KDA>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
+        return new ScanOp<T, SSM>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
     });
 }
 
@@ -39,10 +40,22 @@ Op* llmbox_gated_norm_op(int dtype, const void* x, int64_t x_stride, const void*
     });
 }
 
-Op* llmbox_sigmoid_mul_op(int dtype, void* x, int64_t x_stride, const void* gate, int64_t gate_stride, int width) {
+Op* llmbox_sigmoid_mul_op(int dtype, int with_gate, void* x, int64_t x_stride, const void* gate, int64_t gate_stride,
+                          int width) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
-        return new SigmoidMulOp<T>(static_cast<T*>(x), x_stride, static_cast<const T*>(gate), gate_stride, width);
+        const T* by = static_cast<const T*>(gate);
+        if (with_gate) return new SigmoidMulOp<T, true>(static_cast<T*>(x), x_stride, by, gate_stride, width);
+        return new SigmoidMulOp<T, false>(static_cast<T*>(x), x_stride, by, gate_stride, width);
+    });
+}
+
+// `added` may be null.
+Op* llmbox_mul_add_op(int dtype, const void* x, int64_t x_stride, const float* by, const void* added, int width, void* out) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new MulAddOp<T>(static_cast<const T*>(x), x_stride, by, static_cast<const T*>(added), width,
+                               static_cast<T*>(out));
     });
 }
 

@@ -91,17 +91,21 @@ private:
 struct ScanHeads {
     int heads, key_heads, key_dim, value_dim;
     float least, most;  // of a time step
+    float beta;         // multiplier of the delta rule's beta
 
     int keys() const { return key_heads * key_dim; }
     int values() const { return heads * value_dim; }
     int64_t state() const { return static_cast<int64_t>(heads) * key_dim * value_dim; }
 };
 
+enum ScanRule : int { DELTA = 0, SSM = 1, KDA = 2 };  // as Python names them (kernels/cpu/recurrent.py)
+
 inline float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); }
 
 // kernels/recurrent.py::ScanShape says what is computed. Rows are first brought into float32 with their decays and
-// factors, [q | k | decay | factor]; then each thread takes some columns of a head's state through all rows.
-template <class T, bool DELTA> class ScanOp : public Op {
+// factors, [q | k | decay | factor], the decays of KDA key by key; then each thread takes some columns of a head's state
+// through all rows.
+template <class T, ScanRule RULE> class ScanOp : public Op {
 public:
     ScanOp(const T* rows, int64_t stride, const T* gates, int64_t gates_stride, const float* rate, const float* bias,
            const float* skip, const ScanHeads& shape, float* state, T* out)
@@ -129,24 +133,31 @@ public:
 private:
     static constexpr int VECTORS = 4, COLUMNS = VECTORS * LANES;
 
-    int width() const { return 2 * (shape_.keys() + shape_.heads); }
+    static constexpr bool IS_DELTA = RULE != SSM;
+
+    int decays() const { return RULE == KDA ? shape_.keys() : shape_.heads; }
+    int width() const { return 2 * shape_.keys() + decays() + shape_.heads; }
 
     NOINLINE void widen(int row, float* to) {
         const int keys = shape_.keys(), dim = shape_.key_dim;
         const T* from = rows_ + row * stride_;
-        const T *q = DELTA ? from : from + shape_.values() + keys, *k = DELTA ? from + keys : from + shape_.values();
+        const T *q = IS_DELTA ? from : from + shape_.values() + keys, *k = IS_DELTA ? from + keys : from + shape_.values();
         for (int head = 0; head < shape_.key_heads; head++) {
-            const float scale = DELTA ? 1.f / std::sqrt(static_cast<float>(dim)) : 1.f;
+            const float scale = IS_DELTA ? 1.f / std::sqrt(static_cast<float>(dim)) : 1.f;
             copy_head(q + head * dim, to + head * dim, scale);
             copy_head(k + head * dim, to + keys + head * dim, 1.f);
         }
         const T* gate = gates_ + row * gates_stride_;
-        float *decay = to + 2 * keys, *factor = decay + shape_.heads;
+        float *decay = to + 2 * keys, *factor = decay + decays();
         for (int head = 0; head < shape_.heads; head++) {
-            if constexpr (DELTA) {
+            if constexpr (RULE == KDA) {
+                for (int i = head * dim; i < (head + 1) * dim; i++)
+                    decay[i] = std::exp(rate_[head] * softplus(to_float(gate[shape_.heads + i]) + bias_[i]));
+                factor[head] = shape_.beta / (1.f + std::exp(-to_float(gate[head])));
+            } else if constexpr (RULE == DELTA) {
                 const float step = softplus(to_float(gate[shape_.heads + head]) + bias_[head]);
                 decay[head] = std::exp(rate_[head] * step);
-                factor[head] = 1.f / (1.f + std::exp(-to_float(gate[head])));
+                factor[head] = shape_.beta / (1.f + std::exp(-to_float(gate[head])));
             } else {
                 const float step = softplus(to_float(gate[head]) + bias_[head]);
                 factor[head] = step < shape_.least ? shape_.least : step > shape_.most ? shape_.most : step;
@@ -158,7 +169,7 @@ private:
     void copy_head(const T* from, float* to, float scale) {
         const int dim = shape_.key_dim;
         Floats by = splat(scale);
-        if constexpr (DELTA) {
+        if constexpr (IS_DELTA) {
             Floats squares = splat(0.f);
             for (int i = 0; i < dim; i += LANES) {
                 const Floats v = load(from + i, dim - i);
@@ -195,21 +206,23 @@ private:
     NOINLINE void advance(const float* wide, int row, int head, int column, float* state, int stride) {
         const int dim = shape_.key_dim, left = shape_.value_dim - column, group = shape_.heads / shape_.key_heads;
         const float *q = wide + head / group * dim, *k = q + shape_.keys(), *gates = wide + 2 * shape_.keys();
-        const Floats decay = splat(gates[head]), factor = splat(gates[shape_.heads + head]);
-        const T* v = rows_ + row * stride_ + (DELTA ? 2 * shape_.keys() : 0) + head * shape_.value_dim + column;
+        const float* decays = gates + (RULE == KDA ? head * dim : head);  // one for each key, or one
+        const Floats decay = splat(decays[0]), factor = splat(gates[this->decays() + head]);
+        const T* v = rows_ + row * stride_ + (IS_DELTA ? 2 * shape_.keys() : 0) + head * shape_.value_dim + column;
         Floats value[VECTORS], change[VECTORS], total[VECTORS];
         UNROLL for (int j = 0; j < VECTORS; j++) {
             const int rest = left - j * LANES;
             value[j] = rest > 0 ? load(v + j * LANES, rest) : splat(0.f);
             total[j] = splat(0.f);
         }
-        if constexpr (DELTA) {
+        if constexpr (IS_DELTA) {
+            const auto seen = [&](int i) { return splat(RULE == KDA ? k[i] * decays[i] : k[i]); };
             Floats even[VECTORS], odd[VECTORS];  // two sums each: one would wait for itself
             UNROLL for (int j = 0; j < VECTORS; j++) even[j] = odd[j] = splat(0.f);
             int i = 0;
             for (; i + 1 < dim; i += 2) {
                 const float *s = state + static_cast<int64_t>(i) * stride, *next = s + stride;
-                const Floats key = splat(k[i]), next_key = splat(k[i + 1]);
+                const Floats key = seen(i), next_key = seen(i + 1);
                 UNROLL for (int j = 0; j < VECTORS; j++) {
                     even[j] = multiply_add(load(s + j * LANES), key, even[j]);
                     odd[j] = multiply_add(load(next + j * LANES), next_key, odd[j]);
@@ -217,19 +230,19 @@ private:
             }
             if (i < dim) {
                 const float* s = state + static_cast<int64_t>(i) * stride;
-                const Floats key = splat(k[i]);
+                const Floats key = seen(i);
                 UNROLL for (int j = 0; j < VECTORS; j++) even[j] = multiply_add(load(s + j * LANES), key, even[j]);
             }
             UNROLL for (int j = 0; j < VECTORS; j++)
-                change[j] = (value[j] - (even[j] + odd[j]) * decay) * factor;
+                change[j] = (value[j] - (RULE == KDA ? even[j] + odd[j] : (even[j] + odd[j]) * decay)) * factor;
         } else {
             UNROLL for (int j = 0; j < VECTORS; j++) change[j] = value[j] * factor;
         }
         for (int i = 0; i < dim; i++) {
             float* s = state + static_cast<int64_t>(i) * stride;
-            const Floats key = splat(k[i]), query = splat(q[i]);
+            const Floats key = splat(k[i]), query = splat(q[i]), rest = RULE == KDA ? splat(decays[i]) : decay;
             UNROLL for (int j = 0; j < VECTORS; j++) {
-                const Floats now = multiply_add(key, change[j], load(s + j * LANES) * decay);
+                const Floats now = multiply_add(key, change[j], load(s + j * LANES) * rest);
                 store(s + j * LANES, now);
                 total[j] = multiply_add(now, query, total[j]);
             }
@@ -313,8 +326,8 @@ private:
     T* out_;
 };
 
-// x *= sigmoid(gate), rows of `width` numbers.
-template <class T> class SigmoidMulOp : public Op {
+// x *= sigmoid(gate), with SILU times gate too; rows of `width` numbers.
+template <class T, bool WITH_GATE> class SigmoidMulOp : public Op {
 public:
     SigmoidMulOp(T* x, int64_t x_stride, const T* gate, int64_t gate_stride, int width)
         : x_(x), x_stride_(x_stride), gate_(gate), gate_stride_(gate_stride), width_(width) {}
@@ -325,7 +338,8 @@ public:
             const T* gate = gate_ + row * gate_stride_ + begin;
             for (int i = 0; i < count; i += LANES) {
                 const Floats g = load(gate + i, count - i), e = exp_negative(-abs(g)), one = splat(1.f);
-                store(x + i, load(x + i, count - i) * (g < splat(0.f) ? e : one) / (one + e), count - i);
+                const Floats share = (g < splat(0.f) ? e : one) / (one + e);
+                store(x + i, load(x + i, count - i) * (WITH_GATE ? share * g : share), count - i);
             }
         });
     }
@@ -336,6 +350,33 @@ private:
     const T* gate_;
     int64_t gate_stride_;
     int width_;
+};
+
+// out = x * by + added, column by column; `added` may be null, or be `out`.
+template <class T> class MulAddOp : public Op {
+public:
+    MulAddOp(const T* x, int64_t x_stride, const float* by, const T* added, int width, T* out)
+        : x_(x), x_stride_(x_stride), by_(by), added_(added), width_(width), out_(out) {}
+
+    void run(const Step& step, Member& member) override {
+        in_pieces(step.rows, width_, member, [&](int row, int begin, int count) {
+            const T* x = x_ + row * x_stride_ + begin;
+            const int64_t at = static_cast<int64_t>(row) * width_ + begin;
+            for (int i = 0; i < count; i += LANES) {
+                const int left = count - i;
+                const Floats v = load(x + i, left), by = load(by_ + begin + i, left);
+                store(out_ + at + i, added_ ? multiply_add(v, by, load(added_ + at + i, left)) : v * by, left);
+            }
+        });
+    }
+
+private:
+    const T* x_;
+    int64_t x_stride_;
+    const float* by_;
+    const T* added_;
+    int width_;
+    T* out_;
 };
 
 }  // namespace llmbox

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from llmbox.kernels.support import MAX_CONV_WIDTH
 
-from .fields import Fields, show
-from .shape import RecurrentShape
+from ..fields import Fields, show
+from ..shape import RecurrentShape
 
 FULL = "full_attention"
-RecurrentKind = Literal["short_conv", "gated_delta", "mamba2"]
+RecurrentKind = Literal["short_conv", "gated_delta", "kimi_delta", "mamba2"]
+GatedNorm = Literal["gate_first", "norm_first"]
 STATE_BYTES = 4
 """Bytes of a number of recurrent state, which is float32 whatever the model's dtype."""
 
@@ -22,13 +23,17 @@ class RecurrentConfig:
 
     kind: RecurrentKind
     layers: tuple[bool, ...]
-    """True for each recurrent layer; the others have attention."""
+    """True for each recurrent layer."""
+    attention: tuple[bool, ...]
+    """True for each layer with attention: a layer may have both (Falcon-H1), or neither (Nemotron-H)."""
     channels: int
     """Channels of the convolution."""
     conv_width: int
     """Inputs that it spans."""
     bias: bool = False
-    """True if the linears around the convolution have biases."""
+    """True if the linear before the convolution has a bias."""
+    out_bias: bool = False
+    """True if the linear at the end has one."""
     conv_bias: bool = False
     heads: int = 0
     """Value heads of the memory; 0: there is the convolution alone."""
@@ -39,6 +44,12 @@ class RecurrentConfig:
     """True if checkpoints hold the input linears as two tensors, key head by key head."""
     limits: tuple[float, float] = (0.0, math.inf)
     """Limits of a time step of Mamba-2."""
+    norm: GatedNorm | None = "gate_first"
+    """Norm of a Mamba-2 layer's result, after it was multiplied by its gate or before; None: no norm."""
+    beta: float = 1.0
+    """Multiplier of the gated delta rule's beta."""
+    norm_eps: float | None = None
+    """Epsilon of the norm inside a gated delta net; None: that of other norms."""
 
     @property
     def values(self) -> int:
@@ -50,15 +61,20 @@ class RecurrentConfig:
         conv = self.channels * (self.conv_width + self.conv_bias)
         if self.kind == "mamba2":
             rows = self.values + self.channels + self.heads
-            biases = (rows + hidden) * self.bias
-            return hidden * (rows + self.values) + biases + conv + 3 * self.heads + self.values
+            biases = rows * self.bias + hidden * self.out_bias
+            norm = self.values * (self.norm is not None)
+            return hidden * (rows + self.values) + biases + conv + 3 * self.heads + norm
+        if self.kind == "kimi_delta":
+            gates = 2 * self.key_dim * (hidden + self.values)
+            linears = hidden * (4 * self.values + self.heads)
+            return linears + gates + conv + self.values + self.heads + self.value_dim
         if self.kind == "gated_delta":
             linears = hidden * (self.channels + 2 * self.values + 2 * self.heads)
             return linears + conv + 2 * self.heads + self.value_dim
-        biases = (3 * self.channels + hidden) * self.bias
+        biases = 3 * self.channels * self.bias + hidden * self.out_bias
         return 4 * hidden * self.channels + conv + biases
 
-    def shape(self) -> RecurrentShape:
+    def shape(self, hidden: int) -> RecurrentShape:
         conv = self.channels * (self.conv_width - 1)
         shared = (("key heads of its recurrent layers", self.key_heads),)
         if self.kind == "short_conv":
@@ -67,8 +83,10 @@ class RecurrentConfig:
             shared = (("groups of heads of its Mamba layers", self.key_heads),)
         return RecurrentShape(
             is_recurrent=self.layers,
+            has_kv=self.attention,
             layers=sum(self.layers),
-            attention_layers=len(self.layers) - sum(self.layers),
+            attention_layers=sum(self.attention),
+            layer_params=self.parameters(hidden),
             layer_bytes=STATE_BYTES * (conv + self.values * self.key_dim),
             divisible=shared,
         )
@@ -80,34 +98,6 @@ RecurrentRule = Callable[[Fields, int], RecurrentConfig | None]
 
 def no_recurrence(_fields: Fields, _layers: int) -> None:
     return None
-
-
-def lfm2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
-    """Return the short convolutions of `layer_types`, or of all layers but `full_attn_idxs`."""
-    types = fields.raw.get("layer_types")
-    if types is None:
-        full = fields.raw.get("full_attn_idxs")
-        full = list(range(layers)) if full is None else full
-        if not isinstance(full, list) or not all(type(i) is int and 0 <= i < layers for i in full):
-            raise fields.error(f"full_attn_idxs must be a list of layers below {layers}")
-        types = [FULL if layer in full else "conv" for layer in range(layers)]
-    found = RecurrentConfig(
-        kind="short_conv",
-        layers=recurrent_layers(fields, types, layers, "conv"),
-        channels=fields.integer("hidden_size"),
-        conv_width=conv_width(fields, "conv_L_cache", 3),
-        bias=(bias := fields.flag("conv_bias", default=False)),
-        conv_bias=bias,
-    )
-    return found if any(found.layers) else None
-
-
-def qwen3_next_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
-    return gated_delta_nets(fields, layers, is_interleaved=True)
-
-
-def qwen3_5_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
-    return gated_delta_nets(fields, layers, is_interleaved=False)
 
 
 def gated_delta_nets(fields: Fields, layers: int, *, is_interleaved: bool) -> RecurrentConfig | None:
@@ -124,7 +114,8 @@ def gated_delta_nets(fields: Fields, layers: int, *, is_interleaved: bool) -> Re
         )
     found = RecurrentConfig(
         kind="gated_delta",
-        layers=recurrent_layers(fields, types, layers, "linear_attention"),
+        layers=(recurrent := recurrent_layers(fields, types, layers, "linear_attention")),
+        attention=others(recurrent),
         channels=2 * key_heads * key_dim + heads * value_dim,
         conv_width=conv_width(fields, "linear_conv_kernel_dim", 4),
         heads=heads,
@@ -136,28 +127,30 @@ def gated_delta_nets(fields: Fields, layers: int, *, is_interleaved: bool) -> Re
     return found if any(found.layers) else None
 
 
-def granite_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
-    """Return the Mamba-2 layers of `layer_types`, which older files call otherwise."""
-    types = fields.raw.get("layer_types") or fields.raw.get("layers_block_type") or ["mamba"] * layers
-    known = {"linear_attention": "mamba", "attention": FULL}
-    if isinstance(types, list):
-        types = [known.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+def mamba2_layers(
+    fields: Fields, recurrent: tuple[bool, ...], attention: tuple[bool, ...], values: int | None = None
+) -> RecurrentConfig | None:
+    """Return Mamba-2 layers of `values` numbers; None: `mamba_expand` times the hidden size."""
     heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
-    key_dim, values = fields.integer("mamba_d_state", 256), fields.integer("mamba_expand", 2)
-    values *= fields.integer("hidden_size")
+    key_dim, what = fields.integer("mamba_d_state", 256), "mamba_d_ssm"
+    if values is None:
+        values, what = fields.integer("mamba_expand", 2) * fields.integer("hidden_size"), "mamba_expand"
     if values % heads or heads % groups:
+        of = "mamba_expand * hidden_size" if what == "mamba_expand" else what
         raise fields.error(
-            f"mamba_n_heads {heads} must divide mamba_expand * hidden_size {values} and be a multiple of "
-            f"mamba_n_groups {groups}"
+            f"mamba_n_heads {heads} must divide {of} {values} and be a multiple of mamba_n_groups {groups}"
         )
     if fields.raw.get("mamba_d_head") not in (None, "auto", values // heads):
         raise fields.error(f"mamba_d_head {fields.raw['mamba_d_head']!r} is not {values // heads}")
+    bias = fields.flag("mamba_proj_bias", default=False)
     found = RecurrentConfig(
         kind="mamba2",
-        layers=recurrent_layers(fields, types, layers, "mamba"),
+        layers=recurrent,
+        attention=attention,
         channels=values + 2 * groups * key_dim,
         conv_width=conv_width(fields, "mamba_d_conv", 4),
-        bias=fields.flag("mamba_proj_bias", default=False),
+        bias=bias,
+        out_bias=bias,
         conv_bias=fields.flag("mamba_conv_bias", default=True),
         heads=heads,
         key_heads=groups,
@@ -166,12 +159,6 @@ def granite_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
         limits=time_step_limits(fields),
     )
     return found if any(found.layers) else None
-
-
-def granite_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the MLP's intermediate size, which Granite's files call that of the shared expert."""
-    shared = fields.integer("shared_intermediate_size", 1024)
-    return {"intermediate_size": shared, "expert_intermediate_size": fields.raw.get("intermediate_size")}
 
 
 def time_step_limits(fields: Fields) -> tuple[float, float]:
@@ -191,6 +178,13 @@ def _number_or_infinity(value: Any) -> float:
     return float(value) if type(value) in (int, float) else math.nan
 
 
+NO_ATTENTION = "no layer has attention: models that are recurrent throughout are not supported"
+
+
+def others(layers: tuple[bool, ...]) -> tuple[bool, ...]:
+    return tuple(not is_recurrent for is_recurrent in layers)
+
+
 def recurrent_layers(fields: Fields, types: Any, layers: int, name: str) -> tuple[bool, ...]:
     """Return True for each layer called `name` in `types`. Raises ModelError, also for a model without
     attention.
@@ -198,7 +192,7 @@ def recurrent_layers(fields: Fields, types: Any, layers: int, name: str) -> tupl
     if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, name) for t in types):
         raise fields.error(f"layer_types must name {FULL} or {name} for each of {layers} layers")
     if FULL not in types:
-        raise fields.error("no layer has attention: models that are recurrent throughout are not supported")
+        raise fields.error(NO_ATTENTION)
     return tuple(kind == name for kind in types)
 
 
@@ -207,15 +201,3 @@ def conv_width(fields: Fields, key: str, default: int) -> int:
     if not 2 <= width <= MAX_CONV_WIDTH:
         raise fields.error(f"{key} {width} is not supported, only 2 to {MAX_CONV_WIDTH}")
     return width
-
-
-def lfm2_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the intermediate size that LFM2's files mean: two thirds of theirs, rounded up, unless they say
-    otherwise.
-    """
-    inner = fields.integer("block_ff_dim" if fields.raw.get("block_ff_dim") else "intermediate_size")
-    if fields.flag("block_auto_adjust_ff_dim", default=True):
-        multiple = fields.integer("block_multiple_of", 256)
-        inner = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
-        inner = -(-inner // multiple) * multiple
-    return {"intermediate_size": inner}

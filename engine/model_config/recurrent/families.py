@@ -1,0 +1,255 @@
+"""Rules by which the config.json of each hybrid family names its recurrent layers, and sizes beside them."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..fields import Fields
+from ..moe import ExpertsConfig, deepseek_experts, deepseek_v3_experts, refuse_small_groups
+from .config import (
+    FULL,
+    NO_ATTENTION,
+    GatedNorm,
+    RecurrentConfig,
+    conv_width,
+    gated_delta_nets,
+    mamba2_layers,
+    others,
+    recurrent_layers,
+)
+
+
+def lfm2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the short convolutions of `layer_types`, or of all layers but `full_attn_idxs`."""
+    types = fields.raw.get("layer_types")
+    if types is None:
+        full = fields.raw.get("full_attn_idxs")
+        full = list(range(layers)) if full is None else full
+        if not isinstance(full, list) or not all(type(i) is int and 0 <= i < layers for i in full):
+            raise fields.error(f"full_attn_idxs must be a list of layers below {layers}")
+        types = [FULL if layer in full else "conv" for layer in range(layers)]
+    found = RecurrentConfig(
+        kind="short_conv",
+        layers=(recurrent := recurrent_layers(fields, types, layers, "conv")),
+        attention=others(recurrent),
+        channels=fields.integer("hidden_size"),
+        conv_width=conv_width(fields, "conv_L_cache", 3),
+        bias=(bias := fields.flag("conv_bias", default=False)),
+        out_bias=bias,
+        conv_bias=bias,
+    )
+    return found if any(found.layers) else None
+
+
+def qwen3_next_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    return gated_delta_nets(fields, layers, is_interleaved=True)
+
+
+def qwen3_5_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    return gated_delta_nets(fields, layers, is_interleaved=False)
+
+
+def olmo_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the gated delta nets of OLMo-hybrid, whose sizes follow from the heads of attention."""
+    heads, raw = fields.integer("num_attention_heads"), dict(fields.raw)
+    for what in ("key", "value"):
+        raw[f"linear_num_{what}_heads"] = fields.integer(f"linear_num_{what}_heads", heads)
+    keys = fields.integer(
+        "linear_key_head_dim", int(0.75 * fields.integer("hidden_size") / raw["linear_num_key_heads"]) or None
+    )
+    raw |= {"linear_key_head_dim": keys}
+    raw["linear_value_head_dim"] = fields.integer("linear_value_head_dim", 2 * keys)
+    found = gated_delta_nets(Fields(raw, fields.where), layers, is_interleaved=False)
+    if found is None:
+        raise fields.error("layer_types names no linear_attention, which every OLMo-hybrid has")
+    beta = 2.0 if fields.flag("linear_allow_neg_eigval", default=True) else 1.0
+    return replace(found, beta=beta, norm_eps=1e-5)
+
+
+def kimi_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the layers of Kimi delta attention: `layer_types`, or the lists of `linear_attn_config`."""
+    inner = Fields(fields.mapping("linear_attn_config") or {}, f"{fields.where}: linear_attn_config")
+
+    def size(key: str, name: str, default: int) -> int:
+        return inner.integer(name) if inner.raw.get(name) is not None else fields.integer(key, default)
+
+    types = fields.raw.get("layer_types")
+    if types is None and inner.raw:
+        types = kimi_layers(inner, layers)
+    if types is None:
+        types = [FULL if layer and layer % 4 == 0 else "linear_attention" for layer in range(layers)]
+    heads, dim = size("linear_num_heads", "num_heads", 32), size("linear_head_dim", "head_dim", 128)
+    is_conv_inside = inner.raw.get("short_conv_kernel_size") is not None
+    found = RecurrentConfig(
+        kind="kimi_delta",
+        layers=(recurrent := recurrent_layers(fields, types, layers, "linear_attention")),
+        attention=others(recurrent),
+        channels=3 * heads * dim,
+        conv_width=conv_width(inner, "short_conv_kernel_size", 4)
+        if is_conv_inside
+        else conv_width(fields, "linear_conv_kernel_dim", 4),
+        heads=heads,
+        key_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+    )
+    return found if any(found.layers) else None
+
+
+def kimi_layers(inner: Fields, layers: int) -> list[str]:
+    """Return the kind of each layer by `kda_layers` and `full_attn_layers`, which count from 1."""
+    kinds = {"kda_layers": "linear_attention", "full_attn_layers": FULL}
+    found = dict[int, str]()
+    for key, kind in kinds.items():
+        numbers = inner.raw.get(key)
+        if not isinstance(numbers, list) or not all(type(n) is int and 1 <= n <= layers for n in numbers):
+            raise inner.error(f"{key} must be a list of layers from 1 to {layers}")
+        found |= dict.fromkeys(numbers, kind)
+    if len(found) != layers or sum(len(inner.raw[key]) for key in kinds) != layers:
+        raise inner.error(f"kda_layers and full_attn_layers must name each of {layers} layers once")
+    return [found[layer] for layer in range(1, layers + 1)]
+
+
+def granite_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the Mamba-2 layers of `layer_types`, which older files call otherwise."""
+    types = fields.raw.get("layer_types") or fields.raw.get("layers_block_type") or ["mamba"] * layers
+    known = {"linear_attention": "mamba", "attention": FULL}
+    if isinstance(types, list):
+        types = [known.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    recurrent = recurrent_layers(fields, types, layers, "mamba")
+    return mamba2_layers(fields, recurrent, others(recurrent))
+
+
+def bamba_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the Mamba-2 layers, which are all but `attn_layer_indices`."""
+    full = fields.raw.get("attn_layer_indices") or []
+    if not isinstance(full, list) or not all(type(i) is int and 0 <= i < layers for i in full):
+        raise fields.error(f"attn_layer_indices must be a list of layers below {layers}")
+    if not full:
+        raise fields.error(f"attn_layer_indices names no layer: {NO_ATTENTION}")
+    recurrent = tuple(layer not in full for layer in range(layers))
+    return mamba2_layers(fields, recurrent, others(recurrent))
+
+
+def falcon_h1_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return Mamba-2 beside the attention of every layer."""
+    values = None if fields.raw.get("mamba_d_ssm") is None else fields.integer("mamba_d_ssm")
+    found = mamba2_layers(fields, (True,) * layers, (True,) * layers, values)
+    if not fields.flag("mamba_rms_norm", default=False):
+        norm: GatedNorm | None = None
+    else:
+        norm = "norm_first" if fields.flag("mamba_norm_before_gate", default=True) else "gate_first"
+    return found and replace(found, norm=norm, out_bias=fields.flag("projectors_bias", default=False))
+
+
+def nemotron_h_recurrence(fields: Fields, _layers: int) -> RecurrentConfig | None:
+    """Return the Mamba-2 layers of Nemotron-H; its layers of MLP and experts have neither state nor KV."""
+    kinds = nemotron_h_layers(fields)
+    if FULL not in kinds:
+        raise fields.error(NO_ATTENTION)
+    heads = fields.integer("mamba_num_heads", 128)
+    raw = {
+        "mamba_n_heads": heads,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": fields.integer("n_groups", 8),
+        "mamba_d_state": fields.integer("ssm_state_size", 128),
+        "mamba_d_conv": fields.integer("conv_kernel", 4),
+        "mamba_conv_bias": fields.flag("use_conv_bias", default=True),
+        "mamba_proj_bias": fields.flag("use_bias", default=False),
+        "time_step_limit": fields.raw.get("time_step_limit"),
+    }
+    recurrent, attention = (tuple(kind == wanted for kind in kinds) for wanted in ("linear_attention", FULL))
+    values = heads * fields.integer("mamba_head_dim", 64)
+    return mamba2_layers(Fields(raw, fields.where), recurrent, attention, values)
+
+
+def granite_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the MLP's intermediate size, which Granite's files call that of the shared expert."""
+    shared = fields.integer("shared_intermediate_size", 1024)
+    return {"intermediate_size": shared, "expert_intermediate_size": fields.raw.get("intermediate_size")}
+
+
+def lfm2_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the intermediate size that LFM2's files mean: two thirds of theirs, rounded up, unless they say
+    otherwise.
+    """
+    inner = fields.integer("block_ff_dim" if fields.raw.get("block_ff_dim") else "intermediate_size")
+    if fields.flag("block_auto_adjust_ff_dim", default=True):
+        multiple = fields.integer("block_multiple_of", 256)
+        inner = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
+        inner = -(-inner // multiple) * multiple
+    return {"intermediate_size": inner}
+
+
+NEMOTRON_LAYERS = {
+    "M": "linear_attention",
+    "*": "full_attention",
+    "E": "moe",
+    "-": "mlp",
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+}
+"""Other names of the kinds of layers of Nemotron-H: letters of `hybrid_override_pattern`, and older ones."""
+
+
+def nemotron_h_layers(fields: Fields) -> list[str]:
+    """Return the kind of each layer: linear_attention, full_attention, moe or mlp. Raises ModelError."""
+    key = next((k for k in ("layers_block_type", "layer_types") if fields.raw.get(k) is not None), "")
+    types: Any = fields.raw[key] if key else list(fields.text("hybrid_override_pattern"))
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        types = []
+    named: list[str] = [NEMOTRON_LAYERS.get(kind, kind) for kind in types]
+    if not named or not set(named) <= set(NEMOTRON_LAYERS.values()):
+        raise fields.error(
+            f"{key or 'hybrid_override_pattern'} must name the kind of each layer: "
+            f"{', '.join(sorted(set(NEMOTRON_LAYERS.values())))}, or M, *, E and - in a pattern"
+        )
+    return named
+
+
+def nemotron_h_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read the experts of Nemotron-H, which have no gates and may work on narrower rows."""
+    sparse = tuple(kind == "moe" for kind in nemotron_h_layers(fields))
+    if not any(sparse):
+        return None
+    if fields.flag("mlp_bias", default=False):
+        raise fields.error("mlp_bias is not supported with experts")
+    fields = Fields({**fields.raw, "mlp_layer_types": ["dense"] * layers}, fields.where)
+    found = deepseek_experts(
+        fields, layers, scoring="sigmoid", group_best=2, correction="gate.e_score_correction_bias"
+    )
+    shared = fields.integer("moe_shared_expert_intermediate_size")
+    return replace(
+        refuse_small_groups(fields, found),
+        layers=sparse,
+        shared_inner=shared,
+        module="mixer",
+        projections=("", "up_proj", "down_proj"),
+        latent=fields.integer("moe_latent_size", 0),
+    )
+
+
+def kimi_linear_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    if fields.text("moe_router_activation_func", "sigmoid") != "sigmoid":
+        raise fields.error(
+            f"moe_router_activation_func {fields.raw['moe_router_activation_func']!r} is not supported, only "
+            "'sigmoid'"
+        )
+    found = deepseek_v3_experts(fields, layers)
+    if found is None:
+        return None
+    return replace(found, module="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
+def nemotron_h_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the number of layers, which follows from their kinds."""
+    return {"num_hidden_layers": len(nemotron_h_layers(fields))}
+
+
+def refuse_other_nemotron(fields: Fields) -> None:
+    if (act := fields.text("mamba_hidden_act", "silu")) != "silu":
+        raise fields.error(f"mamba_hidden_act {act!r} is not supported, only 'silu'")
+
+
+def refuse_other_kimi(fields: Fields) -> None:
+    if not fields.flag("mla_use_nope", default=True):
+        raise fields.error("mla_use_nope must be true: other Kimi-Linear models are not known")
