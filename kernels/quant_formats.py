@@ -1,7 +1,7 @@
 """Weight formats by name. Torch-free, as settings and memory estimates use them too."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Kind = Literal["linear", "experts", "router", "head", "table", "tied"]
 """Kind of a weight matrix: a layer's linear, all experts of a layer in one, the MoE router, the output head,
@@ -11,6 +11,25 @@ OF_LAYERS: frozenset[Kind] = frozenset({"linear", "experts"})
 """Kinds that have the format of the layers."""
 UNQUANTIZED_KINDS: frozenset[Kind] = frozenset({"router", "table"})
 """Kinds that no format quantizes."""
+
+
+BlockGrid = Literal["", "centered", "table", "minimums", "k_minimums", "k_pairs", "k_signed", "k_table"]
+"""Meaning of the numbers n of a block of a GGUF file, with its scale d, and m:
+
+    centered    d * (n - 2^(bits - 1))
+    table       d * `IQ4_VALUES`[n]
+    minimums    d * n + m
+    k_minimums  d * s * n - m * t, with bytes s and t for each 32 inputs
+    k_pairs     the same for each 16 inputs, s and t in one byte
+    k_signed    d * s * (n - 2^(bits - 1)), with a signed byte s for each 16 inputs
+    k_table     d * s * `IQ4_VALUES`[n], with a signed byte s for each 32 inputs
+"""
+IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_BLOCK_SCALES: Final[dict[BlockGrid, float]] = {
+    "centered": 2 / 32, "table": 2 / 32, "minimums": 4 / 32, "k_minimums": 20 / 256, "k_pairs": 20 / 256,
+    "k_signed": 18 / 256, "k_table": 10 / 256,
+}  # fmt: skip
+"""Bytes of scales for each weight of blocks in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +52,7 @@ class Quant:
     Formats that other tools publish are `in_checkpoints_only`: their numbers are taken as they are stored
     (`engine/checkpoint/formats`). With `has_zeros` a group of 4-bit weights has a zero point too: a weight is
     its scale times (n - zero). With `is_e2m1` four bits are a small float, which times two is an integer.
+    Blocks of GGUF files have a `grid`.
     """
 
     name: str
@@ -51,9 +71,14 @@ class Quant:
     """True if four bits are floats of one sign, two exponent and one mantissa bit (MXFP4)."""
     in_checkpoints_only: bool = False
     """True if weights are never quantized to this format at load: only checkpoints hold it."""
+    grid: BlockGrid = ""
+    is_gguf: bool = False
+    """True if each weight of the model has the format of its own blocks in a GGUF file (`GGUF_QUANTS`)."""
 
     @property
     def bytes_per_weight(self) -> float:
+        if self.grid:
+            return self.bits / 8 + _BLOCK_SCALES[self.grid]
         scales = 4 / self.group**2 if self.kind == "blocks" else 2 / self.group
         offsets = 1 / self.step if self.step else self.has_zeros / self.group
         return self.bits / 8 + scales + offsets
@@ -61,6 +86,16 @@ class Quant:
     def head_bytes(self, wide: int) -> float:
         """Bytes of one weight of the output head; `wide` is the size of an unquantized one."""
         return wide if self.keeps_head else self.head.bytes_per_weight
+
+    @property
+    def unit(self) -> int:
+        """Number of inputs with one float16 scale."""
+        return 256 if self.grid.startswith("k_") else self.group
+
+    @property
+    def span(self) -> int:
+        """Number of inputs with one byte of a unit's scales."""
+        return 16 if self.grid in {"k_pairs", "k_signed"} else 32
 
     def shared(self, inputs: int) -> int:
         """Return the number of these inputs that share a scale."""
@@ -105,6 +140,17 @@ class Quant:
         return self if self.bits == 8 else QUANTS["int8"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSizes:
+    """Bytes of a weight of a GGUF model in memory, on average, and the inputs that ranks cannot split."""
+
+    layers: float
+    head: float
+    table: float
+    """Bytes in the input embedding, where it is not the head."""
+    unit: int
+
+
 def _stored(name: str, bits: int, group: int, **kind: Any) -> Quant:
     return Quant(name, bits, group, keeps_head=True, in_checkpoints_only=True, **kind)
 
@@ -129,5 +175,25 @@ QUANTS = {
         _stored("w8a16-g128", 8, 128),
         _stored("w8a16-g32", 8, 32),
         _stored("mxfp4", 4, 32, is_e2m1=True),
+        _stored("gguf", 8, 32, is_gguf=True),
     )
 }
+
+GGUF_QUANTS: Final[dict[str, Quant]] = {
+    "Q4_0": QUANTS["w4a16-g32"],
+    "Q8_0": QUANTS["int8-g32"],
+    "MXFP4": QUANTS["mxfp4"],
+    "Q4_1": _stored("q4_1", 4, 32, grid="minimums"),
+    "Q5_0": _stored("q5_0", 5, 32, grid="centered"),
+    "Q5_1": _stored("q5_1", 5, 32, grid="minimums"),
+    "Q2_K": _stored("q2_k", 2, 32, grid="k_pairs"),
+    "Q3_K": _stored("q3_k", 3, 32, grid="k_signed"),
+    "Q4_K": _stored("q4_k", 4, 32, grid="k_minimums"),
+    "Q5_K": _stored("q5_k", 5, 32, grid="k_minimums"),
+    "Q6_K": _stored("q6_k", 6, 32, grid="k_signed"),
+    "IQ4_NL": _stored("iq4_nl", 4, 32, grid="table"),
+    "IQ4_XS": _stored("iq4_xs", 4, 32, grid="k_table"),
+}
+"""Formats that hold the numbers of ggml's blocks, by the name of the type."""
+KERNEL_QUANTS: Final = QUANTS | {quant.name: quant for quant in GGUF_QUANTS.values()}
+"""All formats that a packed weight can have, by name."""

@@ -125,6 +125,8 @@ def why_no_triton(site: KernelSite) -> str:
 def _why_no_quant_on_gpu(quant: Quant, site: KernelSite) -> str:
     if reason := why_no_triton(site):
         return f"{quant.name} weights on a GPU need the Triton kernels: {reason}"
+    if quant.is_gguf:
+        return "the blocks of GGUF files have no kernels for GPUs"
     has_float8 = site.device == "cpu" or site.capability is None or site.capability >= FLOAT8_SINCE
     if quant.is_float and not has_float8:
         return f"{quant.name} weights need compute capability 8.9: use int8 or int4"

@@ -1,15 +1,16 @@
 """Interfaces for weights in a backend's layout: quantized, packed, and attached from packed bytes on disk."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .quant_formats import Kind, Quant
+from .quant_formats import IQ4_VALUES, Kind, Quant
 from .quantize_int import e2m1_nibbles, to_nibbles
 
-__all__ = ["Kind", "Packing", "QuantizedWeight", "StoredWeights"]
+__all__ = ["BlockWeight", "Kind", "Packing", "QuantizedWeight", "StoredWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,52 @@ class QuantizedWeight:
         return to_nibbles(self.codes_OI, self.steps_OS, self.quant)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """Weights of GGUF's blocks, as `BlockGrid` says: O outputs, I inputs, U units, P parts of units."""
+
+    quant: Quant
+    numbers_OI: Tensor
+    """uint8."""
+    scales_OU: Tensor
+    """float16."""
+    minimums_OU: Tensor | None = None
+    """float16."""
+    scale_parts_OP: Tensor | None = None
+    """uint8; bits of signed bytes where the grid has those."""
+    minimum_parts_OP: Tensor | None = None
+    """uint8."""
+
+    def floats(self) -> Tensor:
+        """Dequantize to [O, I] float32, with the products and the order of ggml."""
+        quant = self.quant
+        scales_OS, minimums_OS = self.scales_OU.float(), None
+        if self.minimums_OU is not None:
+            minimums_OS = self.minimums_OU.float()
+        span = quant.unit
+        if self.scale_parts_OP is not None:
+            span, parts_OP = quant.span, self.scale_parts_OP
+            leasts_OP = self.minimum_parts_OP
+            if quant.grid == "k_pairs":
+                parts_OP, leasts_OP = parts_OP & 15, parts_OP >> 4
+            elif leasts_OP is None:
+                parts_OP = parts_OP.view(torch.int8)
+            each = quant.unit // span
+            scales_OS = scales_OS.repeat_interleave(each, 1) * parts_OP
+            if minimums_OS is not None and leasts_OP is not None:
+                minimums_OS = -(minimums_OS.repeat_interleave(each, 1) * leasts_OP)
+        numbers = self.numbers_OI.float()
+        if quant.grid.endswith("table"):
+            numbers = torch.tensor(IQ4_VALUES, dtype=torch.float32)[self.numbers_OI.int()]
+        elif minimums_OS is None:
+            numbers = numbers - (1 << (quant.bits - 1))
+        outputs, inputs = numbers.shape
+        weights = scales_OS.unsqueeze(-1) * numbers.view(outputs, -1, span)
+        if minimums_OS is not None:
+            weights = weights + minimums_OS.unsqueeze(-1)
+        return weights.view(outputs, inputs)
+
+
 class StoredWeights(Protocol):
     """Interface of backends that run quantized checkpoints."""
 
@@ -73,6 +120,20 @@ class Packing(StoredWeights, Protocol):
     @property
     def layout(self) -> str:
         """Name of everything but format, shape and dtype that the bytes of panels depend on."""
+        ...
+
+    @property
+    def holds_blocks(self) -> bool:
+        """True if weights of a GGUF file keep their blocks."""
+        ...
+
+    def pack_blocks(
+        self,
+        parts: Sequence[QuantizedWeight | BlockWeight | Tensor],
+        dtype: torch.dtype,
+        bias_O: Tensor | None = None,
+    ) -> Any:
+        """Pack outputs of several formats as one linear; a tensor has unquantized ones."""
         ...
 
     def pack(self, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None = None) -> Any:

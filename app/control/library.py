@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llmbox.engine.checkpoint.formats.weight_format import GgufFormat
 from llmbox.engine.errors import DeviceError, EngineError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig, parse_config
@@ -193,6 +194,8 @@ class Card:
         if self.config is None:
             return ""
         stored = self.config.stored
+        if isinstance(stored, GgufFormat):
+            return stored.label
         return self.config.quant or (stored.label if stored else _SHORT[self.config.dtype])
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmbox.engine.checkpoint.formats.floats import split_experts
-from llmbox.engine.checkpoint.formats.weight_format import check_tensors
+from llmbox.engine.checkpoint.formats.weight_format import GgufFormat, check_tensors
 from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_undeclared
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError
-from llmbox.engine.gguf.config import NOT_NEEDED
+from llmbox.engine.gguf.config import NOT_NEEDED, check_matrices
 from llmbox.engine.gguf.folder import gguf_of
 from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.model_config.config import ModelConfig, parse_config
@@ -64,7 +64,9 @@ def local_facts(ref: ModelRef) -> ModelFacts:
     config = parse_config(ref.path)
     file = gguf_of(ref.path)
     if file is not None:
-        found = read_gguf(file).tensors
+        gguf = read_gguf(file)
+        check_matrices(gguf)
+        found = gguf.tensors
         tensors = {name: each for name, each in found.items() if not NOT_NEEDED.fullmatch(name)}
     else:
         tensors = list_tensors(ref.path)
@@ -153,7 +155,7 @@ def _facts(
         for each in entries:
             if each.name.endswith(".weight"):
                 refuse_undeclared(each)
-    else:
+    elif not isinstance(config.stored, GgufFormat):
         check_tensors(config.stored, split_experts(config.stored, {each.name: each for each in entries}))
     counted = [e for e in entries if not (config.tie_word_embeddings and e.name.endswith(_TIED))]
     return ModelFacts(

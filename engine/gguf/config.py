@@ -278,6 +278,36 @@ def name_of(gguf: GgufFile) -> str:
     return plain or f"{gguf.architecture}-from-gguf"
 
 
+def check_matrices(gguf: GgufFile) -> None:
+    """Raise ModelError for the first matrix that is missing or has another shape than the metadata say."""
+    config = config_of(gguf)
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (config[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
+    wanted: dict[str, tuple[int, ...]] = {
+        "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries),
+    }
+    experts = gguf.value("expert_count")
+    if not experts:
+        wanted |= {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+    else:
+        inner = gguf.value("expert_feed_forward_length", inner)
+        wanted |= {"ffn_gate_exps": (experts, inner, hidden), "ffn_up_exps": (experts, inner, hidden)}
+        wanted |= {"ffn_down_exps": (experts, hidden, inner)}
+    for layer in range(config["num_hidden_layers"]):
+        for part, shape in wanted.items():
+            entry = gguf.tensors.get(name := f"blk.{layer}.{part}.weight")
+            if entry is None:
+                raise ModelError(f"{gguf.path}: tensor {shown(name)} is missing: it is no whole model")
+            if entry.shape != shape:
+                raise ModelError(
+                    f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, what the file says "
+                    f"of the model wants {list(shape)}"
+                )
+
+
 def is_quantized(gguf: GgufFile) -> bool:
     return any(entry.dtype not in FLOATS for entry in gguf.tensors.values())
 

@@ -4,18 +4,23 @@ The weights stay in the file. Everything that takes a checkpoint's folder takes 
 """
 
 import json
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
-from .config import config_of, generation_of, rope_factors
-from .reader import GgufFile
+from llmbox.kernels.quant_formats import GGUF_QUANTS
+
+from ..checkpoint.safetensors import TensorEntry
+from ..model_config.shape import DTYPE_BYTES
+from .config import config_of, dtype_of, generation_of, rope_factors
+from .reader import FLOATS, GgufFile
 
 LINK = "llmbox.gguf"
 """Name of the link to the file; of a model in several files, to the first. It is one that no repository has:
 a `model.gguf` beside safetensors is another file.
 """
-
-SAME_NUMBERS = {"Q8_0": "int8-g32"}
-"""Kernel formats that hold the numbers of a block format: layers keep the file's own integers."""
 
 
 def gguf_of(directory: Path) -> Path | None:
@@ -24,16 +29,44 @@ def gguf_of(directory: Path) -> Path | None:
     return link.resolve() if link.is_symlink() else None
 
 
+def describe_blocks(gguf: GgufFile) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a file's blocks; None for a file of floats."""
+    weights: Counter[str] = Counter()
+    groups: dict[str, list[TensorEntry]] = {"layers": [], "head": [], "table": []}
+    for name, entry in gguf.tensors.items():
+        if len(entry.shape) < 2 or name.endswith("ffn_gate_inp.weight"):
+            continue
+        weights[entry.dtype] += prod(entry.shape)
+        groups[
+            "table" if name == "token_embd.weight" else "layers" if name.startswith("blk.") else "head"
+        ].append(entry)
+    types = [kind for kind, _ in weights.most_common() if kind not in FLOATS]
+    if not types:
+        return None
+    groups["head"] = groups["head"] or groups["table"]
+    wide = DTYPE_BYTES[dtype_of(gguf)]
+    return {
+        "quant_method": "gguf",
+        "types": types,
+        "unit": max(GGUF_QUANTS[kind].unit for kind in types),
+        "bytes_per_weight": {name: _bytes_per_weight(entries, wide) for name, entries in groups.items()},
+    }
+
+
+def _bytes_per_weight(entries: Sequence[TensorEntry], wide: int) -> float:
+    weights = sum(prod(entry.shape) for entry in entries)
+    sizes = (
+        prod(entry.shape) * (wide if entry.dtype in FLOATS else GGUF_QUANTS[entry.dtype].bytes_per_weight)
+        for entry in entries
+    )
+    return round(sum(sizes) / max(1, weights), 6) or float(wide)
+
+
 def write_folder(gguf: GgufFile, folder: Path) -> None:
     """Write the folder's files but the tokenizer's. Raises ModelError and OSError."""
     config = config_of(gguf, rope_factors(gguf))
-    blocks = {
-        entry.dtype
-        for name, entry in gguf.tensors.items()
-        if name.startswith("blk.") and len(entry.shape) > 1 and not name.endswith("ffn_gate_inp.weight")
-    }
-    if len(blocks) == 1 and (quant := SAME_NUMBERS.get(blocks.pop())):
-        config["quantization_config"] = {"quant_method": "gguf", "format": quant}
+    if (described := describe_blocks(gguf)) is not None:
+        config["quantization_config"] = described
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generation = json.dumps(generation_of(gguf), indent=2)
     (folder / "generation_config.json").write_text(generation + "\n", encoding="utf-8")

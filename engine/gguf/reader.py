@@ -43,6 +43,7 @@ BLOCKS: Final = {
     "Q6_K": (256, 210),
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
 """Supported formats: weights in a block, and bytes of a block."""
 FLOATS: Final = {"F32", "F16", "BF16"}

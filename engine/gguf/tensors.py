@@ -9,9 +9,9 @@ from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import bytes_of, read_fully, refuse_non_finite
 from ..errors import ModelError
+from .blocks import dequantise
 from .config import NOT_NEEDED, GgufTensorPlace, architecture_of, dtype_of, place_of
-from .dequantize import dequantise
-from .reader import BLOCKS, GgufFile
+from .reader import BLOCKS, FLOATS, GgufFile
 
 CHUNK_BLOCKS = 1 << 18
 """Blocks that are dequantized at once."""
@@ -34,6 +34,33 @@ class GgufTensors:
         self._total = sum(gguf.tensors[name].nbytes for name in self._left)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        entry = self._entry(name, shape)
+        tensor = self._read(entry).view(shape)
+        refuse_non_finite(tensor, entry, "")
+        if self._kind.norms_hold_one and name.endswith("norm.weight"):
+            tensor -= 1
+        return self._in_order(entry, tensor)
+
+    def block_type(self, name: str) -> str | None:
+        """Return the type of a tensor's blocks; None: it has floats, or is missing."""
+        entry = self._gguf.tensors.get(place_of(name, self._kind.layer).name)
+        return None if entry is None or entry.dtype in FLOATS else entry.dtype
+
+    def take_blocks(self, name: str, shape: tuple[int, int]) -> tuple[TensorEntry, Tensor]:
+        """Return the rows of a matrix as bytes of whole blocks, uint8 [outputs, bytes of a row]."""
+        entry = self._entry(name, shape)
+        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+        try:
+            with open_regular(entry.file, buffering=0) as stream:
+                stream.seek(entry.offset)
+                read_fully(stream.readinto, bytes_of(raw), entry)
+        except OSError as error:
+            raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
+        self._done += raw.nbytes
+        self._progress(self._done, self._total)
+        return entry, self._in_order(entry, raw.view(shape[0], -1))
+
+    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         place = place_of(name, self._kind.layer)
         entry = self._gguf.tensors.get(place.name)
         if entry is None:
@@ -47,12 +74,11 @@ class GgufTensors:
                 f"{entry.file}: tensor {shown(entry.name)} has shape {list(part.shape)}, what the file says "
                 f"of the model wants {list(shape)}"
             )
-        tensor = self._read(part).view(shape)
-        refuse_non_finite(tensor, entry, "")
-        if self._kind.norms_hold_one and name.endswith("norm.weight"):
-            tensor -= 1
-        heads = self._heads.get(place.name.split(".")[-2])
-        return tensor if heads is None else half_split_rope(tensor, heads)
+        return part
+
+    def _in_order(self, entry: TensorEntry, rows: Tensor) -> Tensor:
+        heads = self._heads.get(entry.name.split(".")[-2])
+        return rows if heads is None else half_split_rope(rows, heads)
 
     floats = take
 

@@ -10,7 +10,7 @@ from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
 from ..checkpoint.formats.integers import Integers
 from ..checkpoint.formats.registry import READERS, find_weight_format
-from ..checkpoint.formats.weight_format import NotReadable, WeightFormat, check_tensors
+from ..checkpoint.formats.weight_format import GgufFormat, NotReadable, WeightFormat, check_tensors
 from ..checkpoint.index import list_tensors
 from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
@@ -200,6 +200,7 @@ class ModelConfig:
             fits_float16=self.fits_float16,
             quant=self.quant,
             stored=None if self.stored is None else self.stored.label,
+            blocks=self.stored.sizes if isinstance(self.stored, GgufFormat) else None,
             wide_params=self.wide_params,
             experts=None if self.experts is None else self.experts.shape(),
             recurrent=None if self.recurrent is None else self.recurrent.shape(self.hidden_size),

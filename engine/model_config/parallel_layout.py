@@ -138,9 +138,10 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         if shape.experts.shared:
             inner["the shared expert"] = shape.experts.shared // tp
     for where, size in inner.items():
-        if tp > 1 and quant is not None and not quant.by_output and size % quant.group:
+        group = shape.blocks.unit if shape.blocks and quant and quant.is_gguf else quant.group if quant else 1
+        if tp > 1 and quant is not None and not quant.by_output and size % group:
             return (
-                f"{quant.name} weights round groups of {quant.group} inputs, and a part of {where} "
+                f"{quant.name} weights round groups of {group} inputs, and a part of {where} "
                 f"has {size}: take another --quant or --tp"
             )
     return _cut_blocks(shape, tp, quant)

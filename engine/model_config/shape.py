@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from llmbox.kernels.quant_formats import Quant
+from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
 
@@ -134,6 +134,8 @@ class ModelShape:
     """Kernels' format for the numbers of a quantized checkpoint."""
     stored: str | None = None
     """Name of the format in which such a checkpoint is stored."""
+    blocks: BlockSizes | None = None
+    """Sizes of weights that keep the blocks of a GGUF file."""
     wide_params: int = 0
     """Parameters of unquantized linears in such a checkpoint."""
     exact_params: int | None = None
@@ -280,9 +282,15 @@ def layers_bytes(shape: ModelShape, quant: Quant, wide: int, rows: int | None = 
             read = shape.experts.read(rows) / shape.experts.count
         fine = int(layers * shape.hidden * shape.inner_rows * read / shape.layers)
     kept = shape.wide_params + shape.router_params
-    return int(
-        (params - fine - kept) * quant.bytes_per_weight + fine * quant.head.bytes_per_weight + kept * wide
-    )
+    each = shape.blocks.layers if quant.is_gguf and shape.blocks else quant.bytes_per_weight
+    return int((params - fine - kept) * each + fine * quant.head.bytes_per_weight + kept * wide)
+
+
+def head_bytes(shape: ModelShape, quant: Quant, wide: int) -> float:
+    """Return the bytes of one weight of the output head, or of the table of a rank without one."""
+    if quant.is_gguf and shape.blocks:
+        return shape.blocks.table if shape.no_head else shape.blocks.head
+    return wide if shape.no_head else quant.head_bytes(wide)
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:

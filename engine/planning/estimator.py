@@ -108,15 +108,19 @@ def _resolve_stored(
     another format than that of weights that can run.
     """
     reason = "no kernel has such weights"
-    if shape.quant is not None:
+    if shape.blocks is not None and config.quant not in {"none", "auto", "gguf"}:
+        reason = f"{config.quant} was asked for"
+    elif shape.quant is not None:
         reason = _why_not_stored(shape, budget, config)
         if not reason:
             running = replace(config, quant=_stored_format(shape.quant, config.quant))
             own = f"{shape.stored} weights stay in their own numbers, as {shape.quant}"
+            if shape.blocks is not None:
+                own = f"{shape.stored} weights are computed in the blocks of the file"
             return shape, running, (own,) if shape.stored not in {None, shape.quant} else ()
     name = shape.stored or shape.quant
     note = f"{name} weights are dequantized at load: {reason}"
-    return replace(shape, quant=None, wide_params=0), config, (note,)
+    return replace(shape, quant=None, wide_params=0, blocks=None), config, (note,)
 
 
 def _why_not_stored(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> str:

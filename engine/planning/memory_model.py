@@ -2,7 +2,7 @@
 
 from llmbox.kernels.quant_formats import Quant
 
-from ..model_config.shape import DTYPE_BYTES, ModelShape, layers_bytes
+from ..model_config.shape import DTYPE_BYTES, ModelShape, head_bytes, layers_bytes
 
 MIB = 1 << 20
 
@@ -35,10 +35,10 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
     size = DTYPE_BYTES[dtype]
     if quant is None:
         return shape.params * size
-    head = 0 if shape.is_bidirectional else shape.table_params
-    head_bytes = size if shape.no_head else quant.head_bytes(size)
+    head = 0 if shape.is_bidirectional else shape.table_params * head_bytes(shape, quant, size)
+    table = shape.blocks.table if quant.is_gguf and shape.blocks else size
     kept = shape.params - shape.matmul_params
-    return int(kept * size + head * head_bytes) + layers_bytes(shape, quant, size)
+    return int(kept * table + head) + layers_bytes(shape, quant, size)
 
 
 def workspace_bytes(

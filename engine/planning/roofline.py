@@ -2,7 +2,7 @@
 
 from llmbox.kernels.quant_formats import Quant
 
-from ..model_config.shape import DTYPE_BYTES, ModelShape, layers_bytes
+from ..model_config.shape import DTYPE_BYTES, ModelShape, head_bytes, layers_bytes
 
 
 def decode_tokens_per_second(
@@ -25,6 +25,6 @@ def decode_tokens_per_second(
     if quant is not None:
         head = shape.table_params
         wide = DTYPE_BYTES[dtype]
-        weight_bytes = int(head * quant.head_bytes(wide)) + layers_bytes(shape, quant, wide, rows)
+        weight_bytes = int(head * head_bytes(shape, quant, wide)) + layers_bytes(shape, quant, wide, rows)
     states = 2 * shape.slot_bytes  # read and written
     return rows * bandwidth / (weight_bytes + rows * (seen * shape.kv_bytes_per_token(kv_dtype) + states))

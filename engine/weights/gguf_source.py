@@ -1,23 +1,33 @@
 """Weights of a GGUF file, read as they are: no other file is written.
 
-Each tensor is dequantized from its own blocks to float32, once, and packed for the kernels in the model's
-dtype, or in the integers that `--quant` asks for. Nothing is rounded in between.
+Matrices keep the numbers of their blocks where the kernels compute these. Other tensors are dequantized to
+float32, once, and packed in the model's dtype, or in the integers that `--quant` asks for.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
+from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight
 
+from ..checkpoint.safetensors import TensorEntry, shown
+from ..checkpoint.tensor_io import refuse_non_finite
 from ..distributed.communicator import SINGLE, TensorParallel
-from ..gguf.reader import read_gguf
+from ..errors import ModelError, ParallelError
+from ..gguf.blocks import unpack_rows
+from ..gguf.reader import BLOCKS, read_gguf
 from ..gguf.tensors import GgufTensors
 from ..model_config.config import ModelConfig
 from ..partition import ShardSlice
 from .source import WeightObserver, WeightRequest, pack
+
+_EXPERT = re.compile(r"(.+\.experts\.\d+)\.\w+")
+_EXPERT_LINEARS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 class GgufSource:
@@ -50,21 +60,106 @@ class GgufSource:
         return vector
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
-        shape = asked.shape[::-1] if asked.transposed else asked.shape
-        weight_OI = torch.empty(shape, dtype=self.dtype, device=self._device)
+        types = self._block_types(asked)
+        if types is None:
+            packed, bias_O = self._packed_floats(asked)
+        else:
+            assert self.ops.packing is not None
+            bias_O = self._bias(asked)
+            parts = [
+                self._part(asked, [name for name, _ in group], kind)
+                for kind, group in groupby(types.items(), key=lambda item: item[1])
+            ]
+            packed = self.ops.packing.pack_blocks(parts, self.dtype, bias_O)
+        if self._keeper is not None:
+            self._keeper.packed(asked, packed, bias_O)
+        return packed
+
+    def _block_types(self, asked: WeightRequest) -> dict[str, str | None] | None:
+        """Return the block type of each tensor (None: floats), or None where they are dequantized."""
+        packing = self.ops.packing
+        if packing is None or not packing.holds_blocks or asked.kind == "router" or asked.transposed:
+            return None
+        types = {name: self._tensors.block_type(f"{name}.weight") for name in asked.outputs}
+        several = len(set(types.values())) > 1
+        if not any(types.values()) or (several and asked.order is not None):
+            return None
+        if found := _EXPERT.fullmatch(next(iter(types))):
+            # The experts of a layer are computed as one: all in blocks, and gates in those of `up`.
+            linears = next(
+                each
+                for each in _EXPERT_LINEARS
+                if f"{found[1]}.{each[0]}" in types or f"{found[1]}.{each[2]}" in types
+            )
+            gate, up, down = (self._tensors.block_type(f"{found[1]}.{each}.weight") for each in linears)
+            if gate is None or gate != up or down is None:
+                return None
+        return types
+
+    def _part(
+        self, asked: WeightRequest, names: list[str], kind: str | None
+    ) -> QuantizedWeight | BlockWeight | Tensor:
+        """Read tensors of one type as one weight."""
+        rows = sum(asked.outputs[name].size for name in names)
+        if kind is None:
+            return self._floats(asked, names)
+        block, nbytes = BLOCKS[kind]
+        inputs = asked.inputs
+        if any(end % block and end != inputs.total for end in (inputs.start, inputs.stop, inputs.size)):
+            raise ParallelError(
+                f"the blocks of {shown(names[0])} are {block} inputs, and a part of it would have "
+                f"{inputs.size} of {inputs.total}: ask for another --tp, or for --pp"
+            )
+        raw = torch.zeros((rows, inputs.size // block * nbytes), dtype=torch.uint8)
         row = 0
-        for name, rows in asked.outputs.items():
-            whole = self._tensors.take(f"{name}.weight", (rows.total, asked.inputs.total))
-            row = _fill(weight_OI, row, whole, rows, asked.inputs)
+        for name in names:
+            shard = asked.outputs[name]
+            entry, whole = self._tensors.take_blocks(f"{name}.weight", (shard.total, inputs.total))
+            part = whole[
+                shard.start : shard.stop, inputs.start // block * nbytes : inputs.stop // block * nbytes
+            ]
+            raw[row : row + len(part), : part.shape[1]] = part
+            row += shard.size
+        if asked.order is not None:
+            raw = raw[list(asked.order)]
+        weight = unpack_rows(kind, raw, rows)
+        refuse_bad_scales(weight, entry)
+        if isinstance(weight, QuantizedWeight) and weight.scales_OG.dtype != torch.float16:
+            return self._half_scales(weight, entry)
+        return weight
+
+    def _half_scales(self, weight: QuantizedWeight, entry: TensorEntry) -> QuantizedWeight | Tensor:
+        """Return a weight with the float16 scales of kernels, or float32 where float16 does not hold them."""
+        group = weight.quant.group
+        is_zero_OG = (weight.codes_OI.view(len(weight.codes_OI), -1, group) == 0).all(-1)
+        scales_OG = weight.scales_OG.masked_fill(is_zero_OG, 0)
+        if torch.equal(scales_OG.half().float(), scales_OG):
+            return QuantizedWeight(weight.quant, weight.codes_OI, scales_OG.half())
+        if ".experts." in entry.name or "_exps" in entry.name:
+            raise ModelError(
+                f"{entry.file}: tensor {shown(entry.name)} has scales that float16 does not hold: take "
+                "another quantization of the model"
+            )
+        return weight.floats()
+
+    def _packed_floats(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
+        weight_OI = self._floats(asked, list(asked.outputs))
         if asked.order is not None:
             weight_OI = weight_OI[list(asked.order)]
         if asked.transposed:
             weight_OI = weight_OI.T.contiguous()
         bias_O = self._bias(asked)
-        packed = pack(self.ops, asked.kind, weight_OI, bias_O)
-        if self._keeper is not None:
-            self._keeper.packed(asked, packed, bias_O)
-        return packed
+        return pack(self.ops, asked.kind, weight_OI, bias_O), bias_O
+
+    def _floats(self, asked: WeightRequest, names: list[str]) -> Tensor:
+        outputs = sum(asked.outputs[name].size for name in names)
+        weight_OI = torch.empty((outputs, asked.inputs.size), dtype=self.dtype, device=self._device)
+        row = 0
+        for name in names:
+            rows = asked.outputs[name]
+            whole = self._tensors.take(f"{name}.weight", (rows.total, asked.inputs.total))
+            row = _fill(weight_OI, row, whole, rows, asked.inputs)
+        return weight_OI
 
     def _bias(self, asked: WeightRequest) -> Tensor | None:
         if not asked.bias:
@@ -86,6 +181,16 @@ class GgufSource:
 
     def finish(self) -> None:
         self._tensors.finish()
+
+
+def refuse_bad_scales(weight: QuantizedWeight | BlockWeight, entry: TensorEntry) -> None:
+    """Raise ModelError where a scale or a minimum is NaN or infinite."""
+    scales = (
+        [weight.scales_OG] if isinstance(weight, QuantizedWeight) else [weight.scales_OU, weight.minimums_OU]
+    )
+    for each in scales:
+        if each is not None:
+            refuse_non_finite(each, entry, "")
 
 
 def _fill(target: Tensor, row: int, whole: Tensor, rows: ShardSlice, inputs: ShardSlice | None = None) -> int:

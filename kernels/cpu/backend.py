@@ -15,7 +15,7 @@ from .command_buffer import CommandGraph, CommandRecorder, ragged_step
 from .ffi import NativeRouting, Step
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
-from .weight_packing import DTYPES, KV_DTYPES, CPULinear, PackedHandle, Packer, pointer, pointers
+from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, PackedHandle, Packer, pointer, pointers
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
 """Activation codes of native/elementwise.h."""
@@ -120,18 +120,22 @@ class CPUBackend:
         self.recorder.submit(op, Step(rows=len(ids), ids=ids.data_ptr()), table, out_TE)
         return out_TE
 
-    def linear(self, packed: CPULinear, x_TI: Tensor) -> Tensor:
+    def linear(self, packed: CPUWeights, x_TI: Tensor) -> Tensor:
         return self._linear("linear", packed, x_TI, packed.dtype)
 
-    def logits(self, packed: CPULinear, x_TI: Tensor) -> Tensor:
+    def logits(self, packed: CPUWeights, x_TI: Tensor) -> Tensor:
         return self._linear("logits", packed, x_TI, torch.float32)
 
-    def _linear(self, name: str, packed: CPULinear, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    def _linear(self, name: str, packed: CPUWeights, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
         out_TO = self.recorder.result(name, len(x_TI), packed.outputs, dtype)
         if out_TO.untyped_storage().data_ptr() == x_TI.untyped_storage().data_ptr():
             # A linear that reads another one of as many outputs does not write over its input.
             out_TO = self.recorder.result(f"{name} of {name}", len(x_TI), packed.outputs, dtype)
-        return self._linear_to(out_TO, packed, x_TI)
+        first = 0
+        for part in packed.parts:
+            self._linear_to(out_TO[:, first : first + part.outputs], part, x_TI)
+            first += part.outputs
+        return out_TO
 
     def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor) -> Tensor:
         assert x_TI.dtype == packed.dtype

@@ -100,6 +100,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_linear_new": (P, (INT, INT, INT, P, P)),
     "llmbox_quant_new": (P, (INT, INT, INT, INT, INT, INT, P, P)),
     "llmbox_quant_from": (P, (INT, INT, INT, INT, INT, P, P, P, P, P)),
+    "llmbox_quant_blocks": (P, (INT, INT, INT, INT, P, P, P, P, P, P)),
     "llmbox_quantize": (None, (INT, INT, INT, INT, INT, P, P, P, P)),
     "llmbox_linear_at": (P, (INT, INT, INT, P, P)),
     "llmbox_quant_at": (P, (INT, INT, INT, INT, INT, INT, P, P)),

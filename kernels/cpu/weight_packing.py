@@ -7,13 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quant_formats import OF_LAYERS, QUANTS, UNQUANTIZED_KINDS, Quant
-from ..weight_packing import Kind, QuantizedWeight
+from ..quant_formats import KERNEL_QUANTS, OF_LAYERS, UNQUANTIZED_KINDS, BlockGrid, Quant
+from ..weight_packing import BlockWeight, Kind, QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """dtype codes of native/library.cpp."""
 ORDERED = "+order"
 """End of a format's name, for weights with an order of inputs of their own."""
+STACKED, TIMES = "+", "*"
+"""In the name of a stack's format: between its parts, and between format, outputs and bytes of a part."""
+BLOCK_GRIDS: dict[BlockGrid, int] = {
+    "centered": 4, "table": 5, "minimums": 6, "k_minimums": 7, "k_pairs": 8, "k_signed": 9, "k_table": 10,
+}  # fmt: skip
+"""Codes of Grid4 of native/quantized/quantize_weights.h."""
 KV_DTYPES = {**DTYPES, torch.int8: 2}
 
 
@@ -52,6 +58,32 @@ class CPULinear(PackedHandle):
         self._kept = kept
         super().__init__(made, library.llmbox_linear_free)
 
+    @property
+    def parts(self) -> "tuple[CPULinear, ...]":
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class CPULinearStack:
+    """Linear whose outputs have several formats: parts of consecutive outputs, computed one after another."""
+
+    parts: tuple[CPULinear, ...]
+
+    @property
+    def outputs(self) -> int:
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def inputs(self) -> int:
+        return self.parts[0].inputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+
+CPUWeights = CPULinear | CPULinearStack
+
 
 @dataclass(frozen=True, slots=True)
 class Packer:
@@ -61,8 +93,12 @@ class Packer:
     layout: str
     quant: Quant | None = None
 
+    @property
+    def holds_blocks(self) -> bool:
+        return self.quant is not None and self.quant.is_gguf
+
     def format(self, kind: Kind) -> Quant | None:
-        if self.quant is None or kind in UNQUANTIZED_KINDS:
+        if self.quant is None or kind in UNQUANTIZED_KINDS or self.quant.is_gguf:
             return None
         if kind in OF_LAYERS:
             return self.quant
@@ -103,6 +139,41 @@ class Packer:
         has_order = rounded.order_I is not None
         return CPULinear(self.library, made, (outputs, inputs), dtype, quant, has_order=has_order)
 
+    def pack_blocks(
+        self,
+        parts: Sequence[QuantizedWeight | BlockWeight | Tensor],
+        dtype: torch.dtype,
+        bias_O: Tensor | None = None,
+    ) -> CPUWeights:
+        packed, row = [], 0
+        for part in parts:
+            outputs = len(part if isinstance(part, Tensor) else _numbers(part))
+            bias = None if bias_O is None else bias_O[row : row + outputs]
+            row += outputs
+            if isinstance(part, BlockWeight):
+                packed.append(self._pack_block_weight(part, dtype, bias))
+            elif isinstance(part, QuantizedWeight):
+                packed.append(self.pack_quantized(part, dtype, bias))
+            else:
+                packed.append(self.pack("router", part.to(dtype), bias))
+        return packed[0] if len(packed) == 1 else CPULinearStack(tuple(packed))
+
+    def _pack_block_weight(self, weight: BlockWeight, dtype: torch.dtype, bias_O: Tensor | None) -> CPULinear:
+        outputs, inputs = weight.numbers_OI.shape
+        bias = float_bias(bias_O)
+        tensors = (
+            weight.numbers_OI,
+            weight.scales_OU,
+            weight.minimums_OU,
+            weight.scale_parts_OP,
+            weight.minimum_parts_OP,
+        )
+        kept = [None if each is None else each.contiguous() for each in tensors]
+        made = self.library.llmbox_quant_blocks(
+            inputs, outputs, weight.quant.bits, grid_of(weight.quant), *map(pointer, kept), pointer(bias)
+        )
+        return CPULinear(self.library, made, (outputs, inputs), dtype, weight.quant)
+
     def round(self, quant: Quant, weight_OI: Tensor) -> QuantizedWeight:
         outputs, inputs = weight_OI.shape
         weight = weight_OI.contiguous()
@@ -122,12 +193,20 @@ class Packer:
         )
         return QuantizedWeight(quant, codes, scales, steps_OS=steps)
 
-    def panels(self, packed: CPULinear) -> memoryview:
+    def panels(self, packed: CPUWeights) -> memoryview:
+        if isinstance(packed, CPULinearStack):
+            return memoryview(b"".join(map(self.panels, packed.parts)))
         size = self.library.llmbox_packed_bytes(packed.pointer)
         address = self.library.llmbox_packed(packed.pointer)
         return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
-    def format_name(self, packed: CPULinear) -> str:
+    def format_name(self, packed: CPUWeights) -> str:
+        if isinstance(packed, CPULinearStack):
+            sizes = [self.library.llmbox_packed_bytes(part.pointer) for part in packed.parts]
+            return STACKED.join(
+                TIMES.join((self.format_name(part), str(part.outputs), str(size)))
+                for part, size in zip(packed.parts, sizes, strict=True)
+            )
         if packed.quant is None:
             return ""
         return packed.quant.name + (ORDERED if packed.has_order else "")
@@ -139,9 +218,11 @@ class Packer:
         dtype: torch.dtype,
         panels: Tensor,
         bias_O: Tensor | None = None,
-    ) -> CPULinear | None:
+    ) -> CPUWeights | None:
+        if TIMES in name:
+            return self._attach_stack(name, shape, dtype, panels, bias_O)
         (outputs, inputs), bias = shape, float_bias(bias_O)
-        quant, has_order = QUANTS.get(name.removesuffix(ORDERED)), name.endswith(ORDERED)
+        quant, has_order = KERNEL_QUANTS.get(name.removesuffix(ORDERED)), name.endswith(ORDERED)
         at = panels.data_ptr()
         if at % 64:
             return None
@@ -154,9 +235,30 @@ class Packer:
         linear = CPULinear(self.library, made, shape, dtype, quant, panels, has_order=has_order)
         return linear if self.library.llmbox_packed_bytes(linear.pointer) == panels.nbytes else None
 
+    def _attach_stack(
+        self, name: str, shape: tuple[int, int], dtype: torch.dtype, panels: Tensor, bias_O: Tensor | None
+    ) -> CPULinearStack | None:
+        parts: list[CPULinear] = []
+        row = start = 0
+        for each in name.split(STACKED):
+            form, outputs, size = each.split(TIMES)[0], *map(int, each.split(TIMES)[1:])
+            bias = None if bias_O is None else bias_O[row : row + outputs]
+            part = self.attach(form, (outputs, shape[1]), dtype, panels[start : start + size], bias)
+            if not isinstance(part, CPULinear):
+                return None
+            parts.append(part)
+            row, start = row + outputs, start + size
+        return CPULinearStack(tuple(parts)) if (row, start) == (shape[0], panels.nbytes) else None
+
+
+def _numbers(weight: QuantizedWeight | BlockWeight) -> Tensor:
+    return weight.numbers_OI if isinstance(weight, BlockWeight) else weight.codes_OI
+
 
 def grid_of(quant: Quant) -> int:
     """Return the code of Grid4 of native/quantized/quantize_weights.h."""
+    if quant.grid:
+        return BLOCK_GRIDS[quant.grid]
     return 3 if quant.step else 2 if quant.is_e2m1 else 1 if quant.has_zeros else 0
 
 

@@ -3,7 +3,8 @@
     python -P tests/bench/kernel_speed.py [FORMAT...] [--rows 1,8,32,192] [--passes 8] [--kernels "cpu avx2"]
 
 In this thread's own CPU time, the best of all passes for each layer: a busy machine hardly shows in it. To
-compare two versions run them by turns. FORMAT is none (bfloat16), a name of QUANTS, or attention.
+compare two versions run them by turns. FORMAT is none (bfloat16), a name of QUANTS or of GGUF_QUANTS,
+or attention.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import torch
 from llmbox.kernels.cpu.backend import CPUBackend
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.op_types import BatchLayout, KVShape
-from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS
+from llmbox.kernels.weight_packing import BlockWeight
 
 SHAPES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 LAYERS = 8
@@ -46,10 +48,33 @@ def main() -> None:
             linears(backend, name, [int(rows) for rows in options.rows.split(",")], options.passes)
 
 
+def random_blocks(name: str, inputs: int, outputs: int) -> BlockWeight:
+    quant = GGUF_QUANTS[name]
+    units, parts = inputs // quant.unit, inputs // quant.span
+
+    def some(most: int, columns: int) -> torch.Tensor:
+        return torch.randint(most, (outputs, columns), dtype=torch.uint8)
+
+    has_parts, has_minimums = quant.unit > quant.group, quant.grid.endswith(("minimums", "pairs"))
+    return BlockWeight(
+        quant,
+        some(1 << quant.bits, inputs),
+        torch.rand(outputs, units).half() / 5000,
+        torch.rand(outputs, units).half() / 5000 if has_minimums else None,
+        some(64, parts) if has_parts else None,
+        some(64, parts) if quant.grid == "k_minimums" else None,
+    )
+
+
 def linears(backend: CPUBackend, name: str, row_counts: list[int], passes: int) -> None:
     ops = backend.ops(QUANTS.get(name))
     weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16) / 50 for inputs, outputs in SHAPES]
-    packed = [ops.pack_linear(weight, None) for _ in range(LAYERS) for weight in weights]
+    if name in GGUF_QUANTS and GGUF_QUANTS[name].grid:
+        assert ops.packing is not None
+        pack = partial(ops.packing.pack_blocks, dtype=torch.bfloat16)
+        packed = [pack([random_blocks(name, *shape)]) for _ in range(LAYERS) for shape in SHAPES]
+    else:
+        packed = [ops.pack_linear(weight, None) for _ in range(LAYERS) for weight in weights]
     products = LAYERS * sum(inputs * outputs for inputs, outputs in SHAPES)
     for rows in row_counts:
         x = {inputs: torch.randn(rows, inputs, dtype=torch.bfloat16) for inputs, _ in SHAPES}

@@ -1,7 +1,7 @@
 """GGUF files of tiny models, written by the library of those who made the format."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,58 @@ ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "smollm3": "smollm3"}
 ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 
 
-def write_gguf(model: Path, file: Path, kind: str = "F32", parts: int = 1, **metadata: Any) -> Path:
+SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
+    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+    "MXFP4": (),
+}  # fmt: skip
+"""Where a block has numbers of 16 bits, which any bytes may not be."""
+
+
+def random_blocks(kind: str, count: int, size: float = 1.0, seed: int = 3) -> np.ndarray:
+    """Blocks of any bytes, but with scales of about `size`."""
+    noise = np.random.default_rng(seed)
+    raw = noise.integers(
+        0, 256, (count, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]), dtype=np.uint8
+    )
+    for at in SCALES[kind]:
+        scales = (noise.normal(size=(count, 1)) * size).astype(np.float16)
+        raw[:, at : at + 2] = scales.view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, 0] = 118 + raw[:, 0] % 12
+    return raw
+
+
+def q4_k_m(tensor: str) -> str:
+    """The mixture that llama.cpp calls Q4_K_M, roughly: values, down projections and table have 6 bits."""
+    return "Q6_K" if tensor.split(".")[-2] in {"attn_v", "ffn_down", "token_embd"} else "Q4_K"
+
+
+_LARGEST = {
+    "Q2_K": 15 * 3,
+    "Q3_K": 32 * 4,
+    "Q4_K": 63 * 15,
+    "Q5_K": 63 * 31,
+    "Q6_K": 128 * 32,
+    "IQ4_XS": 32 * 127,
+}
+
+
+def _blocks(array: np.ndarray, kind: str, seed: int) -> np.ndarray:
+    """`array` in blocks; in types that the library cannot make, random ones of about its size."""
+    if kind not in _LARGEST:
+        return quantize(array, gguf.GGMLQuantizationType[kind])
+    size = 4 * float(array.std()) / _LARGEST[kind]
+    raw = random_blocks(kind, array.size // 256, size, seed)
+    return raw.reshape(*array.shape[:-1], -1)
+
+
+def write_gguf(
+    model: Path, file: Path, kind: str | Callable[[str], str] = "F32", parts: int = 1, **metadata: Any
+) -> Path:
     """`model` as llama.cpp's converter would write it: matrices in `kind`, if their rows are whole blocks.
 
+    `kind` may be a function of a tensor's name.
     `metadata`: further keys without the architecture's name, dots as two underscores. Of parts the first.
     """
     config = json.loads((model / "config.json").read_text())
@@ -30,13 +79,14 @@ def write_gguf(model: Path, file: Path, kind: str = "F32", parts: int = 1, **met
     for key, value in metadata.items():
         _add(writer, f"{arch}.{key.replace('__', '.')}", value)
     add_tokenizer(writer, model)
-    for tensor, array in named(model, config, arch):
-        whole = array.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 0
-        if array.ndim == 1 or not whole or kind == "F32":
+    for seed, (tensor, array) in enumerate(named(model, config, arch)):
+        chosen = kind if isinstance(kind, str) else kind(tensor) if array.ndim > 1 else "F32"
+        qtype = gguf.GGMLQuantizationType[chosen]
+        whole = array.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0] == 0
+        if array.ndim == 1 or not whole or chosen == "F32":
             writer.add_tensor(tensor, array.astype(np.float32))
         else:
-            qtype = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(tensor, quantize(array.astype(np.float32), qtype), raw_dtype=qtype)
+            writer.add_tensor(tensor, _blocks(array.astype(np.float32), chosen, seed), raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

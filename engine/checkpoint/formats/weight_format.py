@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
+from llmbox.kernels.quant_formats import BlockSizes
+
 from ...errors import ModelError
 from ..index import QUANTIZED_DTYPES
 from ..safetensors import FETCH_AGAIN, TensorEntry, shown
@@ -111,15 +113,19 @@ class NativeFormat(_UnpackedFormat):
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat(_UnpackedFormat):
-    """Blocks of a GGUF file, which `engine/weights/gguf_source.py` reads. `quant`: the format that holds the
-    same numbers.
-    """
+    """Blocks of a GGUF file, which `engine/weights/gguf_source.py` reads."""
 
-    quant: str
+    sizes: BlockSizes
+    types: tuple[str, ...]
+    """Types of the blocks, that of most weights first."""
+
+    @property
+    def quant(self) -> str:
+        return "gguf"
 
     @property
     def label(self) -> str:
-        return f"GGUF blocks as {self.quant}"
+        return f"GGUF {', '.join(self.types)}"
 
     @property
     def main(self) -> StoredTensor:

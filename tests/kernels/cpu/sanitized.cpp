@@ -147,6 +147,37 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
     llmbox_linear_free(linear);
 }
 
+// Blocks of GGUF files: any bytes are numbers and factors.
+void check_blocks(int dtype, int bits, Grid4 grid, int rows, int inputs, int outputs) {
+    const BlockLayout layout({bits, BLOCK_GROUP, grid});
+    const size_t units = static_cast<size_t>(outputs) * (inputs / layout.unit());
+    std::vector<uint8_t> numbers(size_t(inputs) * outputs), parts(units * layout.parts, 33);
+    for (size_t i = 0; i < numbers.size(); i++) numbers[i] = i % (1 << bits);
+    std::vector<uint16_t> scales(units, to_scale(0.01f));
+    const uint8_t* least_parts = layout.has_minimums && !layout.are_paired ? parts.data() : nullptr;
+    Buffer x(dtype, size_t(rows) * inputs), out(dtype, size_t(rows) * outputs), again(dtype, size_t(rows) * outputs);
+    Buffer taken(dtype, size_t(rows) * inputs);
+    out.poison(), again.poison(), taken.poison();
+    QuantLinear* linear = llmbox_quant_blocks(inputs, outputs, bits, static_cast<int>(grid), numbers.data(), scales.data(),
+                                              layout.has_minimums ? scales.data() : nullptr,
+                                              layout.parts ? parts.data() : nullptr, least_parts, nullptr);
+    std::vector<int64_t> ids(rows, outputs - 1);
+    Step step{};
+    step.rows = rows;
+    step.ids = ids.data();
+    run(llmbox_quant_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
+    run(llmbox_quant_embedding_op(dtype, linear, 1, taken.data(), inputs), step);
+    must_be_finite(out, "linear of blocks"), must_be_finite(taken, "embedding of blocks");
+    const auto* panels = llmbox_packed(linear);
+    std::vector<uint8_t> copy(panels, panels + llmbox_packed_bytes(linear));
+    QuantLinear* same =
+        llmbox_quant_at(inputs, outputs, bits, BLOCK_GROUP, static_cast<int>(grid), false, copy.data(), nullptr);
+    run(llmbox_quant_op(dtype, same, x.data(), inputs, again.data(), outputs, dtype), step);
+    if (again.bytes != out.bytes) exit(1);
+    llmbox_linear_free(same);
+    llmbox_linear_free(linear);
+}
+
 // Few rows and many, NaN among the logits of the first: the others must be finite, and each row that of itself alone.
 void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, int inner, int count, int per_row) {
     std::vector<LinearShape*> gate_ups, downs;
@@ -390,6 +421,11 @@ int main() {
             check_quant(dtype, format, 33, 256, 7);
             check_quant(dtype, format, 207, 130, 66);
         }
+        for (const auto& [bits, grid] : {std::pair{5, Grid4::CENTERED}, {4, Grid4::TABLE}, {4, Grid4::MINIMUMS}, {5, Grid4::MINIMUMS}})
+            check_blocks(dtype, bits, grid, 3, 288, 66), check_blocks(dtype, bits, grid, 1, 32, 1);
+        for (const auto& [bits, grid] : {std::pair{4, Grid4::K_MINIMUMS}, {5, Grid4::K_MINIMUMS}, {2, Grid4::K_PAIRS},
+                                         {3, Grid4::K_SIGNED}, {6, Grid4::K_SIGNED}, {4, Grid4::K_TABLE}})
+            check_blocks(dtype, bits, grid, 2, 256, 3), check_blocks(dtype, bits, grid, 17, 512, 66);
         for (const QuantFormat& format : {QuantFormat{8, 32}, {8, 128}, {4, 128, Grid4::STEPS}}) {
             check_experts(dtype, &format, 1, 33, 7, 3, 2);
             check_experts(dtype, &format, 40, 130, 70, 4, 2);

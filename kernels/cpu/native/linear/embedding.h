@@ -58,18 +58,12 @@ public:
             const int64_t id = step.ids[row];
             Out* to = out_ + row * out_stride_;
             const bool known = id >= 0 && id < table_.outputs;
-            for (int i = 0; i < table_.inputs; i++) to[i] = from_float<Out>(known ? weight(id, i) * scale_ : NAN);
+            for (int i = 0; i < table_.inputs; i++)
+                to[i] = from_float<Out>(known ? table_.weight(id, i) * scale_ : NAN);
         }
     }
 
 private:
-    float weight(int64_t output, int input) const {
-        const int panel = static_cast<int>(output / PANEL), column = static_cast<int>(output % PANEL);
-        const int g = input / table_.group;
-        const float scale = from_scale(reinterpret_cast<const uint16_t*>(table_.at(panel, g))[column]);
-        return static_cast<float>(table_.get(panel, g, column, input % table_.group)) * scale;
-    }
-
     const QuantLinear& table_;
     float scale_;
     Out* out_;

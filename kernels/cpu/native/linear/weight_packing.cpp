@@ -78,6 +78,25 @@ QuantLinear* llmbox_quant_from(int inputs, int outputs, int bits, int group, int
     return nullptr;
 }
 
+// Blocks of a GGUF file, taken apart as BlockRows says; `grid` from Grid4::CENTERED on.
+QuantLinear* llmbox_quant_blocks(int inputs, int outputs, int bits, int grid, const uint8_t* numbers, const uint16_t* scales,
+                                 const uint16_t* minimums, const uint8_t* scale_parts, const uint8_t* minimum_parts,
+                                 const float* bias) try {
+    auto* linear = new QuantLinear(inputs, outputs, {bits, BLOCK_GROUP, static_cast<Grid4>(grid)});
+    const BlockRows rows{numbers, scales, minimums, scale_parts, minimum_parts};
+    return fill(linear, bias, [=](int panel) {
+        const BlockLayout layout = linear->blocks();
+        const int columns = std::min(PANEL, outputs - panel * PANEL);
+        for (int unit = 0; unit < linear->units; unit++)
+            for (int column = 0; column < columns; column++) {
+                const size_t row = static_cast<size_t>(panel) * PANEL + column;
+                pack_block(layout, rows, row * linear->units + unit, linear->unit_at(panel, unit), column);
+            }
+    });
+} catch (const std::bad_alloc&) {
+    return nullptr;
+}
+
 // What `llmbox_quant_new` would pack, as `llmbox_quant_from` takes it.
 void llmbox_quantize(int dtype, int inputs, int outputs, int bits, int group, const void* weight, int8_t* numbers,
                      uint16_t* scales, uint8_t* steps) {

@@ -5,6 +5,7 @@
 // groups they are added in float32 in ascending order, so a row's result does not depend on its neighbours.
 #pragma once
 
+#include "quantized/gguf_block_gemm.h"
 #include "quantized/quant_gemm_amx.h"
 #include "quantized/quant_gemm_dot.h"
 
@@ -21,6 +22,8 @@ public:
     // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
     NOINLINE void multiply(int panel, int row, int rows, float* tile, Member& member) const {
         std::fill_n(tile, rows * PANEL, 0.f);
+        if (linear_.is_blocks())
+            return multiply_blocks(linear_, panel, rows_, row, rows, tile, member.spare.take<uint8_t>(WideBlocks::BYTES));
 #if LLMBOX_TILES
         if (rows >= TILES_FROM) {
             const auto with_words = linear_.group == 32 ? multiply_tiles<8> : multiply_tiles<32>;

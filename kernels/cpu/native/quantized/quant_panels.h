@@ -8,8 +8,7 @@
 // the same bytes as they are read (quant_gemm_dot.h).
 #pragma once
 
-#include "linear/gemm.h"
-#include "quantized/quantize_weights.h"
+#include "quantized/gguf_blocks.h"
 
 namespace llmbox {
 
@@ -18,6 +17,7 @@ constexpr int INT8_FLIP = LLMBOX_TILES ? 0 : 0x80;
 
 struct QuantLinear : LinearShape, QuantFormat {
     int groups;
+    int units;                         // of GGUF's blocks; 0: others
     bool is_ordered;                   // weights of input i belong to input order()[i] of a row
     size_t codes_offset, group_bytes;  // of a group of a panel: where its codes begin, all of it
     HugeBlock weights;
@@ -26,6 +26,7 @@ struct QuantLinear : LinearShape, QuantFormat {
         : LinearShape(inputs, outputs),
           QuantFormat(format),
           groups(ceil_div(inputs, group)),
+          units(is_blocks() ? ceil_div(inputs, blocks().unit()) : 0),
           is_ordered(is_ordered),
           codes_offset(2 * PANEL + (has_steps() ? STEPS * PANEL : has_zeros() ? PANEL : 0)),
           group_bytes(codes_offset + static_cast<size_t>(group) * PANEL * bits / 8),
@@ -34,9 +35,13 @@ struct QuantLinear : LinearShape, QuantFormat {
     bool has_steps() const { return grid == Grid4::STEPS; }
     bool has_zeros() const { return grid == Grid4::ZEROS; }
     bool is_e2m1() const { return grid == Grid4::E2M1; }
+    bool is_blocks() const { return grid >= Grid4::CENTERED; }
+    BlockLayout blocks() const { return BlockLayout(*this); }
 
     const uint8_t* packed() const override { return weights.data(); }
-    size_t panels_bytes() const { return group_bytes * groups * panels(); }
+    size_t panels_bytes() const {
+        return is_blocks() ? blocks().unit_bytes * units * panels() : group_bytes * groups * panels();
+    }
     size_t packed_bytes() const override {
         return panels_bytes() + (is_ordered ? round_up(inputs * static_cast<int>(sizeof(int32_t)), 64) : 0);
     }
@@ -48,12 +53,25 @@ struct QuantLinear : LinearShape, QuantFormat {
     uint8_t* at(int panel, int group) const {
         return weights.data() + (static_cast<size_t>(panel) * groups + group) * group_bytes;
     }
+    uint8_t* unit_at(int panel, int unit) const {
+        return weights.data() + (static_cast<size_t>(panel) * units + unit) * blocks().unit_bytes;
+    }
     Step4 step_at(int panel, int g, int column, int k) const {
         return Step4(has_steps() ? *step_byte(panel, g, column, k / STEP_INPUTS) : PLAIN_STEP);
     }
     uint8_t* zero_byte(int panel, int g, int column) const { return at(panel, g) + 2 * PANEL + column; }
     uint8_t* step_byte(int panel, int g, int column, int s) const {
         return at(panel, g) + 2 * PANEL + (s / 4 * PANEL + column) * 4 + s % 4;
+    }
+    float weight(int64_t output, int input) const {
+        const int panel = static_cast<int>(output / PANEL), column = static_cast<int>(output % PANEL);
+        if (is_blocks()) {
+            const BlockLayout layout = blocks();
+            return layout.weight(unit_at(panel, input / layout.unit()), column, input % layout.unit());
+        }
+        const int g = input / group;
+        const float scale = from_scale(reinterpret_cast<const uint16_t*>(at(panel, g))[column]);
+        return static_cast<float>(get(panel, g, column, input % group)) * scale;
     }
     // One weight, without its scale.
     int get(int panel, int g, int column, int k) const {

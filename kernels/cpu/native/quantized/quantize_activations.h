@@ -14,15 +14,23 @@ struct QuantRows {
     float* scales;   // [blocks][groups][BLOCK]
     int32_t* corrections;
     int groups, group;
+    // For blocks of GGUF there are two of each, for the spans of a cell: what their zero adds, and the sum of the row.
+    int zero = 0, span = 0;
+    float* sums = nullptr;
 
     static size_t bytes(int rows, const QuantLinear& linear) {
-        return static_cast<size_t>(round_up(rows, BLOCK)) * linear.groups * (linear.group + 8);
+        const int more = linear.is_blocks() ? 12 : 0;
+        return static_cast<size_t>(round_up(rows, BLOCK)) * linear.groups * (linear.group + 8 + more);
     }
     QuantRows(uint8_t* memory, int rows, const QuantLinear& linear) : groups(linear.groups), group(linear.group) {
         const size_t cells = static_cast<size_t>(round_up(rows, BLOCK)) * groups;
         scales = reinterpret_cast<float*>(memory);
         corrections = reinterpret_cast<int32_t*>(memory + 4 * cells);
         values = reinterpret_cast<int8_t*>(memory + 8 * cells);
+        if (!linear.is_blocks()) return;
+        zero = linear.blocks().zero, span = linear.blocks().span;
+        sums = reinterpret_cast<float*>(memory + 12 * cells);
+        values += 12 * cells;
     }
     size_t cell(int row, int g) const {
         return (static_cast<size_t>(row / BLOCK) * groups + g) * BLOCK + row % BLOCK;
@@ -36,15 +44,24 @@ template <class In> INLINE void quantize_group(const In* x, int count, size_t ce
     // NaN or infinity must reach the result, where it is noticed: a scale of NaN carries it there.
     const Floats inverse = splat(finite && most > 0 ? 127 / most : 0);
     int8_t* to = rows.values + cell * rows.group;
-    Ints codes_total = {};
+    Ints halves[2] = {};  // of each 32 inputs
     for (int k = 0; k < rows.group; k += LANES) {
         const Floats v = finite && k < count ? load(x + k, count - k) : splat(0.f);
         const Ints codes = to_nearest(v * inverse);
-        codes_total += codes;
+        halves[k / 16 & 1] += codes;
         store_bytes(to + k, codes);
     }
     rows.scales[cell] = finite ? most / 127 : NAN;
-    rows.corrections[cell] = -128 * sum(codes_total);
+    if (!rows.sums) {
+        rows.corrections[cell] = -128 * sum(halves[0] + halves[1]);
+        return;
+    }
+    const int32_t first = sum(halves[0]), second = sum(halves[1]);
+    const int32_t spans[2] = {rows.span == 16 ? first : first + second, second};
+    for (int s = 0; s < 2; s++) {
+        rows.corrections[2 * cell + s] = -rows.zero * spans[s];
+        rows.sums[2 * cell + s] = rows.scales[cell] * static_cast<float>(spans[s]);
+    }
 }
 
 }  // namespace llmbox

@@ -26,6 +26,15 @@ enum class Grid4 {
     ZEROS,  // n - zero, one of 0 to 15 for each group and output
     E2M1,   // twice a float of four bits
     STEPS,  // those of int4_superblock.h, in groups of 128
+    // Blocks of GGUF files, in groups of 32 (gguf_blocks.h):
+    CENTERED,    // n - 2^(bits - 1)
+    TABLE,       // n is the place of a value in a table
+    MINIMUMS,    // a minimum is added
+    // The same with factors of scales and minimums, in units of 256:
+    K_MINIMUMS,  // for each 32 inputs
+    K_PAIRS,     // for each 16 inputs
+    K_SIGNED,    // centered, for each 16 inputs
+    K_TABLE,     // for each 32 inputs
 };
 struct QuantFormat {
     int bits, group;

@@ -6,22 +6,14 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from llmbox.engine.gguf.dequantize import dequantise
+from llmbox.engine.gguf.blocks import dequantise
 from llmbox.engine.gguf.reader import BLOCKS
-
-SCALES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
-    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-}  # fmt: skip
-"""Where a block has numbers of 16 bits, which any bytes may not be."""
+from support.gguf_models import SCALES, random_blocks
 
 
 @pytest.mark.parametrize("kind", SCALES)
 def test_the_same_bits(kind: str) -> None:
-    noise = np.random.default_rng(3)
-    raw = noise.integers(0, 256, (77, BLOCKS[kind][1]), dtype=np.uint8)
-    for at in SCALES[kind]:
-        raw[:, at : at + 2] = noise.normal(size=(77, 1)).astype(np.float16).view(np.uint8)
+    raw = random_blocks(kind, 77)
     wanted = dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(-1)
     assert np.isfinite(wanted).all()
     np.testing.assert_array_equal(dequantise(kind, torch.from_numpy(raw)).numpy(), wanted)

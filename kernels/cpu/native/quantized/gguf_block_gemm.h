@@ -1,0 +1,332 @@
+// The linear on GGUF's blocks (gguf_blocks.h).
+//
+// One or two rows stream a panel, whose codes become bytes in registers. For more rows a slice of eight groups of 32 inputs
+// becomes bytes and float32 scales in the L1 cache first, and all rows visit it there. Both give the same bits.
+#pragma once
+
+#include <type_traits>
+
+#include "quantized/quantize_activations.h"
+
+namespace llmbox {
+
+typedef uint8_t LaneBytes __attribute__((vector_size(LANES)));
+
+// Dot products with unsigned weights below 128, whose sums of two fit 16 bits. Exact as those of Bytes.
+#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+struct SmallBytes {
+    using Row = Words;
+    static INLINE Row row(uint32_t word) { return splat(word); }
+    static INLINE void dot(Ints& sum, Words weights, Row row) {
+#if defined(__AVX512BW__)
+        const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)row);
+        sum += (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)row);
+        sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+    }
+};
+#else
+using SmallBytes = Bytes;
+#endif
+
+// Bytes of IQ4_VALUES plus TABLE_ZERO.
+INLINE Words table_bytes(Words n) {
+#if defined(__AVX2__)
+    alignas(16) static constexpr auto table = [] {
+        struct {
+            uint8_t of[16];
+        } all{};
+        for (int i = 0; i < 16; i++) all.of[i] = static_cast<uint8_t>(IQ4_VALUES[i] + TABLE_ZERO);
+        return all;
+    }();
+    const __m128i values = load_as<__m128i>(table.of);
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)n);
+#else
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)n);
+#endif
+#else
+    uint8_t bytes[sizeof(Words)];
+    store_as(bytes, n);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(IQ4_VALUES[byte & 15] + TABLE_ZERO);
+    return load_as<Words>(bytes);
+#endif
+}
+
+// Word `w` of the codes of 32 inputs: four inputs of each of 16 (8, 4) outputs, a byte each. Loads that words share are done
+// once, as nothing is stored between them.
+template <int BITS, bool TABLE> INLINE Words block_word(const uint8_t* codes, int w) {
+    constexpr int LOW = BITS < 4 ? 2 : 4, HIGH = BITS - LOW;
+    const uint32_t pair = w % 4 * 2;
+    const auto plane = [&](int row) { return load_as<Words>(codes + row * PANEL_STRIDE); };
+    Words n = LOW == 4 ? plane(w / 2) >> static_cast<uint32_t>(w % 2 * 4) & splat(0x0f0f0f0fu)
+                       : plane(w / 4) >> pair & splat(0x03030303u);
+    if (HIGH == 1) n |= (plane(LOW) >> static_cast<uint32_t>(w) & splat(0x01010101u)) << static_cast<uint32_t>(LOW);
+    if (HIGH == 2) n |= (plane(LOW + w / 4) >> pair & splat(0x03030303u)) << static_cast<uint32_t>(LOW);
+    return TABLE ? table_bytes(n) : n;
+}
+
+// Bytes as floats, a lane each.
+INLINE Floats unsigned_bytes(const uint8_t* from) {
+#if defined(__AVX512BW__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    return to_floats((Ints)__builtin_convertvector(load_as<LaneBytes>(from), Words));
+#endif
+}
+INLINE Floats signed_bytes(const uint8_t* from) {
+#if defined(__AVX512BW__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    return to_floats(__builtin_convertvector(load_as<SignedBytes>(from), Ints));
+#endif
+}
+
+// How a format's scales come about.
+enum class Parts { NONE, BYTES, PAIRS, SIGNED };
+
+// Scales and minimums of 16 (8, 4) outputs. The product of a float16 and a byte is exact.
+template <Parts PARTS, bool MINIMUMS> struct UnitScales {
+    Floats scale, minimum;
+
+    INLINE UnitScales(const uint8_t* unit, int column) {
+        const auto* halves = reinterpret_cast<const uint16_t*>(unit) + column;
+        scale = load_scales(halves);
+        if (MINIMUMS) minimum = load_scales(halves + PANEL);
+        if (MINIMUMS && PARTS != Parts::NONE) minimum = -minimum;
+    }
+    // `at`: the byte of the first of these outputs; those of minimums are `to_minimums` behind.
+    INLINE UnitScales of_part(const uint8_t* at, size_t to_minimums) const {
+        UnitScales part = *this;
+        if (PARTS == Parts::SIGNED) part.scale *= signed_bytes(at);
+        if (PARTS == Parts::BYTES) {
+            part.scale *= unsigned_bytes(at);
+            part.minimum *= unsigned_bytes(at + to_minimums);
+        }
+        if (PARTS == Parts::PAIRS) {
+            const Floats both = unsigned_bytes(at), high = to_floats(to_nearest(both * splat(1 / 16.f) - splat(15 / 32.f)));
+            part.scale *= both - high * splat(16.f);
+            part.minimum *= high;
+        }
+        return part;
+    }
+};
+
+// tile[ROWS][PANEL] += x * one unit, for few rows: codes become bytes in registers.
+template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, int ROWS>
+INLINE void multiply_unit(const BlockLayout& layout, const uint8_t* unit, int first, const QuantRows& x, int row, float* tile,
+                          Prefetch next) {
+    constexpr int VECTORS = COLUMN_VECTORS, SPANS = BLOCK_GROUP / SPAN, GROUPS = PARTS == Parts::NONE ? 1 : 8;
+    constexpr bool TABLE = std::is_same_v<Dot, Bytes> && BITS == 4 && !MINIMUMS;
+    for (int column = 0; column < PANEL; column += VECTORS * LANES) {
+        Floats totals[ROWS][VECTORS];
+        UNROLL for (int r = 0; r < ROWS; r++)
+            UNROLL for (int v = 0; v < VECTORS; v++) totals[r][v] = load(tile + r * PANEL + column + v * LANES);
+        const uint8_t *codes = unit + layout.codes_at + 4 * column, *parts = unit + layout.parts_at + column;
+        for (int g = 0; g < GROUPS; g++, codes += layout.group_bytes) {
+            for (size_t offset = 0; offset < next.step; offset += 64) prefetch_stream(next.at + offset);
+            next.at += next.step;
+            size_t cells[ROWS];
+            UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, first + g);
+            UNROLL for (int s = 0; s < SPANS; s++, parts += PANEL) {
+                Ints sums[ROWS][VECTORS];
+                UNROLL for (int r = 0; r < ROWS; r++)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        sums[r][v] = MINIMUMS ? Ints{} : (Ints)splat(static_cast<uint32_t>(x.corrections[2 * cells[r] + s]));
+                UNROLL for (int w = s * SPAN / 4; w < (s + 1) * SPAN / 4; w++)
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
+                        const Words weights = block_word<BITS, TABLE>(codes + v * LANES * 4, w);
+                        UNROLL for (int r = 0; r < ROWS; r++)
+                            Dot::dot(sums[r][v], weights, Dot::row(load_word(x.values + cells[r] * BLOCK_GROUP + 4 * w)));
+                    }
+                UNROLL for (int v = 0; v < VECTORS; v++) {
+                    const auto scales = UnitScales<PARTS, MINIMUMS>(unit, column + v * LANES)
+                                            .of_part(parts + v * LANES, static_cast<size_t>(layout.parts) * PANEL);
+                    UNROLL for (int r = 0; r < ROWS; r++) {
+                        const Floats scaled = to_floats(sums[r][v]) * splat(x.scales[cells[r]]);
+                        totals[r][v] = multiply_add(scaled, scales.scale, totals[r][v]);
+                        if (MINIMUMS)
+                            totals[r][v] = multiply_add(splat(x.sums[2 * cells[r] + s]), scales.minimum, totals[r][v]);
+                    }
+                }
+            }
+        }
+        next.step = 0;  // the first columns brought it all
+        UNROLL for (int r = 0; r < ROWS; r++)
+            UNROLL for (int v = 0; v < VECTORS; v++) store(tile + r * PANEL + column + v * LANES, totals[r][v]);
+    }
+}
+
+// A slice as all formats have it then.
+struct WideBlocks {
+    static constexpr int GROUPS = BLOCK_UNIT / BLOCK_GROUP;
+    static constexpr size_t GROUP_BYTES = static_cast<size_t>(BLOCK_GROUP) * PANEL;
+    static constexpr size_t BYTES = GROUPS * GROUP_BYTES + 2 * MAX_PARTS * PANEL * sizeof(float);
+
+    uint8_t* codes;             // [groups][8 words][64]
+    float *scales, *minimums;   // [spans][64]
+
+    explicit WideBlocks(uint8_t* memory)
+        : codes(memory),
+          scales(reinterpret_cast<float*>(memory + GROUPS * GROUP_BYTES)),
+          minimums(scales + MAX_PARTS * PANEL) {}
+};
+
+template <int BITS, bool TABLE> INLINE void widen_block_group(const uint8_t* from, uint8_t* to) {
+    for (int part = 0; part < PANEL / LANES; part++, from += LANES * 4, to += LANES * 4) {
+        Words words[8];
+        UNROLL for (int w = 0; w < 8; w++) words[w] = block_word<BITS, TABLE>(from, w);
+        UNROLL for (int w = 0; w < 8; w++) store_as(to + w * PANEL_STRIDE, words[w]);
+    }
+}
+
+template <Parts PARTS, bool MINIMUMS>
+INLINE void widen_scales(const BlockLayout& layout, const uint8_t* unit, float* scales, float* minimums) {
+    for (int column = 0; column < PANEL; column += LANES) {
+        const UnitScales<PARTS, MINIMUMS> whole(unit, column);
+        const uint8_t* at = unit + layout.parts_at + column;
+        const int parts = PARTS == Parts::NONE ? 1 : layout.parts;
+        for (int part = 0; part < parts; part++, at += PANEL) {
+            const auto scale = whole.of_part(at, static_cast<size_t>(layout.parts) * PANEL);
+            store(scales + part * PANEL + column, scale.scale);
+            if (MINIMUMS) store(minimums + part * PANEL + column, scale.minimum);
+        }
+    }
+}
+
+// tile[ROWS][PANEL] += the sums of `groups` groups. SPAN inputs share a scale.
+template <class Dot, int SPAN, bool MINIMUMS, int ROWS>
+INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const QuantRows& x, int row, float* tile) {
+    constexpr int VECTORS = COLUMN_VECTORS, SPANS = BLOCK_GROUP / SPAN;
+    for (int g = 0; g < groups; g++) {
+        size_t cells[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, first + g);
+        for (int column = 0; column < PANEL; column += VECTORS * LANES) {
+            const uint8_t* from = wide.codes + g * WideBlocks::GROUP_BYTES + 4 * column;
+            UNROLL for (int s = 0; s < SPANS; s++) {
+                Ints sums[ROWS][VECTORS];
+                UNROLL for (int r = 0; r < ROWS; r++)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        sums[r][v] = MINIMUMS ? Ints{} : (Ints)splat(static_cast<uint32_t>(x.corrections[2 * cells[r] + s]));
+                UNROLL for (int k = s * SPAN; k < (s + 1) * SPAN; k += 4, from += PANEL_STRIDE) {
+                    Words weights[VECTORS];
+                    UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = load_as<Words>(from + v * LANES * 4);
+                    UNROLL for (int r = 0; r < ROWS; r++) {
+                        const auto word = Dot::row(load_word(x.values + cells[r] * BLOCK_GROUP + k));
+                        UNROLL for (int v = 0; v < VECTORS; v++) Dot::dot(sums[r][v], weights[v], word);
+                    }
+                }
+                const int at = (g * SPANS + s) * PANEL + column;
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const Floats scale = splat(x.scales[cells[r]]);
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
+                        float* to = tile + r * PANEL + column + v * LANES;
+                        const Floats weight_scale = load(wide.scales + at + v * LANES);
+                        Floats total = multiply_add(to_floats(sums[r][v]) * scale, weight_scale, load(to));
+                        if (MINIMUMS)
+                            total = multiply_add(splat(x.sums[2 * cells[r] + s]), load(wide.minimums + at + v * LANES), total);
+                        store(to, total);
+                    }
+                }
+                asm volatile("" ::: "memory");  // or the compiler keeps the tile on the stack, for want of registers
+            }
+        }
+    }
+}
+
+// Rounded rows times a panel of blocks of one format.
+template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS> struct BlockPanel {
+    static constexpr bool TABLE = std::is_same_v<Dot, Bytes> && BITS == 4 && !MINIMUMS;
+    static constexpr int DIRECT_ROWS = 2;
+    static constexpr size_t FAR_AHEAD = 6144;  // bytes; half or twice as many were slower by a tenth
+
+    const QuantLinear& linear;
+    const BlockLayout layout;
+    const QuantRows& x;
+
+    // tile[rows][PANEL] += x * panel.
+    NOINLINE void multiply(int panel, int row, int rows, float* tile, uint8_t* memory) const {
+        const uint8_t* unit = linear.unit_at(panel, 0);
+        if (rows <= DIRECT_ROWS) {
+            if (rows == 1) multiply_units<1>(unit, row, tile);
+            else multiply_units<2>(unit, row, tile);
+            return;
+        }
+        const WideBlocks wide(memory);
+        for (int first = 0; first < linear.groups; first += WideBlocks::GROUPS) {
+            const int groups = std::min(WideBlocks::GROUPS, linear.groups - first);
+            unit = widen(unit, wide, groups);
+            for (int r = 0; r < rows;) {
+                const int tile_rows = next_tile(rows - r);
+                multiply_rows(wide, first, groups, tile_rows, row + r, tile + r * PANEL);
+                r += tile_rows;
+            }
+        }
+    }
+
+private:
+    template <int ROWS> void multiply_units(const uint8_t* unit, int row, float* tile) const {
+        constexpr int GROUPS = PARTS == Parts::NONE ? 1 : 8;
+        const size_t step = round_up(ceil_div(static_cast<int>(layout.unit_bytes), GROUPS), 64);
+        for (int first = 0; first < linear.groups; first += GROUPS, unit += layout.unit_bytes)
+            multiply_unit<BITS, Dot, SPAN, MINIMUMS, PARTS, ROWS>(layout, unit, first, x, row, tile, {unit + FAR_AHEAD, step});
+    }
+
+    // Returns the unit behind these groups.
+    const uint8_t* widen(const uint8_t* unit, const WideBlocks& wide, int groups) const {
+        const int units = groups / layout.groups_per_unit;
+        const size_t each = round_up(ceil_div(static_cast<int>(layout.unit_bytes), layout.groups_per_unit), 64);
+        const uint8_t* coming = unit + units * layout.unit_bytes;  // the slice after this one, which may be the next panel's
+        for (int index = 0; index < units; index++, unit += layout.unit_bytes) {
+            const int spans = index * BLOCK_GROUP / SPAN;
+            widen_scales<PARTS, MINIMUMS>(layout, unit, wide.scales + spans * PANEL, wide.minimums + spans * PANEL);
+            for (int g = 0; g < layout.groups_per_unit; g++) {
+                for (size_t offset = 0; offset < each; offset += 64) prefetch_stream(coming + offset);
+                coming += each;
+                widen_block_group<BITS, TABLE>(unit + layout.codes_at + g * layout.group_bytes,
+                                               wide.codes + (index * layout.groups_per_unit + g) * WideBlocks::GROUP_BYTES);
+            }
+        }
+        return unit;
+    }
+
+    void multiply_rows(const WideBlocks& wide, int first, int groups, int rows, int row, float* tile) const {
+        switch (rows) {
+            case 3: return multiply_wide<Dot, SPAN, MINIMUMS, 3>(wide, first, groups, x, row, tile);
+            case 4: return multiply_wide<Dot, SPAN, MINIMUMS, 4>(wide, first, groups, x, row, tile);
+            case 5: return multiply_wide<Dot, SPAN, MINIMUMS, 5>(wide, first, groups, x, row, tile);
+            default: return multiply_wide<Dot, SPAN, MINIMUMS, 6>(wide, first, groups, x, row, tile);
+        }
+    }
+};
+
+inline void multiply_blocks(const QuantLinear& linear, int panel, const QuantRows& x, int row, int rows, float* tile,
+                            uint8_t* memory) {
+    const auto with = [&]<int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS>() {
+        BlockPanel<BITS, Dot, SPAN, MINIMUMS, PARTS>{linear, linear.blocks(), x}.multiply(panel, row, rows, tile, memory);
+    };
+    using Small = SmallBytes;
+    switch (linear.grid) {
+        case Grid4::CENTERED: return with.template operator()<5, Small, 32, false, Parts::NONE>();
+        case Grid4::TABLE: return with.template operator()<4, Bytes, 32, false, Parts::NONE>();
+        case Grid4::K_PAIRS: return with.template operator()<2, Small, 16, true, Parts::PAIRS>();
+        case Grid4::K_TABLE: return with.template operator()<4, Bytes, 32, false, Parts::SIGNED>();
+        case Grid4::MINIMUMS:
+            if (linear.bits == 4) return with.template operator()<4, Small, 32, true, Parts::NONE>();
+            return with.template operator()<5, Small, 32, true, Parts::NONE>();
+        case Grid4::K_SIGNED:
+            if (linear.bits == 3) return with.template operator()<3, Small, 16, false, Parts::SIGNED>();
+            return with.template operator()<6, Small, 16, false, Parts::SIGNED>();
+        default:
+            if (linear.bits == 4) return with.template operator()<4, Small, 32, true, Parts::BYTES>();
+            return with.template operator()<5, Small, 32, true, Parts::BYTES>();
+    }
+}
+
+}  // namespace llmbox

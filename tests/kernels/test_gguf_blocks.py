@@ -1,0 +1,109 @@
+"""Linears on GGUF's blocks: the weights are those of ggml's own library to the bit."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+from torch import Tensor
+
+from llmbox.engine.gguf.blocks import unpack_rows
+from llmbox.engine.gguf.reader import BLOCKS
+from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import backends
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS
+from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight
+from support.gguf_models import random_blocks
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=[name for name in backends() if name.startswith("cpu ")])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    backend = load_backend(request.param)
+    backend.use_threads([0, 1, 0])
+    return backend.ops(QUANTS["gguf"])
+
+
+def blocks_of(kind: str, outputs: int, inputs: int) -> tuple[BlockWeight | QuantizedWeight, Tensor]:
+    """Return random blocks, and their weights by ggml's library."""
+    raw = random_blocks(kind, outputs * inputs // BLOCKS[kind][0])
+    weights = dequantize(raw, gguf.GGMLQuantizationType[kind]).astype(np.float32).reshape(outputs, inputs)
+    weight = unpack_rows(kind, torch.from_numpy(raw), outputs)
+    if isinstance(weight, QuantizedWeight):
+        weight = QuantizedWeight(weight.quant, weight.codes_OI, weight.scales_OG.half())
+    return weight, torch.from_numpy(weights)
+
+
+def pack(ops: Ops, *weights: BlockWeight | QuantizedWeight | Tensor, dtype: torch.dtype = torch.float32):
+    assert ops.packing is not None
+    return ops.packing.pack_blocks(weights, dtype)
+
+
+@pytest.mark.parametrize("kind", GGUF_QUANTS)
+def test_panels_hold_the_weights_of_the_file_to_the_bit(ops: Ops, kind: str) -> None:
+    weight, wanted = blocks_of(kind, 70, 768)
+    assert torch.equal(weight.floats(), wanted)
+    table = pack(ops, weight)
+    assert torch.equal(ops.embedding(table, torch.arange(70)), wanted)
+    assert ops.packing is not None
+    in_memory = len(ops.packing.panels(table)) / (128 * 768)
+    assert in_memory == pytest.approx(GGUF_QUANTS[kind].bytes_per_weight)
+    assert in_memory <= 1.06 * BLOCKS[kind][1] / BLOCKS[kind][0]
+
+
+@pytest.mark.parametrize("kind", GGUF_QUANTS)
+def test_a_product_is_that_of_the_file_s_weights(ops: Ops, kind: str) -> None:
+    """Rows are rounded to 8 bits in groups of 32; everything else is exact to float32."""
+    weight, wanted = blocks_of(kind, 70, 768)
+    packed = pack(ops, weight)
+    for rows in (1, 2, 7):
+        x = torch.randn(rows, 768)
+        groups = x.view(rows, -1, 32)
+        scale = groups.abs().amax(-1, keepdim=True) / 127
+        rounded = ((groups / scale).round() * scale).view(rows, 768)
+        exact = rounded.double() @ wanted.double().T
+        torch.testing.assert_close(
+            ops.linear(packed, x).double(), exact, rtol=1e-4, atol=2e-5 * float(exact.abs().max())
+        )
+
+
+@pytest.mark.parametrize("kind", GGUF_QUANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_number_of_rows(ops: Ops, kind: str, dtype: torch.dtype) -> None:
+    weight, _ = blocks_of(kind, 130, 512)
+    packed = pack(ops, weight, dtype=dtype)
+    x = torch.randn(200, 512).to(dtype)
+    together = ops.linear(packed, x)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 33):
+        assert torch.equal(ops.linear(packed, x[:rows].clone()), together[:rows]), rows
+
+
+def test_a_broken_row_is_nan_and_alone(ops: Ops) -> None:
+    for kind in ("Q4_K", "Q6_K"):
+        packed, x = pack(ops, blocks_of(kind, 70, 256)[0]), torch.randn(3, 256)
+        clean = ops.linear(packed, x)
+        x[1, 200] = torch.inf
+        got = ops.linear(packed, x)
+        assert got[1].isnan().all()
+        assert torch.equal(got[[0, 2]], clean[[0, 2]])
+
+
+def test_outputs_of_several_types_are_one_linear(ops: Ops) -> None:
+    """As queries, keys and values of Q4_K_M are; kept on disk and attached too."""
+    assert ops.packing is not None
+    parts = [blocks_of("Q4_K", 40, 512)[0], torch.randn(7, 512), blocks_of("Q6_K", 70, 512)[0]]
+    bias, x = torch.randn(117), torch.randn(9, 512)
+    stack = ops.packing.pack_blocks(parts, torch.float32, bias)
+    alone = [ops.linear(pack(ops, part), x).clone() for part in parts]
+    together = ops.linear(stack, x).clone()
+    torch.testing.assert_close(together, torch.cat(alone, 1) + bias)
+    name, panels = ops.packing.format_name(stack), ops.packing.panels(stack)
+    room = torch.empty(len(panels) + 64, dtype=torch.uint8)
+    kept = room[-room.data_ptr() % 64 :][: len(panels)]
+    kept.copy_(torch.frombuffer(bytearray(panels), dtype=torch.uint8))
+    again = ops.packing.attach(name, (117, 512), torch.float32, kept, bias)
+    assert again is not None
+    assert torch.equal(ops.linear(again, x), together)
+    assert ops.packing.attach(name, (116, 512), torch.float32, kept, bias) is None
