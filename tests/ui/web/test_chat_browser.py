@@ -5,7 +5,7 @@ from support.browser import Window, needs_browser
 pytestmark = needs_browser
 
 SHOW = """async (text) => {
-  const { showMarkdown } = await import("/admin/static/chat-markdown.js");
+  const { showMarkdown } = await import("/admin/static/chat/chat-markdown.js");
   const shown = document.createElement("div");
   document.getElementById("messages").append(shown);
   await showMarkdown(shown, text, true);

@@ -1,6 +1,6 @@
 // The test message of the first run: one streamed answer, in place.
 
-import { answerOf } from "./playground-answer.js";
+import { answerOf } from "./playground/playground-answer.js";
 
 const form = document.getElementById("ask");
 const answer = document.getElementById("answer");

@@ -1,7 +1,7 @@
 // The chat: a conversation as a tree, its branch on display, and answers streamed by the API of every client.
 
-import { begun, measure, streamAnswer } from "./playground-answer.js";
-import { asCurl, asPython } from "./playground-calls.js";
+import { begun, measure, streamAnswer } from "../playground/playground-answer.js";
+import { asCurl, asPython } from "../playground/playground-calls.js";
 import { showMarkdown } from "./chat-markdown.js";
 import { Conversation, Store } from "./chat-store.js";
 
