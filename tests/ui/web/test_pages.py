@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from llmbox.ui.web.pages.model_detail import DIVERGENCE
 from support.cli_box import PATIENCE, until
 
 ROOT = Path(__file__).parents[3]
@@ -149,6 +150,17 @@ def test_a_request_in_detail_can_be_made_again(panel, signed_in):
     for words in ("Timeline", "Found there", "curl ", "client.completions.create"):
         assert words in page
     assert signed_in.get("/admin/requests/none").status_code == 404
+
+
+def test_weight_formats_stand_beside_each_other(signed_in):
+    page = signed_in.get("/admin/models/show?ref=builtin").text
+    table = page.partition('id="formats-title"')[2].partition("</table>")[0]
+    text = re.sub(r"<[^>]+>|\s+", " ", table)
+    assert re.findall(r" (none|int8|int4-mix|int4|int4-g128)  ", text) == [*DIVERGENCE]
+    speeds = [float(each) for each in re.findall(r"([\d.]+) \u00d7", text)]
+    assert speeds[0] == 1.0
+    assert speeds[1] > 1.2
+    assert text.count("fits") == 5
 
 
 def test_a_plan_is_computed_anew_for_what_is_chosen(signed_in):

@@ -46,7 +46,7 @@ def test_a_plan_follows_the_sliders(window: Window):
     page.get_by_label("Context", exact=True).fill("1024")  # the slider writes into the field
     page.get_by_text("a context of 1,024 tokens").wait_for()
     assert page.locator("#ctx").input_value() == "1024"
-    page.get_by_label("Weight format").select_option("int8")
+    page.locator("select[name=quant]").select_option("int8")
     page.get_by_text("as int8").wait_for()
     page.locator("#prompt").wait_for()
     assert "<|im_start|>assistant" in page.locator("#prompt").text_content()

@@ -29,6 +29,8 @@ from llmbox.engine.errors import EngineError, ModelError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import MemoryPlan
+from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.kernels.quant_formats import QUANTS
 
 from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
 
@@ -49,6 +51,51 @@ class WhatIfPlan:
     budget: int = 0
     parts: list[tuple[str, float, float]] = field(default_factory=list)
     """(kind, start, share) of each part of the budget."""
+
+
+DIVERGENCE: Final = {"none": 0.0, "int8": 0.00009, "int4-mix": 0.00216, "int4": 0.00311, "int4-g128": 0.00849}
+"""Formats of weights to choose from, with the mean Kullback-Leibler divergence a token from the unquantized
+model, as measured on the built-in model (docs/notes/quantization-quality.md).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """Format of a model's weights, with the plan that it leads to."""
+
+    name: str
+    made: WhatIfPlan
+    speed: float
+    """Decoding of one stream beside unquantized weights, where memory bandwidth is the bound."""
+    divergence: float
+
+
+def weight_formats(
+    panel: Panel, ref: str, config: ModelConfig | EngineError, asked: Mapping[str, str]
+) -> list[WeightFormat]:
+    """Plan the model in each format. Empty for checkpoints that are quantized already."""
+    if isinstance(config, EngineError):
+        return []
+    made = {name: make_plan(panel, ref, config, {**asked, "quant": name}) for name in DIVERGENCE}
+    if any(each.plan is not None and each.plan.quant != name for name, each in made.items()):
+        return []
+    shape = config.shape()
+
+    def rate(name: str, plan: MemoryPlan) -> float:
+        quant = QUANTS.get(name)
+        return decode_tokens_per_second(
+            shape, plan.dtype, plan.kv_dtype, 1.0, rows=1, context=plan.context // 4, quant=quant
+        )
+
+    return [
+        WeightFormat(
+            name,
+            each,
+            rate(name, each.plan) / rate("none", each.plan) if each.plan else 0.0,
+            DIVERGENCE[name],
+        )
+        for name, each in made.items()
+    ]
 
 
 @get("/models/plan", name="panel_plan")
@@ -146,6 +193,7 @@ async def model_page(request: PanelRequest, ref: FromQuery[str]) -> Response[str
         effective=_effective(panel, loaded) if loaded else [],
         loads=loads.get(loaded.name if loaded else disk.ref.name, [])[::-1],
         made=await asyncio.to_thread(make_plan, panel, ref, config, asked),
+        formats=await asyncio.to_thread(weight_formats, panel, ref, config, asked),
         in_memory=loaded is not None,
         settings={name: schema()[f"model.{name}"] for name in CHOICES},
         common={name: panel.services.settings.get(f"model.{name}") for name in CHOICES},
