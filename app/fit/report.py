@@ -25,7 +25,11 @@ def fit_rows(result: Fit) -> dict[str, str]:
         rows |= {
             "weights": f"{size(plan.weights_bytes)} as {weights}",
             "workspace": size(plan.workspace_bytes),
-            "KV cache": f"{size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}",
+            "KV cache": (
+                f"{size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}"
+                if plan.kv_bytes
+                else "none: each text is computed at once"
+            ),
             **({"state": _states(plan)} if plan.state_slots else {}),
             "together": size(plan.total_bytes) + each,
             "context": f"{plan.context} tokens",

@@ -36,6 +36,7 @@ SMALL_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "chat_template.jinja",
     "chat_template.json",
     MODULES_FILE,

@@ -1,5 +1,5 @@
 """Builder of tokenizer.json for models that come without: from `tekken.json`, from a SentencePiece
-`tokenizer.model`, or from `vocab.json` and `merges.txt`.
+`tokenizer.model`, from `vocab.json` and `merges.txt`, or from `vocab.txt`.
 
 The files are not trusted: `python -P -m llmbox.app.text.tokenizer.tokenizer_builder FOLDER SECONDS MEMORY`
 reads them in a process with limits and writes to stdout. The result is checked like any tokenizer.json.
@@ -23,7 +23,7 @@ from ...sandbox.worker import limit_process
 from .sentencepiece_file import BYTE, CONTROL, SPACE, UNKNOWN, USER, SentencePieceFile
 from .token_bytes import BYTE_ALPHABET
 
-SOURCES: Final = (("tekken.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+SOURCES: Final = (("tekken.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 """Files to build from, the first that are all there."""
 _SECONDS: Final = 60.0
 """CPU time. A vocabulary of 262,144 pieces takes some seconds."""
@@ -93,6 +93,8 @@ def build(folder: Path) -> dict[str, Any]:
             return _from_pieces(read_regular(folder / "tokenizer.model", MAX_BYTES), config, added)
         case "vocab.json":
             return _from_merges(folder, config, added)
+        case "vocab.txt":
+            return _from_words(folder, config, added)
     raise ValueError("there is no file to build a tokenizer from")
 
 
@@ -217,6 +219,66 @@ def _byte_level(
 
 def _printable(word: bytes) -> str:
     return "".join(BYTE_ALPHABET[byte] for byte in word)
+
+
+# ---------------------------------------------------------------------- WordPiece
+
+
+def _from_words(folder: Path, config: Mapping[str, Any], added: list[dict[str, Any]]) -> dict[str, Any]:
+    """Build from BERT's vocab.txt: one word a line. MPNet has other special tokens, and two between texts."""
+    kind = str(config.get("tokenizer_class", "BertTokenizer")).removesuffix("Fast").removesuffix("Tokenizer")
+    if kind not in {"Bert", "DistilBert", "MPNet"}:
+        raise ValueError(f"its tokenizer is of class {kind}Tokenizer; known are Bert, DistilBert, MPNet")
+    words = read_regular(folder / "vocab.txt", MAX_BYTES).decode("utf-8").splitlines()
+    known = {word: number for number, word in enumerate(words)} | {
+        each["content"]: each["id"] for each in added
+    }
+    is_mpnet = kind == "MPNet"
+    usual = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+    if not is_mpnet:
+        usual = {name: f"[{name[:3].upper()}]" for name in usual} | {"mask_token": "[MASK]"}
+    special = {"unk_token": "[UNK]", **usual}
+    for name, content in list(special.items()):
+        value = config.get(name, content)
+        special[name] = str(value.get("content") if isinstance(value, dict) else value)
+    first, last, unknown = (special[name] for name in ("cls_token", "sep_token", "unk_token"))
+    tokens = {known[each]: _added(known[each], each) for each in special.values() if each in known}
+    tokens |= {each["id"]: each for each in added}
+    begin, end = ({"SpecialToken": {"id": each, "type_id": 0}} for each in (first, last))
+    single = [begin, {"Sequence": {"id": "A", "type_id": 0}}, end]
+    other = 0 if is_mpnet else 1
+    second = [
+        {"Sequence": {"id": "B", "type_id": other}},
+        {"SpecialToken": {"id": last, "type_id": other}},
+    ]
+    return {
+        "version": "1.0",
+        "added_tokens": [tokens[number] for number in sorted(tokens)],
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": bool(config.get("tokenize_chinese_chars", True)),
+            "strip_accents": config.get("strip_accents"),
+            "lowercase": bool(config.get("do_lower_case", True)),
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, *([end] if is_mpnet else []), *second],
+            "special_tokens": {
+                each: {"id": each, "ids": [known[each]], "tokens": [each]} for each in (first, last)
+            },
+        },
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": unknown,
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": known,
+        },
+    }
 
 
 # ---------------------------------------------------------------------- tokens beside the vocabulary

@@ -141,6 +141,42 @@ def test_vocab_and_merges(tmp_path, kind, theirs):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    "changes", [{}, {"do_lower_case": False}, {"tokenizer_class": "DistilBertTokenizer"}]
+)
+def test_words_of_bert(tmp_path, changes):
+    """The ids and types of transformers, from vocab.txt."""
+    from transformers import AutoTokenizer
+
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "fox",
+        "Fox",
+        "##es",
+        "cafe",
+        "caf\u00e9",
+        "\u6771",
+        "!",
+        "a",
+    ]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True} | changes
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = load_model_text(tmp_path)
+    for each in ("Foxes! caf\u00e9 \u6771a", "fox [MASK] xyz", ""):
+        assert text.encode(each) == theirs(each)["input_ids"]
+    pair = theirs("fox", "foxes a")
+    types = pair.get("token_type_ids", [0, 0, 0, 1, 1, 1, 1])
+    assert text.encode_pairs([("fox", "foxes a")]) == ([pair["input_ids"]], [types.index(1)])
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_tekken(tmp_path, is_listed):
     trained = byte_pairs()
