@@ -25,8 +25,9 @@ _COMFORTABLE_CONTEXT = 4096
 _POOL_BYTES, _POOL_CONTEXTS = 512 << 20, 8
 # Default KV pool on a CPU; see `Planner._default_pool`.
 _STEP_SECONDS = 0.5
-_KEPT_STATES = 24
-# Slots of recurrent state for the prefix cache and for drafts, beside one for each running request.
+_KEPT_STATES, _MOST_KEPT_STATES, _KEPT_SHARE = 24, 4096, 0.05
+# Slots of recurrent state for the prefix cache and for drafts, beside one for each running request: at least
+# the first number, and more where they take at most that share of the KV cache.
 _LEAST_SLOTS = 2
 _STATES_SHARE = 0.5
 # Fraction of the memory beside one whole context that recurrent state may take.
@@ -104,7 +105,7 @@ class Planner:
             self.notes.append(
                 f"context lowered from {limit} to {context} tokens to fit in {show_bytes(have)}"
             )
-        slots = self._slots(have - self._need(context))
+        slots = self._slots(have - self._need(context), context)
         window_blocks = self._shared_window_blocks(have - self._need(context))
         workspace = self._workspace(context)
         beside = slots * self.shape.slot_bytes + self._window_bytes(window_blocks)
@@ -188,14 +189,16 @@ class Planner:
         )
         return self._window_blocks(running)
 
-    def _slots(self, spare: int) -> int:
+    def _slots(self, spare: int, context: int) -> int:
         """Return the slots of recurrent state, of which `spare` bytes may hold more than the fewest. Lowers
         `max_running` where there are too few.
         """
         if not self.wanted_slots:
             return 0
         more = int(spare * _STATES_SHARE) // self.shape.slot_bytes
-        slots = min(self.wanted_slots, self.least_slots + more)
+        kept = int(self._pool_blocks(context) * self.block_bytes * _KEPT_SHARE) // self.shape.slot_bytes
+        wanted = self.wanted_slots + max(0, min(kept, _MOST_KEPT_STATES) - _KEPT_STATES)
+        slots = min(wanted, self.least_slots + more)
         each = show_bytes(self.shape.slot_bytes)
         if slots <= self.max_running:
             self.notes.append(

@@ -7,6 +7,7 @@ are, all at the ends of full blocks:
     the end of an answer             one state that moves on, every `STATE_STRIDE` tokens
     where a prompt left known blocks another prompt may branch off there
     every so many tokens of a prompt for edits and branches in the middle of it
+    32, 64, 128, ... before its end  for another question about the same text
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ from .state_pool import StatePool
 NO_SLOT: Final = -1
 STATE_STRIDE = 32
 """Tokens between two states that are kept of an answer."""
-STATES_PER_PROMPT = 8
+STATES_PER_PROMPT, PROMPT_SHARE = 8, 8
+"""Fewest states in the middle of a prompt; it may have one of `PROMPT_SHARE` slots, where these are more."""
 DRAFT_SLOTS = 8
 """Free slots that are left for the states between draft tokens."""
-MIN_STATE_DISTANCE = 512
-"""Tokens between the states in the middle of a prompt, of which at most `STATES_PER_PROMPT` are kept."""
+MIN_STATE_DISTANCE, CLOSE_STATES = 512, 64
+"""Fewest tokens between the states in the middle of a prompt, where slots are few and where they are many."""
 
 
 class StateManager:
@@ -35,6 +37,7 @@ class StateManager:
         self._block_size = block_size
         self._stride = max(block_size, STATE_STRIDE // block_size * block_size)
         self._caching = caching
+        self._per_prompt = max(STATES_PER_PROMPT, pool.num_slots // PROMPT_SHARE)
         self._written: set[int] = set()
         """Slots that launched steps save states to."""
 
@@ -59,14 +62,24 @@ class StateManager:
         return [] if source is None or source == slot else [(source, slot)]
 
     def _marks(self, request: Request, known: int) -> tuple[int, ...]:
-        """Return the positions of its tokens so far whose states are to be kept."""
+        """Return the positions of its tokens so far whose states are to be kept.
+
+        A prompt that leaves this one computes again at most `distance` tokens of it, and at most as many as
+        follow where it leaves, or 64.
+        """
         if not self._caching:
             return ()
         size, count = self._block_size, request.num_tokens
-        distance = max(MIN_STATE_DISTANCE, -(-count // STATES_PER_PROMPT))
+        least = CLOSE_STATES if self._per_prompt > STATES_PER_PROMPT else MIN_STATE_DISTANCE
+        distance = max(least, -(-count // self._per_prompt))
         distance = -(-distance // size) * size
         last = (count - 1) // size * size
-        return tuple(sorted({*range(distance, last, distance), known * size, last} - {0}))
+        before, back = list[int](), self._stride
+        while back < min(2 * distance, last):
+            before.append(last - back)
+            back *= 2
+        marks = {*range(distance, last, distance), *before, known * size, last}
+        return tuple(sorted(marks - {0}))
 
     def plan_saves(self, row: ScheduledRequest) -> None:
         """Take slots for the states that are to be kept of the row's tokens."""
@@ -119,7 +132,8 @@ class StateManager:
                 block_hash = request.block_hashes[position // self._block_size - 1]
                 if position > request.num_prompt:
                     self._move_on(request, block_hash)
-                self.pool.keep(slot, block_hash)
+                is_end = position > request.num_prompt - 1 - self._block_size
+                self.pool.keep(slot, block_hash, is_end=is_end)
             else:
                 self.pool.free(slot)
 

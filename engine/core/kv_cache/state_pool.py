@@ -3,7 +3,8 @@
 A slot is always in exactly one of three states:
 
     free      no content worth keeping
-    kept      holds the state after a known prefix; taken last, least recently used first
+    kept      holds the state after a known prefix; taken last, least recently used first, where one at the
+              end of a prompt or an answer is passed over once
     used      of a running sequence, or being written by a launched step
 """
 
@@ -19,6 +20,8 @@ class StatePool:
         self.num_slots = num_slots
         self._free = list(reversed(range(num_slots)))
         self._kept: OrderedDict[bytes, int] = OrderedDict()
+        self._passed_over: set[bytes] = set()
+        """Kept states that `allocate` does not evict when it meets them first."""
         self.evictions = 0
         """Number of kept states that `allocate` evicted."""
 
@@ -40,11 +43,13 @@ class StatePool:
         """
         if len(self._free) > leave:
             return self._free.pop()
-        oldest = next((key for key, slot in self._kept.items() if slot != spared), None)
-        if oldest is None:
-            return None
-        self.evictions += 1
-        return self._kept.pop(oldest)
+        while (oldest := next((key for key, slot in self._kept.items() if slot != spared), None)) is not None:
+            if oldest not in self._passed_over:
+                self.evictions += 1
+                return self._kept.pop(oldest)
+            self._passed_over.remove(oldest)
+            self._kept.move_to_end(oldest)
+        return None
 
     def free(self, slot: int) -> None:
         self._free.append(slot)
@@ -62,8 +67,13 @@ class StatePool:
     def touch(self, block_hash: bytes) -> None:
         self._kept.move_to_end(block_hash)
 
-    def keep(self, slot: int, block_hash: bytes) -> None:
-        """Keep the content of a used slot for the prefix cache. A second copy of a state is freed."""
+    def keep(self, slot: int, block_hash: bytes, *, is_end: bool = False) -> None:
+        """Keep the content of a used slot for the prefix cache. A second copy of a state is freed.
+
+        `is_end`: it is the end of a prompt or an answer, where the next turn goes on.
+        """
+        if is_end:
+            self._passed_over.add(block_hash)
         if block_hash in self._kept:
             self._kept.move_to_end(block_hash)
             self.free(slot)
@@ -73,6 +83,7 @@ class StatePool:
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Free the kept states of these prefixes."""
         for block_hash in hashes:
+            self._passed_over.discard(block_hash)
             if (slot := self._kept.pop(block_hash, None)) is not None:
                 self.free(slot)
 
@@ -80,3 +91,4 @@ class StatePool:
         """Assert that free + kept + used = all. `used`: slots of running sequences and of launched steps."""
         slots = [*self._free, *self._kept.values(), *used]
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or in two places"
+        assert self._passed_over <= self._kept.keys()

@@ -89,7 +89,7 @@ def test_an_edit_and_a_branch_are_known_the_next_time(model: Path) -> None:
     engine = load(model, dtype="bfloat16")
     run(engine, [LONG])
     edited = [*LONG.prompt_ids[:70], *[11] * 31]
-    assert computed(engine, ask("edit", edited, 1)) == 101, "no state was kept at 64"
+    assert computed(engine, ask("edit", edited, 1)) <= 64, "no state was kept close to the edit"
     assert computed(engine, ask("other edit", [*edited[:66], *[12] * 20], 1)) <= 64
     branch = ask("branch", [*LONG.prompt_ids, 5, 6], 8)
     assert computed(engine, named("probe", branch)) <= 64

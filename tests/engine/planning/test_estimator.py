@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError, DoesNotFit
+from llmbox.engine.model_config.shape import RecurrentShape
 from llmbox.engine.planning.estimator import (
     MemoryBudget,
     MemoryPlan,
@@ -442,3 +443,22 @@ def test_what_automatic_quantisation_took_is_said_with_the_reason():
     (said,) = notes(need - GB // 5)
     needs, has = show_bytes(need), show_bytes(need - GB // 5)
     assert said == f"quant auto took int8, as without rounding the model needs {needs} and has {has}"
+
+
+@pytest.mark.parametrize("layer_bytes", [1 << 14, 1 << 22])
+def test_kept_recurrent_states_take_a_share_of_the_kv_cache(layer_bytes: int) -> None:
+    layers = (True, False) * 16
+    recurrent = RecurrentShape(
+        is_recurrent=layers,
+        has_kv=layers[::-1],
+        layers=16,
+        attention_layers=16,
+        layer_params=1 << 20,
+        layer_bytes=layer_bytes,
+        divisible=(),
+    )
+    found = plan(replace(LLAMA_3_8B, recurrent=recurrent), 64 * GB)
+    kept = (found.state_slots - found.max_running) * found.slot_bytes
+    if found.state_slots > found.max_running + 24:
+        assert 0.04 < kept / (found.num_blocks * found.block_size * found.kv_bytes_per_token) <= 0.05
+    assert (found.state_slots > found.max_running + 24) == (layer_bytes == 1 << 14)
