@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import starmap
 from multiprocessing import get_context
 from typing import Any
 
@@ -86,7 +87,8 @@ def main() -> int:
 def compile_all(
     targets: Sequence[int], group: str, *, few: bool, jobs: int
 ) -> Iterator[list[Kernel] | Broken]:
-    """Group by group, as they are done."""
+    """Group by group, as they are done; with one job in this process."""
+    os.environ.pop("TRITON_INTERPRET", None)
     work = [
         (target, number, few)
         for target in targets
@@ -97,7 +99,9 @@ def compile_all(
         return
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
-        os.environ.pop("TRITON_INTERPRET", None)
+        if jobs == 1:
+            yield from starmap(compile_group, work)
+            return
         with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
             yield from pool.map(compile_group, *zip(*work, strict=True))
 
@@ -109,7 +113,7 @@ def names(target: int, *, few: bool) -> list[str]:
 
 
 def compile_group(target: int, number: int, few: bool) -> list[Kernel] | Broken:
-    """In a process of its own, where Triton knows of one target only at a time."""
+    """Triton knows of one target only at a time."""
     from gpu import compiled
     from support.triton_compile import compiling, resources
 

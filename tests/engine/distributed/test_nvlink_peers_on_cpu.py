@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from support.lanes import nightly
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [nightly(2), 3])
 def test_sums_go_through_memory_of_all_from_their_setting_up_on(tmp_path, ranks):
     command = [sys.executable, "-P", str(Path(__file__).with_name("nvlink_peers_on_cpu.py")), str(tmp_path)]
     done = subprocess.run(

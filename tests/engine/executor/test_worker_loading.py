@@ -1,7 +1,6 @@
 """Ranks that fail while they load: told in words, at once, and nobody is left. And what they pack is kept."""
 
 import sys
-import time
 
 import psutil
 import pytest
@@ -13,6 +12,7 @@ from llmbox.engine.executor import workers as roll_call
 from llmbox.engine.hardware.proc import finish
 from llmbox.engine.weights.packed_cache import environment, source
 from llmbox.kernels.dispatch import native_ready
+from support.cli_box import until
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -113,8 +113,7 @@ def test_rank_0_does_not_finish_its_own_load_for_nothing(model, workers, childre
     def slowly(done, total):
         read.append(done)
         (worker,) = children()
-        while worker.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
 
     monkeypatch.setattr("llmbox.engine.executor.build.weights_progress", lambda _: slowly)
     with pytest.raises(EngineError, match="rank 1: MemoryError: none"):

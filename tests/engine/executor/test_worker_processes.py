@@ -1,6 +1,7 @@
 """Whole engines of several processes: the tokens of one process, and the end of all when one rank is lost."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from llmbox.engine.errors import EngineError, ParallelError
 from llmbox.engine.hardware.proc import finish
 from llmbox.engine.ipc.spawn import Launch
 from support.engines import is_running, read, until
+from support.lanes import NIGHTLY, nightly
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model, save_sharded, tiny_weights
 
@@ -113,7 +115,8 @@ async def lose_a_rank(supervisor, wanted, trouble=signal.SIGKILL, rank=-1):
 async def answers_after(trouble, streams):
     reading = asyncio.create_task(all_of(streams))
     await until(lambda: len(streams[0].output_ids) > 5, PATIENCE)
-    trouble()
+    with contextlib.suppress(ProcessLookupError):  # one that an earlier attempt stopped has ended by now
+        trouble()
     return [ids for ids, _ in await reading]
 
 
@@ -126,7 +129,7 @@ async def is_whole_again(supervisor, restarts, trouble):
         await until(lambda: supervisor.restarts > restarts and supervisor.state == "ready", PATIENCE)
 
 
-@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 3}], ids=str)
+@pytest.mark.parametrize("cut", [{"tp": 2}, nightly({"pp": 3})], ids=str)
 async def test_ranks_that_launch_ahead_give_those_tokens_and_survive_the_loss_of_one(model, cut, tmp_path):
     """The runner for devices, with CPUs in their place."""
     if "pp" in cut:
@@ -153,7 +156,7 @@ async def test_shared_stages_survive_whatever_happens_to_any_of_their_ranks(mode
     wanted = expected(model)
     async with supervised(model, tp=2, pp=2) as supervisor:
         assert len(ranks_of(supervisor)) == 3
-        for rank, trouble in ((0, signal.SIGSTOP), (2, signal.SIGKILL)):
+        for rank, trouble in ((0, signal.SIGSTOP), (2, signal.SIGKILL))[not NIGHTLY :]:
             await lose_a_rank(supervisor, wanted, trouble, rank)
 
 
@@ -218,7 +221,7 @@ def test_each_stage_has_a_step_on_its_way(model, monkeypatch, cut, over, most):
     assert launched.count(most) > len(launched) * 0.8
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [nightly(False), True])
 async def test_preemption_and_prefix_hits_change_nothing(tmp_path, monkeypatch, overlap):
     """In bfloat16 and int8 on the C++ kernels, over torch.distributed: for one tp the tokens are the same."""
     monkeypatch.setenv("LLMBOX_RANKS", "gloo")

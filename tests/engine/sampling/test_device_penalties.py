@@ -16,7 +16,7 @@ from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.sampling.penalties import edit
 from support.device_steps import Steps, alike
-from support.lanes import examples
+from support.lanes import NIGHTLY
 from support.late_device import LateDevice
 from support.sampling import make_request
 from support.triton_interpreter import turn_on
@@ -50,7 +50,7 @@ def any_params(data, number):
     }
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=8 if NIGHTLY else 4)  # each takes a second
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_every_mix_of_rules_step_by_step(data, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -6,6 +6,7 @@ import pytest
 
 from llmbox.engine.core.constraints.output_constraint import LOOP_STRIDE, LOOP_TOKENS, ThoughtTracker, is_loop
 from llmbox.engine.sampling_params import ThinkingParams
+from support.lanes import examples
 
 OPEN, CLOSE, WORD = 1, 2, 9
 IDS = {"opener_ids": (OPEN,), "closer_ids": (CLOSE,), "end_ids": (CLOSE,)}
@@ -129,9 +130,9 @@ def texts(source: random.Random):
 
 
 @pytest.mark.property
-def test_ten_thousand_texts_are_no_loops():
+def test_thousands_of_texts_are_no_loops():
     source = random.Random(1)
-    for number in range(10_000):
+    for number in range(examples(10_000)):
         ids = list(texts(source))
         ends = range(LOOP_TOKENS, len(ids) + 1, LOOP_STRIDE)
         assert not any(is_loop(ids[max(0, end - 1024) : end]) for end in ends), number

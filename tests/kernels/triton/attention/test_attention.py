@@ -54,10 +54,11 @@ def test_sinks_take_a_share(monkeypatch: pytest.MonkeyPatch, ops: Ops) -> None:
     """Of one program's sums, and of those that several bring together; not in PyTorch's kernels."""
     monkeypatch.setattr(attention_plan, "LEAST_SPLIT", 32)
     monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
-    step = PagedStep([(150, 1), (1, 1), (0, 20)], heads=(4, 2), sinks=True)
-    for window in (None, 20):
+    step = PagedStep([(70, 1), (1, 1), (0, 9)], heads=(4, 2), sinks=True)
+    for window in (None, 40):
         assert_near(step.attend(ops, window), step.exact(window))
-    assert_near(step.attend(triton_ops(CPU, torch.float32, sdpa_from=16)), step.exact())
+    if ops is OPS:
+        assert_near(step.attend(triton_ops(CPU, torch.float32, sdpa_from=8)), step.exact())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
