@@ -13,6 +13,7 @@ from .engines.manager import EngineManager
 from .events import Events
 from .gateway.gateway import Gateway
 from .lifecycle.drain import Background, Drain
+from .mcp.client import McpClients
 from .metrics.metrics import Metrics
 from .models.registry import Alias
 from .security.security import Security
@@ -61,6 +62,8 @@ class Services:
     """Return the aliases: names with parameters that stand for models."""
     real_name: Callable[[str], str] = str
     """Map a model's name or alias to the name that the model is served under."""
+    mcp_clients: McpClients = field(default_factory=McpClients)
+    """Connections to the MCP servers of the panel's chat."""
     drain: Drain = field(default_factory=Drain)
     background: Background = field(default_factory=Background)
     """Generations that run without a connection waiting for them."""

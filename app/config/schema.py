@@ -22,6 +22,9 @@ from .settings import (
     UsageSettings,
 )
 
+LOCAL = frozenset({"server.mcp_commands"})
+"""Keys that the panel shows and cannot change: only who may run commands on this machine can."""
+
 
 @dataclass(frozen=True, slots=True)
 class SettingSpec:
@@ -37,6 +40,10 @@ class SettingSpec:
     high: float | None
     each: EntryCheck | None
     live: bool
+
+    @property
+    def is_local(self) -> bool:
+        return self.name in LOCAL
 
     @property
     def section(self) -> str:

@@ -54,6 +54,7 @@ class ServerSettings:
         "Ask for an API key on this machine too. Where other machines can connect one is always needed.",
         live=True,
     )
+    mcp_commands: bool = key(False, "Let programs be MCP servers of the chat, run as this user.", live=True)
     drain_timeout: float = key(
         30.0,
         "Seconds that open requests may take after SIGTERM before they end with an error.",

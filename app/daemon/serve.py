@@ -201,6 +201,7 @@ def _handle_signals(control: DaemonController) -> None:
 
 async def _close(services: Services) -> None:
     await services.batches.close()
+    await services.mcp_clients.close()
     await services.background.close()
     await services.engines.close()
     await services.gateway.close()

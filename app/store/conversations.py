@@ -1,4 +1,4 @@
-"""Conversations of the panel's chat. Importable without SQLAlchemy.
+"""Conversations, presets and MCP servers of the panel's chat. Importable without SQLAlchemy.
 
 They stay until their owner deletes them: neither age nor the size of the request log removes one. Those of a
 revoked key are deleted with what else it stored.
@@ -6,15 +6,38 @@ revoked key are deleted with what else it stored.
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from .writer import RequestLog
 
+T = TypeVar("T", bound=Struct)
+
 MOST_MESSAGES = 2000
 """Messages of one conversation, branches included."""
+
+
+class ToolCallRecord(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Call of a tool of an MCP server, and its result."""
+
+    id: str
+    name: str
+    """Name of the function that the model called."""
+    server: str
+    tool: str
+    arguments: str
+    """JSON, as the model wrote it."""
+    result: str = ""
+    state: Literal["done", "failed", "refused"] = "done"
+
+
+class ToolRound(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Turn of the model that ended in calls; its answer comes after the results."""
+
+    content: str = ""
+    calls: Sequence[ToolCallRecord] = ()
 
 
 class ConversationMessage(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +54,10 @@ class ConversationMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     """Speed and tokens of an answer, as shown under it."""
     request: str = ""
     """Id of the request in the log."""
+    rounds: Sequence[ToolRound] = ()
+    """Calls of tools before `content`."""
+    pair: str = ""
+    """Id that two answers share that were asked for side by side."""
 
 
 class ConversationBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +67,8 @@ class ConversationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     system: str = ""
     parameters: dict[str, float] = {}
+    schema: str = ""
+    """JSON schema that answers follow, as a text; empty for none."""
     messages: Sequence[ConversationMessage] = ()
     leaf: str = ""
     """Last message of the branch on display."""
@@ -75,6 +104,57 @@ class Conversations:
     async def delete(self, owner: str, id_: str) -> bool:
         """Delete a conversation and overwrite its bytes. Returns False if there is no such conversation."""
         return await self._log.ask(lambda engine: _sql().delete(engine, owner, id_))
+
+
+_Texts = dict[Annotated[str, Meta(min_length=1, max_length=128)], Annotated[str, Meta(max_length=4096)]]
+
+
+class ChatPreset(Struct, kw_only=True, forbid_unknown_fields=True):
+    """System prompt, sampling settings and answer's schema under a name."""
+
+    system: Annotated[str, Meta(max_length=100_000)] = ""
+    parameters: dict[str, float] = {}
+    schema: Annotated[str, Meta(max_length=100_000)] = ""
+    """JSON schema that answers follow, as a text; empty for none."""
+
+
+class ChatToolServer(Struct, kw_only=True, forbid_unknown_fields=True):
+    """MCP server whose tools the chat may use: a URL, or a program that the daemon starts."""
+
+    url: Annotated[str, Meta(max_length=2000)] = ""
+    headers: _Texts = {}
+    command: Annotated[Sequence[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = ()
+    """Program and arguments, started without a shell; empty for a server with a URL."""
+    environment: _Texts = {}
+    """Variables beside the few that every program gets."""
+    allowed: bool = False
+    """The chat may list and call its tools."""
+    trusted: Sequence[str] = ()
+    """Tools that the chat calls without asking."""
+
+
+KINDS: Final[dict[type[Struct], str]] = {ChatPreset: "preset", ChatToolServer: "mcp_server"}
+
+
+class PanelItems(Generic[T]):
+    """Items of one kind. Use it only from the daemon's event loop. Every method may raise StoreError."""
+
+    def __init__(self, log: RequestLog, kind: type[T]) -> None:
+        self._log, self._type, self._kind = log, kind, KINDS[kind]
+
+    async def all(self, owner: str) -> dict[str, T]:
+        """Return an owner's items by name, in the order of names."""
+        rows = await self._log.ask(lambda engine: _sql().items_of(engine, owner, self._kind))
+        return {name: msgspec.json.decode(body, type=self._type) for name, body in rows}
+
+    async def put(self, owner: str, name: str, item: T) -> None:
+        """Save an item, replacing one of the same name."""
+        body = msgspec.json.encode(item).decode()
+        await self._log.ask(lambda engine: _sql().put_item(engine, owner, self._kind, name, body))
+
+    async def delete(self, owner: str, name: str) -> bool:
+        """Delete an item and overwrite its bytes. Returns False if there is no such item."""
+        return await self._log.ask(lambda engine: _sql().delete_item(engine, owner, self._kind, name))
 
 
 def encode_body(body: ConversationBody) -> str:

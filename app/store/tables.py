@@ -159,3 +159,17 @@ class ConversationRow(SQLModel, table=True):
     updated: float
     body: str
     """JSON object of `ConversationBody`."""
+
+
+class PanelItemRow(SQLModel, table=True):
+    """Preset or MCP server of the panel's chat: kept until its owner deletes it."""
+
+    __tablename__ = "panel_item"
+    __table_args__ = (Index("ix_panel_item_place", "owner", "kind", "name", unique=True),)
+
+    seq: int | None = Field(default=None, primary_key=True)
+    owner: str
+    kind: str
+    name: str
+    body: str
+    """JSON object of the kind's struct."""

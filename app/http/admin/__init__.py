@@ -3,6 +3,17 @@
 from litestar import Router
 
 from ..auth.guard import Access
+from .chat import (
+    call_tool,
+    change_server,
+    delete_preset,
+    delete_server,
+    presets,
+    save_preset,
+    save_server,
+    server_tools,
+    servers,
+)
 from .conversations import conversation, conversations, delete_conversation, save_conversation
 from .keys import add_key, change_key, keys, revoke_key, rotate_key, sign_in_link
 from .library import (
@@ -53,6 +64,15 @@ admin_router = Router(
         sign_in_link,
         bench_runs,
         blocks,
+        call_tool,
+        change_server,
+        delete_preset,
+        delete_server,
+        presets,
+        save_preset,
+        save_server,
+        server_tools,
+        servers,
         conversation,
         conversations,
         delete_conversation,

@@ -1,4 +1,4 @@
-"""SQL of the panel's conversations, as functions of an open database."""
+"""SQL of the panel's conversations and items, as functions of an open database."""
 
 import msgspec
 from sqlalchemy import ColumnElement, Engine, LargeBinary, and_, cast, func, insert, or_, select
@@ -8,7 +8,7 @@ from sqlmodel import col
 
 from ..conversations import ConversationBody, ConversationSummary, encode_body
 from ..database import give_back_space
-from ..tables import ConversationRow
+from ..tables import ConversationRow, PanelItemRow
 
 
 def list_of(engine: Engine, owner: str, text: str, limit: int) -> list[ConversationSummary]:
@@ -54,13 +54,15 @@ def delete(engine: Engine, owner: str, id_: str) -> bool:
 
 
 def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete conversations of keys that are not `known`. Those without an owner stay."""
-    owner = col(ConversationRow.owner)
+    """Delete conversations and items of keys that are not `known`. Those without an owner stay."""
+    count = 0
     with engine.begin() as connection:
-        owners = connection.execute(select(owner).distinct()).scalars().all()
-        gone = [each for each in owners if each and each not in known]
-        deleted = (connection.execute(delete_from(ConversationRow).where(owner == each)) for each in gone)
-        return sum(each.rowcount for each in deleted)
+        for table in (ConversationRow, PanelItemRow):
+            owner = col(table.owner)
+            owners = connection.execute(select(owner).distinct()).scalars().all()
+            for gone in (each for each in owners if each and each not in known):
+                count += connection.execute(delete_from(table).where(owner == gone)).rowcount
+    return count
 
 
 def size(engine: Engine) -> int:
@@ -73,3 +75,34 @@ def size(engine: Engine) -> int:
 
 def _is(owner: str, id_: str) -> ColumnElement[bool]:
     return and_(col(ConversationRow.owner) == owner, col(ConversationRow.id) == id_)
+
+
+def items_of(engine: Engine, owner: str, kind: str) -> list[tuple[str, str]]:
+    """Return names and bodies."""
+    statement = select(col(PanelItemRow.name), col(PanelItemRow.body))
+    statement = statement.where(col(PanelItemRow.owner) == owner, col(PanelItemRow.kind) == kind)
+    with engine.connect() as connection:
+        return [(name, body) for name, body in connection.execute(statement.order_by(col(PanelItemRow.name)))]
+
+
+def put_item(engine: Engine, owner: str, kind: str, name: str, body: str) -> None:
+    statement = change(PanelItemRow).where(_is_item(owner, kind, name)).values(body=body)
+    with engine.begin() as connection:
+        if connection.execute(statement).rowcount:
+            return
+        connection.execute(insert(PanelItemRow).values(owner=owner, kind=kind, name=name, body=body))
+
+
+def delete_item(engine: Engine, owner: str, kind: str, name: str) -> bool:
+    """Delete an item, with the copies in the write-ahead log."""
+    with engine.begin() as connection:
+        found = connection.execute(delete_from(PanelItemRow).where(_is_item(owner, kind, name))).rowcount > 0
+    if found:
+        give_back_space(engine)
+    return found
+
+
+def _is_item(owner: str, kind: str, name: str) -> ColumnElement[bool]:
+    return and_(
+        col(PanelItemRow.owner) == owner, col(PanelItemRow.kind) == kind, col(PanelItemRow.name) == name
+    )

@@ -137,8 +137,8 @@ def erase(engine: Engine, before: float) -> int:
 
 
 def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete answers, batches and conversations of keys that are not `known`, with the copies in the
-    write-ahead log. Rows without an owner stay.
+    """Delete answers, batches, conversations and items of the panel that belong to keys that are not `known`,
+    with the copies in the write-ahead log. Rows without an owner stay.
     """
     owner, count = col(StoredRow.owner), batch_queries.erase_owners_but(engine, known)
     count += conversation_queries.erase_owners_but(engine, known)

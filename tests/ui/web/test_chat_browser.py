@@ -1,6 +1,11 @@
 """The chat in a real browser: asked, kept, branched, found again, deleted; Markdown that runs nothing."""
 
+import os
+import re
+import signal
+
 from support.browser import Window, needs_browser
+from support.cli_box import until
 
 pytestmark = needs_browser
 
@@ -113,3 +118,61 @@ def test_markdown_has_tables_code_and_formulas_and_loads_nothing_from_elsewhere(
     assert "javascript:" not in html.replace("[bad](javascript:alert(1))", "")
     assert window.page.title() != "run"
     assert window.strangers == []
+
+
+def test_a_preset_brings_prompt_sampling_and_schema_back(window: Window):
+    window.open("/admin/chat")
+    page = window.page
+    page.get_by_text("System prompt and sampling").click()
+    page.get_by_label("System prompt", exact=True).fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.2")
+    page.get_by_label("JSON schema of the answer").fill('{"type": ')
+    page.get_by_text("The JSON schema is not valid JSON").wait_for()
+    page.get_by_label("JSON schema of the answer").fill('{"type": "object"}')
+    page.once("dialog", lambda dialog: dialog.accept("Short"))
+    page.get_by_role("button", name="Save as preset").click()
+    page.wait_for_function("() => document.getElementById('preset').value === 'Short'")
+
+    window.open("/admin/chat")
+    page.get_by_text("System prompt and sampling").click()
+    page.locator("#preset option").nth(1).wait_for(state="attached")
+    page.locator("#preset").select_option("Short")
+    sent: list[dict] = []
+
+    def handle(route) -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(status=200, headers={"Content-Type": "text/event-stream"}, body="data: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", handle)
+    page.get_by_label("Message", exact=True).fill("Who?")
+    page.keyboard.press("Enter")
+    page.get_by_title("Answer again").wait_for()
+    assert sent[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert sent[0]["temperature"] == 0.2
+    assert sent[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete preset").click()
+    page.wait_for_function("() => document.getElementById('preset').options.length === 1")
+
+
+def test_two_answers_stand_side_by_side_with_their_cost_and_one_is_gone_on_with(window: Window):
+    box = window.panel.box
+    assert box.run("config", "set", "usage.prices", "tiny=1000/2000").code == 0
+    os.kill(box.running.pid, signal.SIGHUP)
+    until(lambda: box.api("config")["settings"]["usage.prices"]["value"])
+    window.open("/admin/chat")
+    page = window.page
+    page.locator("#other").select_option("tiny")
+    page.get_by_label("Message", exact=True).fill("Which is better?")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelectorAll('.pair span.measure').length === 2")
+    for measure in page.locator(".pair span.measure").all():
+        assert re.search(r"0\.\d{4} USD", measure.text_content())
+    page.get_by_role("button", name="Go on with this").click()
+    page.locator(".pair .message").nth(1).get_by_text("Chosen").wait_for()
+    page.locator("#other").select_option("nothing")
+    ask(window, "And then?")
+    page.reload()
+    page.get_by_role("button", name="Which is better?", exact=True).click()
+    page.locator(".pair .message").nth(1).get_by_text("Chosen").wait_for()
+    assert page.locator(".message").count() == 5

@@ -46,6 +46,7 @@ TITLES = {
     "server.tls_key": "Private key file",
     "server.trusted_proxies": "Trusted reverse proxies",
     "server.require_key": "Require a key on this machine",
+    "server.mcp_commands": "Programs as MCP servers of the chat",
     "server.drain_timeout": "Time for open requests at shutdown",
     "server.restart_cooldown": "Pause before a crashed model starts again",
     "server.restart_cooldown_max": "Longest such pause",
@@ -144,7 +145,8 @@ class SettingsRow:
 
     @property
     def locked(self) -> str:
-        return LOCKED.get(self.origin.source, "")
+        locked = LOCKED.get(self.origin.source, "")
+        return locked or ("changed by llmbox config set" if self.key.is_local else "")
 
     @property
     def origin_text(self) -> str:
@@ -225,7 +227,7 @@ def _changes(control: DaemonController, form: dict[str, str]) -> list[SettingCha
     found = []
     for name, text in form.items():
         key = schema().get(name)
-        if key is None or table[name][1].source in LOCKED:
+        if key is None or key.is_local or table[name][1].source in LOCKED:
             continue
         before = table[name][0]
         if text.strip() == show.value(before):

@@ -2,55 +2,38 @@
 
 import { begun, measure, streamAnswer } from "../playground/playground-answer.js";
 import { asCurl, asPython } from "../playground/playground-calls.js";
+import { Attachments } from "./chat-attach.js";
+import { button, element, find, folded } from "./chat-elements.js";
 import { showMarkdown } from "./chat-markdown.js";
-import { Conversation, Store } from "./chat-store.js";
+import { Settings } from "./chat-settings.js";
+import { Conversation, Store, asMessages, caller, newId } from "./chat-store.js";
+import { Tools, drawCall } from "./chat-tools.js";
 
 const REDRAW = 80; // milliseconds between two drawings of an answer that streams
-const LARGEST_FILE = 400_000; // bytes of an attached text
+const MOST_ROUNDS = 12; // turns of a model with calls of tools, before it must answer
 
-const page = document.getElementById("chat");
-const find = (id) => document.getElementById(id);
+const page = find("chat");
 let talk = new Conversation();
 let stopper = null;
-let attached = [];
-
-function element(tag, kind, text = "") {
-  const made = document.createElement(tag);
-  if (kind) made.className = kind;
-  made.textContent = text;
-  return made;
-}
-
-function button(label, act, title = label) {
-  const made = element("button", "link", label);
-  made.type = "button";
-  made.title = title;
-  made.addEventListener("click", act);
-  return made;
-}
 
 // ---------------------------------------------------------------- what is sent
 
-function settings() {
-  const parameters = {};
-  for (const field of page.querySelectorAll("[data-number]")) {
-    const number = Number(field.value);
-    if (field.value.trim() && Number.isFinite(number)) parameters[field.name] = number;
-  }
-  return { model: find("model").value, system: find("system").value.trim(), parameters };
-}
+const canCall = (model) => [...find("model").options].some((each) => each.value === model && each.dataset.tools);
 
-function bodyOf(branch) {
-  const { model, system, parameters } = settings();
-  const messages = branch.map(({ role, content }) => ({ role, content }));
+function bodyOf(branch, model) {
+  const { system, ...rest } = settings.read();
+  const messages = branch.flatMap((message) => asMessages(message, canCall(model)));
   if (system) messages.unshift({ role: "system", content: system });
-  return { model, ...parameters, messages };
+  return { model, ...settings.body(rest), messages };
 }
 
-function showSettings() {
-  if (talk.model && [...find("model").options].some((option) => option.value === talk.model)) find("model").value = talk.model;
-  find("system").value = talk.system;
-  for (const field of page.querySelectorAll("[data-number]")) field.value = talk.parameters[field.name] ?? "";
+function showToolUse() {
+  find("no-tool-use").hidden = canCall(find("model").value) || !tools.servers.some((each) => each.allowed);
+  find("no-tool-use").textContent = `${find("model").value} cannot call tools.`;
+}
+
+function report(text) {
+  find("said").replaceChildren(...(text ? [element("p", "failure", text)] : []));
 }
 
 // ---------------------------------------------------------------- messages
@@ -60,9 +43,17 @@ const isAtEnd = () => messages.scrollHeight - messages.scrollTop - messages.clie
 const toEnd = () => (messages.scrollTop = messages.scrollHeight);
 
 function draw() {
-  messages.replaceChildren(...talk.branch().map(drawMessage));
+  messages.replaceChildren(...talk.branch().map((message) => (message.pair ? drawPair(message) : drawMessage(message))));
   if (!talk.messages.size) messages.append(element("p", "empty", "Ask something. Conversations stay on this box."));
   toEnd();
+}
+
+// Two answers to one question; the conversation goes on from the one that is chosen.
+function drawPair(message) {
+  const both = element("section", "pair");
+  both.setAttribute("aria-label", "Answers side by side");
+  both.append(...talk.pairOf(message).map(drawMessage));
+  return both;
 }
 
 function drawMessage(message) {
@@ -70,6 +61,7 @@ function drawMessage(message) {
   shown.dataset.id = message.id;
   shown.append(element("p", "who", message.role === "user" ? "You" : message.model || "Assistant"));
   if (message.thoughts) shown.append(drawThoughts(message.thoughts));
+  if (message.rounds?.length) shown.append(drawRounds(message));
   const what = element("div", "what");
   shown.append(what);
   if (message.role === "user") what.textContent = message.content;
@@ -79,16 +71,25 @@ function drawMessage(message) {
 }
 
 function drawThoughts(text, open = false) {
-  const made = element("details", "thoughts");
-  made.open = open;
-  made.append(element("summary", "", "Thoughts"), element("p", "", text));
+  const made = folded("thoughts", "Thoughts", open);
+  made.append(element("p", "", text));
+  return made;
+}
+
+function drawRounds({ rounds }) {
+  const made = element("div", "rounds");
+  for (const { content, calls } of rounds) {
+    if (content) showMarkdown(made.appendChild(element("div", "what")), content, true);
+    made.append(...calls.map(drawCall));
+  }
   return made;
 }
 
 function drawActions(message) {
   const line = element("div", "actions");
   const all = talk.siblings(message);
-  if (all.length > 1) {
+  if (message.pair) line.append(...drawChoice(message));
+  else if (all.length > 1) {
     const at = all.indexOf(message);
     const step = (by) => () => show(all[(at + by + all.length) % all.length]);
     line.append(button("‹", step(-1), "Previous version"), element("span", "", `${at + 1} of ${all.length}`), button("›", step(1), "Next version"));
@@ -103,6 +104,11 @@ function drawActions(message) {
     line.append(link);
   }
   return line;
+}
+
+function drawChoice(message) {
+  if (talk.branch().includes(message)) return [element("span", "state ready", "Chosen")];
+  return [button("Go on with this", () => show(message), `Go on with the answer of ${message.model}`)];
 }
 
 function show(message) {
@@ -137,7 +143,7 @@ function showCall(message) {
   const old = shown.querySelector(".call");
   if (old) return old.remove();
   const before = talk.branch();
-  const body = bodyOf(before.slice(0, before.indexOf(message)));
+  const body = bodyOf(before.slice(0, before.findIndex((each) => each.parent === message.parent)), message.model);
   const made = element("div", "call");
   for (const text of [asCurl, asPython]) made.append(element("pre", "", text(page.dataset.url, "/v1/chat/completions", body)));
   shown.append(made);
@@ -148,42 +154,97 @@ function showCall(message) {
 async function answer(parent) {
   if (stopper) return;
   talk.leaf = parent;
-  Object.assign(talk, settings());
+  const chosen = settings.read();
+  Object.assign(talk, chosen);
   const asked = talk.branch();
-  const made = talk.add("assistant", "", parent, { thoughts: "", model: talk.model, measure: "", request: "" });
+  const models = [chosen.model, find("other").value].filter(Boolean);
+  const pair = models.length > 1 ? newId() : "";
+  const all = models.map((model) => talk.add("assistant", "", parent, { thoughts: "", model, measure: "", request: "", rounds: [], pair }));
+  talk.leaf = all[0].id;
   draw();
   stopper = new AbortController();
   busy(true);
-  const shown = messages.querySelector(`[data-id="${made.id}"]`);
-  const seen = begun();
-  const drawing = startDrawing(shown, made);
-  let problem = "";
-  try {
-    const headers = { "Content-Type": "application/json", "X-CSRF-Token": page.dataset.csrf };
-    const body = JSON.stringify({ ...bodyOf(asked), stream: true, stream_options: { include_usage: true } });
-    const request = new Request("/v1/chat/completions", { method: "POST", headers, body, signal: stopper.signal });
-    await streamAnswer(request, seen, (text) => (made.content += text), (text) => (made.thoughts += text));
-  } catch (error) {
-    if (error.name !== "AbortError") problem = error.message;
-  }
-  clearInterval(drawing);
-  made.measure = measure({ ...seen, seed: undefined, reason: seen.reason === "stop" ? "" : seen.reason }).join(" · ");
-  made.request = seen.id;
-  if (problem && !made.content && !made.thoughts) {
-    talk.messages.delete(made.id); // nothing was said: the question stays, and can be sent again
-    talk.leaf = parent;
-  }
+  const mine = talk; // another one may be opened before the end
+  await Promise.all(all.map((made) => answerInto(mine, made, asked, parent)));
   stopper = null;
   busy(false);
-  finish(shown, made, problem);
-  await save();
+  await save(mine);
+}
+
+async function answerInto(mine, made, asked, parent) {
+  const shown = messages.querySelector(`[data-id="${made.id}"]`);
+  const drawing = startDrawing(shown, made);
+  const problems = [];
+  try {
+    const offered = canCall(made.model) ? await tools.offer(stopper.signal) : { tools: [], names: new Map(), problems: [] };
+    problems.push(...offered.problems);
+    await converse(made, asked, offered, () => redrawRounds(shown, made));
+  } catch (error) {
+    if (error.name !== "AbortError") problems.push(error.message);
+  }
+  clearInterval(drawing);
+  for (const call of made.rounds.flatMap((round) => round.calls)) delete call.decide;
+  if (problems.length && !made.content && !made.thoughts && !made.rounds.length) {
+    mine.messages.delete(made.id); // nothing was said: the question stays, and can be sent again
+    if (mine.leaf === made.id) mine.leaf = mine.pairOf(made).find((each) => each !== made)?.id ?? parent;
+  }
+  finish(shown, made, mine.messages.has(made.id), problems);
+}
+
+// Turns of the model: an answer, or calls whose results it gets with the next turn.
+async function converse(made, asked, offered, redraw) {
+  const usage = { input: 0, output: 0 };
+  for (;;) {
+    const seen = begun();
+    const headers = { "Content-Type": "application/json", "X-CSRF-Token": page.dataset.csrf };
+    const sent = { ...bodyOf([...asked, made], made.model), stream: true, stream_options: { include_usage: true } };
+    if (!made.rounds.length) sent.messages.pop(); // it has said nothing yet
+    if (offered.tools.length) sent.tools = offered.tools;
+    const request = new Request("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(sent), signal: stopper.signal });
+    try {
+      await streamAnswer(request, seen, (text) => (made.content += text), (text) => (made.thoughts += text));
+    } finally {
+      usage.input += seen.usage?.prompt_tokens ?? 0;
+      usage.output += seen.usage?.completion_tokens ?? 0;
+      made.request = seen.id;
+      made.measure = [...measure({ ...seen, seed: undefined, reason: seen.reason === "stop" ? "" : seen.reason }), ...costOf(made.model, usage)].join(" · ");
+    }
+    const calls = seen.calls.filter(Boolean);
+    if (!calls.length) return;
+    if (made.rounds.length >= MOST_ROUNDS) throw new Error(`The model called tools ${MOST_ROUNDS} times without an answer. Ask it to go on.`);
+    for (const call of calls) {
+      const target = offered.names.get(call.name);
+      Object.assign(call, { id: call.id || newId(), server: target?.server.name ?? "", tool: target?.tool ?? call.name, state: "asks", result: "" });
+    }
+    made.rounds.push({ content: made.content, calls });
+    made.content = "";
+    await tools.run(calls, offered, redraw, stopper.signal);
+  }
+}
+
+// What an answer cost, where its model has a price.
+function costOf(model, { input, output }) {
+  const price = prices[model];
+  if (!price || !(input + output)) return [];
+  const cost = (input * price[0] + output * price[1]) / 1e6;
+  return [`${cost && cost < 0.0001 ? "< 0.0001" : cost.toFixed(4)} ${page.dataset.currency}`];
+}
+
+function redrawRounds(shown, made) {
+  const following = isAtEnd();
+  const drawn = drawRounds(made);
+  const old = shown.querySelector(".rounds");
+  if (old) old.replaceWith(drawn);
+  else shown.querySelector(".what").before(drawn);
+  shown.querySelector(":scope > .what").textContent = made.content;
+  if (following) toEnd();
 }
 
 // Draws what has come, while the reader's place is kept.
 function startDrawing(shown, made) {
   let drawn = -1;
   let thought = -1;
-  const what = shown.querySelector(".what");
+  const what = shown.querySelector(":scope > .what");
   const step = async () => {
     const following = isAtEnd();
     if (made.thoughts.length !== thought) {
@@ -201,11 +262,10 @@ function startDrawing(shown, made) {
   return setInterval(step, REDRAW);
 }
 
-function finish(shown, made, problem) {
+function finish(shown, made, kept, problems) {
   const following = isAtEnd();
-  const kept = talk.messages.has(made.id);
   const drawn = kept ? drawMessage(made) : element("article", "message assistant");
-  if (problem) drawn.append(element("p", "failure", problem));
+  drawn.append(...problems.map((problem) => element("p", "failure", problem)));
   shown.replaceWith(drawn);
   if (following) toEnd();
 }
@@ -220,45 +280,30 @@ function busy(is) {
 async function send() {
   const text = find("prompt").value.trim();
   if (stopper || !text) return;
-  const files = attached.map(({ name, content }) => `File ${name}:\n\`\`\`\n${content}\n\`\`\``);
+  if (attachments.reading) return report("A file is still being read. Send again when it is there.");
+  const files = attachments.take();
   const made = talk.add("user", [...files, text].join("\n\n"), talk.leaf);
   if (talk.title.startsWith("File ")) talk.title = text.split("\n")[0].slice(0, 80);
   find("prompt").value = "";
-  attached = [];
-  drawAttached();
+  report("");
   await answer(made.id);
-}
-
-// ---------------------------------------------------------------- attached files
-
-async function attach(files) {
-  for (const file of files) {
-    const content = file.size <= LARGEST_FILE ? await file.text() : "";
-    const isText = content && !content.includes("\u0000") && !content.includes("\uFFFD");
-    attached.push(isText ? { name: file.name, content } : { name: file.name, problem: file.size > LARGEST_FILE ? "larger than 400 kB" : "not a text" });
-  }
-  drawAttached();
-  attached = attached.filter((each) => !each.problem);
-}
-
-function drawAttached() {
-  find("attached").replaceChildren(...attached.map((each) => {
-    const line = element("li", each.problem ? "failure" : "", each.problem ? `${each.name}: ${each.problem}` : each.name);
-    if (!each.problem) line.append(" ", button("Remove", () => ((attached = attached.filter((other) => other !== each)), drawAttached())));
-    return line;
-  }));
 }
 
 // ---------------------------------------------------------------- conversations
 
-const store = page && new Store(page.dataset.csrf);
+const call = page && caller(page.dataset.csrf);
+const store = page && new Store(call);
+const settings = page && new Settings(page, call, report);
+const tools = page && new Tools(call, report);
+const attachments = page && new Attachments(page.dataset.csrf);
+const prices = page && JSON.parse(page.dataset.prices);
 
-async function save() {
+async function save(saved = talk) {
   try {
-    await store.save(talk.id, talk.asBody());
+    await store.save(saved.id, saved.asBody());
     await drawHistory();
   } catch (error) {
-    find("said").replaceChildren(element("p", "failure", `The conversation is not saved: ${error.message}`));
+    report(`The conversation is not saved: ${error.message}`);
   }
 }
 
@@ -281,7 +326,7 @@ async function load(id) {
   stopper?.abort();
   talk = new Conversation(id, await store.get(id));
   history.replaceState(null, "", `#${id}`);
-  showSettings();
+  settings.show(talk);
   draw();
   await drawHistory();
 }
@@ -304,8 +349,7 @@ async function remove(row) {
 
 function startNew() {
   stopper?.abort();
-  const { model, system, parameters } = settings();
-  talk = new Conversation(undefined, { model, system, parameters });
+  talk = new Conversation(undefined, settings.read());
   history.replaceState(null, "", location.pathname);
   draw();
   find("prompt").focus();
@@ -328,7 +372,9 @@ if (page) {
   find("stop").addEventListener("click", () => stopper?.abort());
   document.addEventListener("keydown", (event) => event.key === "Escape" && stopper?.abort());
   find("new").addEventListener("click", startNew);
-  find("files").addEventListener("change", (event) => attach(event.target.files));
+  find("files").addEventListener("change", async (event) => (await attachments.add([...event.target.files]), (event.target.value = "")));
+  find("model").addEventListener("change", showToolUse);
+  tools.onChange = showToolUse;
   find("export").addEventListener("click", (event) => event.target.dataset.export && exportAs(event.target.dataset.export));
   let waiting = 0;
   find("search").addEventListener("input", () => (clearTimeout(waiting), (waiting = setTimeout(drawHistory, 200))));

@@ -43,7 +43,16 @@ function measureLine(seen) {
 }
 
 // What is known of an answer while it streams: times in milliseconds, usage, the request's id.
-export const begun = () => ({ begun: performance.now(), first: 0, last: 0, usage: null, reason: "", id: "", seed: undefined });
+export const begun = () => ({ begun: performance.now(), first: 0, last: 0, usage: null, reason: "", id: "", seed: undefined, calls: [] });
+
+// Puts a piece of a tool call where it belongs.
+function gather(calls, piece) {
+  calls[piece.index] ??= { id: "", name: "", arguments: "" };
+  const call = calls[piece.index];
+  call.id ||= piece.id ?? "";
+  call.name ||= piece.function?.name ?? "";
+  call.arguments += piece.function?.arguments ?? "";
+}
 
 // Streams one answer: `say` takes each piece of text, `think` each of thoughts. Returns the whole text.
 export async function streamAnswer(request, seen, say, think) {
@@ -56,6 +65,7 @@ export async function streamAnswer(request, seen, say, think) {
     const choice = event.choices?.[0];
     const text = choice?.delta?.content ?? choice?.text ?? "";
     const thought = choice?.delta?.reasoning_content ?? "";
+    for (const piece of choice?.delta?.tool_calls ?? []) gather(seen.calls, piece);
     if (text || thought) {
       seen.first ||= performance.now();
       seen.last = performance.now();
