@@ -87,9 +87,8 @@ def select_triton(
     if reason is None:
         # Beside the C++ kernels, so that --data-dir moves both. Triton reads the variable when it compiles.
         os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
-        from .triton.backend import triton_ops  # noqa: PLC0415 - needs the package, takes a second
+        from .triton.backend import triton_ops, why_it_fails  # noqa: PLC0415 - needs the package, takes a second
         from .triton.linear.tile_config import has_fp8  # noqa: PLC0415
-        from .triton.probe import why_it_fails  # noqa: PLC0415
 
         if quant is not None and quant.is_float and not has_fp8(device):
             raise QuantUnavailable(f"{quant.name} weights need compute capability 8.9: use int8 or int4")

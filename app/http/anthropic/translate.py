@@ -9,7 +9,6 @@ from msgspec import structs
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import model_limit
-from ...text.system_messages import renders_late_system
 from ..openai.chat import ChatCall, chat_ids
 from ..openai.chat_messages import build_chat
 from ..openai.completions import check_prompts
@@ -281,7 +280,7 @@ async def _renders_late_system(call: RequestContext, data: CountTokensRequest) -
     if not has_late_system(data):
         return True
     model = await call.find_model(data.model)
-    return await renders_late_system(model.text, call.gateway.templates)
+    return await model.text.renders_late_system(call.gateway.templates)
 
 
 def _check_prompt(model: LoadedModel, size: int) -> None:

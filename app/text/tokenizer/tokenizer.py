@@ -35,7 +35,6 @@ from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_
 from .token_bytes import TokenBytes
 from .tokenizer_builder import build_source, find_source
 from .tokenizer_safety import find_unsafe_part, find_unsafe_step
-from .vocabulary_check import vocabulary_warnings
 
 T = TypeVar("T")
 log = logging.getLogger("llmbox.text")
@@ -162,6 +161,20 @@ class TextModel:
         if self.output_format.name == "kimi_k2":
             chat = replace(chat, messages=number_calls(chat.messages))
         return await render_chat(pool, template, self.special_tokens, self.control, chat, self.encode_marked)
+
+    async def renders_late_system(self, pool: TemplatePool) -> bool:
+        """Return True if the template renders system messages after a conversation has begun: some refuse
+        them or leave them out. It is found by rendering a short conversation. False without a template.
+        """
+        # At odd and even places: templates that check alternation look at one kind of them only.
+        roles = ("user", "system", "user", "assistant", "system", "user")
+        mark = "llmbox-late-system"
+        messages = [{"role": role, "content": mark if role == "system" else "a"} for role in roles]
+        try:
+            rendered = await self.render_chat(pool, Chat(messages=messages))
+        except ApiError:
+            return False
+        return rendered.text.count(mark) == roles.count("system")
 
     def _check_tools(self, chat: Chat) -> None:
         """Refuse tools that the template would leave out."""
@@ -315,3 +328,34 @@ def _read_bytes(path: Path) -> bytes:
         ) from None
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error.strerror or error}") from None
+
+
+def vocabulary_warnings(text: TextModel, rows: int) -> list[str]:
+    """Return warnings of tokens without an embedding row. `rows`: of the embedding.
+
+    Embeddings are often padded to more rows than there are tokens, which is harmless. The other way round a
+    token has no row, and prompts that hold it are refused.
+    """
+    warnings = [
+        f"the end token {id_} is not in the model's vocabulary of {rows} and is ignored"
+        for id_ in text.eos_token_ids
+        if id_ >= rows
+    ]
+    tokens = text.tokenizer.get_vocab_size(with_added_tokens=False)
+    added = text.tokenizer.get_added_tokens_decoder()
+    missing = {id_: token.content for id_, token in sorted(added.items()) if id_ >= rows}
+    if tokens > rows:
+        warnings.append(
+            f"the tokenizer has {tokens} tokens and the embedding {rows} rows: they may not belong together, "
+            "and prompts with tokens beyond are refused"
+        )
+    elif missing:
+        first = next(iter(missing))
+        warnings.append(
+            f"added tokens of the tokenizer have no row in the embedding of {rows} rows: {len(missing)} from "
+            f"{first} ({missing[first]}) on; prompts with one are refused"
+        )
+    template = text.chat_template or ""
+    if written := [content for content in missing.values() if content in template]:
+        warnings.append(f"the chat template writes {written[0]}, which has no row: chats are refused")
+    return warnings

@@ -19,7 +19,7 @@ from .tensors import GPU, GpuTensor, Operations, bare
 
 PROBED = 32
 """Numbers: what a backend runs before all else, to see that kernels compute something, has no more
-(`kernels/triton/probe.py`).
+(`kernels/triton/backend.py::why_it_fails`).
 """
 
 

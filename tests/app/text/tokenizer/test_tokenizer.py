@@ -7,8 +7,7 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat, number_calls
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
-from llmbox.app.text.tokenizer.vocabulary_check import vocabulary_warnings
+from llmbox.app.text.tokenizer.tokenizer import load_model_text, vocabulary_warnings
 from llmbox.engine.errors import ModelError
 from support.odd_files import KINDS, make_odd, no_hanging
 from support.tokenizers_zoo import CHATML, FAMILIES, LLAMA3, write_text_files
