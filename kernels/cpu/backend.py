@@ -2,51 +2,23 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..activation import UNGATED, Activation
-from ..op_types import BatchLayout, KVShape, Mixture
+from ..op_types import Mixture
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
 from .command_buffer import CommandGraph, CommandRecorder, ragged_step
 from .ffi import NativeRouting, Step
+from .kv_cache import CPUAttentionMetadata, CPUKVCache
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
-from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, PackedHandle, Packer, pointer, pointers
+from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer, pointers
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
 """Activation codes of native/elementwise.h."""
-
-
-@dataclass(frozen=True, slots=True)
-class CPUAttentionMetadata:
-    """Layout of the step and the sliding window of some layers."""
-
-    ragged: BatchLayout
-    window: int | None
-
-
-class CPUKVCache(PackedHandle):
-    """KV cache owned by the C++ library. Raises MemoryError if it cannot be allocated."""
-
-    def __init__(self, library: ctypes.CDLL, shape: KVShape) -> None:
-        self.dtype = shape.dtype
-        self.heads = shape.num_kv_heads
-        super().__init__(
-            library.llmbox_cache_new(
-                KV_DTYPES[shape.dtype],
-                shape.num_layers,
-                shape.num_blocks,
-                shape.block_size,
-                shape.num_kv_heads,
-                shape.head_dim,
-                shape.is_windowed,
-            ),
-            library.llmbox_cache_free,
-        )
 
 
 class CPUBackend:

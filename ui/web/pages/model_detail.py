@@ -60,7 +60,7 @@ model, as measured on the built-in model (docs/notes/quantization-quality.md).
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFormat:
+class WeightFormatRow:
     """Format of a model's weights, with the plan that it leads to."""
 
     name: str
@@ -72,7 +72,7 @@ class WeightFormat:
 
 def weight_formats(
     panel: Panel, ref: str, config: ModelConfig | EngineError, asked: Mapping[str, str]
-) -> list[WeightFormat]:
+) -> list[WeightFormatRow]:
     """Plan the model in each format. Empty for checkpoints that are quantized already."""
     if isinstance(config, EngineError):
         return []
@@ -88,7 +88,7 @@ def weight_formats(
         )
 
     return [
-        WeightFormat(
+        WeightFormatRow(
             name,
             each,
             rate(name, each.plan) / rate("none", each.plan) if each.plan else 0.0,
