@@ -24,8 +24,8 @@ FLAT = 15
 MODULE_LINES = 400
 
 MODULES_TODAY = 469
-DUPLICATED_TODAY = 520
-FLOW_FILES_TODAY = 98
+DUPLICATED_TODAY = 430
+FLOW_FILES_TODAY = 95
 
 
 def test_no_folder_but_a_dialect_has_many_files_flat():
