@@ -84,9 +84,8 @@ class CPUBackend:
 
     def embedding(self, table: CPULinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         out_TE = self.recorder.result("embedding", len(ids_T), table.inputs, table.dtype)
-        make = self.library.llmbox_embedding_op
-        if table.quant is not None:
-            make = self.library.llmbox_quant_embedding_op
+        quantized = table.quant is not None
+        make = self.library.llmbox_quant_embedding_op if quantized else self.library.llmbox_embedding_op
         op = make(DTYPES[table.dtype], table.pointer, scale, out_TE.data_ptr(), out_TE.stride(0))
         ids = ids_T.contiguous()
         self.recorder.submit(op, Step(rows=len(ids), ids=ids.data_ptr()), table, out_TE)
@@ -112,9 +111,8 @@ class CPUBackend:
     def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor) -> Tensor:
         assert x_TI.dtype == packed.dtype
         assert x_TI.stride(1) == 1
-        make = self.library.llmbox_linear_op
-        if packed.quant is not None:
-            make = self.library.llmbox_quant_op
+        quantized = packed.quant is not None
+        make = self.library.llmbox_quant_op if quantized else self.library.llmbox_linear_op
         op = make(
             DTYPES[packed.dtype],
             packed.pointer,
