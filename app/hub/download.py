@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ..fit.fit import DISK_RESERVE
+from ..models.catalog import HUB_ID
 from ..util.threads import in_thread
 from . import errors
 from .cache_layout import Repo
@@ -158,7 +159,9 @@ def with_retries(
 
 
 def _look(hub: Hub, download: Download) -> tuple[Listing, list[RepoFile]]:
-    listing = hub.list_files(download.repo, download.commit or download.revision)
+    match = HUB_ID.fullmatch(download.model)
+    quantization = None if match is None else match["quantization"]
+    listing = hub.list_files(download.repo, download.commit or download.revision, quantization)
     return listing, hub.needed_files(listing)
 
 

@@ -143,8 +143,8 @@ class Downloads:
         if match is None or ".." in model or "--" in model:
             raise ApiError(
                 400,
-                f"{model[:200]!r} is not a model of the hub: it is written org/name or org/name@revision"
-                + (f"; {hint.strip()}" if (hint := _meant(model)) else "."),
+                f"{model[:200]!r} is not a model of the hub: it is org/name, org/name@revision or, of "
+                "GGUF files, org/name:Q4_K_M" + (f"; {hint.strip()}" if (hint := _meant(model)) else "."),
                 "invalid_value",
                 "model",
             )

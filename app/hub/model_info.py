@@ -5,7 +5,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +17,14 @@ from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError
 from llmbox.engine.gguf.config import NOT_NEEDED, check_matrices
-from llmbox.engine.gguf.folder import gguf_of
-from llmbox.engine.gguf.reader import read_gguf
+from llmbox.engine.gguf.folder import config_json, gguf_of
+from llmbox.engine.gguf.reader import MAX_HEADER, GgufFile, read_gguf, read_header
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import MemoryPlan
 
 from ..errors import CliError, Exit
 from ..models.catalog import HUB_ID, ModelRef, hub_cache, resolve
+from ..models.gguf_folders import is_projector
 from ..models.recommended import full_name
 from ..models.registry import NameLookup
 from .errors import HubError
@@ -31,6 +32,8 @@ from .repo_files import CONFIG_LIMIT, Hub, Listing, RepoFile, choose_files
 
 HEADER_GUESS = 64 * 1024
 """Bytes of a weights file asked for at first; most headers are shorter."""
+GGUF_HEADER_GUESS = 4 << 20
+"""Bytes of a GGUF file asked for at first: vocabularies are in its header."""
 AT_ONCE = 8
 _TIED = "lm_head.weight"
 
@@ -47,10 +50,14 @@ class ModelFacts:
     """Bytes of all files that serving needs."""
     missing_bytes: int
     """Bytes of `disk_bytes` that are not on this disk."""
+    left_out: tuple[str, ...] = ()
+    """Files beside GGUF files that only images need."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Disagreements between config and weights."""
+        """Disagreements between config and weights, and files that are left."""
+        if self.left_out:
+            return (f"{', '.join(self.left_out)}: not fetched, images are not read",)
         wanted = self.config.num_parameters
         if self.config.stored is None and abs(self.stored_params - wanted) > 0.01 * wanted:
             return (
@@ -74,10 +81,13 @@ def local_facts(ref: ModelRef) -> ModelFacts:
     return _facts(ref.name, config, tensors.values(), size, 0)
 
 
-def remote_facts(hub: Hub, repo: str, revision: str | None) -> ModelFacts:
+def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | None = None) -> ModelFacts:
     """Read config.json and the headers of the weight files by range. Raises HubError."""
-    listing = hub.list_files(repo, revision)
+    listing = hub.list_files(repo, revision, quantization)
     files = hub.needed_files(listing)
+    if quantization is not None:
+        name = f"{repo}:{quantization}" + ("" if revision is None else f"@{revision}")
+        return _gguf_facts(hub, listing, files, name)
     config = remote_config(hub, listing)
     weights = [file for file in files if file.name.endswith(".safetensors")]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -95,6 +105,8 @@ def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
     """Read the config of a model on the hub. Raises HubError `unsupported_model` for one that the engine
     would refuse.
     """
+    if listing.quantization is not None:
+        return _gguf_config(listing, remote_gguf(hub, listing, hub.needed_files(listing)[0]))
     choose_config(listing)
     names = [name for name in ("config.json", MODELOPT_FILE) if listing.file(name) is not None]
     found = {name: hub.read_json(listing, name, CONFIG_LIMIT) for name in names}
@@ -107,6 +119,43 @@ def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
             str(error),
             "look for another model: llmbox search TEXT",
         ) from None
+
+
+def remote_gguf(hub: Hub, listing: Listing, file: RepoFile) -> GgufFile:
+    """Read the header of a GGUF file by range: more of it until it is whole. Raises HubError."""
+    url, head = hub.url(listing.repo, listing.commit, file.name), b""
+    while True:
+        end = min(file.size, max(GGUF_HEADER_GUESS, 4 * len(head)))
+        head += hub.web.read(url, listing.repo, end - len(head), start=len(head), end=end)
+        try:
+            return read_header(Path(file.name), head, file.size)
+        except ModelError as error:
+            if end < file.size and end < MAX_HEADER and "cut short" in str(error):
+                continue
+            raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None
+
+
+def _gguf_config(listing: Listing, gguf: GgufFile) -> ModelConfig:
+    try:
+        return parse_config_files({"config.json": config_json(gguf)})
+    except EngineError as error:
+        raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None
+
+
+def _gguf_facts(hub: Hub, listing: Listing, files: list[RepoFile], name: str) -> ModelFacts:
+    first, *others = [remote_gguf(hub, listing, file) for file in files]
+    tensors = dict(first.tensors)
+    for other in others:
+        tensors |= other.tensors
+    whole = replace(first, tensors=tensors)
+    config, size = _gguf_config(listing, whole), sum(file.size for file in files)
+    try:
+        check_matrices(whole)
+    except ModelError as error:
+        raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
+    needed = [entry for each, entry in tensors.items() if not NOT_NEEDED.fullmatch(each)]
+    left_out = [file.name for file in listing.files if is_projector(file.name)]
+    return replace(_facts(name, config, needed, size, size), left_out=tuple(left_out))
 
 
 def parse_config_files(files: Mapping[str, object]) -> ModelConfig:
@@ -185,7 +234,7 @@ def find_facts(
             f"{model} cannot be served", str(error), "llmbox search TEXT", Exit.DOES_NOT_FIT
         ) from error
     try:
-        facts = remote_facts(Hub.of_environment(), match["repo"], match["revision"])
+        facts = remote_facts(Hub.of_environment(), match["repo"], match["revision"], match["quantization"])
     except HubError as error:
         raise CliError(error.what, error.why, error.fix, error.exit) from error
     return facts, ModelRef(model, hub_cache(environ), "hub")

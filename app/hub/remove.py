@@ -51,6 +51,12 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
             "llmbox ls",
             Exit.USAGE,
         )
+    if match["quantization"] is not None:
+        raise CliError(
+            f"{name} is not deleted alone",
+            "files of a repository are deleted together",
+            f"llmbox rm {match['repo']}",
+        )
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
         repo = Repo(cache, match["repo"])
         if not repo.folder.is_dir():

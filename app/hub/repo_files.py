@@ -12,6 +12,8 @@ from llmbox.engine.checkpoint.files import parse_json
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.model_config.encoders.pooling import DENSE_FILES, MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 
+from ..errors import CliError
+from ..models.gguf_folders import choose_quantization, quantizations
 from . import errors
 from .errors import HubError
 from .http import USER_AGENT, Web, require_reachable
@@ -68,6 +70,8 @@ class Listing:
     commit: str
     files: tuple[RepoFile, ...]
     gated: bool
+    quantization: str | None = None
+    """Wanted one, of a repository of GGUF files."""
 
     def file(self, name: str) -> RepoFile | None:
         return next((file for file in self.files if file.name == name), None)
@@ -104,7 +108,7 @@ class Hub:
             raise errors.offline()
         require_reachable(self.web.endpoint, self.note)
 
-    def list_files(self, repo: str, revision: str | None) -> Listing:
+    def list_files(self, repo: str, revision: str | None, quantization: str | None = None) -> Listing:
         self.require_online()
         what = repo if revision is None else f"{repo}@{revision}"
         with asking(self.web, what):
@@ -112,7 +116,7 @@ class Hub:
             if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
                 raise HubError("hub_error", f"the hub's answer is invalid for {what}", "no commit id in it")
             files = tuple(_file(item) for item in info.siblings or () if _is_wanted(item.rfilename))
-            return Listing(repo, info.sha, files, bool(info.gated))
+            return Listing(repo, info.sha, files, bool(info.gated), quantization)
 
     def search(self, text: str, limit: int) -> list[Any]:
         """Search models with safetensors weights, most downloaded first, as the hub's client returns them."""
@@ -146,6 +150,8 @@ class Hub:
 
     def needed_files(self, listing: Listing) -> list[RepoFile]:
         """Return the weight files and the files needed to load them; nothing else of the repository."""
+        if listing.quantization is not None:
+            return gguf_files(listing)
         return choose_files(listing, self.read_json(listing, INDEX, INDEX_LIMIT))
 
     def _api(self) -> "HfApi":
@@ -162,6 +168,8 @@ def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFil
     reads them.
     """
     if listing.file("config.json") is None:
+        if any(file.name.endswith(".gguf") for file in listing.files):
+            raise no_weights(listing)
         raise HubError("no_weights", f"{listing.repo} is no model", "it has no config.json")
     if listing.file(SINGLE) is not None:
         weights = [SINGLE]
@@ -174,6 +182,16 @@ def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFil
         raise HubError("no_weights", f"{listing.repo} is incomplete on the hub", f"it lacks {missing[0]}")
     wanted = [*weights, *SMALL_FILES]
     return [file for name in wanted if (file := listing.file(name)) is not None]
+
+
+def gguf_files(listing: Listing) -> list[RepoFile]:
+    """Choose the GGUF files of the wanted quantization, the first part first. Raises HubError."""
+    assert listing.quantization is not None
+    by_name = {file.name: file for file in listing.files}
+    try:
+        return [by_name[name] for name in choose_quantization(listing.repo, by_name, listing.quantization)]
+    except CliError as error:
+        raise HubError("no_weights", error.what, error.why, error.fix) from None
 
 
 def shard_names(repo: str, index: dict[str, Any]) -> list[str]:
@@ -196,6 +214,9 @@ def no_weights(listing: Listing) -> HubError:
     why = "it has no model.safetensors" + (f"; its {other} files are not served" if other else "")
     fix = "look for a safetensors version: llmbox search TEXT"
     if other == "GGUF":
+        found = list(quantizations(names))
+        why = f"it has GGUF files: {', '.join(found) or 'without a quantization in their names'}"
+        fix = f"name one: llmbox pull {listing.repo}:{found[0]}" if found else fix
         fix += "; a GGUF file that is on this disk is served by its path: llmbox up FILE.gguf"
     return HubError("no_weights", f"{listing.repo} has no weights that can be served", why, fix)
 
@@ -242,6 +263,9 @@ def _translated(error: Exception, web: Web, what: str) -> HubError:
 
 
 def _is_wanted(name: str) -> bool:
+    folder, _, file = name.rpartition("/")
+    if folder and file.endswith(".gguf"):  # repositories with a folder for each quantization
+        return _FILE.fullmatch(folder) is not None and _FILE.fullmatch(file) is not None
     return _FILE.fullmatch(name) is not None or name in SMALL_FILES
 
 

@@ -14,7 +14,7 @@ its folder: a name never leads anywhere else.
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from llmbox.engine.gguf.reader import is_gguf
 
 from ..errors import CliError, Exit
 from ..util.formatting import did_you_mean
-from .gguf_folders import folder_of
+from .gguf_folders import choose_quantization, folder_of, quantizations
 from .recommended import full_name, short_names
 from .registry import NameLookup
 
@@ -39,8 +39,10 @@ WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 HUB_ID = re.compile(
-    rf"(?P<repo>{_PART}/{_PART})(?<!\.git)(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}}))?"
+    rf"(?P<repo>{_PART}/{_PART})(?<!\.git)(?::(?P<quantization>[A-Za-z0-9][A-Za-z0-9_-]{{0,31}}))?"
+    r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{0,199}))?"
 )
+"""A model of the hub; of a repository of GGUF files one quantization, as org/name:Q4_K_M."""
 NAME = re.compile(rf"{_PART}(?:/{_PART})?(?:@[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}})?")
 """The hub has no repository whose name ends in .git."""
 _CLONE_URL = re.compile(
@@ -131,10 +133,11 @@ def resolve(
         )
     caches = [hub_cache(environ), *map(Path, names.caches)]
     try:
-        return _in_caches(text, match["repo"], match["revision"], caches)
+        return _in_caches(text, match, caches, names.gguf_home)
     except CliError as error:
         if error.exit == Exit.NOT_FOUND:
-            meant = did_you_mean(match["repo"], _all_names(environ, names, memory)) if asked == text else ""
+            is_whole = asked == text and match["quantization"] is None
+            meant = did_you_mean(match["repo"], _all_names(environ, names, memory)) if is_whole else ""
             error.fix = meant + error.fix
         raise
 
@@ -166,7 +169,7 @@ def find_served(name: str, environ: Mapping[str, str], names: NameLookup) -> Mod
         if match is None or ".." in name or "--" in name:
             return None
         caches = [hub_cache(environ), *map(Path, names.caches)]
-        return _in_caches(name, match["repo"], match["revision"], caches)
+        return _in_caches(name, match, caches, names.gguf_home)
     except (CliError, OSError):
         return None
 
@@ -180,17 +183,35 @@ def in_memory(name: str, path: Path) -> ModelRef:
     return ModelRef(name, path, "directory", registered=True)
 
 
-def _in_caches(name: str, repo: str, revision: str | None, caches: list[Path]) -> ModelRef:
+def _in_caches(name: str, match: re.Match[str], caches: list[Path], gguf_home: Path | None) -> ModelRef:
     first: CliError | None = None
     for cache in caches:
         try:
-            return _snapshot(name, repo, revision, cache)
+            found = _snapshot(name, match["repo"], match["revision"], cache)
+            return found if match["quantization"] is None else _of_gguf(found, match, gguf_home)
         except CliError as error:
             first = first or error
             if error.exit != Exit.NOT_FOUND:
                 raise
     assert first is not None
     raise first
+
+
+def _of_gguf(snapshot: ModelRef, match: re.Match[str], gguf_home: Path | None) -> ModelRef:
+    """Return the model folder of one quantization in a snapshot of GGUF files. Raises CliError."""
+    names = [file.relative_to(snapshot.path).as_posix() for file in snapshot.path.rglob("*.gguf")]
+    try:
+        files = choose_quantization(match["repo"], names, match["quantization"])
+    except CliError as error:
+        raise CliError(
+            f"{snapshot.name} is not on this disk",
+            f"of this repository {error.why.removeprefix('it has ')} are there" if names else error.why,
+            f"get it first: llmbox pull {snapshot.name}",
+            Exit.NOT_FOUND,
+        ) from None
+    if gguf_home is None:
+        raise CliError(f"{snapshot.name} cannot be served", "it is a GGUF file", "llmbox ls", Exit.FAILED)
+    return replace(snapshot, path=folder_of(snapshot.path / files[0], gguf_home))
 
 
 def directory(path: Path) -> ModelRef:
@@ -254,7 +275,7 @@ def on_disk(environ: Mapping[str, str], names: NameLookup | None = None) -> list
     found = [describe(_builtin())] if BUILTIN_DIR.is_dir() else []
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
         known = {model.ref.name for model in found}
-        found += [model for model in _in_cache(cache) if model.ref.name not in known]
+        found += [model for model in _in_cache(cache, names.gguf_home) if model.ref.name not in known]
     for name, place in sorted(names.directories.items()):
         try:
             found.append(describe(ModelRef(name, directory(Path(place)).path, "directory", registered=True)))
@@ -263,7 +284,7 @@ def on_disk(environ: Mapping[str, str], names: NameLookup | None = None) -> list
     return found
 
 
-def _in_cache(cache: Path) -> list[DiskModel]:
+def _in_cache(cache: Path, gguf_home: Path | None) -> list[DiskModel]:
     found = []
     repos = sorted(cache.glob("models--*--*")) if cache.is_dir() else []
     for repo in repos:
@@ -271,7 +292,16 @@ def _in_cache(cache: Path) -> list[DiskModel]:
         if HUB_ID.fullmatch(name) is None:
             continue
         try:
-            found.append(describe(_snapshot(name, name, None, cache)))
+            snapshot = _snapshot(name, name, None, cache)
+            files = [file.relative_to(snapshot.path).as_posix() for file in snapshot.path.rglob("*.gguf")]
+            if files and not (snapshot.path / "config.json").is_file():
+                caches = [cache]
+                for label in quantizations(files) if gguf_home is not None else ():
+                    match = HUB_ID.fullmatch(text := f"{name}:{label}")
+                    assert match is not None
+                    found.append(describe(_in_caches(text, match, caches, gguf_home)))
+                continue
+            found.append(describe(snapshot))
         except (CliError, OSError):
             continue  # a repository without the main snapshot: nothing that could be served by its bare name
     return found
@@ -322,7 +352,7 @@ def _snapshot(name: str, repo: str, revision: str | None, cache: Path) -> ModelR
         raise CliError(
             f"{name} is not on this disk",
             f"not in the Hugging Face cache {cache}",
-            f"get it first: llmbox pull {repo}" + (f"@{revision}" if revision else ""),
+            f"get it first: llmbox pull {name}",
             Exit.NOT_FOUND,
         )
     for file in _files_leaving(path, folder.resolve()):

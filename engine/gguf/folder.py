@@ -26,7 +26,7 @@ a `model.gguf` beside safetensors is another file.
 def gguf_of(directory: Path) -> Path | None:
     """Return the GGUF file that holds the weights of a model folder; None for other folders."""
     link = directory / LINK
-    return link.resolve() if link.is_symlink() else None
+    return link.readlink() if link.is_symlink() else None
 
 
 def describe_blocks(gguf: GgufFile) -> dict[str, Any] | None:
@@ -62,12 +62,17 @@ def _bytes_per_weight(entries: Sequence[TensorEntry], wide: int) -> float:
     return round(sum(sizes) / max(1, weights), 6) or float(wide)
 
 
+def config_json(gguf: GgufFile, factors: Sequence[float] | None = None) -> dict[str, Any]:
+    """Return the config.json of a file. `factors`: RoPE divisors of a tensor. Raises ModelError."""
+    config = config_of(gguf, factors)
+    described = describe_blocks(gguf)
+    return config if described is None else config | {"quantization_config": described}
+
+
 def write_folder(gguf: GgufFile, folder: Path) -> None:
     """Write the folder's files but the tokenizer's. Raises ModelError and OSError."""
-    config = config_of(gguf, rope_factors(gguf))
-    if (described := describe_blocks(gguf)) is not None:
-        config["quantization_config"] = described
+    config = config_json(gguf, rope_factors(gguf))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generation = json.dumps(generation_of(gguf), indent=2)
     (folder / "generation_config.json").write_text(generation + "\n", encoding="utf-8")
-    (folder / LINK).symlink_to(gguf.path.resolve())
+    (folder / LINK).symlink_to(gguf.path)

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -103,6 +104,11 @@ def read_gguf(path: Path) -> GgufFile:
             f"{path}: {len(tensors)} tensors in all parts, {expected} are promised; {FETCH_AGAIN}"
         )
     return GgufFile(path, first.metadata, tensors)
+
+
+def read_header(path: Path, head: bytes, size: int) -> GgufFile:
+    """Read one file of `size` bytes of which only `head` is at hand. Raises ModelError."""
+    return _Reader(path, BytesIO(head), size).read()
 
 
 def files_of(path: Path) -> list[Path]:
