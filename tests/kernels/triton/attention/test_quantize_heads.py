@@ -82,7 +82,7 @@ def test_a_scale_for_a_whole_row_is_left_to_a_pass_of_its_own() -> None:
 
 
 def test_the_linear_that_reads_them_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each layer its own scale, from the second step on; not what another one wants."""
+    """In each layer with its own scale; rows for another linear are not taken."""
     step = PagedStep([(3, 1), (0, 2)], heads=(2, 1), head_dim=64)
     ops = triton_ops(CPU, torch.float32, QUANTS["fp8-static"])
     weights = torch.randn(16, 128).to(torch.float8_e4m3fn)
@@ -90,11 +90,14 @@ def test_the_linear_that_reads_them_finds_them(monkeypatch: pytest.MonkeyPatch) 
     outputs = [Fp8Linear(weights, scales, None, torch.tensor([scale])) for scale in (0.01, 0.03)]
     rounded: list[int] = []
     monkeypatch.setattr(linear, "quantize_rows", lambda *args: rounded.append(0) or quantize_rows(*args))
-    results = [
-        [ops.linear(packed, step.attend(ops, layer=layer)) for layer, packed in enumerate(outputs)]
-        for _ in range(2)
+    together = [
+        ops.linear(packed, step.attend(ops.before(packed), layer=layer))
+        for layer, packed in enumerate(outputs)
     ]
+    assert rounded == []
+    apart = [ops.linear(packed, step.attend(ops, layer=layer)) for layer, packed in enumerate(outputs)]
     assert len(rounded) == 2
-    for first, second in zip(*results, strict=True):
-        assert torch.equal(first, second)
-    assert not torch.equal(*results[1])
+    assert all(map(torch.equal, together, apart))
+    assert not torch.equal(*apart)
+    assert torch.equal(ops.linear(outputs[1], step.attend(ops.before(outputs[0]), layer=1)), apart[1])
+    assert len(rounded) == 3
