@@ -43,7 +43,9 @@ HUB_ID = re.compile(
     r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{0,199}))?"
 )
 """A model of the hub; of a repository of GGUF files one quantization, as org/name:Q4_K_M."""
-NAME = re.compile(rf"{_PART}(?:/{_PART})?(?:@[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}})?")
+NAME = re.compile(
+    rf"{_PART}(?:/{_PART}(?::[A-Za-z0-9][A-Za-z0-9_-]{{0,31}})?)?(?:@[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}})?"
+)
 """The hub has no repository whose name ends in .git."""
 _CLONE_URL = re.compile(
     r"(?:(?:https?://|git@)?[\w.-]+\.\w+[/:])?(?P<id>[^/@:]+/[^/@:]+?)(?:\.git)?/?(?P<revision>@.+)?"

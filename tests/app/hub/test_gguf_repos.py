@@ -13,7 +13,7 @@ from llmbox.app.hub.download_queue import Downloads
 from llmbox.app.hub.errors import HubError, Retries
 from llmbox.app.hub.model_info import local_facts, remote_facts
 from llmbox.app.hub.repo_files import Hub
-from llmbox.app.models.catalog import describe, on_disk, resolve
+from llmbox.app.models.catalog import check_name, describe, on_disk, resolve
 from llmbox.app.models.gguf_folders import quantizations
 from llmbox.app.models.registry import NameLookup
 from llmbox.engine.gguf.folder import gguf_of
@@ -103,6 +103,7 @@ async def test_one_quantization_is_fetched_found_and_listed(tmp_path: Path, hub:
     assert file is not None
     assert file.name == "tiny-Q8_0-00001-of-00002.gguf"
     assert describe(found).servable
+    assert check_name(found.name) == f"{REPO}:Q8_0"
     assert local_facts(found).missing_bytes == 0
     with pytest.raises(CliError) as absent:
         resolve(f"{REPO}:Q4_K_M", environ, names)
