@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from panel_pictures import seed
 from playwright.sync_api import sync_playwright
 
 from llmbox.app.lifecycle.program import Program
@@ -38,6 +40,7 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-ne
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="llmbox-pictures-") as folder:
+        seed(Path(folder), time.time())
         command = [sys.executable, "-P", "-m", "llmbox", "--data-dir", folder]
         up = subprocess.run(
             [*command, "up", "builtin", "--port", "0", "--json"], capture_output=True, text=True, check=True

@@ -15,7 +15,13 @@ from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 from .restart_policy import is_stopped, oom_kills
 
 log = logging.getLogger("llmbox.engines")
-_LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}
+_LEVELS = {
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "CRITICAL": logging.ERROR,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +34,15 @@ class ProcessExit:
     load_failure: LoadFailed | None = None
 
 
-def parse_log_level(line: str) -> int:
-    """Return the logging level of a line that an engine wrote (`proc.log_to_stderr`). Lines in any other
-    format are INFO.
+def parse_log_line(line: str) -> tuple[int, str]:
+    """Return (level, message) of a line that an engine wrote (`proc.log_to_stderr`): the daemon's log has a
+    time and a part of its own. Lines in any other format are INFO, whole.
     """
     words = line.split(" ", 3)
-    return _LEVELS.get(words[2], logging.INFO) if len(words) == 4 else logging.INFO
+    if len(words) < 4 or words[2] not in _LEVELS:
+        return logging.INFO, line
+    logger, _, message = words[3].partition(": ")
+    return _LEVELS[words[2]], message if logger.startswith("llmbox.") and message else words[3]
 
 
 class EngineProcess:
@@ -41,14 +50,16 @@ class EngineProcess:
 
     def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
         self._name = name
-        self._client = EngineClient(
-            receive, lambda line: log.log(parse_log_level(line), "%s | %s", name, line)
-        )
+        self._client = EngineClient(receive, self._log_line)
         self.send: Callable[[ToEngine], None] = self._client.send
         """Send a message to the engine. Raises FrameTooLarge."""
         self._stuck_reason: str | None = None
         self._stopped_from_outside = False
         self._oom_kills = oom_kills()
+
+    def _log_line(self, line: str) -> None:
+        level, message = parse_log_line(line)
+        log.log(level, "%s | %s", self._name, message)
 
     async def run(
         self, spawn: Callable[[], SpawnedProcess], config: EngineConfig, launched: Callable[[], None]

@@ -1,5 +1,6 @@
 """Every page of the panel, as a browser without scripts sees it."""
 
+import gzip
 import io
 import json
 import re
@@ -87,6 +88,27 @@ def test_a_page_is_sound_html_without_inline_code(signed_in, path):
     forms = [form for form in page.all("form") if form.get("method") == "post"]
     tokens = [field for field in page.all("input") if field.get("name") == "csrf_token"]
     assert len(tokens) == len(forms)
+
+
+def test_pages_are_light(signed_in):
+    """With styles, scripts and icons a page is at most 60 kB, as browsers get it."""
+    for path in (
+        "/admin",
+        "/admin/requests",
+        "/admin/settings",
+        "/admin/memory",
+        "/admin/keys",
+        "/admin/system",
+    ):
+        text = signed_in.get(path).text
+        page = Page(text)
+        links = [each.get("href") or "" for tag in ("link", "use") for each in page.all(tag)]
+        links += [each.get("src") or "" for tag in ("script", "img") for each in page.all(tag)]
+        size = len(gzip.compress(text.encode()))
+        for link in {each.partition("#")[0] for each in links}:
+            with signed_in.stream("GET", link, headers={"accept-encoding": "gzip"}) as answer:
+                size += sum(map(len, answer.iter_raw()))
+        assert size <= 60_000, path
 
 
 def test_every_link_of_every_page_leads_somewhere(panel, signed_in):

@@ -26,11 +26,13 @@ PAGES = {
     "settings": "/admin/settings",
     "system": "/admin/system",
 }
-AFTER = {"system": ".checks li", "overview": ".plot canvas", "telemetry": ".plot canvas"}
+AFTER = {"system": "section .well, section .failure", "overview": ".plot canvas", "telemetry": ".plot canvas"}
 """Parts that scripts bring, by page."""
 LOOKS = {"desktop-light": (1280, 768, "light"), "phone-dark": (390, 780, "dark")}
-MOST = 0.035
-"""Mean difference of brightness, 0 to 1, up to which two pictures are alike."""
+MOST = 0.03
+"""Mean difference of brightness, 0 to 1, up to which two pictures are alike: another font makes
+up to 0.022, a missing style sheet 0.038 and more.
+"""
 SHRINK = """async (url) => {
   const size = { resizeWidth: 40, resizeHeight: 24, resizeQuality: 'high' };
   const picture = await createImageBitmap(await (await fetch(url)).blob(), size);
@@ -72,7 +74,9 @@ def test_pages_look_as_they_did(window: Window):
     assert known.keys() == seen.keys()
     changed = {name: round(difference(known[name], seen[name]), 3) for name in seen}
     print(changed)  # shown where the test fails
-    assert difference(bare, known["system-phone-dark"]) > 2 * MOST, "a page without its styles would be seen"
+    assert difference(bare, known["system-phone-dark"]) > 1.5 * MOST, (
+        "a page without its styles would be seen"
+    )
     assert {name: each for name, each in changed.items() if each > MOST} == {}, (
-        "these pages look different: make pictures shows them; LLMBOX_RENEW_PICTURES=1 takes them as they are"
+        "they look different: make pictures shows them; LLMBOX_RENEW_PICTURES=1 takes them as they are"
     )
