@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, Activation
 from .linear.quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .linear.tile_config import power_of_two, warps_for
 
 BLOCK = 2048
-CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
-WITH_GELU_TANH, WITH_SWIGLU_OAI = tl.constexpr(1), tl.constexpr(2)
+CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
+WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
@@ -23,7 +23,7 @@ def gate_rows(
     gate_up_T2F: Tensor, activation: Activation, row_format: RowFormat | None
 ) -> tuple[Tensor, Rows8 | None]:
     """Return activation(gate) * up, and with `row_format` the quantized rows too."""
-    rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
     assert gate_up_T2F.stride(1) == 1
     device = gate_up_T2F.device
     out_TF = torch.empty((rows, width), dtype=gate_up_T2F.dtype, device=device)
@@ -52,12 +52,14 @@ def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.c
     of both steps.
 
     All activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y; that
-    of gpt-oss has z = 1.702 x, of limited numbers.
+    of gpt-oss has z = 1.702 x, of limited numbers. Without a gate there is the square of max(x, 0).
     """
     inside = column < WIDTH
     gate = tl.load(x + column, mask=inside, other=0.0)
-    up = tl.load(x + WIDTH + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
+    if ACTIVATION == WITH_RELU2:
+        return tl.where(wide < 0.0, 0.0, wide * wide).to(gate.dtype)
+    up = tl.load(x + WIDTH + column, mask=inside, other=0.0)
     z = wide
     if ACTIVATION == WITH_GELU_TANH:
         z = wide * (1.5957691216057308 + 0.07135481282671556 * wide * wide)

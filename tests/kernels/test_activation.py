@@ -31,6 +31,15 @@ def test_gates(ops: Ops, dtype: torch.dtype, activation: Activation, shape: tupl
     assert_near(ops.gate_mul(x, activation), exact(gate, up, activation))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squared_relu_without_ups(ops: Ops, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 123).to(dtype)
+    x[2, 7] = torch.nan
+    got = ops.gate_mul(x.clone(), "relu2")
+    assert got[2, 7].isnan()
+    assert_near(got[:2], x[:2].double().relu() ** 2)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_far_from_zero(ops: Ops, activation: Activation) -> None:
     gate = torch.tensor([-1e30, -90.0, -12.0, -1e-20, 0.0, 1e-20, 12.0, 90.0, 1e30]).unsqueeze(0)

@@ -67,13 +67,14 @@ def test_groups_and_corrections_choose_but_do_not_weigh(normalised: bool) -> Non
 
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
 def test_is_what_plain_torch_gives(
     ops: Ops, normalised: bool, routing: Routing, activation: Activation
 ) -> None:
     """With biases of experts and a shared expert."""
-    weights = [torch.randn(8, 96, 72) / 72**0.5, torch.randn(8, 72, 48) / 48**0.5]
-    biases = [torch.randn(8, 96), torch.randn(8, 72)]
+    gates = 48 if activation == "relu2" else 96
+    weights = [torch.randn(8, gates, 72) / 72**0.5, torch.randn(8, 72, 48) / 48**0.5]
+    biases = [torch.randn(8, gates), torch.randn(8, 72)]
     x, logits, shared, gate = torch.randn(9, 72), torch.randn(9, 8), torch.randn(9, 72), torch.randn(9, 1)
 
     def experts_of(ops: Ops) -> Tensor:
