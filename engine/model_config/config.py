@@ -230,6 +230,8 @@ def parse_config(path: Path | str) -> ModelConfig:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} must be even")
+    if kind.encoder is not None and (heads * head_dim, kv_heads) != (hidden, heads):
+        raise fields.error(f"{heads} heads of {head_dim} do not make up hidden_size {hidden}")
     layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
     is_bidirectional = kind.encoder is not None or bool(fields.raw.get("use_bidirectional_attention"))

@@ -147,11 +147,14 @@ def _distilbert(fields: Fields) -> EncoderConfig:
 
 def _mpnet(fields: Fields) -> EncoderConfig:
     offset = _offset(fields)
+    buckets = fields.integer("relative_attention_num_buckets", 32, most=1 << 16)
+    if buckets < 4 or buckets % 4:
+        raise fields.error(f"relative_attention_num_buckets {buckets} must be a multiple of 4")
     return EncoderConfig(
         activation=_activation(fields),
         position_rows=fields.integer("max_position_embeddings") + offset,
         position_offset=offset,
-        relative_buckets=fields.integer("relative_attention_num_buckets", 32),
+        relative_buckets=buckets,
         head=_head(fields),
         renames=_BERT_NAMES + _ROBERTA_HEAD,
     )

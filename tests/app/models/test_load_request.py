@@ -1,5 +1,6 @@
 """From settings and a load's own options to the engine's configuration, and back."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from llmbox.app.config.settings import ModelSettings
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.load_request import ModelRequest, options_of
+from llmbox.app.models.recommended import recommended
 from llmbox.engine.config import EngineConfig
 
 REF = ModelRef("org/name", Path("/models/name"), "hub")
@@ -27,3 +29,11 @@ def test_the_share_of_premium_keys_is_a_setting_and_an_option(share: float) -> N
     assert ModelRequest(REF, options={"model.premium_share": 0.5}).config(defaults).premium_share == 0.5
     assert options_of(config)["premium_share"] == share
     assert EngineConfig(model_path="", name="").premium_share == 0.0
+
+
+def test_encoders_run_on_the_cpu_of_a_machine_with_gpus_too(tmp_path: Path) -> None:
+    model = next(each for each in recommended() if each.name == "all-minilm:22m")
+    (tmp_path / "config.json").write_text(json.dumps(model.config))
+    request = ModelRequest(ModelRef("encoder", tmp_path, "directory"))
+    assert request.config(ModelSettings()).device == "cpu"
+    assert ModelRequest(REF).config(ModelSettings()).device == "auto"
