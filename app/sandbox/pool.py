@@ -118,13 +118,17 @@ class WorkerPool:
         return {"error": _TOO_EXPENSIVE} if expensive else reply
 
 
-async def _start(module: str) -> Process:
-    worker = await asyncio.create_subprocess_exec(
+async def _spawn(module: str) -> Process:
+    return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", f"llmbox.app.sandbox.{module}",
         stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL,
         env={name: os.environ[name] for name in ("PATH", "PYTHONPATH", "TZ", "LANG") if name in os.environ},
         start_new_session=True,
     )  # fmt: skip
+
+
+async def _start(module: str) -> Process:
+    worker = await _spawn(module)
     try:
         await _within(START_SECONDS, worker, _read(worker))
     except BaseException:
@@ -181,6 +185,26 @@ async def _wait_for_exit(worker: Process) -> None:
     """
     assert worker.stdout is not None
     await asyncio.gather(worker.stdout.read(), worker.wait(), return_exceptions=True)
+
+
+PDF_SECONDS = 30.0
+
+
+async def read_pdf(data: bytes) -> dict[str, Any]:
+    """Read the text of a PDF in a worker of its own. Returns `pages`, `read_pages` and `text`, or `error`."""
+    try:
+        worker = await _spawn("pdf_worker")
+    except OSError:
+        raise _no_worker() from None
+    try:
+        async with asyncio.timeout(PDF_SECONDS):
+            reply, _ = await worker.communicate(data)
+        found: dict[str, Any] = json.loads(reply)
+    except (TimeoutError, ValueError):  # it was ended by a limit
+        return {"error": "it takes too much computing"}
+    finally:
+        await _end(worker)
+    return found
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from ...errors import ApiError
 from ...mcp.client import ServerResult, ServerTool
+from ...sandbox.pool import read_pdf
 from ...services import Services
 from ...store.conversations import ChatPreset, ChatToolServer, PanelItems
 from ..auth.credentials import identity_of
@@ -172,6 +173,15 @@ async def call_tool(
     spec = await _usable(services, owner, name)
     work = services.mcp_clients.call(owner, name, spec, data.tool, data.arguments)
     return await while_connected(request.receive, work)
+
+
+@post("/chat/pdf", status_code=200, name="admin_chat_pdf")
+async def pdf_text(request: Request[Any, Any, State]) -> dict[str, Any]:
+    """Return the text of a PDF, the body of this request, for a question that it is attached to."""
+    found = await while_connected(request.receive, read_pdf(await request.body()))
+    if "error" in found:
+        raise ApiError(400, f"The PDF has no text to attach: {found['error']}.", "pdf_unreadable")
+    return found
 
 
 def _check_command(services: Services, data: SaveServer) -> None:

@@ -69,9 +69,10 @@ _UNPACED = frozenset({"/", "/health", "/ping", "/ready"})
 """Routes that are never paced: they are cheap, and clients use them to learn whether the daemon still
 answers.
 """
-_UPLOAD_TYPE = b"multipart/form-data"
-_UPLOAD_ROUTES = frozenset({"/v1/files"})
-"""Routes that take files, which may be larger than other bodies."""
+_PDF_ROUTE = "/admin/api/chat/pdf"
+_PDF_BYTES = 20_000_000
+_UPLOAD_TYPES = {"/v1/files": b"multipart/form-data", _PDF_ROUTE: b"application/pdf"}
+"""Media types of routes that take files, which may be larger than other bodies."""
 _UNTYPED_ROUTES = "/api/"
 """Prefix of Ollama's routes, whose clients and examples send no Content-Type. From a web page they need one,
 as all routes do.
@@ -142,7 +143,9 @@ class SecurityMiddleware:
 
     def _limit(self, scope: Any) -> int:
         """Return the most bytes that the body may have."""
-        return self._file_bytes if scope["path"] in _UPLOAD_ROUTES else self._body_bytes
+        if scope["path"] == _PDF_ROUTE:
+            return min(_PDF_BYTES, self._file_bytes)
+        return self._file_bytes if scope["path"] in _UPLOAD_TYPES else self._body_bytes
 
     def _screen(self, scope: Any, exchange: "_RequestScope") -> list[Header] | None:
         """Check the request. Returns headers for a CORS preflight of an allowed page, which is
@@ -158,8 +161,8 @@ class SecurityMiddleware:
             if is_preflight(scope["method"], exchange.headers):
                 return preflight_headers(exchange.headers)
         untyped = scope["path"].startswith(_UNTYPED_ROUTES) and not is_from_browser(exchange.headers)
-        uploads = scope["path"] in _UPLOAD_ROUTES
-        kind = _check_body(exchange.headers, self._limit(scope), untyped=untyped, uploads=uploads)
+        upload = _UPLOAD_TYPES.get(scope["path"])
+        kind = _check_body(exchange.headers, self._limit(scope), untyped=untyped, upload=upload)
         exchange.scope["state"][FORM] = kind == _FORM_TYPE
         return None
 
@@ -252,11 +255,13 @@ class _RequestScope:
         return headers
 
 
-def _check_body(headers: dict[bytes, bytes], limit: int, *, untyped: bool, uploads: bool) -> bytes | None:
+def _check_body(
+    headers: dict[bytes, bytes], limit: int, *, untyped: bool, upload: bytes | None
+) -> bytes | None:
     """Return the body's media type, None without a body. The guard checks whether the route takes forms.
 
-    `untyped`: a body is JSON also without a type, or with the one that `curl -d` sends. `uploads`: it may be
-    a multipart form, whose parameters its reader checks.
+    `untyped`: a body is JSON also without a type, or with the one that `curl -d` sends. `upload`: it may have
+    this type too, whose parameters its reader checks.
     """
     length = headers.get(b"content-length", b"0")
     if not length.isdigit():
@@ -270,7 +275,7 @@ def _check_body(headers: dict[bytes, bytes], limit: int, *, untyped: bool, uploa
     kind = kind.strip().lower()
     if untyped and kind in {b"", _FORM_TYPE}:
         kind = b"application/json"
-    is_upload = uploads and kind == _UPLOAD_TYPE
+    is_upload = kind == upload
     if not is_upload and (
         kind not in {b"application/json", _FORM_TYPE} or charset not in {b"", b"charset=utf-8"}
     ):

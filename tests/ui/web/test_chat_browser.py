@@ -6,6 +6,7 @@ import signal
 
 from support.browser import Window, needs_browser
 from support.cli_box import until
+from support.pdf_files import pdf
 
 pytestmark = needs_browser
 
@@ -176,3 +177,21 @@ def test_two_answers_stand_side_by_side_with_their_cost_and_one_is_gone_on_with(
     page.get_by_role("button", name="Which is better?", exact=True).click()
     page.locator(".pair .message").nth(1).get_by_text("Chosen").wait_for()
     assert page.locator(".message").count() == 5
+
+
+def test_texts_and_pdfs_are_attached_and_other_files_say_why_not(window: Window):
+    window.open("/admin/chat")
+    page = window.page
+    files = [
+        {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"plain words"},
+        {"name": "paper.pdf", "mimeType": "application/pdf", "buffer": pdf("printed words")},
+        {"name": "odd.bin", "mimeType": "application/octet-stream", "buffer": b"\x00\xff"},
+    ]
+    page.locator("#files").set_input_files(files)
+    page.get_by_text("paper.pdf (1 of 1 pages)").wait_for()
+    page.get_by_text("odd.bin: not a text").wait_for()
+    ask(window, "What do they say?")
+    said = page.locator(".message.user .what").text_content()
+    assert "plain words" in said
+    assert "printed words" in said
+    assert "odd.bin" not in said

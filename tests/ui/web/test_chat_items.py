@@ -3,12 +3,14 @@
 import os
 import re
 import signal
+from contextlib import closing
 
 import httpx
 import pytest
 
 from support import mcp_server
 from support.cli_box import PATIENCE, until
+from support.pdf_files import pdf
 
 PRESETS, SERVERS = "/admin/api/chat/presets", "/admin/api/chat/servers"
 
@@ -98,3 +100,23 @@ def test_a_server_is_used_once_allowed_and_its_header_is_never_shown(panel, admi
     assert panel.box.run("key", "rm", "anna", "--yes").code == 0
     files = [file for file in panel.box.paths.data_dir.rglob("*.db*") if file.exists()]
     assert not any(b"Bearer secret" in file.read_bytes() for file in files)
+
+
+def test_a_pdf_is_read_on_this_box_and_a_bad_one_says_why(panel):
+    with closing(panel.sign_in()) as session:
+        csrf = re.search(r'data-csrf="([^"]+)"', session.get("/admin/chat").text)[1]
+
+        def send(body: bytes, kind: str = "application/pdf") -> httpx.Response:
+            headers = {"Content-Type": kind, "X-CSRF-Token": csrf}
+            return session.post("/admin/api/chat/pdf", content=body, headers=headers)
+
+        read = send(pdf("Mombasa", "Nairobi")).json()
+        assert read == {"pages": 2, "read_pages": 2, "text": "Mombasa\n\nNairobi"}
+        assert "cannot be read" in problem(send(b"%PDF-1.4 nothing"), 400)
+        assert "holds no text" in problem(send(pdf("")), 400)
+        problem(send(pdf("a"), "text/plain"), 415)
+        problem(send(b"%" * 20_000_001), 413)
+    assert httpx.post(f"{panel.url}/admin/api/chat/pdf", content=b"%", timeout=PATIENCE).status_code in {
+        401,
+        415,
+    }
