@@ -12,11 +12,17 @@ def _one_thread() -> None:
     torch.manual_seed(0)
 
 
+TWIN = "cpu avx512" if "cpu avx512-bf16" in backends() else None
+"""Level with the registers and loops of a better one that is here too: compiled and tested each night."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The C++ kernels do not compute in float16: those combinations are no tests."""
     kept, left_out = [], []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
+        if any(isinstance(value, str) and value == TWIN for value in params.values()):
+            item.add_marker("nightly")
         native = params.get("ops", "reference") not in TORCH_BACKENDS
         (left_out if native and params.get("dtype") == torch.float16 else kept).append(item)
     if left_out:

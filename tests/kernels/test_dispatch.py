@@ -6,10 +6,10 @@ from llmbox.kernels.dispatch import UnknownBackend, backends, select_ops
 CPU = torch.device("cpu")
 
 
-def test_the_environment_can_force_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in backends():
-        monkeypatch.setenv("LLMBOX_KERNELS", name)
-        assert select_ops(CPU, torch.float32).name.split(" (")[0] == name
+@pytest.mark.parametrize("name", backends())
+def test_the_environment_can_force_a_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("LLMBOX_KERNELS", name)
+    assert select_ops(CPU, torch.float32).name.split(" (")[0] == name
 
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

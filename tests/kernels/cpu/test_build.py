@@ -245,10 +245,12 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
 
     if len(usable_levels()) < 2:
         pytest.skip("this machine runs the portable kernels alone")
+    levels = usable_levels()[0], usable_levels()[-1]  # those between need not be compiled for this
+    monkeypatch.setattr("llmbox.kernels.cpu.library.usable_levels", lambda: levels)
     monkeypatch.setattr("llmbox.kernels.cpu.library.open_library", open_first_never)
     load_backend.cache_clear()
     try:
-        assert load_backend("cpu").name == f"cpu {usable_levels()[1].name}"
+        assert load_backend("cpu").name == f"cpu {levels[1].name}"
         assert f"no kernels for cpu {usable_levels()[0].name}" in caplog.text
     finally:
         load_backend.cache_clear()

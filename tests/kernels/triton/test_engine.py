@@ -12,7 +12,7 @@ from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.cpu.isa import usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, select_ops
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.triton import probe
+from llmbox.kernels.triton import backend
 from llmbox.kernels.triton.linear import tile_config as tiles
 from llmbox.kernels.triton.linear.linear import W8A8Linear, WeightOnlyIntLinear
 from support.fake_quantized import fake_quantized_ops
@@ -162,7 +162,7 @@ def test_a_machine_where_no_kernel_runs_is_told_why(monkeypatch: pytest.MonkeyPa
     def broken(_: torch.Tensor, _activation: str) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler\nmore")
 
-    monkeypatch.setattr(probe, "gate_mul", broken)
+    monkeypatch.setattr(backend.gate_mul, "gate_mul", broken)
     with pytest.raises(UnknownBackend, match=r"failed: RuntimeError: Failed to find C compiler$"):
         select_ops(torch.device("cpu"), torch.float32)
 
