@@ -143,6 +143,7 @@ def test_a_hidden_tab_costs_nothing_and_comes_back(window: Window):
     page.get_by_text("paused", exact=True).wait_for()
     page.evaluate(flip, False)
     page.get_by_text("live", exact=True).wait_for()
+    assert page.locator(".plot canvas").count() == 6  # charts stay while the rest is fetched anew
 
 
 def test_the_keyboard_reaches_the_page_first(window: Window):
