@@ -34,7 +34,7 @@ def test_the_ends_and_every_third_layer_between() -> None:
 
 def test_the_estimate_counts_them(tmp_path: Path) -> None:
     shape = parse_config(make_tiny_model(tmp_path / "model")).shape()
-    shape = replace(shape, layers=28, exact_params=None)
+    shape = replace(shape, layers=28, mlp_layers=28, exact_params=None)
     four, mix = (weights_bytes(shape, "bfloat16", QUANTS[name]) for name in ("int4", "int4-mix"))
     assert mix - four == 13 * shape.hidden * shape.ffn * (8.125 - 4.625) / 8
 
