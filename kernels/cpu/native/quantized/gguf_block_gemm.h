@@ -202,9 +202,12 @@ INLINE void widen_scales(const BlockLayout& layout, const uint8_t* unit, float* 
 
 // tile[ROWS][PANEL] += the sums of `groups` groups. SPAN inputs share a scale.
 template <class Dot, int SPAN, bool MINIMUMS, int ROWS>
-INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const QuantRows& x, int row, float* tile) {
+INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const QuantRows& x, int row, float* tile,
+                          Prefetch next) {
     constexpr int VECTORS = COLUMN_VECTORS, SPANS = BLOCK_GROUP / SPAN;
     for (int g = 0; g < groups; g++) {
+        for (size_t offset = 0; offset < next.step; offset += 64) prefetch_stream(next.at + offset);
+        next.at += next.step;
         size_t cells[ROWS];
         UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, first + g);
         for (int column = 0; column < PANEL; column += VECTORS * LANES) {
@@ -261,10 +264,17 @@ template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS> struct Bloc
         const WideBlocks wide(memory);
         for (int first = 0; first < linear.groups; first += WideBlocks::GROUPS) {
             const int groups = std::min(WideBlocks::GROUPS, linear.groups - first);
-            unit = widen(unit, wide, groups);
+            // Half of the slice after this one is brought here, the other half by the tiles.
+            const size_t bytes = groups / layout.groups_per_unit * layout.unit_bytes, half = round_up(bytes / 2, 64);
+            const uint8_t *coming = unit + bytes + half, *end = unit + 2 * bytes;
+            unit = widen(unit, wide, groups, half);
+            const int tiles = ceil_div(rows, ROW_TILE);
+            const size_t step = round_up(ceil_div(static_cast<int>(bytes - half), groups * tiles), 64);
             for (int r = 0; r < rows;) {
                 const int tile_rows = next_tile(rows - r);
-                multiply_rows(wide, first, groups, tile_rows, row + r, tile + r * PANEL);
+                const Prefetch next = {coming, coming < end ? step : 0};
+                multiply_rows(wide, first, groups, tile_rows, row + r, tile + r * PANEL, next);
+                coming += step * groups;
                 r += tile_rows;
             }
         }
@@ -279,9 +289,9 @@ private:
     }
 
     // Returns the unit behind these groups.
-    const uint8_t* widen(const uint8_t* unit, const WideBlocks& wide, int groups) const {
+    const uint8_t* widen(const uint8_t* unit, const WideBlocks& wide, int groups, size_t coming_bytes) const {
         const int units = groups / layout.groups_per_unit;
-        const size_t each = round_up(ceil_div(static_cast<int>(layout.unit_bytes), layout.groups_per_unit), 64);
+        const size_t each = round_up(ceil_div(static_cast<int>(coming_bytes), groups), 64);
         const uint8_t* coming = unit + units * layout.unit_bytes;  // the slice after this one, which may be the next panel's
         for (int index = 0; index < units; index++, unit += layout.unit_bytes) {
             const int spans = index * BLOCK_GROUP / SPAN;
@@ -296,12 +306,12 @@ private:
         return unit;
     }
 
-    void multiply_rows(const WideBlocks& wide, int first, int groups, int rows, int row, float* tile) const {
+    void multiply_rows(const WideBlocks& wide, int first, int groups, int rows, int row, float* tile, Prefetch next) const {
         switch (rows) {
-            case 3: return multiply_wide<Dot, SPAN, MINIMUMS, 3>(wide, first, groups, x, row, tile);
-            case 4: return multiply_wide<Dot, SPAN, MINIMUMS, 4>(wide, first, groups, x, row, tile);
-            case 5: return multiply_wide<Dot, SPAN, MINIMUMS, 5>(wide, first, groups, x, row, tile);
-            default: return multiply_wide<Dot, SPAN, MINIMUMS, 6>(wide, first, groups, x, row, tile);
+            case 3: return multiply_wide<Dot, SPAN, MINIMUMS, 3>(wide, first, groups, x, row, tile, next);
+            case 4: return multiply_wide<Dot, SPAN, MINIMUMS, 4>(wide, first, groups, x, row, tile, next);
+            case 5: return multiply_wide<Dot, SPAN, MINIMUMS, 5>(wide, first, groups, x, row, tile, next);
+            default: return multiply_wide<Dot, SPAN, MINIMUMS, 6>(wide, first, groups, x, row, tile, next);
         }
     }
 };
