@@ -42,10 +42,14 @@ const messages = find("messages");
 const isAtEnd = () => messages.scrollHeight - messages.scrollTop - messages.clientHeight < 60;
 const toEnd = () => (messages.scrollTop = messages.scrollHeight);
 
+let rendering = []; // Markdown that makes the messages longer once it is there
+
 function draw() {
+  rendering = [];
   messages.replaceChildren(...talk.branch().map((message) => (message.pair ? drawPair(message) : drawMessage(message))));
   if (!talk.messages.size) messages.append(element("p", "empty", "Ask something. Conversations stay on this box."));
   toEnd();
+  Promise.all(rendering).then(toEnd);
 }
 
 // Two answers to one question; the conversation goes on from the one that is chosen.
@@ -65,7 +69,7 @@ function drawMessage(message) {
   const what = element("div", "what");
   shown.append(what);
   if (message.role === "user") what.textContent = message.content;
-  else showMarkdown(what, message.content, true);
+  else rendering.push(showMarkdown(what, message.content, true));
   shown.append(drawActions(message));
   return shown;
 }
