@@ -86,6 +86,14 @@ def usual_name(name: str) -> str:
     return name
 
 
+def nemotron_h_name(name: str) -> str:
+    """Return the name that published checkpoints of Nemotron-H have for a tensor."""
+    for part, usual in _SPELLED.items():
+        if part.startswith("backbone.") and name.startswith(usual):
+            return part + name.removeprefix(usual)
+    return name
+
+
 def renamed(entries: Mapping[str, TensorEntry], name_of: Callable[[str], str]) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -21,8 +21,12 @@ _NAMES: Final = {dtype: name for name, dtype in (ROUNDED_DTYPES | DTYPES).items(
 class ShardWriter:
     """Write tensors into shards as they arrive; at most one shard is held in memory."""
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, folder: Path, shard_bytes: int = SHARD_BYTES, name_of: Callable[[str], str] = str
+    ) -> None:
+        """`name_of`: name in the files of a tensor that is added."""
         self._folder = folder
+        self._name_of = name_of
         self._most = shard_bytes
         self._tensors: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
@@ -34,7 +38,7 @@ class ShardWriter:
         more = sum(each.nbytes for each in tensors.values())
         if self._tensors and have + more > self._most:
             self._write()
-        self._tensors |= {name: tensor.contiguous() for name, tensor in tensors.items()}
+        self._tensors |= {self._name_of(name): tensor.contiguous() for name, tensor in tensors.items()}
         self._total += more
 
     def finish(self) -> None:

@@ -204,7 +204,7 @@ class ModelConfig:
             wide_params=self.wide_params,
             experts=None if self.experts is None else self.experts.shape(),
             recurrent=None if self.recurrent is None else self.recurrent.shape(self.hidden_size),
-            mlp_layers=self.mlp_layers,
+            mlp_layers=self.mlp_layers if self.block == "single" else None,
             is_gated=self.activation not in UNGATED,
             sliding=SlidingShape.of(self.windows),
             is_bidirectional=self.is_bidirectional,

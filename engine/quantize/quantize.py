@@ -25,7 +25,7 @@ from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.weight_packing import Packing
 
 from ..checkpoint.files import read_json
-from ..checkpoint.index import INDEX, list_tensors
+from ..checkpoint.index import INDEX, list_tensors, nemotron_h_name
 from ..checkpoint.quantized_layout import COMPRESSED_FORMATS, FORMATS, entry_in_config
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..errors import DeviceError, ModelError
@@ -129,7 +129,7 @@ def write(
     packing = packing_for(quant if quant.on_cpu else QUANTS["int8"], dtype, threads)
     torch.set_num_threads(threads)  # the kernels have left torch one
     calibration = Calibration(source, config, dtype, sequences) if sequences else None
-    shards = ShardWriter(part)
+    shards = ShardWriter(part, name_of=nemotron_h_name if config.model_type == "nemotron_h" else str)
     checkpoint = Checkpoint(source, REFERENCE, dtype, CPU, progress)
     kept = None if target is None else getattr(torch, config.dtype)
     quantizer = Quantizer(checkpoint, quant, packing, shards, calibration, target, kept)

@@ -118,7 +118,7 @@ def test_the_rest_of_the_directory_comes_along(tmp_path: Path) -> None:
 
 def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_tiny_model(tmp_path / "model", shards=3)
-    monkeypatch.setattr(module, "ShardWriter", lambda folder: ShardWriter(folder, 20_000))
+    monkeypatch.setattr(module, "ShardWriter", lambda folder, **more: ShardWriter(folder, 20_000, **more))
     made(source, tmp_path / "out", "int8")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     assert answer(tmp_path / "out") == answer(source, quant="int8")
