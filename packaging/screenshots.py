@@ -84,7 +84,7 @@ async def draw_top(folder: Path) -> str:
 def save_panel(link: str, target: Path) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        page: Any = browser.new_page(viewport={"width": 1280, "height": 860})
+        page: Any = browser.new_page(viewport={"width": 1280, "height": 960})
         page.goto(link)
         page.get_by_role("button", name="Sign in").click()
         page.wait_for_timeout(4000)
