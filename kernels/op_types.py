@@ -31,10 +31,18 @@ class Routing:
     group_best: int = 1
     correction_X: Tensor | None = None
     """float32, added to the scores where experts are chosen."""
+    jitter: float = 0.0
+    """SparseMixer without noise, where it is not 0: experts are chosen one after the other, each with its
+    share of a softmax over the rest, without those whose logits are more than 2 `jitter` below the best,
+    relative to the larger of the best logit and their own absolute one."""
+    factors_X: Tensor | None = None
+    """float32, by which the weights are multiplied at last."""
+    scales_inputs: bool = False
+    """True if weights multiply what experts read, and results are summed as they are."""
 
     @property
     def is_plain(self) -> bool:
-        return self == Routing(scale=self.scale)
+        return self.scoring == "softmax" and self.groups == 1 and self.correction_X is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class StepInputs(Protocol):
     def sin_ATD(self) -> Tensor: ...  # noqa: N802
     @property
     def plans(self) -> Mapping[int | None, AttentionPlan]:
-        """Attention metadata by sliding window size; None: full attention."""
+        """Attention metadata by sliding window size; None: full attention. See `plan_attention`."""
         ...
 
 
@@ -64,7 +64,9 @@ class Sample(Protocol):
 
 class Embed(Protocol):
     def __call__(self, table: PackedLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
-        """Look up rows of the table for int64 ids, times `scale`: x_TE, new tensor."""
+        """Look up rows of the table for int64 ids, times `scale`: x_TE, new tensor. Results of different
+        tables share no memory.
+        """
         ...
 
 
@@ -86,6 +88,21 @@ class Experts(Protocol):
         Each expert's result is computed as by `linear` and `gate_mul`. A row's results are summed in float32,
         the best expert first (of equally good ones the lower number) and the shared row last, and rounded
         once.
+        """
+        ...
+
+
+class LayerNorm(Protocol):
+    def __call__(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor | None,
+        weight_E: Tensor,
+        eps: float,
+        bias_E: Tensor | None = None,
+    ) -> Tensor:
+        """Add x to the residual in place, then LayerNorm of the sum (of x without a residual): (y - mean(y))
+        / sqrt(variance(y) + eps) * weight + bias. Sums in float32, new tensor.
         """
         ...
 
@@ -161,10 +178,7 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     """(x_TE, residual_TE, weight_E, eps): add x to residual in place, then `rms_norm` of the sum."""
 
-    layer_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
-    """(x_TE, residual_TE or None, weight_E, eps): add x to residual in place, then LayerNorm of the sum (of x
-    without a residual), (y - mean(y)) / sqrt(variance(y) + eps) * weight; sums in float32, new tensor.
-    """
+    layer_norm: LayerNorm
 
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     """RoPE: (x_TnD, cos_TD, sin_TD float32) -> halves (a, b) of each head become (a cos - b sin, b cos + a
@@ -179,6 +193,9 @@ class Ops:
 
     softcap: Callable[[Tensor, float], Tensor]
     """(logits_RV as `logits` returns them, cap) -> cap * tanh(logits / cap), in place or a new tensor."""
+
+    scale: Callable[[Tensor, float], Tensor]
+    """(x_TE, factor) -> x times the factor, in place."""
 
     concat: Callable[[Sequence[Tensor]], Tensor]
     """(x_TnD of several widths D, strided in T and n) -> their columns side by side, new tensor."""
@@ -195,7 +212,8 @@ class Ops:
     """(layout of the step, cache, sliding window or None) -> attention metadata for `write_kv` and
     `attention`.
 
-    A window of w lets a row at position p see positions p - w + 1 .. p.
+    A window of w lets a row at position p see positions p - w + 1 .. p; one of -c, attention within chunks
+    of c positions, p - p mod c .. p.
     """
 
     write_kv: Callable[[KVCache, int, Tensor, Tensor, AttentionPlan], None]

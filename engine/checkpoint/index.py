@@ -19,7 +19,19 @@ _LANGUAGE = {
 }
 """Prefixes of the language model in vision-language checkpoints (two styles), and of text-only ones."""
 _VISION = tuple(
-    f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
+    f"{at}{part}."
+    for at in ("", "model.")
+    for part in (
+        *(
+            "vision_tower",
+            "vision_model",
+            "vision_embedder",
+            "embed_vision",
+            "visual",
+            "multi_modal_projector",
+        ),
+        *("audio_tower", "embed_audio"),
+    )
 )
 _SPELLED = {
     "backbone.embeddings.": "model.embed_tokens.",

@@ -48,6 +48,8 @@ class TensorEntry:
     offset: int
     nbytes: int
     is_transposed: bool = False
+    columns: tuple[int, int] | None = None
+    """(first, total) of a transposed linear that is some columns of the stored tensor; None: all of it."""
     """True if `shape` is [outputs, inputs] of a matrix that is stored as [inputs, outputs]."""
 
 

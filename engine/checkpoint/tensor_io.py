@@ -75,6 +75,8 @@ def split_rows(entry: TensorEntry, parts: Mapping[str, int]) -> dict[str, Tensor
     if entry.shape in ((), (1,), (1, 1)):
         return dict.fromkeys(parts, entry)
     total, rows = sum(parts.values()), entry.shape[0]
+    if entry.is_transposed and total == rows:
+        return _split_columns(entry, parts)
     found, first = {}, 0
     for name, size in parts.items():
         have, rest = divmod(size * rows, total)
@@ -87,6 +89,15 @@ def split_rows(entry: TensorEntry, parts: Mapping[str, int]) -> dict[str, Tensor
         shape = (have, *entry.shape[1:])
         found[name] = replace(entry, shape=shape, offset=entry.offset + first * nbytes, nbytes=have * nbytes)
         first += have
+    return found
+
+
+def _split_columns(entry: TensorEntry, parts: Mapping[str, int]) -> dict[str, TensorEntry]:
+    found, first = {}, 0
+    for name, size in parts.items():
+        shape, nbytes = (size, *entry.shape[1:]), entry.nbytes * size // entry.shape[0]
+        found[name] = replace(entry, shape=shape, columns=(first, entry.shape[0]), nbytes=nbytes)
+        first += size
     return found
 
 

@@ -182,12 +182,15 @@ def load_rank(
         compute_dtype=dtype,
     )
     window_shape = None
-    if plan.window:
-        sliding = model_config.sliding_layers(stage)
+    heads, sliding = model_config.sliding_heads, model_config.sliding_layers(stage)
+    if plan.window or heads is not None:
         kv_shape = replace(kv_shape, num_layers=max(1, kv_shape.num_layers - sliding))
-        window_shape = replace(
-            kv_shape, num_layers=max(1, sliding), num_blocks=plan.window_blocks, is_windowed=True
-        )
+        window_shape = replace(kv_shape, num_layers=max(1, sliding))
+    if window_shape is not None and plan.window:
+        window_shape = replace(window_shape, num_blocks=plan.window_blocks, is_windowed=True)
+    if window_shape is not None and heads is not None:
+        count = layout.kv_heads(heads[0]).size
+        window_shape = replace(window_shape, num_kv_heads=count, head_dim=heads[1])
     if overlaps:
         parts = GPUEngineParts(model, rotary, kv_shape)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
@@ -207,6 +210,7 @@ def load_rank(
         block_size=plan.block_size,
         device=device,
         window_cache=window_cache,
+        has_window_blocks=plan.window > 0,
         states=states,
     )
     return RankEngine(runner, plan, ops.name, measured, rows)

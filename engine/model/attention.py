@@ -22,14 +22,19 @@ class Attention:
         self.rank = rank = weights.rank
         self.ops = ops
         stage = rank.layout.layers(config.num_layers)
-        self.layer = config.layers_with(range(stage.start, layer), state=False)
+        sizes = config.sizes_of(layer)
+        self.writes_kv = sizes.kv_source == layer
+        """False if this layer reads the keys and values of an earlier one, and has none."""
+        self.has_values = sizes.has_values
+        before = range(stage.start, sizes.kv_source)
+        self.layer = config.layers_with(before, state=False)
         """Index in the KV cache, which holds the layers of this stage."""
-        sliding = config.sliding_layers(range(stage.start, layer))
+        sliding = config.sliding_layers(before)
         self.layer_of_kind = self.layer - sliding if config.windows[layer] is None else sliding
         """Index where sliding-window layers have a cache of their own, and the others another."""
-        heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(config.num_kv_heads)
-        self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
-        self.scale = config.scales.attention or config.head_dim**-0.5
+        heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(sizes.kv_heads)
+        self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, sizes.head_dim
+        self.scale = config.scales.attention or self.head_dim**-0.5
         self.softcap = config.scales.attention_cap
         self.sinks_H = None
         if config.has_sinks:
@@ -42,17 +47,27 @@ class Attention:
         self.query_rope = config.query_rope(self.rope)
         """Index of another table for its queries."""
         self.norms_after_rope = config.norms_after_rope
-        self._order = config.ropes[self.rope].order(config.head_dim)
+        self._order = config.ropes[self.rope].order(self.head_dim)
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
         self.has_gate = config.has_attention_gate
         """True if the rows of the stacked linear end with gates of the results."""
+        outputs = {"q_proj": rows_of(heads, 2 * self.head_dim) if self.has_gate else q}
+        if self.writes_kv:
+            outputs |= {"k_proj": kv, "v_proj": kv} if self.has_values else {"k_proj": kv}
+        else:
+            for name in ("k_proj.", "v_proj.", "k_norm."):  # some checkpoints have them, unused
+                weights.skip(name)
         self.input = self.qkv = weights.linear(
-            {"q_proj": rows_of(heads, 2 * self.head_dim) if self.has_gate else q, "k_proj": kv, "v_proj": kv},
+            outputs,
             ShardSlice.whole(config.hidden_size),
             bias=config.qkv_bias,
             order=self._rows_in_order(),
         )
-        self.norm_nD = self._qk_norm(config, weights) if config.qk_norm == "heads" else None
+        self.norm_nD = None
+        if config.qk_norm == "heads":
+            self.norm_nD = self._make_norms(config, weights)
+        elif config.qk_norm == "no_weight" and config.ropes[self.rope].rotary_dim:
+            self.norm_nD = torch.ones(self.heads + self.kv_heads, self.head_dim, dtype=weights.dtype)
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
         self._attend = ops.attention if self.has_gate else ops.before(self.output).attention
 
@@ -72,7 +87,7 @@ class Attention:
         gates = [head + width + dim for head in queries for dim in range(width)] if gated else []
         return (*turned, *values, *gates)
 
-    def _qk_norm(self, config: ModelConfig, weights: Weights) -> Tensor:
+    def _make_norms(self, config: ModelConfig, weights: Weights) -> Tensor:
         """Stack one norm weight per head, so that queries and keys are normed in one operation."""
         q_D = norm_weight(config, weights, "q_norm", self.head_dim)
         k_D = norm_weight(config, weights, "k_norm", self.head_dim)
@@ -96,7 +111,7 @@ class Attention:
     def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
         """Apply QK-norm and RoPE, write KV to the cache: [T, H + 2 G, D] -> queries [T, H, D]."""
         ops, rotated = self.ops, self.heads + self.kv_heads
-        angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
+        angles = self._angles(forward, self.rope)
         if self.norms_after_rope or self.query_rope != self.rope:
             return self._rotate_apart(qkv, forward, plan)
         if ops.rotate_and_write is not None:
@@ -109,6 +124,11 @@ class Attention:
             qk_TnD = ops.rotary(qk_TnD, *angles)
             ops.write_kv(*self._cache(forward), qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
         return qk_TnD[:, : self.heads]
+
+    def _angles(self, forward: ForwardContext, rope: int) -> tuple[Tensor, Tensor]:
+        """Return a table of cosines and one of sines, as wide as the heads of this layer."""
+        width = self.head_dim
+        return forward.cos_ATD[rope, :, :width], forward.sin_ATD[rope, :, :width]
 
     def _cache(self, forward: ForwardContext) -> tuple[KVCache, int]:
         """Return this layer's cache, and its index there."""
@@ -123,13 +143,13 @@ class Attention:
         if self.norm_nD is not None and not self.norms_after_rope:
             qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
         if self.query_rope == self.rope:
-            qk_TnD = ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
+            qk_TnD = ops.rotary(qk_TnD, *self._angles(forward, self.rope))
         if self.norm_nD is not None and self.norms_after_rope:
             qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
         q_THD, k_TGD = qk_TnD[:, :heads], qk_TnD[:, heads:]
         if self.query_rope != self.rope:
-            k_TGD = ops.rotary(k_TGD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
-            q_THD = ops.rotary(q_THD, forward.cos_ATD[self.query_rope], forward.sin_ATD[self.query_rope])
+            k_TGD = ops.rotary(k_TGD, *self._angles(forward, self.rope))
+            q_THD = ops.rotary(q_THD, *self._angles(forward, self.query_rope))
         ops.write_kv(*self._cache(forward), k_TGD, qkv[:, rotated:], plan)
         return q_THD
 
@@ -157,7 +177,7 @@ class FullWidthQKNormAttention(Attention):
         return norm.view(-1, self.head_dim)[:, list(self._order)].flatten()
 
     def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
-        angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
+        angles = self._angles(forward, self.rope)
         q_THD, k_TGD = self._norm(qkv.flatten(1))
         q_THD, k_TGD = self.ops.rotary(q_THD, *angles), self.ops.rotary(k_TGD, *angles)
         values = qkv[:, self.heads + self.kv_heads :]

@@ -127,6 +127,29 @@ class SingleNormBlock(DecoderBlock):
         return self.mlp_alone(x_TE)
 
 
+class LayerNormBlock(PreNormBlock):
+    """`PreNormBlock` with LayerNorms that have biases (Phi-MoE)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
+        super().__init__(config, weights, ops, attention, mlp)
+        self.input_bias_E = weights.vector("input_layernorm.bias", config.hidden_size)
+        self.post_bias_E = weights.vector("post_attention_layernorm.bias", config.hidden_size)
+
+    def first(self, residual_TE: Tensor) -> Tensor:
+        return self.ops.layer_norm(residual_TE, None, self.input_norm_E, self.eps, self.input_bias_E)
+
+    def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return self.resume(self.complete(added_TE), residual_TE)
+
+    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return self.ops.layer_norm(added_TE, residual_TE, self.input_norm_E, self.eps, self.input_bias_E)
+
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
+        x_TE = self.complete(self.attention(x_TE, forward))
+        x_TE = self.ops.layer_norm(x_TE, residual_TE, self.post_norm_E, self.eps, self.post_bias_E)
+        return self.mlp(x_TE)
+
+
 class PostNormBlock(DecoderBlock):
     """Norms after attention and MLP, which read the residual as it is.
 

@@ -5,6 +5,7 @@ T rows of the step, R rows whose logits are wanted, E hidden, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..model_config.config import ModelConfig
 from ..weights.source import Weights, WeightSource
 from .blocks import DecoderBlock
 from .forward_context import ForwardContext
+from .gemma4 import OwnEmbeddings
 from .norm import norm_weight
 
 
@@ -26,30 +28,33 @@ class TokenEmbedding:
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         self.ops = ops
         self.rank = weights.rank
-        self._part = self.rank.layout.vocabulary(config.vocab_size)
+        self.part = self.rank.layout.vocabulary(config.vocab_size)
         self._outside_T1: Tensor | None = None
         self._scale = config.scales.embedding
         if config.scales.rounds_embedding:
             self._scale = float(torch.tensor(self._scale, dtype=weights.dtype))
         self.packed = weights.embedding(
             "model.embed_tokens",
-            self._part,
+            self.part,
             config.hidden_size,
             tied=config.tie_word_embeddings and not config.is_bidirectional,
         )
 
     def localize_ids(self, forward: ForwardContext) -> ForwardContext:
         """Map token ids to rows of this rank's slice; ids outside it are clamped and masked later."""
-        if self._part.is_whole:
+        if self.part.is_whole:
             return forward
-        local_T = forward.ids_T - self._part.start
-        held = self._part.stop - self._part.start
+        local_T = forward.ids_T - self.part.start
+        held = self.part.stop - self.part.start
         self._outside_T1 = ((local_T < 0) | (local_T >= held)).unsqueeze(1)
         return replace(forward, ids_T=local_T.clamp_(0, held - 1))
 
     def __call__(self, ids_T: Tensor) -> Tensor:
-        x_TE = self.ops.embedding(self.packed, ids_T, self._scale)
-        if not self._part.is_whole:
+        return self.complete(self.ops.embedding(self.packed, ids_T, self._scale))
+
+    def complete(self, x_TE: Tensor) -> Tensor:
+        """Add up the ranks' rows of a table that is sliced as this one."""
+        if not self.part.is_whole:
             self.ops.host_callback(self._complete, (x_TE,))
         return x_TE
 
@@ -81,13 +86,18 @@ class Decoder:
         self.is_last = layout.is_last
         self._skip_what_others_have(weights)
         self.embedding = TokenEmbedding(config, weights, ops) if self._has_table else None
+        self.own = None
+        if config.per_layer_width:
+            assert self.embedding is not None
+            self.own = OwnEmbeddings(config, weights, ops, self.embedding.part)
         self.layers = [
             make_layer(i, weights.at(f"model.layers.{i}")) for i in layout.layers(config.num_layers)
         ]
         self.norm_E, self.head = self._norm_and_head(weights)
+        self._norm = ops.before(self.head).add_rms_norm
+        if config.block in {"parallel", "layer_norm"}:
+            self._norm = partial(ops.layer_norm, bias_E=self._norm_bias(weights))
         source.finish()
-        is_layer_norm = config.block == "parallel"
-        self._norm = ops.layer_norm if is_layer_norm else ops.before(self.head).add_rms_norm
         self._run_layers = self._layers if config.is_bidirectional else ops.graph(self._layers)
 
     @property
@@ -104,6 +114,8 @@ class Decoder:
             weights.skip("model.embed_tokens.weight")
         if not self.is_last:
             weights.skip("model.norm.weight")
+            weights.skip("model.norm.bias")
+            weights.skip("lm_head.bias")
         if not self.is_last or config.tie_word_embeddings:
             weights.skip("lm_head.weight")
 
@@ -116,7 +128,12 @@ class Decoder:
             assert self.embedding is not None
             return norm_E, self.embedding.packed
         vocab = self.rank.layout.vocabulary(config.vocab_size)
-        return norm_E, weights.head("lm_head", vocab, config.hidden_size)
+        return norm_E, weights.head("lm_head", vocab, config.hidden_size, bias=config.head_bias)
+
+    def _norm_bias(self, weights: Weights) -> Tensor | None:
+        if self.config.block != "layer_norm" or not self.is_last:
+            return None
+        return weights.vector("model.norm.bias", self.config.hidden_size)
 
     def hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
         """Run the forward pass, writing KV for every row; return final normed hidden states [R, E].
@@ -136,6 +153,8 @@ class Decoder:
     def _layers(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
         """Run the layers; return the last layer's output and the residual before it, [T, E] each."""
         x_TE, residual_TE = self._begin(forward)
+        if self.own is not None:
+            forward = replace(forward, own_TLP=self._own_embeddings(forward.ids_T, residual_TE))
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
             x_TE = layer(x_TE, residual_TE, forward)
             if type(after) is type(layer):
@@ -147,6 +166,12 @@ class Decoder:
         if not self.is_last:
             self.ops.host_callback(self.rank.communicator.send, (x_TE, residual_TE))
         return x_TE, residual_TE
+
+    def _own_embeddings(self, ids_T: Tensor, x_TE: Tensor) -> Tensor:
+        assert self.own is not None
+        assert self.embedding is not None
+        rows = self.embedding.complete(self.own.look_up(ids_T))
+        return self.own.add_projection(rows, x_TE)
 
     def _begin(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return the first layer's input and the residual, from the embedding or the previous stage."""

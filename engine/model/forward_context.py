@@ -29,3 +29,5 @@ class ForwardContext:
     """These two for models with recurrent layers; the layout for encoders too."""
     types_T: Tensor | None = None
     """Token types of an encoder's rows; None: all 0."""
+    own_TLP: Tensor | None = None
+    """Embeddings of each layer, for models that have some."""

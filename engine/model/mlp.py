@@ -93,8 +93,11 @@ class SparseMoE:
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
+        return self.mix(x_TE, self.ops.logits(self.router, x_TE))
+
+    def mix(self, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
+        """Do as `__call__`, with logits of the router."""
         ops = self.ops
-        logits_TX = ops.logits(self.router, x_TE)
         shared_TE = None if self.shared is None else ops.linear(self.shared.down, self.shared.inner(x_TE))
         gate_T1 = None if self.shared_gate is None else ops.logits(self.shared_gate, x_TE)
         if self.narrow is None or self.widen is None:
@@ -120,6 +123,9 @@ def _routing(config: ExpertsConfig, weights: Weights) -> Routing:
         top_groups=config.top_groups,
         group_best=config.group_best,
         correction_X=correction_X,
+        jitter=config.jitter,
+        factors_X=weights.floats(config.factors, config.count) if config.factors else None,
+        scales_inputs=config.scales_inputs,
     )
 
 

@@ -14,6 +14,7 @@ from .attention import Attention, FullWidthQKNormAttention
 from .blocks import (
     MLP,
     DecoderBlock,
+    LayerNormBlock,
     Mixer,
     ParallelBlock,
     PostNormBlock,
@@ -23,6 +24,7 @@ from .blocks import (
 )
 from .decoder import Decoder
 from .encoder import BidirectionalAttention, Encoder
+from .gemma4 import Gemma4Block, NormedValueAttention
 from .latent_attention import LatentAttention
 from .mlp import GatedMLP, SparseMoE
 from .recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2, ParallelMixers, RecurrentLayer, ShortConv
@@ -33,6 +35,7 @@ BLOCKS: dict[BlockKind, _Block] = {
     "post_norm": PostNormBlock,
     "sandwich": SandwichNormBlock,
     "parallel": ParallelBlock,
+    "layer_norm": LayerNormBlock,
 }
 RECURRENT: dict[RecurrentKind, tuple[type[RecurrentLayer], str]] = {
     "gated_delta": (GatedDeltaNet, "linear_attn"),
@@ -53,6 +56,9 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
     def make_layer(number: int, weights: Weights) -> DecoderBlock:
         _split_stacked_projections(config, weights)
         mixer = _make_mixer(config, number, weights, ops)
+        if config.block == "scaled_sandwich":
+            assert isinstance(mixer, Attention)
+            return Gemma4Block(config, number, weights, ops, mixer)
         if config.block == "single":
             mlp = None if mixer else _make_mlp(config, number, weights, ops)
             return SingleNormBlock(config, weights, ops, mixer, mlp)
@@ -84,6 +90,8 @@ def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops
         return LatentAttention(config, number, weights.at("self_attn"), ops)
     if config.is_bidirectional:
         return BidirectionalAttention(config, number, weights.at("self_attn"), ops)
+    if config.norms_values:
+        return NormedValueAttention(config, number, weights.at("self_attn"), ops)
     attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
     return attention_kind(config, number, weights.at("self_attn"), ops)
 

@@ -26,8 +26,14 @@ class Rotary:
             turned = rope.rotary_dim // 2  # the other dims of each half have angle 0: they are not rotated
             inverse_A1D2[a, 0, :turned] = inverse_frequencies(config, rope, context)
             scale_A1D2[a, 0] = 1.0
-            scale_A1D2[a, 0, :turned] = attention_scale(rope)
+            scale_A1D2[a, 0, :turned] = attention_scale(rope, context)
         self._growths = [(a, rope) for a, rope in enumerate(config.ropes) if rope.of_queries]
+        narrow = config.sliding_heads
+        sliding = {
+            config.layer_ropes[layer] for layer, window in enumerate(config.windows) if window is not None
+        }
+        self._narrow = [(a, narrow[1] // 2) for a in sliding] if narrow else []
+        """Tables of narrower heads, in the first columns of wider ones, and half their widths."""
         self._inverse_A1D2, self._scale_A1D2 = inverse_A1D2.to(device), scale_A1D2.to(device)
 
     def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,11 +41,15 @@ class Rotary:
         angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
         cos, sin = angle.cos() * self._scale_A1D2, angle.sin() * self._scale_A1D2
         for a, rope in self._growths:
-            growth_T1 = (1 + (positions_T // rope.original_context).float()).log_().unsqueeze(1)
+            steps_T = (positions_T + rope.growth_start) // rope.original_context
+            growth_T1 = (1 + steps_T.float()).log_().unsqueeze(1)
             growth_T1 = growth_T1.mul_(rope.query_growth).add_(1)
             cos[a] *= growth_T1
             sin[a] *= growth_T1
-        return torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
+        cos, sin = torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
+        for a, half in self._narrow:
+            cos[a, :, half : 2 * half], sin[a, :, half : 2 * half] = cos[a, :, :half], -sin[a, :, :half]
+        return cos, sin
 
 
 def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> Tensor:
@@ -56,6 +66,9 @@ def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> 
             return inverse / rope.factor
         case "llama3":
             return llama3(rope, inverse)
+        case "proportional":
+            inverse[rope.turned // 2 :] = 0
+            return inverse / rope.factor
         case "yarn":
             return yarn(rope, inverse, dim)
         case "longrope":
@@ -91,10 +104,12 @@ def yarn(rope: RopeConfig, inverse: Tensor, dim: int) -> Tensor:
     return inverse / rope.factor * interpolated + inverse * (1 - interpolated)
 
 
-def attention_scale(rope: RopeConfig) -> float:
+def attention_scale(rope: RopeConfig, context: int = 0) -> float:
     """Return the factor of cos and sin that scales attention logits (YaRN, LongRoPE)."""
     if rope.rope_type not in {"yarn", "longrope"}:
         return 1.0
+    if rope.mscales is not None:
+        return rope.mscales[context > rope.original_context]
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.rope_type == "longrope":

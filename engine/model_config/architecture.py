@@ -13,16 +13,30 @@ from .moe import ExpertRule, no_experts
 from .multipliers import Scales, no_scales
 from .recurrent.config import RecurrentRule, no_recurrence
 from .rope import RopeRule, one_rope
+from .shape import LayerSizes
 from .sliding_window import WindowRule, no_windows
 
 if TYPE_CHECKING:
     from .config import ModelConfig
 
-BlockKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "single"]
+BlockKind = Literal[
+    "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "scaled_sandwich"
+]
 """Position of a layer's norms: before attention and MLP, after them, both, one LayerNorm before attention and
-MLP side by side, or one norm before a layer that is attention or MLP."""
-QKNorm = Literal["heads", "width"]
-"""QK-norm: RMS norm of queries and keys per head, or over all heads of a row together."""
+MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both. The
+last is Gemma 4's: norms as in "sandwich", then the embedding of the layer, and a scalar."""
+QKNorm = Literal["heads", "width", "no_weight"]
+"""QK-norm: RMS norm of queries and keys per head, over all heads of a row together, or per head without a
+weight and in layers with RoPE alone."""
+
+
+SizesRule = Callable[[Fields, int], tuple[LayerSizes, ...]]
+"""Rule (config.json, number of layers) -> sizes of each layer; empty where all are alike. Raises
+ModelError."""
+
+
+def equal_layers(_fields: Fields, _layers: int) -> tuple[LayerSizes, ...]:
+    return ()
 
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
@@ -92,6 +106,10 @@ def nothing(_fields: Fields) -> None:
     pass
 
 
+def no_extras(_fields: Fields) -> tuple[int, int]:
+    return 0, 0
+
+
 def as_it_is(_fields: Fields) -> Mapping[str, Any]:
     return {}
 
@@ -135,6 +153,8 @@ class Architecture:
     """True if checkpoints hold q, k and v as one tensor."""
     has_stacked_mlp: bool = False
     """True if checkpoints hold gate and up of MLPs as one tensor."""
+    head_bias_flag: str = ""
+    """Key of config.json that says if the output head has a bias; empty: it has none."""
     has_attention_gate: bool = False
     """True if attention's results are multiplied by the sigmoid of a gate, half of `q_proj` of each head."""
     windows: WindowRule = no_windows
@@ -159,5 +179,12 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer, or whole names of tensors, that its checkpoints call otherwise: {name in
     `engine/model`: name there}."""
+    layer_sizes: SizesRule = equal_layers
+    per_layer: Callable[[Fields], tuple[int, int]] = no_extras
+    """Rule that returns the width of the embeddings that each layer has, and the tokens that these know."""
+    norms_values: bool = False
+    """True if values are normed too, without a weight."""
+    extra_params: Callable[[Fields], tuple[int, int]] = no_extras
+    """Rule that returns `ModelConfig.extra_params`."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""

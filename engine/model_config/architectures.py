@@ -9,6 +9,8 @@ from typing import Any
 
 from .architecture import Architecture
 from .encoders.encoder import ENCODERS
+from .families.gemma4 import GEMMA4_MODELS
+from .families.llama4 import LLAMA4_AND_PHIMOE
 from .fields import Fields
 from .gemma import GEMMA_MODELS
 from .hybrids import HYBRIDS
@@ -321,13 +323,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     **HYBRIDS,
     **GEMMA_MODELS,
     **ENCODERS,
+    **GEMMA4_MODELS,
+    **LLAMA4_AND_PHIMOE,
 }
 """Architectures by the class name in `architectures` of config.json."""
 MISSING: dict[str, str] = {
     "DeepseekV32ForCausalLM": "attention to the tokens that an indexer selects",
     "Gemma3nForCausalLM": "AltUp, embeddings for each layer, and layers that share keys and values",
-    "Gemma4ForCausalLM": "embeddings for each layer, heads of two widths, layers that share keys and values",
-    "Llama4ForCausalLM": "attention within chunks, and experts whose inputs are scaled",
-    "PhimoeForCausalLM": "LayerNorms with biases, and a SparseMixer router",
 }
 """Missing parts of known architectures, by the class name of their language model."""

@@ -25,7 +25,7 @@ from .moe import ExpertsConfig
 from .multipliers import Scales
 from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
-from .shape import ModelShape, SlidingShape
+from .shape import LayerSizes, ModelShape, count_linear_params, count_parameters, list_inputs, sliding_shape
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 12
@@ -93,6 +93,8 @@ class ModelConfig:
     """True if QK-norm comes after RoPE."""
     recurrent: RecurrentConfig | None = None
     has_attention_gate: bool = False
+    head_bias: bool = False
+    """True if the output head has a bias."""
     latent: LatentConfig | None = None
     """Latent attention (MLA); `head_dim` is then the width of the cached latents."""
     has_sinks: bool = False
@@ -105,6 +107,17 @@ class ModelConfig:
     """Properties of an encoder of the BERT family."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules in the checkpoint, where they differ from those in `engine/model`."""
+    layer_sizes: tuple[LayerSizes, ...] = ()
+    """Sizes of each layer where they differ; `num_kv_heads` and `head_dim` then are those of full
+    attention."""
+    per_layer_width: int = 0
+    """Width of the embedding that each layer has of its own; 0: none."""
+    per_layer_vocab: int = 0
+    """Tokens that these embeddings have rows for."""
+    norms_values: bool = False
+    """True if values are normed too, without a weight."""
+    extra_params: tuple[int, int] = (0, 0)
+    """Parameters of each layer, and of the whole model, beside those that most architectures have."""
 
     @property
     def rope(self) -> RopeConfig:
@@ -120,10 +133,41 @@ class ModelConfig:
         variant = self.ropes[rope].query_variant
         return rope if variant is None else self.ropes.index(variant)
 
+    def sizes_of(self, layer: int) -> LayerSizes:
+        if self.layer_sizes:
+            return self.layer_sizes[layer]
+        return LayerSizes(
+            kv_heads=self.num_kv_heads, head_dim=self.head_dim, inner=self.intermediate_size, kv_source=layer
+        )
+
+    @property
+    def sliding_heads(self) -> tuple[int, int] | None:
+        """Return KV heads of sliding-window layers and their width, where other layers have others."""
+        sliding = sliding_shape(self.windows, self.layer_sizes, (self.num_kv_heads, self.head_dim))
+        return None if sliding is None else sliding.heads
+
+    @property
+    def cpu_part(self) -> str:
+        """Return what of the model only CPUs run; empty: nothing."""
+        if self.recurrent is not None:
+            return "recurrent layers"
+        if any(window is not None and window < 0 for window in self.windows):
+            return "layers of attention within chunks"
+        if self.experts is not None and self.experts.scales_inputs:
+            return "experts with scaled inputs"
+        if self.layer_sizes:
+            return "layers of several sizes"
+        return ""
+
+    @property
+    def shares_kv(self) -> bool:
+        """Return whether layers read keys and values of others."""
+        return any(sizes.kv_source != layer for layer, sizes in enumerate(self.layer_sizes))
+
     def layers_with(self, layers: range, *, state: bool) -> int:
-        """Return how many of these layers have recurrent state, or else KV."""
+        """Return how many of these layers have recurrent state, or else KV of their own."""
         if self.recurrent is None:
-            return 0 if state else len(layers)
+            return 0 if state else sum(self.sizes_of(layer).kv_source == layer for layer in layers)
         kinds = self.recurrent.layers if state else self.recurrent.attention
         return sum(kinds[layer] for layer in layers)
 
@@ -136,8 +180,9 @@ class ModelConfig:
         return self.num_layers - others
 
     def sliding_layers(self, layers: range) -> int:
-        """Return how many of these layers have a sliding window."""
-        return sum(self.windows[layer] is not None for layer in layers)
+        """Return how many of these layers have a sliding window and KV of their own."""
+        own = [layer for layer in layers if self.sizes_of(layer).kv_source == layer]
+        return sum(self.windows[layer] is not None for layer in own)
 
     @property
     def context_limit(self) -> int:
@@ -156,10 +201,12 @@ class ModelConfig:
         """Number of parameters to load; tied weights count once."""
         if self.encoder is not None:
             return self.encoder.parameters(self)
+        if self.layer_sizes:
+            return count_parameters(self)
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
-        layer = {"sandwich": 4, "parallel": 1, "single": 1}.get(self.block, 2) * hidden
+        norms = {"heads": 2 * self.head_dim, "width": q + kv}.get(self.qk_norm or "", 0)
+        layer = {"sandwich": 4, "parallel": 1, "single": 1}.get(self.block, 2) * hidden + self.extra_params[0]
         attention = norms + hidden * (q + 2 * kv) + q * hidden
         attention += q * (hidden + self.qkv_bias) * self.has_attention_gate
         attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias + self.num_heads * self.has_sinks
@@ -174,7 +221,12 @@ class ModelConfig:
         sparse = 0 if self.experts is None else self.experts.num_layers
         experts = 0 if self.experts is None else sparse * self.experts.parameters(hidden)
         layers = self.num_layers * layer + mixers + self.mlp_layers * mlp + experts
-        return tables + layers + hidden
+        return tables + layers + hidden + self.extra_params[1]
+
+    @property
+    def per_layer_row(self) -> int:
+        """Numbers that a token reads from the embeddings of all layers."""
+        return self.num_layers * self.per_layer_width
 
     def shape(self, context: int | None = None) -> ModelShape:
         """Return the shape for the estimator. `context`: requested context; None for the default."""
@@ -185,12 +237,12 @@ class ModelConfig:
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            ffn=self.intermediate_size,
+            ffn=max((sizes.inner for sizes in self.layer_sizes), default=self.intermediate_size),
             vocab=self.vocab_size,
             tied=self.tie_word_embeddings,
             context_limit=self.default_context if context is None else self.context_limit,
             dtype=self.dtype,
-            sliding_window=min(windows, default=None),
+            sliding_window=min(map(abs, windows), default=None),
             sliding_share=1 - self.windows.count(None) / self.num_layers,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm == "heads",
@@ -206,7 +258,11 @@ class ModelConfig:
             recurrent=None if self.recurrent is None else self.recurrent.shape(self.hidden_size),
             mlp_layers=self.mlp_layers if self.block == "single" else None,
             is_gated=self.activation not in UNGATED,
-            sliding=SlidingShape.of(self.windows),
+            sliding=sliding_shape(self.windows, self.layer_sizes, (self.num_kv_heads, self.head_dim)),
+            linear_params=count_linear_params(self) if self.layer_sizes else None,
+            other_inputs=list_inputs(self),
+            looked_up_params=self.per_layer_vocab * self.per_layer_row,
+            looked_up_width=self.per_layer_row,
             is_bidirectional=self.is_bidirectional,
         )
 
@@ -288,12 +344,18 @@ def parse_config(path: Path | str) -> ModelConfig:
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
         has_attention_gate=kind.has_attention_gate,
+        head_bias=bool(kind.head_bias_flag) and fields.flag(kind.head_bias_flag, default=False),
         latent=latent,
         has_sinks=kind.has_sinks,
         extra_layers=int(fields.number("num_nextn_predict_layers", 0)),
         is_bidirectional=is_bidirectional,
         encoder=encoder,
         names=kind.names,
+        layer_sizes=kind.layer_sizes(fields, layers),
+        per_layer_width=(per_layer := kind.per_layer(fields))[0],
+        per_layer_vocab=per_layer[1],
+        norms_values=kind.norms_values,
+        extra_params=kind.extra_params(fields),
     )
 
 

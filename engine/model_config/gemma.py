@@ -76,8 +76,12 @@ def gemma2_scales(fields: Fields) -> Scales:
         gemma_scales(fields),
         attention=_positive(fields, "query_pre_attn_scalar") ** -0.5,
         attention_cap=_cap(fields, "attn_logit_softcapping"),
-        logits_cap=_cap(fields, "final_logit_softcapping"),
+        logits_cap=logits_cap(fields),
     )
+
+
+def logits_cap(fields: Fields) -> float | None:
+    return _cap(fields, "final_logit_softcapping")
 
 
 def gemma2_windows(fields: Fields, layers: int) -> Windows:

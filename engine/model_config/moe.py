@@ -72,6 +72,11 @@ class ExpertsConfig:
     router: str = "gate"
     """Name of the router inside it, and of the shared expert below."""
     shared: str = "shared_experts"
+    factors: str = ""
+    """Name of the numbers by which weights of experts are multiplied at last; empty: there are none."""
+    jitter: float = 0.0
+    """See `Routing`."""
+    scales_inputs: bool = False
     correction: str = ""
     """Name of the numbers that are added to scores where experts are selected; empty: there are none."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -102,7 +107,8 @@ class ExpertsConfig:
         rows = self.count + each * self.shared_inner + self.has_shared_gate + 2 * self.latent
         experts = self.count * each * self.inner * (self.latent or hidden)
         biases = self.count * (1 + 2 * self.inner + hidden) if self.has_bias else 0
-        return hidden * rows + experts + biases + (self.count if self.correction else 0)
+        factors = self.count * (bool(self.correction) + bool(self.factors))
+        return hidden * rows + experts + biases + factors
 
 
 ExpertRule = Callable[[Fields, int], ExpertsConfig | None]

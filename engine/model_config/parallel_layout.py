@@ -102,12 +102,19 @@ def check_layout(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> No
         raise ParallelError(
             f"--pp {pp}: the model has {shape.layers} layers, ask for at most that many stages"
         )
+    if pp > 1 and shape.has_layer_ties:
+        raise ParallelError(
+            f"--pp {pp}: layers of this model read keys and values of others, or embeddings of the first "
+            "stage: use --tp"
+        )
     if reason := _indivisible(shape, tp, quant):
         fitting = [n for n in range(1, MAX_RANKS + 1) if not _indivisible(shape, n, quant)]
         raise ParallelError(f"--tp {tp}: {reason}; this model can take {_words(fitting)}")
 
 
 def can_split(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> bool:
+    if pp > 1 and shape.has_layer_ties:
+        return False
     return tp * pp <= MAX_RANKS and pp <= shape.layers and not _indivisible(shape, tp, quant)
 
 
@@ -118,6 +125,8 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         return f"the model's {shape.heads} attention heads cannot be shared equally"
     if shape.kv_heads % tp and tp % shape.kv_heads:
         return f"the model's {shape.kv_heads} KV heads can neither be shared nor copied equally"
+    if shape.sliding and shape.sliding.heads and (few := shape.sliding.heads[0]) % tp and tp % few:
+        return f"the {few} KV heads of sliding-window layers can neither be shared nor copied equally"
     if shape.ffn % tp:
         return f"the MLP's {shape.ffn} inner rows cannot be shared equally"
     if shape.experts and shape.experts.inner % tp:
@@ -137,6 +146,10 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         inner["an expert"] = shape.experts.inner // tp
         if shape.experts.shared:
             inner["the shared expert"] = shape.experts.shared // tp
+    for where, size in shape.other_inputs:
+        if size % tp:
+            return f"the {size} inputs of {where} cannot be shared equally"
+        inner[where] = size // tp
     for where, size in inner.items():
         group = shape.blocks.unit if shape.blocks and quant and quant.is_gguf else quant.group if quant else 1
         if tp > 1 and quant is not None and not quant.by_output and size % group:

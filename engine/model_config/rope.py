@@ -9,7 +9,7 @@ from .sliding_window import exaone4_windows, layer_types
 
 MAX_FACTOR = 65536.0
 MAX_THETA = 1e15
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,15 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    turned: int = 0
+    """Number of dimensions that rotate where the rest has an angle of 0; 0: all."""
+    mscales: tuple[float, float] | None = None
+    """Factors of cos and sin for contexts up to `original_context` and beyond; None: `attention_factor`."""
     query_growth: float = 0.0
     """Factor b of queries at position p, which are multiplied by 1 + b log(1 + floor(p / original_context));
     0: none."""
+    growth_start: int = 0
+    """Number that is added to p there."""
     of_queries: bool = False
     """True for the variant that multiplies queries by that, beside the one that rotates keys."""
 
@@ -284,6 +290,8 @@ def read_rope(
         raise rope.error(f"rope_theta {theta} must be larger than 1 and at most {MAX_THETA:g}")
     if rope_type == "default":
         return RopeConfig(rotary_dim=rotary_dim, theta=theta)
+    if rope_type == "proportional":
+        raise rope.error("RoPE type 'proportional' is not supported of this architecture")
     original = fields.integer("original_max_position_embeddings", 0) or rope.integer(
         "original_max_position_embeddings", max_position_embeddings
     )
@@ -303,10 +311,21 @@ def read_rope(
         truncate=rope.flag("truncate", default=True),
         short_factor=rope.numbers("short_factor"),
         long_factor=rope.numbers("long_factor"),
+        mscales=read_mscales(rope) if rope_type == "longrope" else None,
         query_growth=rope.number("llama_4_scaling_beta", 0.0),
     )
     check(config, rope)
     return config
+
+
+def read_mscales(rope: Fields) -> tuple[float, float] | None:
+    """Return `short_mscale` and `long_mscale` (Phi-MoE); None without them."""
+    short, long = rope.optional_number("short_mscale"), rope.optional_number("long_mscale")
+    if short is None and long is None:
+        return None
+    if short is None or long is None or not 0 < min(short, long) <= max(short, long) <= MAX_FACTOR:
+        raise rope.error(f"short_mscale and long_mscale must both be from 0 to {MAX_FACTOR:.0f}")
+    return short, long
 
 
 def check(config: RopeConfig, rope: Fields) -> None:

@@ -1,11 +1,16 @@
 """Sizes of a decoder-only transformer that determine its memory and speed."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALED_KV = frozenset({"int8", "fp8"})
@@ -78,7 +83,9 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingShape:
-    """Layers with a sliding window, beside which others may see the whole context."""
+    """Layers with a sliding window, beside which others may see the whole context. Counted are those with
+    keys and values of their own.
+    """
 
     is_sliding: tuple[bool, ...]
     """True for each layer of the model with a window."""
@@ -87,19 +94,46 @@ class SlidingShape:
     """Number of the others, at least 1."""
     window: int
     """Largest window in tokens."""
+    heads: tuple[int, int] | None = None
+    """KV heads and their width, where they differ from those of the other layers."""
+    sharing: int = 0
+    """Layers of either kind that read keys and values of others; they are not counted above."""
 
-    @classmethod
-    def of(cls, windows: tuple[int | None, ...]) -> "SlidingShape | None":
-        """Return the shape of layers with these windows; None if none has one."""
-        is_sliding = tuple(window is not None for window in windows)
-        if not any(is_sliding):
-            return None
-        return cls(
-            is_sliding=is_sliding,
-            layers=sum(is_sliding),
-            full_layers=max(1, is_sliding.count(False)),
-            window=max(window or 0 for window in windows),
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """Sizes of one layer's attention and MLP."""
+
+    kv_heads: int
+    head_dim: int
+    inner: int
+    """Intermediate size of its MLP."""
+    kv_source: int
+    """Layer whose keys and values it reads: its own number, or that of an earlier layer."""
+    has_values: bool = True
+    """False if values are the keys before their norm and RoPE."""
+
+
+def sliding_shape(
+    windows: tuple[int | None, ...], sizes: tuple[LayerSizes, ...], heads: tuple[int, int]
+) -> SlidingShape | None:
+    """Return the layers with a window; None if there are none. `heads`: KV heads of other layers and their
+    width.
+    """
+    is_sliding = tuple(window is not None for window in windows)
+    if not any(is_sliding):
+        return None
+    owners = [layer for layer in range(len(windows)) if not sizes or sizes[layer].kv_source == layer]
+    sliding = [layer for layer in owners if is_sliding[layer]]
+    own = [(sizes[layer].kv_heads, sizes[layer].head_dim) for layer in sliding] if sizes else []
+    return SlidingShape(
+        is_sliding=is_sliding,
+        layers=len(sliding),
+        full_layers=max(1, len(owners) - len(sliding)),
+        window=max(abs(window or 0) for window in windows),
+        heads=own[0] if own and own[0] != heads else None,
+        sharing=len(windows) - len(owners),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,16 +187,34 @@ class ModelShape:
     sliding: SlidingShape | None = None
     is_bidirectional: bool = False
     """True for a model that keeps no keys and values: it sees a whole text at once, and makes a vector."""
+    linear_params: int | None = None
+    """Parameters of attention and MLPs of all layers, where layers differ; None: the closed form."""
+    looked_up_params: int = 0
+    """Parameters of embeddings of each layer, of which a token reads a row."""
+    other_inputs: tuple[tuple[str, int], ...] = ()
+    """(name, inputs) of linears that ranks share by inputs, where some layers have others than the
+    largest."""
+    looked_up_width: int = 0
+    """Numbers of such a row."""
 
     @property
     def kv_layers(self) -> int:
-        """Number of layers with keys and values."""
+        """Number of layers with keys and values of their own."""
+        if self.sliding is not None and (self.sliding.heads or self.sliding.sharing):
+            return self.sliding.layers + self.sliding.full_layers
         return self.layers if self.recurrent is None else self.recurrent.attention_layers
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the recurrent state of one sequence."""
         return 0 if self.recurrent is None else self.recurrent.slot_bytes
+
+    @property
+    def has_layer_ties(self) -> bool:
+        """True if layers need more of others than their output, so that they cannot be on different
+        stages.
+        """
+        return self.looked_up_params > 0 or (self.sliding is not None and self.sliding.sharing > 0)
 
     def seen(self, context: float) -> float:
         """Return the mean number of visible tokens over the layers, at `context` tokens."""
@@ -175,7 +227,8 @@ class ModelShape:
     def params(self) -> int:
         if self.exact_params is not None:
             return self.exact_params
-        return self.table_params * (1 if self.tied else 2) + self.layers_params + self.hidden
+        tables = self.table_params * (1 if self.tied else 2) + self.looked_up_params
+        return tables + self.layers_params + self.hidden
 
     @property
     def table_params(self) -> int:
@@ -184,8 +237,9 @@ class ModelShape:
 
     @property
     def matmul_params(self) -> int:
-        """Number of parameters that tokens are multiplied with: all but an untied input embedding."""
-        return self.params if self.tied and not self.is_bidirectional else self.params - self.table_params
+        """Number of parameters that tokens are multiplied with: all but tables that are only looked up."""
+        multiplied = self.params - self.looked_up_params
+        return multiplied if self.tied and not self.is_bidirectional else multiplied - self.table_params
 
     @property
     def active_params(self) -> int:
@@ -228,6 +282,8 @@ class ModelShape:
             attention = self.latent.whole + self.latent.split
         bias = q + 2 * kv if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        if self.linear_params is not None:
+            return self.layers * (bias + norms) + self.linear_params
         mlps = self.matrices * self.hidden * self.inner_rows + self.router_params
         if self.experts is not None and self.experts.latent:
             latent, inner = self.experts.latent, self.experts.count * self.experts.inner
@@ -238,16 +294,28 @@ class ModelShape:
             mixers += self.recurrent.layers * self.recurrent.layer_params
         return mixers + self.layers * norms + mlps
 
-    def kv_bytes_per_token(self, dtype: str, width: int | None = None, layers: int | None = None) -> int:
-        """Return the bytes of K and V of all layers, or of so many `layers`.
+    def kv_bytes_per_token(
+        self,
+        dtype: str,
+        pad: Callable[[int], int] = int,
+        part: Literal["all", "full", "sliding"] = "all",
+    ) -> int:
+        """Return the bytes of K and V of all layers, of those that see the whole context, or of the others.
 
-        `width`: padded head dimension, if kernels pad it.
+        `pad`: width of heads as kernels store them.
         """
         if self.is_bidirectional:
             return 0
-        numbers = width or self.head_dim
-        head = numbers + 4 if dtype in SCALED_KV else numbers * DTYPE_BYTES[dtype]
-        return 2 * (self.kv_layers if layers is None else layers) * self.kv_heads * head
+
+        def size(layers: int, heads: int, width: int) -> int:
+            head = pad(width) + 4 if dtype in SCALED_KV else pad(width) * DTYPE_BYTES[dtype]
+            return 2 * layers * heads * head
+
+        sliding, heads = self.sliding, (self.kv_heads, self.head_dim)
+        if sliding is None or (part == "all" and sliding.heads is None):
+            return size(self.kv_layers, *heads)
+        full, windowed = size(sliding.full_layers, *heads), size(sliding.layers, *(sliding.heads or heads))
+        return {"all": full + windowed, "full": full, "sliding": windowed}[part]
 
 
 _FINE = re.compile(
@@ -296,3 +364,48 @@ def head_bytes(shape: ModelShape, quant: Quant, wide: int) -> float:
 def _has_more_bits(layer: int, layers: int) -> bool:
     edge = max(1, layers // 8)
     return layer < edge or layer >= layers - edge or (layer - edge) % 3 == 2
+
+
+def count_parameters(config: "ModelConfig") -> int:
+    """Return the number of parameters to load; tied weights count once."""
+    hidden = config.hidden_size
+    norms = {"sandwich": 4, "scaled_sandwich": 4, "altup": 4, "parallel": 1}.get(config.block, 2) * hidden
+    tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    tables += config.per_layer_vocab * config.per_layer_row
+    return tables + config.num_layers * norms + count_linear_params(config) + hidden + config.extra_params[1]
+
+
+def count_linear_params(config: "ModelConfig") -> int:
+    """Return the number of parameters of all layers without the norms around attention and MLP."""
+    hidden = config.hidden_size
+    mixers = sum(
+        _attention_params(config, layer)
+        for layer in range(config.num_layers)
+        if config.recurrent is None or not config.recurrent.layers[layer]
+    )
+    if config.recurrent is not None:
+        mixers += sum(config.recurrent.layers) * config.recurrent.parameters(hidden)
+    is_sparse = (False,) * config.num_layers if config.experts is None else config.experts.layers
+    inner = sum(config.sizes_of(layer).inner for layer, sparse in enumerate(is_sparse) if not sparse)
+    mlps = 3 * hidden * inner + (2 * inner + is_sparse.count(False) * hidden) * config.mlp_bias
+    experts = 0 if config.experts is None else sum(is_sparse) * config.experts.parameters(hidden)
+    return mixers + mlps + experts + config.num_layers * config.extra_params[0]
+
+
+def _attention_params(config: "ModelConfig", layer: int) -> int:
+    sizes, hidden = config.sizes_of(layer), config.hidden_size
+    if config.latent is not None:
+        return config.latent.shape(hidden, config.num_heads).params
+    is_owner = sizes.kv_source == layer
+    q, kv = config.num_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim * is_owner
+    norms = {"heads": (1 + is_owner) * sizes.head_dim, "width": q + kv}.get(config.qk_norm or "", 0)
+    linears = hidden * (2 * q + kv * (1 + sizes.has_values))
+    gates = q * (hidden + config.qkv_bias) * config.has_attention_gate
+    biases = (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias + config.num_heads * config.has_sinks
+    return norms + linears + gates + biases
+
+
+def list_inputs(config: "ModelConfig") -> tuple[tuple[str, int], ...]:
+    """Return `ModelShape.other_inputs`."""
+    widths = {("a narrower attention", config.num_heads * sizes.head_dim) for sizes in config.layer_sizes}
+    return tuple(sorted(widths | {("a smaller MLP", sizes.inner) for sizes in config.layer_sizes}))

@@ -57,6 +57,7 @@ def workspace_bytes(
     activations  rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b + 2 · hidden · 4)
                  residual, normed input and output; the larger of attention's and the MLP's inner rows;
                  float32 inside the norm
+    per layer    rows · 3 · L · P · b: embeddings of width P of all L layers, their projections and sums
     experts      (rows · experts per token + 16 · experts) · (2 · hidden + 3 · inner) · b: copies of rows,
                  their inner rows and results; CPU kernels compute whole tiles of 16 rows per expert
     attention    a mask and scores, at most ATTENTION_SCRATCH each, and one request's K and V gathered in
@@ -71,6 +72,7 @@ def workspace_bytes(
     size = DTYPE_BYTES[dtype]
     inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
     activations = rows * (3 * shape.hidden * size + inner * size + 2 * shape.hidden * 4)
+    activations += rows * 3 * shape.looked_up_width * size
     if shape.experts is not None:
         gathered_rows = rows * shape.experts.per_token + EXPERT_ROWS * shape.experts.count
         activations += gathered_rows * (2 * shape.hidden + 3 * shape.experts.inner) * size

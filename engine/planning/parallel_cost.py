@@ -36,9 +36,11 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp),
         mlp_layers=shape.mlp_layers and min(-(-shape.layers // pp), shape.mlp_layers),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
-        sliding=shape.sliding and _sliding_share(shape.sliding, pp),
+        sliding=shape.sliding and _sliding_share(shape.sliding, tp, pp),
+        linear_params=shape.linear_params and -(-shape.linear_params // (tp * pp)),
+        looked_up_params=-(-shape.looked_up_params // tp),
     )
-    tables = shape.table_params * (1 if shape.tied else 2)
+    tables = shape.table_params * (1 if shape.tied else 2) + shape.looked_up_params
     in_layers = shape.params - tables - shape.hidden
     more = max(0, in_layers - shape.layers_params)
     # Biases that the closed form does not know are counted on every rank: too much rather than too little.
@@ -75,9 +77,13 @@ def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentSh
     )
 
 
-def _sliding_share(sliding: SlidingShape, pp: int) -> SlidingShape:
+def _sliding_share(sliding: SlidingShape, tp: int, pp: int) -> SlidingShape:
     """Return the most sliding layers of any stage, and the most others."""
     kinds = sliding.is_sliding
+    if sliding.heads is not None:
+        sliding = replace(sliding, heads=(max(1, sliding.heads[0] // tp), sliding.heads[1]))
+    if pp == 1:
+        return sliding
     stages = [ParallelLayout(1, pp, stage).layers(len(kinds)) for stage in range(pp)]
     counts = [(sum(kinds[layer] for layer in stage), len(stage)) for stage in stages]
     return replace(

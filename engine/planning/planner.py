@@ -1,5 +1,7 @@
 """Planner of one rank: decides everything that its configuration leaves open."""
 
+from typing import Literal
+
 from llmbox.kernels.cpu.isa import kv_width
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import WINDOW_MARGIN
@@ -76,17 +78,18 @@ class Planner:
             shape, budget.device, config, native_kernels=budget.native_kernels
         )
         self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
-        width = kv_width(shape.head_dim, self.kv_dtype, budget.level) if self._is_native else None
         self.max_running = config.max_running or _default_max_running(shape, budget, config)
         self.token_budget = config.token_budget or _default_token_budget(shape, budget, self.max_running)
         self.window = self._bounded_window()
         sliding = shape.sliding if self.window else None
-        full = None if sliding is None else sliding.full_layers
-        self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, width, full)
+        part: Literal["all", "full"] = "all" if sliding is None else "full"
+        self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, self._stored_width, part)
         self.block_bytes = config.block_size * self.kv_bytes_per_token
         self.window_bytes_per_token = 0
         if sliding is not None:
-            self.window_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, width, sliding.layers)
+            self.window_bytes_per_token = shape.kv_bytes_per_token(
+                self.kv_dtype, self._stored_width, "sliding"
+            )
         self.wanted_slots = self.max_running + _KEPT_STATES if shape.slot_bytes else 0
         self.least_slots = min(_LEAST_SLOTS, self.wanted_slots)
         self.notes: list[str] = []
@@ -142,6 +145,9 @@ class Planner:
             notes=tuple(self.notes),
             is_lowered=context < limit,
         )
+
+    def _stored_width(self, head_dim: int) -> int:
+        return kv_width(head_dim, self.kv_dtype, self.budget.level) if self._is_native else head_dim
 
     def _bounded_window(self) -> int:
         """Return the tokens behind which blocks of sliding-window layers are freed; 0: they keep all blocks.

@@ -28,8 +28,8 @@ class RunnablePlan:
     is_stored: bool = False
     """True if the checkpoint holds weights of this format, which no option can change."""
 
-    has_state: bool = False
-    """True for a model with recurrent layers."""
+    cpu_part: str = ""
+    """Part of the model that only CPUs run, one step at a time (`ModelConfig.cpu_part`); empty: none."""
 
     is_latent: bool = False
     """True for a model with latent attention (MLA)."""
@@ -45,7 +45,7 @@ class RunnablePlan:
             plan.quant,
             plan.ranks,
             is_stored=model.quant is not None,
-            has_state=plan.state_slots > 0,
+            cpu_part=model.cpu_part,
             is_latent=model.latent is not None,
             is_bidirectional=model.is_bidirectional,
         )
@@ -91,9 +91,9 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             "CPU, in bfloat16 or float32; see `llmbox doctor`"
         )
     overlaps = site.device == "cuda" if config.overlap is None else config.overlap
-    if plan.has_state and overlaps:
+    if plan.cpu_part and (overlaps or site.device == "cuda"):
         raise DeviceError(
-            "the recurrent layers of this model run on CPUs only, one step at a time: load with --device cpu "
+            f"the {plan.cpu_part} of this model run on CPUs only, one step at a time: load with --device cpu "
             "and without --overlap"
         )
     reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=invariant)

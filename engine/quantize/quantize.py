@@ -101,9 +101,9 @@ def quantize(
             "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
             "without --calibrate"
         )
-    if writing is not None and config.recurrent is not None:
+    if writing is not None and config.cpu_part:
         raise ModelError(
-            "models with recurrent layers cannot be calibrated yet: quantise without --calibrate"
+            f"models with {config.cpu_part} cannot be calibrated yet: quantise without --calibrate"
         )
     target = None
     if isinstance(quant, CompressedTarget):

@@ -34,10 +34,11 @@ class CPUModelRunner:
         block_size: int,
         device: torch.device,
         window_cache: KVCache | None = None,
+        has_window_blocks: bool = False,
         states: RecurrentState | None = None,
     ) -> None:
-        """`window_cache`: of sliding-window layers, if they have blocks of their own. `states`: of a model
-        with recurrent layers.
+        """`window_cache`: of sliding-window layers, if they have blocks of their own (`has_window_blocks`) or
+        heads of another width. `states`: of a model with recurrent layers.
         """
         self._model = model
         self._ops = model.ops
@@ -45,7 +46,12 @@ class CPUModelRunner:
         self._cache = cache
         self._window_cache = window_cache
         self._states = states
-        if window_cache is not None:  # blocks behind a window are 0, and are read
+        self._has_window_blocks = has_window_blocks
+        self._caches = [cache]
+        """Caches whose blocks are those of `Request.block_table`."""
+        if window_cache is not None and not has_window_blocks:
+            self._caches.append(window_cache)
+        if has_window_blocks:  # blocks behind a window are 0, and are read
             self._ops.clear_blocks(window_cache, [0])
         self._sampler = sampler
         self._block_size = block_size
@@ -55,7 +61,8 @@ class CPUModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step. Decoding rows come first, sorted by context: attention batches neighbours."""
-        self._ops.copy_blocks(self._cache, plan.copies)
+        for cache in self._caches:
+            self._ops.copy_blocks(cache, plan.copies)
         if self._states is not None:
             copy_states(self._states, plan.state_copies)
         rows = sorted(plan.rows, key=_decoding_first)
@@ -63,12 +70,13 @@ class CPUModelRunner:
             rows,
             self._block_size,
             self._device,
-            with_windows=self._window_cache is not None,
+            with_windows=self._has_window_blocks,
             with_states=self._states is not None,
         )
-        if self._window_cache is not None:
+        if self._has_window_blocks:
             self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, window_table))
-        self._ops.clear_blocks(self._cache, batch.fresh_blocks)
+        for cache in self._caches:
+            self._ops.clear_blocks(cache, batch.fresh_blocks)
         hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
         result = self._sample(hidden_RE[: batch.num_sampled], batch)
         rest_RE = hidden_RE[batch.num_sampled :]
@@ -87,7 +95,11 @@ class CPUModelRunner:
 
     def _forward(self, batch: StepBatch) -> ForwardContext:
         cos_ATD, sin_ATD = self._rotary.rows(batch.ragged.positions_T)
-        plans = {w: self._ops.plan_attention(batch.ragged, self._cache, w) for w in self._windows}
+        sliding = self._window_cache or self._cache
+        plans = {
+            window: self._ops.plan_attention(batch.ragged, self._cache if window is None else sliding, window)
+            for window in self._windows
+        }
         return ForwardContext(
             batch.ids_T,
             cos_ATD,

@@ -278,8 +278,12 @@ class Checkpoint:
 
     def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
         if entry.is_transposed:
-            stored = replace(entry, shape=entry.shape[::-1], is_transposed=False)
-            return self.read(stored, parts[::-1]).T
+            rows, inputs = parts
+            first, total = entry.columns or (0, rows.total)
+            nbytes = entry.nbytes * total // max(1, rows.total)
+            stored = replace(entry, shape=(inputs.total, total), is_transposed=False, nbytes=nbytes)
+            self._total += nbytes - entry.nbytes
+            return self.read(stored, (inputs, ShardSlice(total, rows.start + first, rows.stop + first))).T
         runs, shape = byte_runs(entry, parts)
         buffer = torch.empty(sum(length for _, length in runs), dtype=torch.uint8)
         self._total -= entry.nbytes - buffer.nbytes

@@ -158,8 +158,9 @@ class Weights:
             WeightRequest("tied" if tied else "table", outputs, ShardSlice.whole(hidden))
         )
 
-    def head(self, name: str, vocab: ShardSlice, hidden: int) -> PackedLinear:
-        return self._source.packed(WeightRequest("head", {self._full(name): vocab}, ShardSlice.whole(hidden)))
+    def head(self, name: str, vocab: ShardSlice, hidden: int, *, bias: bool = False) -> PackedLinear:
+        outputs, inputs = {self._full(name): vocab}, ShardSlice.whole(hidden)
+        return self._source.packed(WeightRequest("head", outputs, inputs, bias))
 
     def router(
         self, name: str, experts: ShardSlice, hidden: ShardSlice, *, bias: bool = False

@@ -55,6 +55,7 @@ class CPUBackend:
             rotary=self.rotary,
             gate_mul=self.gate_mul,
             softcap=self.softcap,
+            scale=self.scale,
             concat=self.concat,
             linear_by_head=self.linear_by_head,
             experts=self.experts,
@@ -83,7 +84,7 @@ class CPUBackend:
         self.library.llmbox_threads(len(workers), (ctypes.c_int * len(workers))(*workers))
 
     def embedding(self, table: CPULinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
-        out_TE = self.recorder.result("embedding", len(ids_T), table.inputs, table.dtype)
+        out_TE = self.recorder.result(f"embedding {table.pointer}", len(ids_T), table.inputs, table.dtype)
         quantized = table.quant is not None
         make = self.library.llmbox_quant_embedding_op if quantized else self.library.llmbox_embedding_op
         op = make(DTYPES[table.dtype], table.pointer, scale, out_TE.data_ptr(), out_TE.stride(0))
@@ -162,7 +163,15 @@ class CPUBackend:
         self.recorder.submit(op, Step(rows=len(x_TE)), x_TE, residual_TE, weight_E, out_TE)
         return out_TE
 
-    def layer_norm(self, x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+    def layer_norm(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor | None,
+        weight_E: Tensor,
+        eps: float,
+        bias_E: Tensor | None = None,
+    ) -> Tensor:
+        assert bias_E is None or bias_E.dtype == weight_E.dtype
         assert residual_TE is None or residual_TE.is_contiguous()
         assert x_TE.stride(1) == 1
         out_TE = self.recorder.result("layer_norm", len(x_TE), len(weight_E), x_TE.dtype)
@@ -173,11 +182,12 @@ class CPUBackend:
             x_TE.stride(0),
             pointer(residual_TE),
             weight_E.data_ptr(),
+            pointer(bias_E),
             len(weight_E),
             eps,
             out_TE.data_ptr(),
         )
-        self.recorder.submit(op, Step(rows=len(x_TE)), x_TE, residual_TE, weight_E, out_TE)
+        self.recorder.submit(op, Step(rows=len(x_TE)), x_TE, residual_TE, weight_E, bias_E, out_TE)
         return out_TE
 
     def rotary(self, x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -192,7 +202,8 @@ class CPUBackend:
             self.recorder.table_of(cos_TD),
         )
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
-        step = Step(rows=len(x_TnD), cos=cos_TD.data_ptr(), sin=sin_TD.data_ptr())
+        step = Step(rows=len(x_TnD))
+        step.use_angles(cos_TD, sin_TD)
         self.recorder.submit(op, step, x_TnD)
         return x_TnD
 
@@ -208,6 +219,14 @@ class CPUBackend:
         )
         self.recorder.submit(op, Step(rows=len(gate_up_T2F)), gate_up_T2F)
         return gate_up_T2F[:, :width]
+
+    def scale(self, x_TE: Tensor, factor: float) -> Tensor:
+        assert x_TE.stride(1) == 1
+        op = self.library.llmbox_scale_op(
+            DTYPES[x_TE.dtype], x_TE.data_ptr(), x_TE.stride(0), x_TE.shape[1], factor
+        )
+        self.recorder.submit(op, Step(rows=len(x_TE)), x_TE)
+        return x_TE
 
     def softcap(self, logits_RV: Tensor, cap: float) -> Tensor:
         """Cap logits in place; they are float32, as `logits` returns them."""
@@ -324,7 +343,7 @@ class CPUBackend:
         )
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
         step = ragged_step(rows, plan.ragged)
-        step.cos, step.sin = cos_TD.data_ptr(), sin_TD.data_ptr()
+        step.use_angles(cos_TD, sin_TD)
         self.recorder.submit(op, step, cache, qkv_TnD, norm_nD)
         return qkv_TnD[:, : heads - 2 * cache.heads]
 

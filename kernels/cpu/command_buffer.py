@@ -139,7 +139,7 @@ class CommandGraph:
             self._commands = commands
         step = ragged_step(rows, next(iter(inputs.plans.values())).ragged)
         step.ids = inputs.ids_T.data_ptr()
-        step.cos, step.sin = inputs.cos_ATD.data_ptr(), inputs.sin_ATD.data_ptr()
+        step.use_angles(inputs.cos_ATD, inputs.sin_ATD)
         self._commands.run(step)
         return tuple(output[:rows] for output in self._outputs)
 

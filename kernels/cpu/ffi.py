@@ -4,6 +4,8 @@ import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
+from torch import Tensor
+
 from ..op_types import Routing
 from .compiling import NativeUnavailable
 
@@ -20,6 +22,7 @@ class Step(ctypes.Structure):
         ("sequences", c_int32),
         ("block_size", c_int32),
         ("table_width", c_int32),
+        ("angle_width", c_int32),
         ("ids", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -35,6 +38,13 @@ class Step(ctypes.Structure):
         ("save_slots", c_void_p),
     )
 
+    def use_angles(self, cos: Tensor, sin: Tensor) -> None:
+        """Use contiguous RoPE tables, [T, D] or several of them. They must stay alive until the step has
+        run.
+        """
+        self.angle_width = cos.shape[-1]
+        self.cos, self.sin = cos.data_ptr(), sin.data_ptr()
+
 
 class NativeRouting(ctypes.Structure):
     """Mirror of `Routing` in native/moe/moe_routing.h."""
@@ -45,21 +55,29 @@ class NativeRouting(ctypes.Structure):
         ("top_groups", c_int32),
         ("group_best", c_int32),
         ("scale", c_float),
-        ("unused", c_int32),
+        ("jitter", c_float),
         ("correction", c_void_p),
+        ("factors", c_void_p),
+        ("scales_inputs", c_int32),
     )
 
     @classmethod
     def of(cls, routing: Routing) -> "NativeRouting":
-        correction_X = routing.correction_X
         return cls(
             sigmoid=routing.scoring == "sigmoid",
             groups=routing.groups,
             top_groups=routing.top_groups,
             group_best=routing.group_best,
             scale=routing.scale,
-            correction=None if correction_X is None else correction_X.data_ptr(),
+            jitter=routing.jitter,
+            correction=_pointer(routing.correction_X),
+            factors=_pointer(routing.factors_X),
+            scales_inputs=routing.scales_inputs,
         )
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class NativeDrawRow(ctypes.Structure):
@@ -117,10 +135,11 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_quant_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
     "llmbox_norm_op": (P, (INT, INT, P, LONG, P, INT, INT, FLOAT, P)),
     "llmbox_add_norm_op": (P, (INT, INT, P, LONG, P, P, INT, FLOAT, P)),
-    "llmbox_layer_norm_op": (P, (INT, INT, P, LONG, P, P, INT, FLOAT, P)),
+    "llmbox_layer_norm_op": (P, (INT, INT, P, LONG, P, P, P, INT, FLOAT, P)),
     "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT, INT)),
     "llmbox_gate_mul_op": (P, (INT, INT, P, LONG, INT)),
     "llmbox_copy_op": (P, (INT, P, LONG, LONG, INT, INT, P, LONG, LONG)),
+    "llmbox_scale_op": (P, (INT, P, LONG, INT, FLOAT)),
     "llmbox_softcap_op": (P, (P, LONG, INT, FLOAT)),
     "llmbox_experts_op": (
         P,

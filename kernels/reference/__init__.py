@@ -1,6 +1,7 @@
 """Reference backend: the definition of every operation in plain torch, for any device and dtype."""
 
 import torch
+from torch import Tensor
 
 from ..ops import Ops
 from .attention import attention, build_attention_metadata, write_kv
@@ -36,6 +37,7 @@ REFERENCE = Ops(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     layer_norm=layer_norm,
+    scale=Tensor.mul_,
     rotary=rotary,
     gate_mul=gate_mul,
     softcap=softcap,

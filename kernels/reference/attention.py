@@ -77,8 +77,17 @@ def build_attention_metadata(
 
 
 def first_seen_block(context: int, window: int | None, block_size: int) -> int:
-    """Return the first block of the context that the sliding window reaches."""
-    return 0 if window is None else max(0, context - window) // block_size
+    """Return the first block of the context that the window reaches, from the context's last position on."""
+    if window is None:
+        return 0
+    return int(oldest_seen(torch.tensor(context - 1), window)) // block_size
+
+
+def oldest_seen(positions: Tensor, window: int) -> Tensor:
+    """Return the oldest position that a row at each position sees: see `Ops.plan_attention`."""
+    if window < 0:
+        return positions - positions % -window
+    return (positions - window + 1).clamp(min=0)
 
 
 def padded_blocks(blocks: int) -> int:
@@ -113,7 +122,7 @@ def plan_group(
     context_N1 = ragged.context_lens_N[n].long().unsqueeze(1)
     first_N1 = torch.zeros_like(context_N1)
     if window is not None:
-        first_N1 = (context_N1 - window).clamp_(min=0) // block_size
+        first_N1 = oldest_seen(context_N1 - 1, window) // block_size
     # Past the end: the sequence's own first block, whose slots are masked but known to be its own.
     index_NB = first_N1 + torch.arange(blocks, device=device)
     index_NB = torch.where(index_NB * block_size < context_N1, index_NB, first_N1)
@@ -123,7 +132,7 @@ def plan_group(
     position_NC = first_N1 * block_size + torch.arange(blocks * block_size, device=device)
     seen_NC = position_NC < context_N1
     if window is not None:
-        seen_NC &= position_NC >= context_N1 - window
+        seen_NC &= position_NC >= oldest_seen(context_N1 - 1, window)
     mask_NC = torch.zeros(seen_NC.shape, dtype=cache.compute_dtype, device=device).masked_fill_(
         ~seen_NC, -torch.inf
     )
@@ -145,7 +154,7 @@ def plan_runs(
 ) -> list[AttentionRun]:
     """Plan the rows of one sequence from row `start` on, in pieces where the mask would be too large."""
     length, context = ragged.query_lens[n], ragged.contexts[n]
-    if length == context and (window is None or context <= window):
+    if length == context and (window is None or context <= abs(window)):
         return [plan_run(ragged, cache, n, slice(start, start + length), context, None)]
     most = max(1, MASK_LIMIT // (context * cache.compute_dtype.itemsize))
     return [
@@ -192,7 +201,7 @@ def causal_mask(
     column_C = torch.arange(context - seen, context, device=device)
     hidden_LC = column_C > row_L1
     if window is not None:
-        hidden_LC |= column_C <= row_L1 - window
+        hidden_LC |= column_C < oldest_seen(row_L1, window)
     return torch.zeros(hidden_LC.shape, dtype=dtype, device=device).masked_fill_(hidden_LC, -torch.inf)
 
 

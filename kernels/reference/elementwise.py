@@ -102,10 +102,13 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
     return rms_norm(residual_TE.add_(x_TE), weight_E, eps)
 
 
-def layer_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+def layer_norm(
+    x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float, bias_E: Tensor | None = None
+) -> Tensor:
     """Add x to the residual in place, if there is one, and norm the sum in float32."""
     y = x_TE if residual_TE is None else residual_TE.add_(x_TE)
-    return F.layer_norm(y.float(), weight_E.shape, weight_E.float(), None, eps).to(x_TE.dtype)
+    bias = None if bias_E is None else bias_E.float()
+    return F.layer_norm(y.float(), weight_E.shape, weight_E.float(), bias, eps).to(x_TE.dtype)
 
 
 def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ def route(
     The best is first; of equally good ones the lower number.
     """
     wide_TX = logits_TX.float()
+    if routing.jitter:
+        return route_sparsely(wide_TX, per_token, routing.jitter)
     scores_TX = wide_TX.sigmoid() if routing.scoring == "sigmoid" else wide_TX.softmax(1)
     # Logits have the order of their scores, and more of them differ.
     chosen_by_TX = wide_TX if routing.is_plain else scores_TX
@@ -33,7 +35,22 @@ def route(
     shares_TK = scores_TX.gather(1, experts_TK)
     if normalised:
         shares_TK = shares_TK / (shares_TK.sum(1, keepdim=True) + LEAST_TOTAL)
+    if routing.factors_X is not None:
+        shares_TK = shares_TK * routing.factors_X[experts_TK]
     return experts_TK, shares_TK * routing.scale
+
+
+def route_sparsely(logits_TX: Tensor, per_token: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """Route by SparseMixer, as `Routing.jitter` says. Liu et al., "GRIN", 2024, section 2.2."""
+    experts_TK, shares = best(logits_TX, per_token), []
+    left_TX = logits_TX.clone()
+    for k in range(per_token):
+        chosen_T1 = experts_TK[:, k : k + 1]
+        most_T1 = logits_TX.gather(1, chosen_T1)
+        is_far_TX = (most_T1 - logits_TX) / logits_TX.abs().maximum(most_T1) > 2 * jitter
+        shares.append(left_TX.masked_fill(is_far_TX, -torch.inf).softmax(1).gather(1, chosen_T1))
+        left_TX.scatter_(1, chosen_T1, -torch.inf)
+    return experts_TK, torch.cat(shares, 1)
 
 
 def best(scores_TX: Tensor, count: int) -> Tensor:
@@ -82,9 +99,12 @@ def make_experts(
         for expert, (gate_up, down) in enumerate(zip(mixture.gate_ups, mixture.downs, strict=True)):
             rows, places = torch.where(experts_TK == expert)
             if len(rows):
-                rows_TKE[rows, places] = linear(
-                    down, gate_mul(linear(gate_up, x_TE[rows]), mixture.activation)
-                )
+                inputs = x_TE[rows]
+                if mixture.routing.scales_inputs:
+                    inputs = (inputs.float() * shares_TK[rows, places].unsqueeze(1)).to(x_TE.dtype)
+                rows_TKE[rows, places] = linear(down, gate_mul(linear(gate_up, inputs), mixture.activation))
+        if mixture.routing.scales_inputs:
+            shares_TK = torch.ones_like(shares_TK)
         return weigh(rows_TKE, shares_TK, shared_TE, gate_T1)
 
     return experts

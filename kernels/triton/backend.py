@@ -85,6 +85,7 @@ class TritonBackend:
             fused_norm=self.fused_norm,
             writing_rows_for=self.writing_rows_for,
             layer_norm=layer_norm,
+            scale=Tensor.mul_,
             rotary=heads.rotary,
             gate_mul=self.gate_mul,
             softcap=softcap,

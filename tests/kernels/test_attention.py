@@ -89,6 +89,8 @@ class Step:
             for i in range(new):
                 end = past + i + 1
                 start = 0 if window is None else max(0, end - window)
+                if window is not None and window < 0:
+                    start = (end - 1) // -window * -window
                 for head in range(self.heads[0]):
                     keys, values = (self.kept(x[start:end, head // group]) for x in (k, v))
                     scores = keys @ q[i, head].double() * self.head_dim**-0.5
@@ -110,7 +112,7 @@ MIXED = [(9, 1), (0, 1), (30, 1), (31, 1), (0, 7), (5, 6), (16, 4), (3, 1), (0, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 100, -1, -6, -16])
 def test_mixed_rows(ops: Ops, dtype: torch.dtype, window: int | None) -> None:
     step = Step(ops, MIXED, dtype=dtype)
     assert_near(step.run(window), step.exact(window))
@@ -118,7 +120,7 @@ def test_mixed_rows(ops: Ops, dtype: torch.dtype, window: int | None) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 5), (8, 1)])
-@pytest.mark.parametrize("head_dim", [2, 8, 20, 64, 100])
+@pytest.mark.parametrize("head_dim", [2, 8, 20, 64, 100, 512])
 def test_head_shapes(ops: Ops, dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
     step = Step(ops, [(3, 1), (0, 9), (10, 5)], dtype=dtype, heads=heads, head_dim=head_dim)
     assert_near(step.run(), step.exact())
@@ -160,7 +162,7 @@ def test_capped_scores_of_many_chunks(ops: Ops, kv_dtype: torch.dtype, window: i
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 40, 130])
+@pytest.mark.parametrize("window", [None, 40, 130, -100, -128])
 def test_contexts_of_many_chunks(
     ops: Ops, dtype: torch.dtype, window: int | None, kv_dtype: torch.dtype | None
 ) -> None:

@@ -50,7 +50,18 @@ ROUTINGS = [
     Routing(scoring="sigmoid", correction_X=CORRECTION, scale=1.5),
     Routing(scoring="sigmoid", groups=4, top_groups=2, group_best=2),
     Routing(groups=2, top_groups=1, correction_X=CORRECTION),
+    Routing(factors_X=CORRECTION + 0.5),
+    Routing(jitter=0.3),
+    Routing(scoring="sigmoid", scales_inputs=True),
 ]
+
+
+def test_sparsely_chosen_experts_are_weighed_among_those_near_the_best() -> None:
+    """2.0 and 1.9 are near the best, 1.0 is not: (2 - 1) / 2 is more than 0.2."""
+    chosen, shares = route(torch.tensor([[2.0, 1.0, 1.9, -3.0]]), 2, True, Routing(jitter=0.1))
+    assert chosen.tolist() == [[0, 2]]
+    first = torch.tensor([2.0, 1.9]).softmax(0)[0]
+    torch.testing.assert_close(shares, torch.stack([first, torch.tensor(1.0)]).view(1, 2))
 
 
 @pytest.mark.parametrize("normalised", [False, True])

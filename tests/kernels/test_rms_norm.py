@@ -74,3 +74,17 @@ def test_layer_norm(ops: Ops, dtype: torch.dtype, width: int) -> None:
         exact = torch.nn.functional.layer_norm(y, (width,), weight.double(), None, 1e-5)
         assert_near(ops.layer_norm(x, before, weight, 1e-5), exact)
         assert before is None or torch.equal(before, residual + x)
+
+
+def test_layer_norm_with_bias(ops: Ops) -> None:
+    x, weight, bias = torch.randn(5, 77), torch.randn(77), torch.randn(77)
+    exact = torch.nn.functional.layer_norm(x.double(), (77,), weight.double(), bias.double(), 1e-5)
+    assert_near(ops.layer_norm(x, None, weight, 1e-5, bias), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale(ops: Ops, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 1100).to(dtype)[:, :1077]
+    exact = (x.float() * 0.37).to(dtype)
+    assert torch.equal(ops.scale(x, 0.37), exact)
+    assert torch.equal(x, exact), "in place"

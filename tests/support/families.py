@@ -67,7 +67,45 @@ SHARED: dict[str, Any] = {
     "shared_expert_intermediate_size": 48,
 }
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32,
+    "sliding_window": 19,
+    "final_logit_softcapping": 20.0,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma4_text": GEMMA4
+    | {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 320,
+        "tie_word_embeddings": True,
+    },
+    "gemma4_unified_text": GEMMA4
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "moe_layers": [1, 2, 3],
+        "attention_chunk_size": 20,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+        "attention_bias": True,
+    },
+    "phimoe": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 25,
+    },
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA | SHARED,
     "qwen3_5_moe_text": DELTA | SHARED,
@@ -251,9 +289,11 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     """Draw weights wide enough that greedy tokens vary; those of norms stay near their defaults."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-        if "norm" in name:
+        if "norm" in name or "scal" in name:
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
-        elif "inv_freq" not in name:
+            if "gemma" in model.config.model_type and "q_norm" in name:
+                weight.mul_(0.5)  # scores have no other scale, and steep softmaxes make rounding visible
+        elif "inv_freq" not in name and weight.dim():
             scale = 1.0 if "embed" in name else 1.5 / math.sqrt(weight.shape[-1])
             weight.copy_(scale * torch.randn(weight.shape, generator=generator))
 
@@ -263,6 +303,12 @@ def spell_as_before(directory: Path) -> None:
     file = directory / "config.json"
     raw = json.loads(file.read_text())
     raw["torch_dtype"] = raw.pop("dtype")
+    if "per_layer_config" in raw:  # Gemma 4
+        full = next(iter(raw.pop("per_layer_config").values()))
+        raw["global_head_dim"] = full["head_dim"]
+        raw["num_global_key_value_heads"] = full.get("num_key_value_heads")
+        file.write_text(json.dumps(raw))
+        return
     rope = raw.pop("rope_parameters", None)
     if rope is not None:
         spell_rope_as_before(raw, rope)

@@ -20,8 +20,9 @@ template <class T, class W> NOINLINE void norm_row(const T* x, const W* weight, 
         store(out + i, load(x + i, width - i) * scale * load(weight + i, width - i), width - i);
 }
 
-// out = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight for `width` numbers.
-template <class T, class W> NOINLINE void layer_norm_row(const T* x, const W* weight, T* out, int width, float eps) {
+// out = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias for `width` numbers; `bias` may be null.
+template <class T, class W>
+NOINLINE void layer_norm_row(const T* x, const W* weight, const W* bias, T* out, int width, float eps) {
     Floats total = splat(0.f), squares = splat(0.f);
     for (int i = 0; i < width; i += LANES) total += load(x + i, width - i);
     const float mean = sum(total) / static_cast<float>(width);
@@ -35,15 +36,18 @@ template <class T, class W> NOINLINE void layer_norm_row(const T* x, const W* we
         squares[i % LANES] += v * v;
     }
     const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width) + eps)), center = splat(mean);
-    for (i = 0; i < width; i += LANES)
-        store(out + i, (load(x + i, width - i) - center) * scale * load(weight + i, width - i), width - i);
+    for (i = 0; i < width; i += LANES) {
+        const int left = width - i;
+        const Floats v = (load(x + i, left) - center) * scale * load(weight + i, left);
+        store(out + i, bias ? v + load(bias + i, left) : v, left);
+    }
 }
 
 // residual += x where there is one, out = layer_norm(residual or x).
 template <class T, class W> class LayerNormOp : public Op {
 public:
-    LayerNormOp(const T* x, int64_t x_stride, T* residual, const W* weight, int width, float eps, T* out)
-        : x_(x), x_stride_(x_stride), residual_(residual), weight_(weight), width_(width), eps_(eps), out_(out) {}
+    LayerNormOp(const T* x, int64_t x_stride, T* residual, const W* weight, const W* bias, int width, float eps, T* out)
+        : x_(x), x_stride_(x_stride), residual_(residual), weight_(weight), bias_(bias), width_(width), eps_(eps), out_(out) {}
 
     bool small(const Step& step) const override { return few(int64_t{step.rows} * width_); }
 
@@ -57,7 +61,7 @@ public:
                     store(residual + i, load(residual + i, width_ - i) + load(x + i, width_ - i), width_ - i);
                 x = residual;
             }
-            layer_norm_row(x, weight_, out_ + static_cast<int64_t>(row) * width_, width_, eps_);
+            layer_norm_row(x, weight_, bias_, out_ + static_cast<int64_t>(row) * width_, width_, eps_);
         }
     }
 
@@ -66,6 +70,7 @@ private:
     int64_t x_stride_;
     T* residual_;  // or null
     const W* weight_;
+    const W* bias_;  // or null
     int width_;
     float eps_;
     T* out_;
@@ -149,7 +154,7 @@ public:
     void run(const Step& step, Member& member) override {
         const auto rows = member.share(step.rows);
         for (int row = rows.begin; row < rows.end; row++) {
-            const int64_t angles = step.angles(table_, row, width_);
+            const int64_t angles = step.angles(table_, row);
             for (int head = 0; head < heads_; head++)
                 rotate_row(x_ + row * x_stride_ + head * width_, step.cos + angles, step.sin + angles, width_);
         }
@@ -249,6 +254,25 @@ private:
     T* x_;
     int64_t x_stride_;
     int width_;
+};
+
+// x = x * factor, in place.
+template <class T> class ScaleOp : public Op {
+public:
+    ScaleOp(T* x, int64_t x_stride, int width, float factor) : x_(x), x_stride_(x_stride), width_(width), factor_(factor) {}
+
+    void run(const Step& step, Member& member) override {
+        in_pieces(step.rows, width_, member, [&](int row, int begin, int count) {
+            T* x = x_ + row * x_stride_ + begin;
+            for (int i = 0; i < count; i += LANES) store(x + i, load(x + i, count - i) * splat(factor_), count - i);
+        });
+    }
+
+private:
+    T* x_;
+    int64_t x_stride_;
+    int width_;
+    float factor_;
 };
 
 // x = cap * tanh(x / cap), in place.

@@ -64,12 +64,13 @@ Op* llmbox_norm_op(int dtype, int weight_dtype, const void* x, int64_t x_stride,
     });
 }
 
-// `residual` may be null.
+// `residual` and `bias` may be null.
 Op* llmbox_layer_norm_op(int dtype, int weight_dtype, const void* x, int64_t x_stride, void* residual, const void* weight,
-                         int width, float eps, void* out) {
+                         const void* bias, int width, float eps, void* out) {
     return with_norm_types(dtype, weight_dtype, [&]<class T, class W>(T, W) -> Op* {
         return new LayerNormOp<T, W>(static_cast<const T*>(x), x_stride, static_cast<T*>(residual),
-                                     static_cast<const W*>(weight), width, eps, static_cast<T*>(out));
+                                     static_cast<const W*>(weight), static_cast<const W*>(bias), width, eps,
+                                     static_cast<T*>(out));
     });
 }
 
@@ -108,6 +109,13 @@ Op* llmbox_copy_op(int dtype, const void* x, int64_t x_stride, int64_t x_head, i
     });
 }
 
+Op* llmbox_scale_op(int dtype, void* x, int64_t x_stride, int width, float factor) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new ScaleOp<T>(static_cast<T*>(x), x_stride, width, factor);
+    });
+}
+
 Op* llmbox_softcap_op(float* x, int64_t x_stride, int width, float cap) {
     return new SoftcapOp(x, x_stride, width, cap);
 }
@@ -134,7 +142,7 @@ Op* llmbox_heads_op(int dtype, int norm_dtype, int kv_dtype, const KVCache* cach
     });
 }
 
-// A `softcap` of 0 is none; `sinks` [heads] may be null.
+// A `softcap` of 0 is none; `sinks` [heads] may be null. `window`: as in attention_work.h.
 Op* llmbox_attention_op(int dtype, int kv_dtype, const KVCache* cache, int layer, const void* q, int64_t q_stride,
                         int heads, int window, float scale, float softcap, const float* sinks, void* out) {
     const AttentionCall call{*cache, layer, q, q_stride, heads, window, scale, softcap, sinks, out};

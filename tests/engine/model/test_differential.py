@@ -130,6 +130,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gemma3-capped-logits": {"arch": "gemma3_text", "final_logit_softcapping": 20.0},
     **{arch: {"arch": arch} for arch in FAMILIES},
+    "gemma4-experts": {
+        "arch": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "tie_word_embeddings": False,
+    },
     "glm4-tied": {"arch": "glm4", "tie_word_embeddings": True, "attention_bias": False},
     "exaone4-no-windows": {"arch": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
     "granitemoehybrid-experts": {

@@ -77,12 +77,16 @@ struct VisibleRange {
     int oldest, newest;
 };
 
-// The rows of a tile: `group` of each token, from the token at `position` on. A window of 0 has no end.
+// The rows of a tile: `group` of each token, from the token at `position` on. A window of 0 has no end; one of -c begins with
+// the chunk of c positions that the row is in.
 struct VisibleRanges {
     int position, group, window;
 
     int newest(int row) const { return position + row / group; }
-    int oldest(int row) const { return window ? std::max(0, newest(row) - window + 1) : 0; }
+    int oldest(int row) const {
+        if (window < 0) return newest(row) / -window * -window;
+        return window ? std::max(0, newest(row) - window + 1) : 0;
+    }
     VisibleRange of(int row) const { return {oldest(row), newest(row)}; }
     // What all of them see.
     VisibleRange common(int row, int end) const { return {oldest(end - 1), newest(row)}; }

@@ -32,7 +32,7 @@ private:
                 writer.value(slots[row], x);
                 continue;
             }
-            const int64_t angles = step.angles(table_, row, width);
+            const int64_t angles = step.angles(table_, row);
             if (norm_) norm_row(x, norm_ + rows.head * width, x, width, eps_);
             rotate_row(x, step.cos + angles, step.sin + angles, width);
             if (is_key) writer.key(slots[row], x);

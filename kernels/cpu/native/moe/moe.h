@@ -114,9 +114,15 @@ private:
     }
 
     void copy(int rows, const Copies& to, Member& member) const {
+        const int hidden = linears_.hidden();
+        T* scaled = call_.routing.scales_inputs ? member.scratch.template take<T>(hidden) : nullptr;
         const auto mine = member.share(routes_.copies(rows));
-        for (int copy = mine.begin; copy < mine.end; copy++)
-            to.fill(routes_.place_of(copy), call_.x + copy / call_.per_row * call_.x_stride, linears_.hidden());
+        for (int copy = mine.begin; copy < mine.end; copy++) {
+            const T* x = call_.x + copy / call_.per_row * call_.x_stride;
+            for (int i = 0; scaled && i < hidden; i += LANES)
+                store(scaled + i, load(x + i, hidden - i) * splat(routes_.share_of(copy)), hidden - i);
+            to.fill(routes_.place_of(copy), scaled ? scaled : x, hidden);
+        }
     }
 
     // out[place][outputs] of all copies: an item is one panel of one expert.
@@ -173,7 +179,8 @@ private:
             for (int k = 0; k < call_.per_row; k++) {
                 const int copy = row * call_.per_row + k;
                 const T* from = results + static_cast<size_t>(routes_.place_of(copy)) * linears_.hidden() + i;
-                total = multiply_add(splat(routes_.share_of(copy)), load(from, end - i), total);
+                const float share = call_.routing.scales_inputs ? 1.f : routes_.share_of(copy);
+                total = multiply_add(splat(share), load(from, end - i), total);
             }
             if (call_.shared)
                 total = multiply_add(gate, load(call_.shared + row * call_.shared_stride + i, end - i), total);

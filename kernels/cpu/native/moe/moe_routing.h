@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -40,10 +41,12 @@ struct Routing {
     int32_t sigmoid;  // scores, in place of a softmax
     int32_t groups, top_groups, group_best;
     float scale;
-    int32_t unused;
+    float jitter;             // of SparseMixer, in place of a softmax over all; 0: none
     const float* correction;  // of the scores that choose; may be null
+    const float* factors;     // of each expert's share, at last; may be null
+    int32_t scales_inputs;    // shares multiply what experts read, not what they give
 
-    bool plain() const { return !sigmoid && groups == 1 && !correction; }
+    bool plain() const { return !sigmoid && groups == 1 && !correction && jitter == 0; }
 };
 
 // Leaves -infinity in `scores` outside the best groups. `scratch` has room for two numbers an expert.
@@ -88,6 +91,26 @@ inline void choose_by_rule(const float* logits, int experts, int count, bool nor
     for (int k = 0; k < count; k++) shares[k] *= normalised ? by.scale / of_chosen : by.scale;
 }
 
+// SparseMixer without noise: one expert after the other, with its share of a softmax over those of the rest whose logits are
+// within 2 jitter of the best, relative to their size. `scratch` has room for an expert's number.
+inline void choose_sparsely(const float* logits, int experts, int count, float jitter, float* scratch, int32_t* chosen,
+                            float* shares) {
+    choose_largest(logits, experts, count, chosen);
+    for (int k = 0; k < count; k++) {
+        const float most = logits[chosen[k]];
+        for (int i = 0; i < experts; i++) {
+            const float factor = std::max(std::abs(logits[i]), most);
+            const bool out = (most - logits[i]) / factor > 2 * jitter || std::find(chosen, chosen + k, i) != chosen + k;
+            scratch[i] = out ? -__builtin_inff() : logits[i] - most;
+        }
+        for (int i = 0; i < experts; i += LANES)
+            store(scratch + i, exp_negative(load(scratch + i, experts - i)), experts - i);
+        float total = 0;
+        for (int i = 0; i < experts; i++) total += scratch[i];
+        shares[k] = 1 / total;
+    }
+}
+
 // Of all rows of a step. Copies of rows are sorted by expert, and an expert's begin at a multiple of `align`.
 class ExpertRoutes {
 public:
@@ -116,9 +139,15 @@ public:
         const size_t at = static_cast<size_t>(row) * per_row_;
         int32_t* chosen = chosen_.data() + at;
         float* shares = shares_.data() + at;
-        if (!by.plain()) return choose_by_rule(logits, experts_, per_row_, normalised, by, scratch, chosen, shares);
-        choose_experts(logits, experts_, per_row_, normalised, scratch, chosen, shares);
-        for (int k = 0; by.scale != 1 && k < per_row_; k++) shares[k] *= by.scale;
+        if (by.jitter > 0) {
+            choose_sparsely(logits, experts_, per_row_, by.jitter, scratch, chosen, shares);
+        } else if (!by.plain()) {
+            choose_by_rule(logits, experts_, per_row_, normalised, by, scratch, chosen, shares);
+        } else {
+            choose_experts(logits, experts_, per_row_, normalised, scratch, chosen, shares);
+            for (int k = 0; by.scale != 1 && k < per_row_; k++) shares[k] *= by.scale;
+        }
+        for (int k = 0; by.factors && k < per_row_; k++) shares[k] *= by.factors[chosen[k]];
     }
 
     // Places of the copies once all rows are routed. Run by one thread.

@@ -16,9 +16,10 @@ struct Step {
     int32_t sequences;
     int32_t block_size;
     int32_t table_width;
+    int32_t angle_width;           // of a row of cos and sin; narrower heads read its first numbers
     const int64_t* ids;            // [rows]
-    const float* cos;              // [tables, rows, D]
-    const float* sin;              // [tables, rows, D]
+    const float* cos;              // [tables, rows, angle_width]
+    const float* sin;              // [tables, rows, angle_width]
     const int32_t* query_starts;   // [sequences + 1]
     const int32_t* contexts;       // [sequences]
     const int32_t* block_tables;   // [sequences, table_width]
@@ -31,7 +32,7 @@ struct Step {
     const int32_t* save_slots;     // as many
 
     // Where a row's cos and sin begin.
-    int64_t angles(int table, int row, int width) const { return (static_cast<int64_t>(table) * rows + row) * width; }
+    int64_t angles(int table, int row) const { return (static_cast<int64_t>(table) * rows + row) * angle_width; }
 };
 
 // All threads call `run`; the list puts a barrier behind it. No operation may let the value of a row depend on

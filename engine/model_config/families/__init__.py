@@ -1,0 +1,1 @@
+"""Rules and entries of families that share little with others."""

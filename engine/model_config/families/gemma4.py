@@ -1,0 +1,254 @@
+"""Rules for Gemma 4, used by `architectures.py`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..architecture import Architecture
+from ..fields import Fields
+from ..gemma import ACTIVATION, gemma_scales, logits_cap, refuse_gemma2
+from ..moe import ExpertsConfig, StackedExperts, selected_of
+from ..multipliers import Scales
+from ..rope import RopeConfig, read_rope
+from ..shape import LayerSizes
+from ..sliding_window import FULL, SLIDING, Windows, window_of
+
+GEMMA4: Mapping[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": ACTIVATION,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+}
+"""Defaults of transformers for its text part."""
+GEMMA4_UNIFIED: Mapping[str, Any] = {
+    **GEMMA4,
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+}
+"""For Gemma 4 without towers, of which the layers read pixels and sounds."""
+_ROPES: Mapping[str, Any] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_WIDTHS = ("head_dim", "num_key_value_heads")
+
+
+def refuse_gemma4(fields: Fields) -> None:
+    refuse_gemma2(fields)
+    _types(fields)
+    if fields.raw.get("attn_logit_softcapping") is not None:
+        raise fields.error("attn_logit_softcapping is not supported in a Gemma 4: no published one has it")
+
+
+def gemma4_sizes(fields: Fields) -> dict[str, Any]:
+    """Return heads of full attention as those of the model, and others under `sliding_…`.
+
+    Before transformers 5.20 wrote them by layer, they were `global_head_dim` and
+    `num_global_key_value_heads`.
+    """
+    types, by_layer = _types(fields), fields.mapping("per_layer_config")
+    heads = {key: fields.integer(key) for key in _WIDTHS}
+    found = {f"sliding_{key}": value for key, value in heads.items()}
+    if by_layer is None:
+        found["head_dim"] = fields.integer("global_head_dim")
+        if fields.flag("attention_k_eq_v", default=False):
+            few = fields.integer("num_global_key_value_heads", heads["num_key_value_heads"])
+            found["num_key_value_heads"] = few
+        return found
+    full = {str(layer) for layer, name in enumerate(types) if name == FULL}
+    first = next(iter(by_layer.values()), None)
+    if by_layer.keys() != full or not isinstance(first, dict) or not first.keys() <= set(_WIDTHS):
+        raise fields.error(f"per_layer_config must give {' and '.join(_WIDTHS)} of the layers of {FULL}")
+    if any(each != first for each in by_layer.values()):
+        raise fields.error(f"per_layer_config must give all layers of {FULL} the same sizes")
+    own = Fields(first, f"{fields.where}: per_layer_config")
+    return found | {key: own.integer(key, heads[key]) for key in _WIDTHS}
+
+
+def shared_sources(
+    fields: Fields, types: Sequence[str], default: int = 0, key: str = "num_kv_shared_layers"
+) -> tuple[int, ...]:
+    """Return the layer whose KV each layer reads: the last `num_kv_shared_layers` layers read that of the
+    last layer of their type before them. Raises ModelError.
+    """
+    layers = len(types)
+    shared = fields.number(key, default)
+    if not 0 <= shared < layers or shared != int(shared):
+        raise fields.error(f"{key} {fields.raw.get(key)!r} must be a whole number below {layers} layers")
+    first = layers - int(shared)
+    last = {name: layer for layer, name in enumerate(types[:first])}
+    if shared and (missing := set(types[first:]) - last.keys()):
+        raise fields.error(
+            f"{key} {int(shared)} leaves no layer of {min(missing)} before those that share its keys "
+            "and values"
+        )
+    return tuple(layer if layer < first else last[name] for layer, name in enumerate(types))
+
+
+def gemma4_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
+    types = _types(fields)
+    full, sliding = (
+        (fields.integer(f"{kind}num_key_value_heads"), fields.integer(f"{kind}head_dim"))
+        for kind in ("", "sliding_")
+    )
+    heads = fields.integer("num_attention_heads")
+    if sliding[1] % 2 or sliding[1] > full[1]:
+        raise fields.error(f"head_dim {sliding[1]} must be even, and at most the {full[1]} of full attention")
+    if heads % sliding[0]:
+        raise fields.error(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {sliding[0]}"
+        )
+    inner, wide = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", default=False)
+    equal = fields.flag("attention_k_eq_v", default=False)
+    found = []
+    for layer, source in enumerate(shared_sources(fields, types)):
+        kv_heads, head_dim = full if types[layer] == FULL else sliding
+        found.append(
+            LayerSizes(
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                inner=inner * (2 if wide and source != layer else 1),
+                kv_source=source,
+                has_values=not (equal and types[layer] == FULL),
+            )
+        )
+    if len(found) != layers:
+        raise fields.error(f"layer_types must name {FULL} or {SLIDING} for each of {layers} layers")
+    return tuple(found)
+
+
+def gemma4_windows(fields: Fields, _layers: int) -> Windows:
+    window = window_of(fields)
+    if window is None:
+        raise fields.error("sliding_window is missing")
+    return tuple(window if name == SLIDING else None for name in _types(fields))
+
+
+def gemma4_ropes(
+    fields: Fields, head_dim: int, positions: int, _layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return two RoPE variants: the first for layers of full attention, the second for sliding windows."""
+    by_type = fields.mapping("rope_parameters") or _ROPES
+    if not set(by_type) <= {SLIDING, FULL}:
+        raise fields.error(f"rope_parameters must be those of {FULL} and {SLIDING}")
+    raw = Fields(by_type, f"{fields.where}: rope_parameters")
+    widths = {FULL: head_dim, SLIDING: fields.integer("sliding_head_dim")}
+    found = tuple(
+        _rope(raw.mapping(name) or dict(_ROPES[name]), raw, widths[name], positions) for name in widths
+    )
+    return found, tuple(int(name == SLIDING) for name in _types(fields))
+
+
+def _rope(raw: dict[str, Any], where: Fields, width: int, positions: int) -> RopeConfig:
+    """Read one RoPE. A proportional one has the frequencies of whole heads, of which the fastest rotate."""
+    rope, kind = Fields(raw, where.where), raw.get("rope_type", "default")
+    if kind not in {"default", "proportional"}:
+        raise rope.error(f"RoPE type {kind!r} is not supported in a Gemma 4, only default and proportional")
+    found = read_rope({**raw, "rope_type": "default"}, where, width, positions)
+    if kind == "default":
+        return found
+    part, factor = rope.number("partial_rotary_factor", 1.0), rope.number("factor", 1.0)
+    turned = 2 * int(part * width // 2)
+    if not 0 < turned <= width:
+        raise rope.error(f"partial_rotary_factor {part} must be more than 0 and at most 1")
+    if not 1.0 <= factor <= 65536.0:
+        raise rope.error(f"factor {factor} must be from 1 to 65536")
+    return replace(found, rope_type="proportional", turned=turned, factor=factor, original_context=positions)
+
+
+def gemma4_scales(fields: Fields) -> Scales:
+    return replace(gemma_scales(fields), attention=1.0, logits_cap=logits_cap(fields))
+
+
+def gemma4_per_layer(fields: Fields) -> tuple[int, int]:
+    width = _per_layer_width(fields)
+    return width, fields.integer("vocab_size_per_layer_input") if width else 0
+
+
+def gemma4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts beside an MLP of each layer, if there are any."""
+    if not fields.flag("enable_moe_block", default=False):
+        return None
+    count, per_token = selected_of(fields, "num_experts", "top_k_experts")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("moe_intermediate_size"),
+        normalised=True,
+        layers=(True,) * layers,
+        shared_inner=fields.integer("intermediate_size"),
+        module="",
+        router="router.proj",
+        shared="mlp",
+        factors="router.per_expert_scale",
+        stacked=StackedExperts(),
+    )
+
+
+def gemma4_extra_params(fields: Fields) -> tuple[int, int]:
+    hidden, width = fields.integer("hidden_size"), _per_layer_width(fields)
+    layer, whole = 1, 0
+    if width:
+        layer += 2 * hidden * width + hidden
+        whole = hidden * fields.integer("num_hidden_layers") * width + width
+    if fields.flag("enable_moe_block", default=False):
+        layer += 4 * hidden
+    return layer, whole
+
+
+def _per_layer_width(fields: Fields) -> int:
+    if fields.raw.get("hidden_size_per_layer_input") == 0:
+        return 0
+    return fields.integer("hidden_size_per_layer_input", 0)
+
+
+def _types(fields: Fields) -> list[str]:
+    """Return the attention type of each layer, by default every sixth full. The last is full whatever its
+    file says, as in transformers.
+    """
+    layers, types = fields.integer("num_hidden_layers"), fields.raw.get("layer_types")
+    if types is None:
+        types = [FULL if layer % 6 == 5 else SLIDING for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
+        raise fields.error(f"layer_types must name {FULL} or {SLIDING} for each of {layers} layers")
+    return [*types[:-1], FULL]
+
+
+_GEMMA4 = Architecture(
+    model_type="gemma4_text",
+    defaults=GEMMA4,
+    hidden_acts=(ACTIVATION,),
+    activation="gelu_tanh",
+    fits_float16=False,
+    qk_norm="heads",
+    norms_values=True,
+    block="scaled_sandwich",
+    sizes=gemma4_sizes,
+    windows=gemma4_windows,
+    ropes=gemma4_ropes,
+    scales=gemma4_scales,
+    experts=gemma4_experts,
+    layer_sizes=gemma4_layers,
+    per_layer=gemma4_per_layer,
+    extra_params=gemma4_extra_params,
+    refuse=refuse_gemma4,
+)
+_GEMMA4_UNIFIED = replace(_GEMMA4, model_type="gemma4_unified_text", defaults=GEMMA4_UNIFIED)
+
+GEMMA4_MODELS: dict[str, Architecture] = {
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, is_nested=True),
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA4_UNIFIED, is_nested=True),
+}
