@@ -9,8 +9,8 @@ from typing import Any
 
 from .architecture import Architecture
 from .encoders.encoder import ENCODERS
-from .families.gemma4 import GEMMA4_MODELS
-from .families.llama4 import LLAMA4_AND_PHIMOE
+from .gemma4 import GEMMA4_MODELS
+from .llama4 import LLAMA4_AND_PHIMOE
 from .fields import Fields
 from .gemma import GEMMA_MODELS
 from .hybrids import HYBRIDS

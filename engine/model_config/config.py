@@ -290,7 +290,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         raise fields.error(f"{heads} heads of {head_dim} do not make up hidden_size {hidden}")
     layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
-    is_bidirectional = kind.encoder is not None or bool(fields.raw.get("use_bidirectional_attention"))
+    is_bidirectional = kind.encoder is not None or attends_both_ways(fields)
     head = not is_bidirectional and has_head(fields, Path(path))
     encoder = None if kind.encoder is None else kind.encoder(fields)
     if is_bidirectional and (encoder is None or encoder.head is None):
@@ -422,6 +422,11 @@ def text_fields(fields: Fields) -> Fields:
     return Fields({**whole, **text}, f"{fields.where}: text_config")
 
 
+def attends_both_ways(fields: Fields) -> bool:
+    """Return whether each token attends to all; `vision`: pictures see themselves whole, texts are as ever."""
+    return fields.raw.get("use_bidirectional_attention") not in (None, False, "vision")
+
+
 def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     """Raise ModelError for options that would be computed wrongly."""
     acts = kind.hidden_acts
@@ -429,7 +434,7 @@ def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
         raise fields.error(
             f"hidden_act {fields.raw['hidden_act']!r} is not supported, only {' or '.join(map(repr, acts))}"
         )
-    both = fields.raw.get("use_bidirectional_attention") and not kind.may_be_bidirectional
+    both = attends_both_ways(fields) and not kind.may_be_bidirectional
     if both or fields.raw.get("is_causal") is False:
         raise fields.error("attention in both directions is not supported, only to tokens before")
     kind.refuse(fields)

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture
-from ..fields import Fields
-from ..gemma import ACTIVATION, gemma_scales, logits_cap, refuse_gemma2
-from ..moe import ExpertsConfig, StackedExperts, selected_of
-from ..multipliers import Scales
-from ..rope import RopeConfig, read_rope
-from ..shape import LayerSizes
-from ..sliding_window import FULL, SLIDING, Windows, window_of
+from .architecture import Architecture
+from .fields import Fields
+from .gemma import ACTIVATION, gemma_scales, logits_cap, refuse_gemma2
+from .moe import ExpertsConfig, StackedExperts, selected_of
+from .multipliers import Scales
+from .rope import RopeConfig, read_rope
+from .shape import LayerSizes
+from .sliding_window import FULL, SLIDING, Windows, window_of
 
 GEMMA4: Mapping[str, Any] = {
     "vocab_size": 262144,

@@ -1,1 +1,0 @@
-"""Rules and entries of families that share little with others."""
