@@ -20,7 +20,7 @@ from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_rea
 from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
-from llmbox.kernels.recurrent import StateShape, make_state
+from llmbox.kernels.recurrent import make_state
 from llmbox.kernels.support import KernelSite
 
 from ..config import EngineConfig, SchedulerConfig
@@ -38,7 +38,6 @@ from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.encoders.pooling import EncoderVectors, PoolingConfig, read_pooling, read_vectors
 from ..model_config.parallel_layout import ParallelLayout
-from ..model_config.recurrent.config import RecurrentConfig
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
@@ -47,7 +46,7 @@ from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..sampling import Sampler
-from .load_model import WeightsWanted, load_weights
+from .load_model import WeightsWanted, load_weights, state_shape
 from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
 from .workers import cores_of_rank
@@ -185,12 +184,15 @@ def load_rank(
     heads, sliding = model_config.sliding_heads, model_config.sliding_layers(stage)
     if plan.window or heads is not None:
         kv_shape = replace(kv_shape, num_layers=max(1, kv_shape.num_layers - sliding))
-        window_shape = replace(kv_shape, num_layers=max(1, sliding))
-    if window_shape is not None and plan.window:
-        window_shape = replace(window_shape, num_blocks=plan.window_blocks, is_windowed=True)
-    if window_shape is not None and heads is not None:
-        count = layout.kv_heads(heads[0]).size
-        window_shape = replace(window_shape, num_kv_heads=count, head_dim=heads[1])
+        count, width = heads or (model_config.num_kv_heads, model_config.head_dim)
+        window_shape = replace(
+            kv_shape,
+            num_layers=max(1, sliding),
+            num_kv_heads=layout.kv_heads(count).size,
+            head_dim=width,
+            num_blocks=plan.window_blocks if plan.window else kv_shape.num_blocks,
+            is_windowed=plan.window > 0,
+        )
     if overlaps:
         parts = GPUEngineParts(model, rotary, kv_shape)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
@@ -233,18 +235,6 @@ def _read_vectors(model: ModelConfig, directory: Path) -> EncoderVectors:
     if model.encoder is not None and model.encoder.head is not None:
         return EncoderVectors("cls")
     return read_vectors(directory, model.hidden_size)
-
-
-def state_shape(recurrent: RecurrentConfig, layers: int, plan: MemoryPlan, tp: int) -> StateShape:
-    return StateShape(
-        num_layers=layers,
-        num_slots=plan.state_slots,
-        channels=recurrent.channels // tp,
-        conv_width=recurrent.conv_width,
-        heads=recurrent.heads // tp,
-        key_dim=recurrent.key_dim,
-        value_dim=recurrent.value_dim,
-    )
 
 
 def open_kernels(progress: Callable[[Progress], None]) -> None:

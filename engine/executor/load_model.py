@@ -11,6 +11,7 @@ import torch
 
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.recurrent import StateShape
 
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..gguf.folder import gguf_of
@@ -18,6 +19,8 @@ from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig
+from ..model_config.recurrent.config import RecurrentConfig
+from ..planning.memory_plan import MemoryPlan
 from ..weights.checkpoint import Checkpoint
 from ..weights.gguf_source import GgufSource
 from ..weights.packed_cache import environment
@@ -137,3 +140,15 @@ def _from_cache(
         return None
     anonymous = delta_or_none(before, memory_in_use(wanted.device))
     return model, None if anonymous is None else anonymous + source.mapped
+
+
+def state_shape(recurrent: RecurrentConfig, layers: int, plan: MemoryPlan, tp: int) -> StateShape:
+    return StateShape(
+        num_layers=layers,
+        num_slots=plan.state_slots,
+        channels=recurrent.channels // tp,
+        conv_width=recurrent.conv_width,
+        heads=recurrent.heads // tp,
+        key_dim=recurrent.key_dim,
+        value_dim=recurrent.value_dim,
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmbox.kernels.activation import Activation
 
-from .fields import Fields
+from .fields import Fields, attends_both_ways
 from .latent import LatentRule, no_latent
 from .moe import ExpertRule, no_experts
 from .multipliers import Scales, no_scales
@@ -188,3 +188,16 @@ class Architecture:
     """Rule that returns `ModelConfig.extra_params`."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""
+
+
+def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
+    """Raise ModelError for options that would be computed wrongly."""
+    acts = kind.hidden_acts
+    if fields.text("hidden_act", acts[0]) not in acts:
+        raise fields.error(
+            f"hidden_act {fields.raw['hidden_act']!r} is not supported, only {' or '.join(map(repr, acts))}"
+        )
+    both = attends_both_ways(fields) and not kind.may_be_bidirectional
+    if both or fields.raw.get("is_causal") is False:
+        raise fields.error("attention in both directions is not supported, only to tokens before")
+    kind.refuse(fields)

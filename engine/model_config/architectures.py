@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..errors import UnsupportedArchitecture
 from .architecture import Architecture
-from .encoders.encoder import ENCODERS
-from .gemma4 import GEMMA4_MODELS
-from .llama4 import LLAMA4_AND_PHIMOE
-from .fields import Fields
+from .encoders.encoder import ENCODERS, encoder_name
+from .encoders.pooling import with_head
+from .fields import Fields, show
 from .gemma import GEMMA_MODELS
+from .gemma4 import GEMMA4_MODELS
 from .hybrids import HYBRIDS
 from .latent import deepseek_latent, deepseek_scales, deepseek_sizes
+from .llama4 import LLAMA4_AND_PHIMOE
 from .moe import (
     deepseek_v2_experts,
     deepseek_v3_experts,
@@ -332,3 +334,41 @@ MISSING: dict[str, str] = {
     "Gemma3nForCausalLM": "AltUp, embeddings for each layer, and layers that share keys and values",
 }
 """Missing parts of known architectures, by the class name of their language model."""
+
+
+def architecture_of(fields: Fields) -> Architecture:
+    return architecture_of_code(fields) if fields.raw.get("auto_map") else named_architecture(fields)
+
+
+def architecture_of_code(fields: Fields) -> Architecture:
+    """Return the architecture of a repository with Python code, which is never run. Raises ModelError if it
+    is not a known one.
+    """
+    code = fields.raw["auto_map"]
+    names = list(code.values()) if isinstance(code, dict) else []
+    for kind in ARCHITECTURES.values():
+        if kind.own_code and any(isinstance(n, str) and n.split("--")[-1] == kind.own_code for n in names):
+            return kind
+    raise fields.error(
+        "this model needs Python code of its own (auto_map), which is never run; use a checkpoint "
+        f"of a built-in architecture: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def named_architecture(fields: Fields) -> Architecture:
+    names = fields.raw.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
+        for known in (with_head(name), encoder_name(name)) if isinstance(name, str) else ():
+            if known in ARCHITECTURES:
+                return ARCHITECTURES[known]
+    model_type = fields.raw.get("model_type")
+    for kind in ARCHITECTURES.values():
+        if not names and model_type == kind.model_type:
+            return kind
+    wanted = ", ".join(map(str, names[:4])) if isinstance(names, list) and names else show(model_type)
+    missing = MISSING.get(with_head(wanted.replace("ForConditionalGeneration", "ForCausalLM")))
+    reason = f": it needs {missing}" if missing else ""
+    raise UnsupportedArchitecture(
+        f"{fields.where}: architecture {wanted} is not supported{reason}; supported: "
+        f"{', '.join(ARCHITECTURES)}"
+    )

@@ -14,18 +14,18 @@ from ..checkpoint.formats.weight_format import GgufFormat, NotReadable, WeightFo
 from ..checkpoint.index import list_tensors
 from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
-from ..errors import ModelError, UnsupportedArchitecture
-from .architecture import Architecture, BlockKind, EncoderConfig, QKNorm
-from .architectures import ARCHITECTURES, MISSING
-from .encoders.encoder import encoder_name
-from .encoders.pooling import has_head, read_vectors, with_head
-from .fields import Fields, checkpoint_dtype, norm_eps, show
+from ..errors import ModelError
+from .architecture import Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
+from .architectures import architecture_of
+from .encoders.pooling import has_head, read_vectors
+from .fields import Fields, attends_both_ways, checkpoint_dtype, norm_eps, text_fields
+from .gemma4 import count_linear_params, count_parameters, list_inputs
 from .latent import LatentConfig
 from .moe import ExpertsConfig
 from .multipliers import Scales
 from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
-from .shape import LayerSizes, ModelShape, count_linear_params, count_parameters, list_inputs, sliding_shape
+from .shape import LayerSizes, ModelShape, sliding_shape
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 12
@@ -33,8 +33,6 @@ MAX_WIDTH = 1 << 20
 """Maximum width of hidden states and heads; MLPs and vocabularies may be 16 times as wide."""
 MAX_POSITIONS = 1 << 27
 """Maximum context: fourteen times the longest that any model was published with."""
-OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-"""Keys that config.json may have next to `text_config` and not in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,71 +371,6 @@ def completed(fields: Fields, kind: Architecture) -> Fields:
     if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
         raw["rope_parameters"] = None
     return Fields({**raw, **kind.sizes(Fields(raw, fields.where))}, fields.where)
-
-
-def architecture_of(fields: Fields) -> Architecture:
-    return architecture_of_code(fields) if fields.raw.get("auto_map") else named_architecture(fields)
-
-
-def architecture_of_code(fields: Fields) -> Architecture:
-    """Return the architecture of a repository with Python code, which is never run. Raises ModelError if it
-    is not a known one.
-    """
-    code = fields.raw["auto_map"]
-    names = list(code.values()) if isinstance(code, dict) else []
-    for kind in ARCHITECTURES.values():
-        if kind.own_code and any(isinstance(n, str) and n.split("--")[-1] == kind.own_code for n in names):
-            return kind
-    raise fields.error(
-        "this model needs Python code of its own (auto_map), which is never run; use a checkpoint "
-        f"of a built-in architecture: {', '.join(ARCHITECTURES)}"
-    )
-
-
-def named_architecture(fields: Fields) -> Architecture:
-    names = fields.raw.get("architectures") or []
-    for name in names if isinstance(names, list) else [names]:
-        for known in (with_head(name), encoder_name(name)) if isinstance(name, str) else ():
-            if known in ARCHITECTURES:
-                return ARCHITECTURES[known]
-    model_type = fields.raw.get("model_type")
-    for kind in ARCHITECTURES.values():
-        if not names and model_type == kind.model_type:
-            return kind
-    wanted = ", ".join(map(str, names[:4])) if isinstance(names, list) and names else show(model_type)
-    missing = MISSING.get(with_head(wanted.replace("ForConditionalGeneration", "ForCausalLM")))
-    reason = f": it needs {missing}" if missing else ""
-    raise UnsupportedArchitecture(
-        f"{fields.where}: architecture {wanted} is not supported{reason}; supported: "
-        f"{', '.join(ARCHITECTURES)}"
-    )
-
-
-def text_fields(fields: Fields) -> Fields:
-    """Return the `text_config` of a vision-language model, with the keys that apply to the whole model."""
-    text = fields.mapping("text_config")
-    if text is None:
-        raise fields.error("text_config is missing, which describes the language part")
-    whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}
-    return Fields({**whole, **text}, f"{fields.where}: text_config")
-
-
-def attends_both_ways(fields: Fields) -> bool:
-    """Return whether each token attends to all; `vision`: pictures see themselves whole, texts are as ever."""
-    return fields.raw.get("use_bidirectional_attention") not in (None, False, "vision")
-
-
-def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
-    """Raise ModelError for options that would be computed wrongly."""
-    acts = kind.hidden_acts
-    if fields.text("hidden_act", acts[0]) not in acts:
-        raise fields.error(
-            f"hidden_act {fields.raw['hidden_act']!r} is not supported, only {' or '.join(map(repr, acts))}"
-        )
-    both = attends_both_ways(fields) and not kind.may_be_bidirectional
-    if both or fields.raw.get("is_causal") is False:
-        raise fields.error("attention in both directions is not supported, only to tokens before")
-    kind.refuse(fields)
 
 
 def running_format(stored: WeightFormat | None, *, has_experts: bool) -> str | None:

@@ -10,6 +10,8 @@ from ..errors import ModelError
 LARGEST: Final = 2**31 - 1
 """Maximum of integers in a model's config, because kernels count in 32 bits."""
 _SHOWN: Final = 80
+OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+"""Keys that config.json may have next to `text_config` and not in it."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
@@ -103,3 +105,17 @@ def checkpoint_dtype(fields: Fields) -> Dtype:
     if name not in DTYPES:
         raise fields.error(f"dtype {show(dtype)} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Return the `text_config` of a vision-language model, with the keys that apply to the whole model."""
+    text = fields.mapping("text_config")
+    if text is None:
+        raise fields.error("text_config is missing, which describes the language part")
+    whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}
+    return Fields({**whole, **text}, f"{fields.where}: text_config")
+
+
+def attends_both_ways(fields: Fields) -> bool:
+    """Return whether each token attends to all; `vision`: pictures see themselves whole, texts as ever."""
+    return fields.raw.get("use_bidirectional_attention") not in (None, False, "vision")
