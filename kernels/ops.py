@@ -92,7 +92,7 @@ class Experts(Protocol):
         ...
 
 
-class LayerNorm(Protocol):
+class NormLayer(Protocol):
     def __call__(
         self,
         x_TE: Tensor,
@@ -178,7 +178,7 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     """(x_TE, residual_TE, weight_E, eps): add x to residual in place, then `rms_norm` of the sum."""
 
-    layer_norm: LayerNorm
+    layer_norm: NormLayer
 
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     """RoPE: (x_TnD, cos_TD, sin_TD float32) -> halves (a, b) of each head become (a cos - b sin, b cos + a
