@@ -51,7 +51,14 @@ def test_doctor_tells_what_loaded_models_run_on_and_why():
 
 def test_show_tells_it_too(capsys):
     sizes = dict.fromkeys(("weights_bytes", "kv_bytes", "workspace_bytes", "kv_bytes_per_token"), 1000)
-    info = {**INFO, **sizes, "backend": "triton", "context_window": 4096, "max_concurrency": 2.0}
+    info = {
+        **INFO,
+        **sizes,
+        "generates": True,
+        "backend": "triton",
+        "context_window": 4096,
+        "max_concurrency": 2.0,
+    }
     _print_info({"info": info, "restarts": 0, "resumed": 0})
     shown = capsys.readouterr().out
     assert "cuda bfloat16 on 4 ranks (tp 2, pp 2), kernels: triton" in shown
