@@ -216,7 +216,7 @@ def test_loads_that_cannot_be(
         ("nonesuch", 400, "org/name"),
         ("org/absent", 404, "llmbox search"),
         (GATED, 403, "terms"),
-        (f"{NAME}:Q4_K_M", 400, "org/name"),
+        (f"{NAME}:Q4_K_M", 404, "has no quantization Q4_K_M"),
         ("../etc", 400, "org/name"),
     ],
 )
