@@ -111,7 +111,7 @@ class StdioChannel:
         try:
             await self._process.stdin.drain()
         except OSError:
-            raise self._ended() from None
+            raise await self._ended() from None
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._problem is not None:
@@ -129,10 +129,7 @@ class StdioChannel:
                     await self._take(line)
         except ValueError:
             problem = ServerProblem(f"it wrote a line of more than {LONGEST_MESSAGE:,} bytes")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                await self._process.wait()
-        self._problem = problem or self._ended()
+        self._problem = problem or await self._ended()
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._problem)
@@ -163,7 +160,11 @@ class StdioChannel:
             *lines, rest = (rest + piece)[-8192:].split(b"\n")
             self._said.extend(line.decode("utf-8", "replace") for line in lines if line.strip())
 
-    def _ended(self) -> ServerProblem:
+    async def _ended(self) -> ServerProblem:
+        """Say how the program ended; its pipes may close a moment before it does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._process.wait()
         code = self._process.returncode
         how = "closed its output" if code is None else f"ended with exit code {code}"
         return ServerProblem(f"it {how}" + (f": {self._said[-1][:300]}" if self._said else ""))
