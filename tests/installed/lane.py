@@ -5,6 +5,7 @@ allows. The tests of one environment are steps of one life, in this order.
 """
 
 import http.cookiejar
+import json
 import re
 import signal
 import urllib.error
@@ -132,7 +133,13 @@ def test_settings_keys_and_names(box: InstalledBox, models: Path):
     assert "ExecStart" in box.run("service", "install", "--user", "--print").out
     box.run("service", "status", "--user", code=3)
     box.run("service", "uninstall", "--user", code=4)
-    for words in (["add", "one"], ["ls"], ["rotate", "one"], ["rm", "one", "--yes"]):
+    for words in (
+        ["add", "one"],
+        ["ls"],
+        ["set", "one", "--rpm", "9"],
+        ["rotate", "one"],
+        ["rm", "one", "--yes"],
+    ):
         box.run("key", *words)
     box.run("adopt", models / "source", "--name", "adopted")
     box.run("alias", "set", "poet", "builtin", "temperature=0.5")
@@ -237,6 +244,23 @@ def test_every_page_of_the_panel(box: InstalledBox):
     assert {f"/admin/static/{file}" for file in ("panel.css", "vendor/htmx.min.js")} <= seen
 
 
+def test_an_assistant_by_mcp(box: InstalledBox):
+    assert "llmbox" in box.run("mcp", "--print").out
+    begin = {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {},
+        "clientInfo": {"name": "lane", "version": "1"},
+    }
+    calls = [
+        {"id": 1, "method": "initialize", "params": begin},
+        {"method": "notifications/initialized"},
+        {"id": 2, "method": "tools/call", "params": {"name": "list_models", "arguments": {}}},
+    ]
+    said = box.run("mcp", stdin="".join(json.dumps({"jsonrpc": "2.0", **call}) + "\n" for call in calls)).out
+    answers = {answer["id"]: answer for answer in map(json.loads, said.splitlines())}
+    assert "builtin" in json.dumps(answers[2]["result"])
+
+
 def test_the_request_log(box: InstalledBox):
     until(lambda: box.json("requests")["requests"])
     one = box.run("requests", "-q").out.split()[0]
@@ -254,7 +278,7 @@ def test_restart_down_serve_and_uninstall(box: InstalledBox):
     assert [model["name"] for model in box.json("ps")["models"]] == ["builtin"]
     box.run("down")
     box.run("db", "migrate")
-    with box.running("serve", "builtin") as daemon:
+    with box.running("serve", "builtin", "--tls") as daemon:
         until(lambda: (box.home / "run/llmbox/llmbox.sock").exists() and box.json("status")["ready"])
         daemon.send_signal(signal.SIGTERM)
     assert daemon.returncode == 0

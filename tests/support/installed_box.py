@@ -142,14 +142,14 @@ class InstalledBox:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def run(self, *words: object, code: int = 0) -> Result:
+    def run(self, *words: object, code: int = 0, stdin: str = "") -> Result:
         """A command that must end so, without a traceback."""
         command = self._command(words)
         done = subprocess.run(
             command,
             env=self.environ,
             cwd=self.home,
-            stdin=subprocess.DEVNULL,
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=600,
