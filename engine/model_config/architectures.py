@@ -11,12 +11,12 @@ from ..errors import UnsupportedArchitecture
 from .architecture import Architecture
 from .encoders.encoder import ENCODERS, encoder_name
 from .encoders.pooling import with_head
+from .families.gemma import GEMMA_MODELS
+from .families.gemma4 import GEMMA4_MODELS
+from .families.hybrids import HYBRIDS
+from .families.llama4 import LLAMA4_AND_PHIMOE
 from .fields import Fields, show
-from .gemma import GEMMA_MODELS
-from .gemma4 import GEMMA4_MODELS
-from .hybrids import HYBRIDS
 from .latent import deepseek_latent, deepseek_scales, deepseek_sizes
-from .llama4 import LLAMA4_AND_PHIMOE
 from .moe import (
     deepseek_v2_experts,
     deepseek_v3_experts,

@@ -18,8 +18,8 @@ from ..errors import ModelError
 from .architecture import Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
 from .architectures import architecture_of
 from .encoders.pooling import has_head, read_vectors
+from .families.gemma4 import count_linear_params, count_parameters, list_inputs
 from .fields import Fields, attends_both_ways, checkpoint_dtype, norm_eps, text_fields
-from .gemma4 import count_linear_params, count_parameters, list_inputs
 from .latent import LatentConfig
 from .moe import ExpertsConfig
 from .multipliers import Scales

@@ -114,12 +114,13 @@ async def serve(
     loop = asyncio.get_running_loop()
     listeners = []
     for sock in sockets:
+        context = None if sock.family == socket.AF_UNIX else tls
         server = await loop.create_server(
             lambda: LimitedProtocol(config, state, limits, limiter),
             sock=sock,
             backlog=_ACCEPTS,
-            ssl=None if sock.family == socket.AF_UNIX else tls,
-            ssl_handshake_timeout=limits.header_timeout if tls and sock.family != socket.AF_UNIX else None,
+            ssl=context,
+            ssl_handshake_timeout=limits.header_timeout if context else None,
         )
         sock.listen(BACKLOG)  # the kernel's queue and the accepts of one turn: one number for asyncio
         listeners.append(server)

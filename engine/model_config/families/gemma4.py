@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .architecture import Architecture
-from .fields import Fields
+from ..architecture import Architecture
+from ..fields import Fields
+from ..moe import ExpertsConfig, StackedExperts, selected_of
+from ..multipliers import Scales
+from ..rope import RopeConfig, read_rope
+from ..shape import LayerSizes
+from ..sliding_window import FULL, SLIDING, Windows, window_of
 from .gemma import ACTIVATION, gemma_scales, logits_cap, refuse_gemma2
-from .moe import ExpertsConfig, StackedExperts, selected_of
-from .multipliers import Scales
-from .rope import RopeConfig, read_rope
-from .shape import LayerSizes
-from .sliding_window import FULL, SLIDING, Windows, window_of
 
 if TYPE_CHECKING:
-    from .config import ModelConfig
+    from ..config import ModelConfig
 
 GEMMA4: Mapping[str, Any] = {
     "vocab_size": 262144,

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from .architecture import Architecture, as_it_is
-from .latent import deepseek_latent, deepseek_scales, deepseek_sizes
-from .moe import granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
-from .multipliers import falcon_h1_scales, granite_scales
-from .recurrent.families import (
+from ..architecture import Architecture, as_it_is
+from ..latent import deepseek_latent, deepseek_scales, deepseek_sizes
+from ..moe import granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
+from ..multipliers import falcon_h1_scales, granite_scales
+from ..recurrent.families import (
     bamba_recurrence,
     falcon_h1_recurrence,
     granite_recurrence,
@@ -24,7 +24,7 @@ from .recurrent.families import (
     refuse_other_kimi,
     refuse_other_nemotron,
 )
-from .rope import no_rope, one_rope, partial_rope, rope_if_named, rope_if_theta
+from ..rope import no_rope, one_rope, partial_rope, rope_if_named, rope_if_theta
 
 _QWEN3_5 = Architecture(
     model_type="qwen3_5_text",

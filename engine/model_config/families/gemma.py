@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .architecture import Architecture
-from .fields import Fields
-from .multipliers import Scales
-from .rope import RopeConfig, parse_rope
-from .sliding_window import Windows, layer_types, windows_by_type
+from ..architecture import Architecture
+from ..fields import Fields
+from ..multipliers import Scales
+from ..rope import RopeConfig, parse_rope
+from ..sliding_window import Windows, layer_types, windows_by_type
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 256000,

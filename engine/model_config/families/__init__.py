@@ -1,0 +1,1 @@
+"""Rules and entries of families that need more than an entry in `architectures.py`."""
