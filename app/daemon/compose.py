@@ -58,7 +58,7 @@ def compose(
     after each change of a model's state.
     """
     events = Events()
-    security = Security.of(paths.keys_file, paths.keys_used_file)
+    security = Security.of(paths.keys_file, paths.keys_used_file, paths.keys_quota_file)
     kept = settings.requests
     files = FileStore(
         paths.files_dir, most_bytes=kept.file_bytes, days=kept.file_days, owners=security.keys.ids

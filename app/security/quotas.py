@@ -6,6 +6,7 @@ keys, so that a quota set later counts from the period's first request. They are
 survive a restart.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from ..config.entries import TokenPrice
 from ..errors import ApiError
 from ..util.atomic_file import DelayedFile
 from .keys import ApiKey
+
+log = logging.getLogger(__name__)
 
 Period = Literal["day", "month"]
 PERIODS: Final[tuple[Period, ...]] = ("day", "month")
@@ -194,7 +197,10 @@ class QuotaLedger:
         if self._counters is None:
             try:
                 self._counters = msgspec.json.decode(self._path.read_bytes(), type=dict[str, KeyCounters])
-            except (OSError, msgspec.MsgspecError, UnicodeError):
+            except FileNotFoundError:
+                self._counters = {}
+            except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+                log.warning("%s cannot be read (%s): quotas of keys count from zero again", self._path, error)
                 self._counters = {}
         return self._counters
 

@@ -26,9 +26,11 @@ class Security:
     back_off: BackOff
 
     @classmethod
-    def of(cls, keys_file: Path, used_file: Path, clock: Callable[[], float] = time.monotonic) -> "Security":
+    def of(
+        cls, keys_file: Path, used_file: Path, quota_file: Path, clock: Callable[[], float] = time.monotonic
+    ) -> "Security":
         """Build from files. `clock` counts seconds and never goes back."""
-        quotas = QuotaLedger(used_file.with_name("keys-quota.json"))
+        quotas = QuotaLedger(quota_file)
         return cls(
             KeyStore(keys_file),
             LastUsed(used_file),

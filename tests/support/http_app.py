@@ -28,7 +28,7 @@ class FakeEngines:
 
 
 def security_in(folder: Path, clock: Callable[[], float] = time.monotonic) -> Security:
-    return Security.of(folder / "keys.json", folder / "keys-used.json", clock)
+    return Security.of(*(folder / f"{name}.json" for name in ("keys", "keys-used", "keys-quota")), clock)
 
 
 @dataclass

@@ -95,7 +95,7 @@ def test_a_budget_counts_cost(clock: Clock) -> None:
     assert "budget of 0.01 a month is spent" in refusal(limited.take_request).message
 
 
-def test_counts_survive_a_restart_and_a_change_of_the_limits(tmp_path, clock: Clock) -> None:
+def test_counts_survive_a_restart_and_a_change_of_the_limits(tmp_path, clock: Clock, caplog) -> None:
     file = tmp_path / "keys-quota.json"
     ledger = QuotaLedger(file, clock)
     unlimited = Meters(clock, ledger).of(key())
@@ -111,8 +111,10 @@ def test_counts_survive_a_restart_and_a_change_of_the_limits(tmp_path, clock: Cl
     assert shown == [("requests", "day", 1), ("budget", "day", pytest.approx(35e-6)), ("tokens", "month", 8)]
     assert refusal(meters.of(limited).take_request).code == "insufficient_quota"
     meters.of(key(requests_day=2)).take_request()
+    assert not caplog.records
     file.write_bytes(b"\xff{")
     assert QuotaLedger(file, clock).of("key_1").used("day").requests == 0
+    assert f"{file} cannot be read" in caplog.text
     clock.now += 86_400
     assert ledger.of("key_1").used("day").requests == 0
 
