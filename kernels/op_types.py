@@ -1,7 +1,7 @@
 """Data types of the operations: expert layers, the KV cache's shape and the layout of a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -93,8 +93,9 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class WindowLayout:
-    """Blocks and slots of sliding-window layers, as in `BatchLayout`. Blocks behind the window are 0: their
-    keys may be read, and are masked.
+    """Blocks and slots of sliding-window layers, as in `BatchLayout`. Entries more than `WINDOW_MARGIN`
+    tokens behind a window are no blocks of the sequence: 0 on CPUs, whose keys may be read, and are masked;
+    on GPUs any, and not read.
     """
 
     block_tables_NB: Tensor
@@ -125,3 +126,10 @@ class BatchLayout:
     """For models whose sliding-window layers have blocks of their own."""
     states: StateLayout | None = None
     """For models with recurrent layers."""
+
+    def for_cache(self, *, is_windowed: bool) -> "BatchLayout":
+        """Return the layout with the blocks and slots of this cache (`KVShape.is_windowed`)."""
+        if not is_windowed or self.window is None:
+            return self
+        window = self.window
+        return replace(self, block_tables_NB=window.block_tables_NB, slots_T=window.slots_T)

@@ -115,6 +115,13 @@ class Request:
             self.mask = None if self.num_unknown else self.constraint.allowed(self.token_ids)
 
     @property
+    def sliding_table(self) -> list[int]:
+        """Return the blocks of sliding-window layers; of a request without any, as in warm-ups, all of
+        its.
+        """
+        return self.window_table or self.block_table
+
+    @property
     def num_prompt(self) -> int:
         return len(self.prompt_ids)
 

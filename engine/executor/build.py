@@ -17,7 +17,6 @@ import torch
 from llmbox.kernels.cpu.build import compile_progress
 from llmbox.kernels.cpu.isa import pick_cores, usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
-from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.recurrent import make_state
@@ -46,7 +45,7 @@ from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..sampling import Sampler
-from .load_model import WeightsWanted, load_weights, state_shape
+from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
 from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
 from .workers import cores_of_rank
@@ -170,31 +169,9 @@ def load_rank(
         encoder = EncoderRunner(model, rotary, vectors, context=context, block_size=size)
         return RankEngine(encoder, plan, ops.name, measured)
     assert isinstance(model, Decoder)
-    stage = layout.layers(model_config.num_layers)
-    kv_shape = KVShape(
-        num_layers=max(1, model_config.layers_with(stage, state=False)),
-        num_blocks=plan.num_blocks,
-        block_size=plan.block_size,
-        num_kv_heads=layout.kv_heads(model_config.num_kv_heads).size,
-        head_dim=model_config.head_dim,
-        dtype=kv_dtype,
-        compute_dtype=dtype,
-    )
-    window_shape = None
-    heads, sliding = model_config.sliding_heads, model_config.sliding_layers(stage)
-    if plan.window or heads is not None:
-        kv_shape = replace(kv_shape, num_layers=max(1, kv_shape.num_layers - sliding))
-        count, width = heads or (model_config.num_kv_heads, model_config.head_dim)
-        window_shape = replace(
-            kv_shape,
-            num_layers=max(1, sliding),
-            num_kv_heads=layout.kv_heads(count).size,
-            head_dim=width,
-            num_blocks=plan.window_blocks if plan.window else kv_shape.num_blocks,
-            is_windowed=plan.window > 0,
-        )
+    kv_shape, window_shape = cache_shapes(model_config, plan, layout, kv_dtype, dtype)
     if overlaps:
-        parts = GPUEngineParts(model, rotary, kv_shape)
+        parts = GPUEngineParts(model, rotary, kv_shape, window_shape)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         return RankEngine(make, plan, ops.name, measured)
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
@@ -202,7 +179,7 @@ def load_rank(
     window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
     states = None
     if model_config.recurrent is not None:
-        count = model_config.layers_with(stage, state=True)
+        count = model_config.layers_with(layout.layers(model_config.num_layers), state=True)
         states = make_state(state_shape(model_config.recurrent, count, plan, layout.tp), device)
     runner = CPUModelRunner(
         model,

@@ -4,11 +4,12 @@ import contextlib
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.recurrent import StateShape
@@ -19,6 +20,7 @@ from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig
+from ..model_config.parallel_layout import ParallelLayout
 from ..model_config.recurrent.config import RecurrentConfig
 from ..planning.memory_plan import MemoryPlan
 from ..weights.checkpoint import Checkpoint
@@ -140,6 +142,41 @@ def _from_cache(
         return None
     anonymous = delta_or_none(before, memory_in_use(wanted.device))
     return model, None if anonymous is None else anonymous + source.mapped
+
+
+def cache_shapes(
+    model: ModelConfig,
+    plan: MemoryPlan,
+    layout: ParallelLayout,
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[KVShape, KVShape | None]:
+    """Return the shape of the KV cache of a stage, and that of its sliding-window layers, where they have
+    blocks of their own or heads of another width.
+    """
+    stage = layout.layers(model.num_layers)
+    whole = KVShape(
+        num_layers=max(1, model.layers_with(stage, state=False)),
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        num_kv_heads=layout.kv_heads(model.num_kv_heads).size,
+        head_dim=model.head_dim,
+        dtype=kv_dtype,
+        compute_dtype=dtype,
+    )
+    heads, sliding = model.sliding_heads, model.sliding_layers(stage)
+    if not plan.window and heads is None:
+        return whole, None
+    count, width = heads or (model.num_kv_heads, model.head_dim)
+    windowed = replace(
+        whole,
+        num_layers=max(1, sliding),
+        num_kv_heads=layout.kv_heads(count).size,
+        head_dim=width,
+        num_blocks=plan.window_blocks if plan.window else plan.num_blocks,
+        is_windowed=plan.window > 0,
+    )
+    return replace(whole, num_layers=max(1, whole.num_layers - sliding)), windowed
 
 
 def state_shape(recurrent: RecurrentConfig, layers: int, plan: MemoryPlan, tp: int) -> StateShape:

@@ -190,6 +190,8 @@ class GPUEngineParts:
     rotary: Rotary
     kv_shape: KVShape
     """`num_blocks` as estimated."""
+    window_shape: KVShape | None
+    """Of sliding-window layers, if they have a cache of their own."""
 
 
 def make_device_runner(
@@ -219,9 +221,21 @@ def build(
     parts: GPUEngineParts, plan: MemoryPlan, device: Device, capture: GraphCapture | None, graphs_bytes: int
 ) -> GPUModelRunner:
     shape = replace(parts.kv_shape, num_blocks=plan.num_blocks + 1)
-    cache = parts.model.ops.make_kv_cache(shape, device.torch_device)
-    sizes = DeviceSizes(plan.block_size, plan.num_blocks, plan.context, plan.max_running)
-    return GPUModelRunner(parts.model, parts.rotary, cache, device, sizes, capture, graphs_bytes)
+    ops, where = parts.model.ops, device.torch_device
+    window_cache = None
+    if parts.window_shape is not None:
+        blocks = plan.window_blocks if plan.window else plan.num_blocks
+        window_cache = ops.make_kv_cache(replace(parts.window_shape, num_blocks=blocks + 1), where)
+    return GPUModelRunner(
+        parts.model,
+        parts.rotary,
+        ops.make_kv_cache(shape, where),
+        device,
+        DeviceSizes(plan.block_size, plan.num_blocks, plan.context, plan.max_running, plan.window_blocks),
+        capture,
+        graphs_bytes,
+        window_cache=window_cache,
+    )
 
 
 def profile_kv_blocks(
@@ -246,11 +260,13 @@ def profile_kv_blocks(
     needed = num_warmup_blocks(tried)
     meter.reset_peak()
     started = time.monotonic()
-    runner = make(replace(plan, num_blocks=needed))
+    # Requests of these steps have one block table for all layers.
+    runner = make(replace(plan, num_blocks=needed, window_blocks=needed if plan.window else 0))
     steps = run_warmup(runner, tried, row_counts)
     log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
     block_bytes = plan.block_size * plan.kv_bytes_per_token
-    workspace = max(0, meter.peak() - weights - (needed + 1) * block_bytes)
+    window_bytes = plan.block_size * plan.window_bytes_per_token
+    workspace = max(0, meter.peak() - weights - (needed + 1) * (block_bytes + window_bytes))
     del runner
     meter.reset_peak()
     measured = MemoryProfile(weights, workspace, meter.runtime(), graphs)
@@ -258,12 +274,16 @@ def profile_kv_blocks(
     wanted = plan.max_running * per_context
     if config.kv_tokens is not None:
         wanted = -(-config.kv_tokens // plan.block_size)
-    blocks = agree(measured.blocks(plan.budget_bytes, block_bytes, wanted))
+    windows = (plan.window_blocks + 1) * window_bytes
+    blocks = agree(measured.blocks(plan.budget_bytes - windows, block_bytes, wanted))
     if blocks < min(per_context, wanted):
         raise DoesNotFit(_refusal(measured, plan, blocks, per_context, block_bytes))
     log.info(
         "memory measured: weights %s, a step %s, CUDA %s, graphs at most %s, KV %s (estimated %s)",
-        *(show_bytes(size) for size in (weights, workspace, measured.runtime, graphs, blocks * block_bytes)),
+        *map(
+            show_bytes,
+            (weights, workspace, measured.runtime, graphs, blocks * block_bytes + windows),
+        ),
         show_bytes(plan.kv_bytes),
     )
     return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights)
@@ -281,14 +301,15 @@ def run_warmup(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[in
 
 
 def _refusal(measured: MemoryProfile, plan: MemoryPlan, blocks: int, wanted: int, block_bytes: int) -> str:
-    need = measured.total + (wanted + 1) * block_bytes
+    kv = wanted * block_bytes + plan.block_size * plan.window_blocks * plan.window_bytes_per_token
+    need = measured.total + kv + block_bytes
     fits = max(0, blocks) * plan.block_size
     remedy = f"a context of {fits} tokens would fit" if fits else "a smaller model or quant is needed"
     return (
         f"the model needs {show_bytes(need)} as measured and has {show_bytes(plan.budget_bytes)} "
         f"(weights {show_bytes(measured.weights)}, workspace {show_bytes(measured.workspace)}, "
         f"CUDA and graphs {show_bytes(measured.runtime + measured.graphs)}, KV for a context of "
-        f"{plan.context} tokens {show_bytes(wanted * block_bytes)}); {remedy}"
+        f"{plan.context} tokens {show_bytes(kv)}); {remedy}"
     )
 
 

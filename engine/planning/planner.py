@@ -152,12 +152,10 @@ class Planner:
     def _bounded_window(self) -> int:
         """Return the tokens behind which blocks of sliding-window layers are freed; 0: they keep all blocks.
 
-        Only the C++ kernels have block tables for them, and a prompt that is computed at once needs all.
+        A prompt that is computed at once needs all.
         """
         sliding, config = self.shape.sliding, self.config
-        if sliding is None or not self._is_native or config.overlap or config.batching == "static":
-            return 0
-        if self.shape.is_bidirectional:
+        if sliding is None or config.batching == "static" or self.shape.is_bidirectional:
             return 0
         window = sliding.window + WINDOW_MARGIN
         is_bounded = config.chunked_prefill and window + self.token_budget < self._wanted_context()

@@ -17,7 +17,7 @@ from ..model.rotary import Rotary
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
 from .draft_verification import requests_with_nan, verify_drafts
-from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, window_table
+from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, sliding_table
 from .pooling import read_sums, sum_states
 
 
@@ -74,7 +74,7 @@ class CPUModelRunner:
             with_states=self._states is not None,
         )
         if self._has_window_blocks:
-            self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, window_table))
+            self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, sliding_table))
         for cache in self._caches:
             self._ops.clear_blocks(cache, batch.fresh_blocks)
         hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)

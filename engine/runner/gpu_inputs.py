@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmbox.kernels.op_types import BatchLayout
+from llmbox.kernels.op_types import BatchLayout, WindowLayout
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 
 from ..core.step import ScheduledRequest
 from ..device.upload import Uploader
-from ..sampling.device_state import DeviceRequestState
+from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
 from .input_batch import PromptRows
 from .pooling import PooledRows, pooled_rows
 
@@ -49,13 +49,14 @@ def decode_inputs(
     """Return (ids_N, layout) of a decoding step, from device tensors alone. Length 0: a padding row."""
     count = len(row_N)
     ids_N = rows.last_R.index_select(0, row_N)
-    tables_NB = rows.tables_RB.index_select(0, row_N)
+    tables_NB = rows.tables.blocks_RB.index_select(0, row_N)
     length_N = length_N.to(torch.int32)
-    if ops.prepare_decode_inputs is None:
-        inputs = decode_inputs_in_torch(tables_NB, length_N, block_size)
-    else:
-        inputs = DecodeInputs(*(torch.empty_like(length_N) for _ in range(3)))
-        ops.prepare_decode_inputs(DecodeRows(ids_N, length_N, tables_NB), None, inputs, block_size)
+    inputs = prepare(ops, DecodeRows(ids_N, length_N, tables_NB), block_size)
+    window = None
+    if rows.window_tables is not None:
+        own_NB = rows.window_tables.blocks_RB.index_select(0, row_N)
+        slots_N = prepare(ops, DecodeRows(ids_N, length_N, own_NB), block_size).slots_R
+        window = WindowLayout(own_NB, slots_N)
     ragged = BatchLayout(
         block_size=block_size,
         query_lens=[1] * count,
@@ -65,8 +66,18 @@ def decode_inputs(
         block_tables_NB=tables_NB,
         positions_T=inputs.positions_R,
         slots_T=inputs.slots_R,
+        window=window,
     )
     return ids_N, ragged
+
+
+def prepare(ops: Ops, rows: DecodeRows, block_size: int) -> DecodeInputs:
+    """Return positions, slots and contexts of rows whose last tokens are known."""
+    if ops.prepare_decode_inputs is None:
+        return decode_inputs_in_torch(rows.tables_RB, rows.lengths_R, block_size)
+    inputs = DecodeInputs(*(torch.empty_like(rows.lengths_R) for _ in range(3)))
+    ops.prepare_decode_inputs(rows, None, inputs, block_size)
+    return inputs
 
 
 def decode_inputs_in_torch(tables_NB: Tensor, length_N: Tensor, block_size: int) -> DecodeInputs:
@@ -102,11 +113,17 @@ def mixed_inputs(
     if flat.holes:
         ids_T.index_copy_(0, hole, rows.last_R.index_select(0, fill))
     width = -(-max(flat.contexts) // block_size)
-    tables_NB = rows.tables_RB[:, :width].index_select(0, row_N)
     sequence_T = torch.repeat_interleave(
         torch.arange(len(planned), device=ids_T.device), length_N, output_size=len(flat.ids)
     )
-    block_T = tables_NB[sequence_T, (position_T // block_size).long()]
+    page_T, offset_T = (position_T // block_size).long(), position_T % block_size
+
+    def place(tables: DeviceBlockTables) -> tuple[Tensor, Tensor]:
+        """Return the tables of the sequences, and the slot of each row."""
+        tables_NB = tables.blocks_RB[:, :width].index_select(0, row_N)
+        return tables_NB, tables_NB[sequence_T, page_T] * block_size + offset_T
+
+    tables_NB, slots_T = place(rows.tables)
     ragged = BatchLayout(
         block_size=block_size,
         query_lens=list(flat.lengths),
@@ -115,7 +132,8 @@ def mixed_inputs(
         context_lens_N=context_N,
         block_tables_NB=tables_NB,
         positions_T=position_T,
-        slots_T=block_T * block_size + position_T % block_size,
+        slots_T=slots_T,
+        window=None if rows.window_tables is None else WindowLayout(*place(rows.window_tables)),
     )
     wanted_W = torch.cat((sampled, prompt, vector))
     return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts, next_P, flat.pooled)

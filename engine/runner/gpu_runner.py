@@ -32,7 +32,7 @@ from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
 from ..sampling.device_state import DeviceRequestState
 from .cuda_graphs import DecodeGraphs, GraphCapture
 from .gpu_inputs import MixedStep, decode_inputs, mixed_inputs
-from .input_batch import begun_blocks
+from .input_batch import begun_blocks, sliding_table
 from .pipeline_feedback import SampledTokenFeedback
 from .pooling import PooledRows, read_sums, sum_states
 from .prompt_logprobs import PromptNumbers, prompt_numbers
@@ -45,6 +45,8 @@ class DeviceSizes:
     """Blocks of the pool; the cache has one more, with the index `num_blocks`, for padding rows."""
     context: int
     max_running: int
+    window_blocks: int = 0
+    """Those of sliding-window layers, where they have blocks of their own; the cache has one more too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +93,24 @@ class GPUModelRunner:
         sizes: DeviceSizes,
         capture: GraphCapture | None = None,
         graphs_bytes: int = 0,
+        *,
+        window_cache: KVCache | None = None,
     ) -> None:
-        """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take."""
+        """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take. `window_cache`: of
+        sliding-window layers, if they have blocks of their own or heads of another width.
+        """
         self._model, self._rotary, self._cache = model, rotary, cache
         self._rank = model.rank
         self._ops, self._device, self._sizes = model.ops, device, sizes
         self._windows = set(model.config.windows)
         width = -(-sizes.context // sizes.block_size)
         vocab_size, where = model.config.vocab_size, device.torch_device
-        self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where)
+        self._window_cache, spare = window_cache, sizes.window_blocks or None
+        self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where, spare)
+        self._caches = [cache]
+        """Caches whose blocks are those of `Request.block_table`."""
+        if window_cache is not None and not sizes.window_blocks:
+            self._caches.append(window_cache)
         self._sampler = DeviceSampler(self._ops, self._rows, vocab_size, self._rank)
         self.depth = self.stages = self._rank.layout.pp
         """Steps in flight: one per stage, and one more that is launched while they run."""
@@ -111,7 +122,10 @@ class GPUModelRunner:
         self._contexts = [1] * sizes.max_running
         hidden = sizes.max_running, model.config.hidden_size
         self._hidden_RE = torch.empty(hidden, dtype=model.dtype, device=where)
-        self._ops.clear_blocks(cache, [sizes.num_blocks])
+        for each in self._caches:
+            self._ops.clear_blocks(each, [sizes.num_blocks])
+        if sizes.window_blocks:
+            self._ops.clear_blocks(window_cache, [sizes.window_blocks])
         self.graphs = None
         if capture is not None:
             agree = self._rank.communicator.all_agree if self._rank.layout.ranks > 1 else None
@@ -128,14 +142,22 @@ class GPUModelRunner:
     def launch_sized(self, plan: StepPlan, size: int) -> LaunchedStep:
         """Queue a step padded to `size`: the result of `size_for` on the rank that decides for all."""
         self._uploader.begin_step()
-        self._ops.copy_blocks(self._cache, plan.copies)
-        self._ops.clear_blocks(self._cache, begun_blocks(plan.rows, self._sizes.block_size))
+        self._prepare_blocks(plan)
         numbers = [self._rows.stage_update(row) for row in plan.rows]
         self._feedback.wait_for_rows(numbers)
         self._rows.flush(self._uploader)
         if _is_decoding(plan):
             return self._launch_decoding(plan.rows, numbers, size or len(numbers))
         return self._launch_mixed(plan.rows, numbers)
+
+    def _prepare_blocks(self, plan: StepPlan) -> None:
+        size = self._sizes.block_size
+        begun = begun_blocks(plan.rows, size)
+        for cache in self._caches:
+            self._ops.copy_blocks(cache, plan.copies)
+            self._ops.clear_blocks(cache, begun)
+        if self._sizes.window_blocks:
+            self._ops.clear_blocks(self._window_cache, begun_blocks(plan.rows, size, sliding_table))
 
     def size_for(self, plan: StepPlan) -> int:
         """Return the graph size to pad the step to; 0: run eagerly."""
@@ -261,8 +283,12 @@ class GPUModelRunner:
 
     def _forward(self, ids_T: Tensor, ragged: BatchLayout) -> ForwardContext:
         cos_ATD, sin_ATD = self._rotary.rows(ragged.positions_T)
-        plans = {w: self._ops.plan_attention(ragged, self._cache, w) for w in self._windows}
-        return ForwardContext(ids_T, cos_ATD, sin_ATD, self._cache, plans)
+        sliding = self._cache if self._window_cache is None else self._window_cache
+        plans = {
+            window: self._ops.plan_attention(ragged, self._cache if window is None else sliding, window)
+            for window in self._windows
+        }
+        return ForwardContext(ids_T, cos_ATD, sin_ATD, self._cache, plans, self._window_cache, ragged)
 
 
 def _is_decoding(plan: StepPlan) -> bool:

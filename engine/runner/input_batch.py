@@ -88,7 +88,7 @@ def build_batch(
     wanted = None if in_order and not prompts else sampled_rows + prompt_rows + vector_rows
     layout = ragged(rows, starts, positions, block_size, device)
     if with_windows:
-        window = WindowLayout(*block_slots(rows, positions, block_size, device, window_table))
+        window = WindowLayout(*block_slots(rows, positions, block_size, device, sliding_table))
         layout = replace(layout, window=window)
     return StepBatch(
         ids_T=to_device(ids, device),
@@ -123,9 +123,8 @@ def block_table(request: Request) -> list[int]:
     return request.block_table
 
 
-def window_table(request: Request) -> list[int]:
-    """Return the blocks of sliding-window layers; of a request without any, as in warm-ups, all of its."""
-    return request.window_table or request.block_table
+def sliding_table(request: Request) -> list[int]:
+    return request.sliding_table
 
 
 def begun_blocks(

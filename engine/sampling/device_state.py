@@ -1,7 +1,7 @@
 """State of running requests on the device, one fixed row each; steps upload only changes.
 
 R rows, B blocks of the longest context. There is one row more than requests can run, and one block more than
-the pool has: padding rows of a batch read and write there.
+a pool has: padding rows of a batch read and write there.
 """
 
 from array import array
@@ -25,10 +25,30 @@ class _Slot:
 
     row: int
     admission: int
-    blocks: int
-    """Uploaded entries of its block table."""
+    blocks: list[int]
+    """Uploaded entries of each of its block tables."""
     position: int
     """Position of the token in `last_R`; -1: none."""
+
+
+class DeviceBlockTables:
+    """Block tables of one pool for all rows. Blocks freed behind a window stay in them: they are not read."""
+
+    def __init__(self, shape: tuple[int, int], spare_block: int, device: torch.device) -> None:
+        self.blocks_RB = torch.full(shape, spare_block, dtype=torch.int32, device=device)
+        self._width = shape[1]
+        self.forget_changes()
+
+    def stage(self, row: int, table: list[int], known: int) -> int:
+        """Stage the entries from `known` on for upload and return how many there are now."""
+        if known != len(table):
+            first = row * self._width
+            self.places.extend(range(first + known, first + len(table)))
+            self.added.extend(table[known:])
+        return len(table)
+
+    def forget_changes(self) -> None:
+        self.places, self.added = array("q"), array("i")
 
 
 class DeviceRequestState:
@@ -37,14 +57,25 @@ class DeviceRequestState:
     """
 
     def __init__(
-        self, count: int, width: int, spare_block: int, vocab_size: int, device: torch.device
+        self,
+        count: int,
+        width: int,
+        spare_block: int,
+        vocab_size: int,
+        device: torch.device,
+        spare_window_block: int | None = None,
     ) -> None:
-        """`count`: requests that can run; `width`: KV blocks of the longest context."""
+        """`count`: requests that can run; `width`: KV blocks of the longest context. `spare_window_block`:
+        where sliding-window layers have blocks of their own.
+        """
         self.spare = count
         self.last_R = torch.zeros(count + 1, dtype=torch.int64, device=device)
         """Each request's last token, whose KV is not computed yet."""
-        self.tables_RB = torch.full((count + 1, width), spare_block, dtype=torch.int32, device=device)
-        self._width = width
+        size = count + 1, width
+        self.tables = DeviceBlockTables(size, spare_block, device)
+        self.window_tables = None
+        if spare_window_block is not None:
+            self.window_tables = DeviceBlockTables(size, spare_window_block, device)
         self._vocab_size = vocab_size
         self._reals_R3 = torch.ones(count + 1, 3, dtype=torch.float64, device=device)
         self._integers_R3 = torch.zeros(count + 1, 3, dtype=torch.int64, device=device)
@@ -60,12 +91,9 @@ class DeviceRequestState:
         held = self._held.get(request)
         if held is None or held.admission != planned.admission:
             held = self._take(planned)
-        table = request.block_table
-        if held.blocks != len(table):
-            first = held.row * self._width
-            self._block_places.extend(range(first + held.blocks, first + len(table)))
-            self._blocks.extend(table[held.blocks :])
-            held.blocks = len(table)
+        held.blocks[0] = self.tables.stage(held.row, request.block_table, held.blocks[0])
+        if self.window_tables is not None:
+            held.blocks[1] = self.window_tables.stage(held.row, request.sliding_table, held.blocks[1])
         if planned.num_tokens == 1 and held.position != planned.start:
             self._last_rows.append(held.row)
             self._last.append(request.token_ids[planned.start])
@@ -77,9 +105,10 @@ class DeviceRequestState:
 
     def flush(self, uploader: Uploader) -> None:
         """Upload the staged changes."""
-        if self._blocks:
-            places, blocks = uploader.upload(self._block_places, self._blocks)
-            self.tables_RB.view(-1).index_copy_(0, places, blocks)
+        for tables in (self.tables, self.window_tables):
+            if tables is not None and tables.added:
+                places, blocks = uploader.upload(tables.places, tables.added)
+                tables.blocks_RB.view(-1).index_copy_(0, places, blocks)
         if self._last:
             rows, last = uploader.upload(self._last_rows, self._last)
             self.last_R.index_copy_(0, rows, last)
@@ -113,7 +142,7 @@ class DeviceRequestState:
             self._free.append(old.row)
         if not self._free:
             self._sweep()
-        held = self._held[request] = _Slot(self._free.pop(), planned.admission, 0, -1)
+        held = self._held[request] = _Slot(self._free.pop(), planned.admission, [0, 0], -1)
         self._new_rows.append(held.row)
         reals, integers = sampling_numbers(request.params, self._vocab_size)
         self._reals.extend(reals)
@@ -129,6 +158,8 @@ class DeviceRequestState:
         self._free += [self._held.pop(request).row for request in gone]
 
     def _forget_changes(self) -> None:
-        self._block_places, self._blocks = array("q"), array("i")
+        self.tables.forget_changes()
+        if self.window_tables is not None:
+            self.window_tables.forget_changes()
         self._last_rows, self._last = array("q"), array("q")
         self._new_rows, self._reals, self._integers = array("q"), array("d"), array("q")

@@ -56,6 +56,7 @@ def build_attention_metadata(
     ragged: BatchLayout, cache: ReferenceKVCache, window: int | None
 ) -> AttentionMetadata:
     """Build the metadata of a step for layers of one sliding window; None: full attention."""
+    ragged = ragged.for_cache(is_windowed=cache.is_windowed)
     slots = ragged.slots_T.long()
     singles: dict[int, list[int]] = {}
     runs: list[AttentionRun] = []

@@ -66,6 +66,8 @@ class ReferenceKVCache:
     k: PagedTensor
     v: PagedTensor
     compute_dtype: torch.dtype
+    is_windowed: bool = False
+    """See `KVShape`."""
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +99,7 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> ReferenceKVCache:
         scales = torch.empty(size[:-1], dtype=torch.float32, device=device) if scaled else None
         return PagedTensor(torch.empty(size, dtype=shape.dtype, device=device), scales)
 
-    return ReferenceKVCache(half(), half(), shape.compute_dtype)
+    return ReferenceKVCache(half(), half(), shape.compute_dtype, shape.is_windowed)
 
 
 def copy_blocks(cache: ReferenceKVCache, pairs: list[tuple[int, int]]) -> None:

@@ -12,8 +12,7 @@ from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.device.device import Device
 from llmbox.engine.runner.cuda_graphs import GraphCapture
-from llmbox.engine.runner.gpu_runner import DeviceSizes, GPUModelRunner
-from llmbox.kernels.op_types import KVShape
+from llmbox.engine.runner.gpu_runner import GPUModelRunner
 from support.real_engines import load, runner_of
 
 
@@ -109,27 +108,18 @@ def device_engine(
     graphs_bytes: int = 1 << 30,
     **options: Any,
 ) -> Engine:
-    """As `load`, with the runner for devices over the same model."""
-    plain = load(directory, speculate="off", **options)
-    scheduler, local, info = plain._scheduler, runner_of(plain), plain.info
-    pool, config = scheduler.pool, local._model.config
-    shape = KVShape(
-        num_layers=config.num_layers,
-        num_blocks=pool.num_blocks + 1,
-        block_size=pool.block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=getattr(torch, info.kv_dtype),
-        compute_dtype=getattr(torch, info.dtype),
-    )
+    """As `load` with a runner that launches steps ahead, on this device."""
+    plain = load(directory, speculate="off", overlap=True, **options)
+    local, pool = runner_of(plain), plain._scheduler.pool
     runner = GPUModelRunner(
         local._model,
         local._rotary,
-        local._model.ops.make_kv_cache(shape, torch.device("cpu")),
+        local._cache,
         device or LateDevice(),
-        DeviceSizes(pool.block_size, pool.num_blocks, info.context_window, info.max_running),
+        local._sizes,
         capture,
         graphs_bytes,
+        window_cache=local._window_cache,
     )
     fresh = BlockPool(pool.num_blocks, pool.block_size, enable_prefix_cache=pool.caching)
-    return Engine(Scheduler(scheduler.config, fresh), runner, info)
+    return Engine(Scheduler(plain._scheduler.config, fresh), runner, plain.info)

@@ -45,6 +45,8 @@ def plan_attention(
     """Build the metadata. `sdpa_from` is the prompt length from which PyTorch's kernels may be used; None:
     never.
     """
+    if ragged.window is not None:
+        ragged = ragged.for_cache(is_windowed=cache.is_windowed)
     decoding = next((n for n, rows in enumerate(ragged.query_lens) if rows != 1), len(ragged.query_lens))
     longest = ragged.block_tables_NB.shape[1] * ragged.block_size
     sdpa = window is None and not fixed and all_are_long(ragged.query_lens[decoding:], sdpa_from)

@@ -27,6 +27,8 @@ class TritonKVCache:
     """float32 scales; a few unused numbers where the dtype needs no scales."""
     v_scale: Tensor
     compute_dtype: torch.dtype
+    is_windowed: bool = False
+    """See `KVShape`."""
 
     @property
     def quantised(self) -> bool:
@@ -56,7 +58,7 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> TritonKVCache:
     # compile another variant of the kernel.
     size = scales if shape.dtype in LARGEST else (shape.num_layers, 1, 1, 4)
     k_scale, v_scale = (torch.empty(size, dtype=torch.float32, device=device) for _ in "kv")
-    return TritonKVCache(k, v, k_scale, v_scale, shape.compute_dtype)
+    return TritonKVCache(k, v, k_scale, v_scale, shape.compute_dtype, shape.is_windowed)
 
 
 def clear_blocks(cache: TritonKVCache, blocks: list[int]) -> None:

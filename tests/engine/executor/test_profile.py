@@ -51,7 +51,9 @@ class FakeMeter:
 
 class FakeRunner:
     def __init__(self, meter: FakeMeter, plan: MemoryPlan) -> None:
-        meter.most = 1000 + meter.step + (plan.num_blocks + 1) * plan.block_size
+        blocks = (plan.num_blocks + 1) * plan.kv_bytes_per_token
+        blocks += (plan.window_blocks + 1) * plan.window_bytes_per_token
+        meter.most = 1000 + meter.step + blocks * plan.block_size
 
     def launch(self, plan):
         return plan
@@ -70,6 +72,16 @@ def test_blocks_fill_what_is_left():
     plan = fit(step=3100)
     # 5000 - 1000 weights - 3100 step - 300 runtime - 100 graphs = 500: 50 blocks, one of them spare
     assert (plan.num_blocks, plan.workspace_bytes) == (49, 3500)
+
+
+def test_blocks_of_windows_are_kept_free():
+    """Their number is planned: they hold the windows of all that run."""
+    plan = replace(PLAN, window=32, window_blocks=29, window_bytes_per_token=1)
+    meter = FakeMeter(2800)
+    options = EngineConfig(model_path="m", name="m")
+    found = profile_kv_blocks(options, plan, meter, 100, lambda plan: FakeRunner(meter, plan))
+    # 800 are left, of which 300 are for 29 blocks of windows and a spare one.
+    assert (found.num_blocks, found.window_blocks, found.workspace_bytes) == (49, 29, 3200)
 
 
 def test_no_more_blocks_than_are_of_use():

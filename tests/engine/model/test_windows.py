@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,6 +14,7 @@ from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import ModelShape, SlidingShape
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
 from support.families import FAMILIES, make_family
+from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, hf_model, hf_tokens, load, run, tokens
 from support.tiny_models import make_tiny_model
 
@@ -99,14 +100,37 @@ def test_ranks_give_the_tokens_of_one(model: Path, expected: list[int]) -> None:
     assert tokens(bounded(model, **cut), [LONG, *OTHERS[:2]])["long"] == expected
 
 
+def test_in_steps_that_are_launched_ahead(model: Path, expected: list[int]) -> None:
+    """By the runner of GPUs, in a batch, cached, and as graphs."""
+    if parse_config(model).cpu_part:
+        pytest.skip("runs on CPUs only")
+    capture = FakeCapture()
+    engine = device_engine(model, dtype="float32", token_budget=64, max_running=9, capture=capture)
+    while engine.prepare():
+        pass
+    windows = engine._scheduler.kv_cache.windows
+    assert tokens(engine, [*OTHERS[:4], LONG, *OTHERS[4:]])["long"] == expected
+    (first, *_) = run(engine, [replace(LONG, request_id="again")])["again"]
+    assert first.cached_tokens >= 448
+    assert capture.replays > 10
+    assert windows.pool.num_used == 0
+    engine._scheduler.check()
+
+
+def test_the_plan_of_a_gpu_bounds_windows_too() -> None:
+    plan, unbounded = gemma_27b("cuda"), gemma_27b("cuda", chunked_prefill=False)
+    assert plan.context == unbounded.context == 131072
+    assert 10 * GIB < plan.kv_bytes < 19 * GIB, "of which 7 GiB for the prompts of two steps"
+    assert unbounded.kv_bytes > 60 * GIB
+
+
 def test_where_windows_are_not_bounded(model: Path) -> None:
-    overlapping = [] if parse_config(model).cpu_part else [{"overlap": True}]
-    for options in ({"chunked_prefill": False}, {"context": 128}, *overlapping):
+    for options in ({"chunked_prefill": False}, {"context": 128}):
         engine = load(model, dtype="float32", **{"token_budget": 64, **options})
         assert engine._scheduler.kv_cache.windows is None
 
 
-def gemma_27b(**config: Any) -> MemoryPlan:
+def gemma_27b(device: Literal["cpu", "cuda"] = "cpu", **config: Any) -> MemoryPlan:
     """62 layers, of which five in six see 1,024 tokens, in bfloat16."""
     kinds = tuple((layer + 1) % 6 != 0 for layer in range(62))
     sliding = SlidingShape(is_sliding=kinds, layers=52, full_layers=10, window=1024)
@@ -124,7 +148,7 @@ def gemma_27b(**config: Any) -> MemoryPlan:
         sliding_share=52 / 62,
         sliding=sliding,
     )
-    budget = MemoryBudget(device="cpu", available=512 * GIB, cores=32, native_kernels=True)
+    budget = MemoryBudget(device=device, available=512 * GIB, cores=32, native_kernels=device == "cpu")
     settings = EngineConfig(model_path="", name="", max_running=1, **config)
     return estimate(shape, budget, settings)
 

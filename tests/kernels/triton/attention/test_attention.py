@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from llmbox.kernels.dispatch import UnknownBackend, sdpa_from
-from llmbox.kernels.op_types import BatchLayout
+from llmbox.kernels.op_types import BatchLayout, WindowLayout
 from llmbox.kernels.ops import Ops
+from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton.attention import attention
 from llmbox.kernels.triton.attention import attention_metadata as attention_plan
 from llmbox.kernels.triton.attention.attention_combine import FEW_SPLITS
 from llmbox.kernels.triton.backend import triton_ops
 from support.lanes import nightly
 from support.numbers import assert_near
-from support.paged import CPU, PagedStep
+from support.paged import CPU, PagedStep, ragged_rows
 
 OPS = triton_ops(CPU, torch.float32)
 FIXED = triton_ops(CPU, torch.float32, deterministic=True)
@@ -93,6 +94,32 @@ def test_one_row_one_result(monkeypatch: pytest.MonkeyPatch, window: int | None)
         alone.q[0] = prompt.q[0][position : position + 1]
         alone.k[0], alone.v[0] = (x[: position + 1] for x in (prompt.k[0], prompt.v[0]))
         assert torch.equal(alone.attend(FIXED, window)[0], whole[position])
+
+
+@pytest.mark.parametrize("ops", [OPS, REFERENCE])
+def test_sliding_layers_with_blocks_of_their_own(ops: Ops) -> None:
+    """Blocks behind the window are somebody else's, and are not read."""
+    step = PagedStep([(300, 1), (290, 5)], heads=(2, 1))
+    own = [[0] * 5 + table[5:] for table in step.tables]
+    cache = ops.make_kv_cache(replace(step.shape(), is_windowed=True), CPU)
+    ops.clear_blocks(cache, list(range(step.num_blocks)))
+    spans = [(past, past + new) for past, new in step.sequences]
+    step.write(ops, cache, [(0, end) for _, end in spans], 1)
+    ragged = ragged_rows(own, spans, 16)
+    window = WindowLayout(ragged.block_tables_NB, ragged.slots_T)
+    others = replace(ragged, block_tables_NB=0 * ragged.block_tables_NB, slots_T=ragged.slots_T - 1)
+    plan = ops.plan_attention(replace(others, window=window), cache, 100)
+    ops.write_kv(
+        cache,
+        1,
+        *(
+            torch.cat([x[-new:] for x, (_, new) in zip(xs, step.sequences, strict=True)])
+            for xs in (step.k, step.v)
+        ),
+        plan,
+    )
+    out = ops.attention(torch.cat(step.q), cache, 1, plan, step.head_dim**-0.5)
+    assert_near(out, step.exact(100))
 
 
 def test_free_rows_give_zeros_and_write_nothing() -> None:
