@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "unload": (".models.models:unload", "Unload a model from memory."),
     "pin": (".models.models:pin", "Pin a model in memory: it is never evicted."),
     "unpin": (".models.models:unpin", "Unpin a model: it may be evicted again."),
+    "share": (".server.share:share", "Let other devices on your network use this box; --off ends it."),
     "key": (".admin.key:key", "API keys: make, list, rotate, revoke."),
     "requests": (".admin.requests:requests", "Read the request log, follow it, cancel a request."),
     "logs": (".server.logs:logs", "Read the daemon's log."),
@@ -67,7 +68,7 @@ SECTIONS: Final = {
         *("adopt", "import", "quantize", "rm", "df"),
     ),
     "Daemon": ("status", "restart", "serve", "service", "logs", "stats", "dash"),
-    "Requests and access": ("requests", "key", "connect", "mcp", "bench"),
+    "Requests and access": ("share", "key", "connect", "mcp", "requests", "bench"),
 }
 """Commands by group, in the order of `llmbox --help`. The others stand in a group at the end."""
 

@@ -279,6 +279,18 @@ def set_value(path: Path, row: SettingSpec, value: Scalar) -> None:
     write_atomic(path, text)
 
 
+def remove_value(path: Path, row: SettingSpec) -> None:
+    """Remove a key from the file, so that its default holds again; an absent key is no error."""
+    if row.name not in read_file(path):
+        return
+    document = tomlkit.parse(path.read_text("utf-8"))
+    section, _, attribute = row.name.partition(".")
+    table = document[section]
+    assert isinstance(table, MutableMapping)  # `read_file` let nothing else pass
+    del table[attribute]
+    write_atomic(path, tomlkit.dumps(document))
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write the file atomically: it has the old content or the new, never half of it."""
     if not path.parent.is_dir():

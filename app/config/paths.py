@@ -62,6 +62,11 @@ class Paths:
         return self.data_dir / "tls"
 
     @property
+    def share_file(self) -> Path:
+        """Settings as they were before `llmbox share`, for its undo."""
+        return self.data_dir / "share.json"
+
+    @property
     def registry_file(self) -> Path:
         """Aliases and adopted models."""
         return self.data_dir / "models.json"

@@ -34,6 +34,7 @@ class ServerSettings:
     tls: bool = key(False, "Serve HTTPS, with server.tls_certificate or a certificate made by llmbox.")
     tls_certificate: str = key("", "PEM file of the certificate and its chain; empty: one made by llmbox.")
     tls_key: str = key("", "PEM file of the certificate's private key, without a password.")
+    mdns: bool = key(False, "Announce the box by mDNS where other machines can connect; needs zeroconf.")
     models: tuple[str, ...] = key(("builtin",), "Models loaded at start when the command names none.")
     allowed_hosts: tuple[str, ...] = key(
         (), "Further names that a Host header may carry, as host or host:port."
@@ -68,9 +69,7 @@ class ServerSettings:
         low=0,
         high=86_400,
     )
-    restart_cooldown_max: float = key(
-        900.0, "Longest wait between two such starts, in seconds.", low=1, high=86_400
-    )
+    restart_cooldown_max: float = key(900.0, "Longest such wait, in seconds.", low=1, high=86_400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from ..lifecycle.instance import RunningDaemon
 from ..models.load_request import ModelRequest, load_error
 from ..services import Services
 from .compose import compose, real_parts
+from .mdns import Announcement
 from .run import DaemonOptions
 
 _SETTLE_SECONDS: Final = 0.2
@@ -139,6 +140,7 @@ async def serve_until_stopped(
     services.batches.start(partial(send_in_process, app))
     loading = asyncio.create_task(_load_first(control, plan.models))
     looking = asyncio.create_task(asyncio.to_thread(log_orphans))
+    announcement = Announcement(settings.server, running)
     patience = settings.server.drain_timeout
     finishing = asyncio.create_task(services.background.finish(services.drain, patience))
     try:
@@ -150,11 +152,12 @@ async def serve_until_stopped(
             drain_timeout=patience,
             tls=tls,
             trusted_proxies=settings.server.trusted_proxies,
-            on_ready=lambda: _api_is_up(plan, services, running),
+            on_ready=lambda: _api_is_up(plan, services, running, announcement),
         )
     finally:
         status.close()
         notify("STOPPING=1")
+        await announcement.withdraw()
         loading.cancel()
         if not services.drain.draining:
             finishing.cancel()
@@ -211,9 +214,12 @@ async def _close(services: Services) -> None:
     await asyncio.to_thread(services.request_log.close)
 
 
-def _api_is_up(plan: DaemonOptions, services: Services, running: RunningDaemon) -> None:
+def _api_is_up(
+    plan: DaemonOptions, services: Services, running: RunningDaemon, announcement: Announcement
+) -> None:
     services.request_log.start()  # its thread imports SQLAlchemy, which must not slow down the start
     services.telemetry.start(services.gateway, services.paths)
+    announcement.start()
     notify(f"READY=1\nSTATUS=Serving on {running.url}")
     with contextlib.suppress(OSError):  # nobody reads our stdout any more: serve all the same
         plan.on_up(running, lambda: services.security.sign_in_link(running.url))

@@ -106,6 +106,17 @@ def api(box: InstalledBox) -> str:
     return address
 
 
+def share_and_end(box: InstalledBox) -> None:
+    """Share the box, where this machine has a network, and undo it."""
+    shared = box.run("share", "--yes", "--json", code=None)
+    if shared.code:
+        assert "no address that other devices could use" in shared.err
+        return
+    assert json.loads(shared.out)["secret"]
+    box.run("share", "--off", "--yes")
+    assert box.run("config", "get", "server.host").out.strip() == "127.0.0.1"
+
+
 # ------------------------------------------------------------------ without a daemon
 
 
@@ -123,6 +134,7 @@ def test_every_module_can_be_imported(box: InstalledBox):
 
 def test_settings_keys_and_names(box: InstalledBox, models: Path):
     assert box.run("version").out.startswith("llmbox ")
+    box.run("version", "--check", code=3)  # its index is the stub of the hub, which has no packages
     assert "_LLMBOX_COMPLETE" in box.run("completion", "bash").out
     box.run("config", "set", "limits.stream_timeout", "50")
     assert box.run("config", "get", "limits.stream_timeout").out.strip() == "50"
@@ -276,6 +288,7 @@ def test_the_request_log(box: InstalledBox):
 def test_restart_down_serve_and_uninstall(box: InstalledBox):
     box.run("restart")
     assert [model["name"] for model in box.json("ps")["models"]] == ["builtin"]
+    share_and_end(box)
     box.run("down")
     box.run("db", "migrate")
     with box.running("serve", "builtin", "--tls") as daemon:

@@ -18,6 +18,7 @@ class Panel:
         self.box, self.hub = box, hub
         hub.repos["org/little"] = StubRepo(model_files())
         box.environ["HF_ENDPOINT"] = hub.url
+        box.environ["PIP_INDEX_URL"] = f"{hub.url}/simple"
         hello = [72, 101, 108, 108, 111, 32]
         box.serve(box.model(step_delay=0.02, hold_at=500, vocab_size=480, script=hello * 4))
 

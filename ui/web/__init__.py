@@ -32,7 +32,7 @@ from .pages.requests import (
     requests_page,
 )
 from .pages.settings import review_settings, save_settings, settings_page
-from .pages.system import backup, bundle, checks_piece, purge, system_page
+from .pages.system import backup, bundle, check_update, checks_piece, purge, system_page
 from .render import show_error
 from .static_files import static_file
 
@@ -49,6 +49,7 @@ panel_routes: list[ControllerRouterHandler] = [
             change_download,
             change_limits,
             chat_page,
+            check_update,
             checks_piece,
             discover_page,
             export_csv,

@@ -5,7 +5,7 @@ import select
 import shlex
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ...util import formatting
 from .. import output
 from ..models.models import print_models
 from ..options import parameter
-from .daemon_starter import start_daemon, wait_for_models
+from .daemon_starter import Started, start_daemon, wait_for_models
 
 
 @click.command(cls=Command)
@@ -196,10 +196,18 @@ Row = Mapping[str, Any]
 @pass_program
 def restart(program: Program, *, now: bool, timeout: float) -> None:
     """Stop the daemon and start it as it was: its flags, the models in memory, their pins and aliases."""
+    started = restart_daemon(program, now=now, timeout=timeout)
+    output.say(f"The daemon (pid {started.running.pid}) is up: {started.running.url}/v1")
+
+
+def restart_daemon(program: Program, *, now: bool, timeout: float, without: Collection[str] = ()) -> Started:
+    """Restart the daemon, or start it. Flags of its start that set one of the settings `without` are dropped:
+    the file has them now.
+    """
     before = SavedState()
     running = find_running(program.paths)
     if running is not None:
-        before = SavedState.of(program.client.get("/admin/api/status"))
+        before = SavedState.of(program.client.get("/admin/api/status"), without)
         program.settings(before.flags)  # a mistake in the file must not be found when nothing runs any more
         program.find_models(before.models, before.alias, before.flags)
         stop(program, running, now=now, timeout=None)
@@ -209,7 +217,7 @@ def restart(program: Program, *, now: bool, timeout: float) -> None:
     wait_for_models(program, started, [], timeout)
     for name in before.pinned:
         _pin(program, name)
-    output.say(f"The daemon (pid {started.running.pid}) is up: {started.running.url}/v1")
+    return started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +233,7 @@ class SavedState:
     pinned: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, status: Row) -> "SavedState":
+    def of(cls, status: Row, without: Collection[str] = ()) -> "SavedState":
         begun = status["begun_with"]
         rows = [row for row in status["models"] if row["state"] != "failed"]
         common = {
@@ -239,7 +247,7 @@ class SavedState:
         else:
             models = [str(row["ref"]) for row in first]
         return cls(
-            flags=begun["flags"],
+            flags={name: value for name, value in begun["flags"].items() if name not in without},
             models=models,
             alias=begun["alias"],
             later=[row for row in rows if row not in first],

@@ -74,6 +74,7 @@ def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
         ("last-used times of keys", paths.keys_used_file),
         ("usage of keys", paths.keys_quota_file),
         ("aliases and adopted folders", paths.registry_file),
+        ("settings before llmbox share", paths.share_file),
         ("logs and request log", paths.state_dir),
         ("compiled kernels and repacked weights", paths.cache_dir),
         ("sockets", paths.runtime_dir),

@@ -34,7 +34,12 @@ class HostList:
 
     def _names(self, address: str, port: int | None) -> Iterable[bytes]:
         """Yield the Host values of one address. `port` is None for a unix socket, whose path is no name."""
-        own = {*_ALWAYS, self._machine, *(name for name in self._configured if not _has_port(name))}
+        own = {
+            *_ALWAYS,
+            self._machine,
+            f"{self._machine}.local",
+            *(name for name in self._configured if not _has_port(name)),
+        }
         if port is not None:
             own.add(f"[{address}]" if ":" in address else address)
         bare = own if port in {None, 80} else {name for name in self._configured if not _has_port(name)}

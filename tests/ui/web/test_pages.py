@@ -12,7 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from llmbox.app.diagnostics.updates import Update
 from llmbox.ui.web.pages.model_detail import DIVERGENCE
+from llmbox.ui.web.render import environment
 from support.cli_box import PATIENCE, until
 
 ROOT = Path(__file__).parents[3]
@@ -139,6 +141,7 @@ def test_without_a_sign_in_there_is_only_the_way_in(panel, path):
         "/admin/models/load",
         "/admin/settings/save",
         "/admin/system/purge",
+        "/admin/system/update",
         "/admin/models/pull",
     ],
 )
@@ -288,6 +291,23 @@ def test_a_backup_and_a_bundle_can_be_taken_away(panel, signed_in, tmp_path):
         assert {"findings.json", "settings.json", "daemon.log"} <= set(parts.namelist())
     assert list(panel.box.paths.state_dir.glob(".*-llmbox-*")) == []
     assert signed_in.post("/admin/system/backup").status_code == 403
+
+
+def test_updates_are_asked_for_by_a_button_alone(panel, signed_in):
+    page = signed_in.get("/admin/system").text
+    assert not [each for each in panel.hub.seen if each.path.startswith("/simple")]
+    token = {"csrf_token": csrf(page)}
+    whole = signed_in.post("/admin/system/update", data=token)
+    part = signed_in.post("/admin/system/update", data=token, headers={"HX-Request": "true"})
+    for answer in (whole, part):
+        assert answer.status_code == 200
+        assert "it answers 401" in answer.text  # the stub of the hub stands for an index
+    assert "<html" in whole.text
+    assert "<html" not in part.text
+    update = Update("0.1.0", "9.0", is_newer=True, command="pipx upgrade llmbox", index="http://127.0.0.1")
+    shown = environment().get_template("live/update.html").render(update=update, problem=None)
+    assert "llmbox 9.0 is available" in shown
+    assert "pipx upgrade llmbox" in shown
 
 
 def revoke(client: httpx.Client, token: str, name: str) -> str:

@@ -38,6 +38,7 @@ SECTION_TITLES = {
 TITLES = {
     "server.host": "Listen address",
     "server.port": "Port",
+    "server.mdns": "Announce on the network (mDNS)",
     "server.models": "Models loaded at start",
     "server.allowed_hosts": "Further host names",
     "server.cors_origins": "Web pages that may use the API",

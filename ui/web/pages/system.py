@@ -18,6 +18,7 @@ from llmbox.app.config.paths import Paths
 from llmbox.app.diagnostics.bundle import write_bundle
 from llmbox.app.diagnostics.checks import run_checks
 from llmbox.app.diagnostics.systemd import read_status
+from llmbox.app.diagnostics.updates import check_for_update
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.auth.credentials import identity_of
 from llmbox.app.http.server.request import form_of
@@ -26,7 +27,7 @@ from llmbox.app.logging.setup import LEVEL_NAMES, tail
 from llmbox.app.services import Services
 from llmbox.app.store.database_file import back_up
 
-from ..render import Panel, PanelRequest, done, page, panel_of, render
+from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
 
 BACK = "/admin/system"
 LINES = 60
@@ -36,6 +37,12 @@ PIECE = 1 << 18
 @get("/system", name="panel_system")
 async def system_page(
     request: PanelRequest, level: FromQuery[str] = "info", checks: FromQuery[int] = 0
+) -> Response[str]:
+    return await _system(request, level, checks=bool(checks))
+
+
+async def _system(
+    request: PanelRequest, level: str = "info", *, checks: bool = False, **values: Any
 ) -> Response[str]:
     panel = panel_of(request)
     level = level if level in LEVEL_NAMES else "info"
@@ -56,7 +63,22 @@ async def system_page(
         level=level,
         findings=await _findings(panel) if checks else None,
         brief=False,
+        **{"update": None, "problem": None, **values},
     )
+
+
+@post("/system/update", status_code=200, name="panel_update")
+async def check_update(request: PanelRequest) -> Response[str]:
+    """Ask the package index for a newer version, for this one time."""
+    values: dict[str, Any] = {"update": None, "problem": None}
+    try:
+        values["update"] = await asyncio.to_thread(check_for_update, os.environ)
+    except CliError as error:
+        values["problem"] = error
+    if not is_fragment(request):
+        return await _system(request, **values)
+    html = render("live/update.html", panel_of(request), **values)
+    return Response(html, media_type=MediaType.HTML)
 
 
 @get("/system/checks", name="panel_checks")

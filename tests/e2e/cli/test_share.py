@@ -1,0 +1,164 @@
+"""`llmbox share`: what it prints, what it changes, and that its undo leaves nothing."""
+
+import itertools
+import json
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import segno
+
+from llmbox.app.cli.server import share
+from llmbox.app.cli.server.share import NetworkAddress, certificate_fingerprint, lan_addresses, qr_text
+from llmbox.app.config.loader import read_file
+from llmbox.app.daemon.tls import self_made_certificate
+from llmbox.app.errors import Exit
+from llmbox.app.lifecycle.program import Program
+from llmbox.app.main import run
+from support.cli_box import box  # noqa: F401 - a fixture
+
+HERE = [NetworkAddress("127.0.0.1", "lo")]
+
+
+@pytest.fixture
+def llmbox(box, monkeypatch, capsys):  # noqa: F811
+    """Commands in this process, for which the loopback address stands for the network's."""
+    monkeypatch.setattr(share, "lan_addresses", lambda: HERE)
+
+    def call(*arguments):
+        program = Program(command=box.command()[:3])
+        code = run(["--data-dir", str(box.paths.data_dir), *map(str, arguments)], program)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    for name in ("HF_HOME", "LLMBOX_SERVER_PORT"):  # a daemon inherits the environment of this process
+        monkeypatch.setenv(name, box.environ[name])
+    return call
+
+
+def status_of(url, certificate, key=""):
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    trust = ssl.create_default_context(cafile=certificate)
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), context=trust, timeout=60
+        ) as page:
+            return page.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_daemon_is_shared_and_no_longer(llmbox, box):  # noqa: F811
+    box.paths.data_dir.mkdir(mode=0o700)
+    box.paths.config_file.write_text("# mine\n[server]\nmdns = false\n")
+    assert llmbox("up", box.model(), "--host", "127.0.0.1")[0] == 0
+    first = box.running
+
+    code, out, err = llmbox("share", "--yes", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert box.running.host == "0.0.0.0"
+    assert [model["state"] for model in box.api("models")["models"]] == ["ready"]  # it was in memory before
+    assert told["urls"] == [f"https://127.0.0.1:{box.running.port}/v1"]
+    assert told["sign_in"].startswith(f"https://127.0.0.1:{box.running.port}/admin/signin?token=")
+    assert told["certificate_sha256"] == certificate_fingerprint(Path(told["certificate"]))
+    assert status_of(f"{told['urls'][0]}/models", told["certificate"], told["secret"]) == 200
+    assert status_of(f"{told['urls'][0]}/models", told["certificate"], "sk-llmbox-wrong") == 401
+    assert status_of(told["sign_in"], told["certificate"]) == 200
+    secrets = [told["secret"], told["sign_in"].partition("token=")[2]]
+    kept = [file for file in box.paths.data_dir.rglob("*") if file.is_file()]
+    assert kept
+    for file, secret in itertools.product(kept, secrets):
+        assert secret.encode() not in file.read_bytes(), file
+
+    code, out, _ = llmbox(
+        "share", "--yes", "--no-tls"
+    )  # once more: the key is there, what was before is kept
+    assert code == 0
+    assert "lan, which exists" in out
+    assert f"http://127.0.0.1:{box.running.port}/v1" in out
+    assert "SSL_CERT_FILE" not in out
+    assert "Undo: llmbox --data-dir" in out
+
+    code, _, err = llmbox("share", "--off", "--yes")
+    assert (code, "Revoked: lan" in err) == (0, True)
+    assert (box.running.host, box.running.certificate) == (first.host, "")
+    assert box.paths.config_file.read_text() == "# mine\n[server]\nmdns = false\n"
+    assert box.api("keys")["keys"] == []
+    assert llmbox("share", "--off", "--yes")[0] == Exit.NOT_FOUND
+
+
+def test_a_start_that_fails_leaves_the_settings_as_they_were(llmbox, box, monkeypatch):  # noqa: F811
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        monkeypatch.setenv("LLMBOX_SERVER_PORT", str(taken.getsockname()[1]))
+        code, _, err = llmbox("share", "--yes")
+    assert code == Exit.CONFLICT
+    assert "is in use" in err
+    assert "The settings are as before" in err
+    assert read_file(box.paths.config_file) == {}
+    assert llmbox("share", "--off", "--yes")[0] == 0  # revokes the key that was made
+    assert not box.paths.share_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "code", "told"),
+    [
+        (["--address", "198.51.100.9"], {}, Exit.USAGE, "no address of this machine"),
+        (["--yes"], {"LLMBOX_SERVER_HOST": "127.0.0.1"}, Exit.CONFLICT, "LLMBOX_SERVER_HOST sets it"),
+        (["--yes", "--key", "no good"], {}, Exit.USAGE, "no key can be named"),
+        ([], {}, Exit.USAGE, "confirm with --yes"),
+        (["--off"], {}, Exit.NOT_FOUND, "not shared"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_changes(
+    llmbox,
+    box,  # noqa: F811
+    monkeypatch,
+    arguments,
+    environ,
+    code,
+    told,
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    was, _, err = llmbox("share", *arguments)
+    assert (was, told in err) == (code, True), err
+    assert not box.paths.config_file.exists()
+    assert not box.paths.keys_file.exists()
+
+
+def test_without_a_network_there_is_nothing_to_share(llmbox, monkeypatch):
+    monkeypatch.setattr(share, "lan_addresses", list)
+    assert "connect it to a network" in llmbox("share", "--yes")[2]
+
+
+def test_the_announcement_needs_its_package(llmbox, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    code, _, err = llmbox("share", "--yes", "--mdns")
+    assert (code, "it needs the package zeroconf" in err) == (Exit.FAILED, True)
+
+
+def test_addresses_are_no_loopback():
+    assert not any(each.address.startswith(("127.", "169.254.")) for each in lan_addresses())
+
+
+def test_the_code_that_is_drawn_is_that_of_the_link():
+    link = "https://192.0.2.7:7411/admin/signin?token=" + "Ab-9_" * 8
+    lines = [
+        line.removeprefix("  \x1b[30;107m").removesuffix("\x1b[0m") for line in qr_text(link).split("\n")
+    ]
+    upper, lower = {" ": 0, "▀": 1, "▄": 0, "█": 1}, {" ": 0, "▀": 0, "▄": 1, "█": 1}
+    rows = [[half[block] for block in line] for line in lines for half in (upper, lower)]
+    code = [list(row) for row in segno.make(link, micro=False, error="l").matrix_iter(border=4)]
+    assert rows[: len(code)] == code
+    assert not any(map(any, rows[len(code) :]))
+
+
+def test_a_fingerprint_is_that_of_browsers(tmp_path):
+    certificate, _ = self_made_certificate(tmp_path, ["localhost"])
+    shown = certificate_fingerprint(certificate)
+    assert len(shown.split(":")) == 32
+    assert shown == shown.upper()
