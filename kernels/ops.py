@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .activation import Activation
+from .altup import AltUpOps
 from .op_types import BatchLayout, KVShape, Mixture
 from .recurrent import RecurrentOps
 from .sampling_types import (
@@ -288,6 +289,9 @@ class Ops:
 
     recurrent: RecurrentOps | None = None
     """Operations of recurrent layers; None: models that have some cannot run."""
+
+    altup: AltUpOps | None = None
+    """Operations of Gemma 3n; None: it cannot run."""
 
     rotate_and_write: RotateAndWrite | None = None
     """Fused QK-norm (where norm_nD is given), `rotary` and `write_kv` in one pass, or None:

@@ -16,6 +16,7 @@ from ..model_config.config import ModelConfig
 from ..weights.source import Weights, WeightSource
 from .blocks import DecoderBlock
 from .forward_context import ForwardContext
+from .gemma3n import AltUpStreams
 from .gemma4 import OwnEmbeddings
 from .norm import norm_weight
 
@@ -90,6 +91,7 @@ class Decoder:
         if config.per_layer_width:
             assert self.embedding is not None
             self.own = OwnEmbeddings(config, weights, ops, self.embedding.part)
+        self.altup = None if config.altup is None else AltUpStreams(config, weights, ops)
         self.layers = [
             make_layer(i, weights.at(f"model.layers.{i}")) for i in layout.layers(config.num_layers)
         ]
@@ -155,6 +157,8 @@ class Decoder:
         x_TE, residual_TE = self._begin(forward)
         if self.own is not None:
             forward = replace(forward, own_TLP=self._own_embeddings(forward.ids_T, residual_TE))
+        if self.altup is not None:
+            x_TE = self.altup.expand(residual_TE)
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
             x_TE = layer(x_TE, residual_TE, forward)
             if type(after) is type(layer):
@@ -163,6 +167,8 @@ class Decoder:
                 x_TE = after.resume(layer.complete(x_TE), residual_TE)
         last = self.layers[-1]
         x_TE = last.complete(last(x_TE, residual_TE, forward))
+        if self.altup is not None:
+            return self.altup.contract(x_TE)
         if not self.is_last:
             self.ops.host_callback(self.rank.communicator.send, (x_TE, residual_TE))
         return x_TE, residual_TE

@@ -24,6 +24,7 @@ from .blocks import (
 )
 from .decoder import Decoder
 from .encoder import BidirectionalAttention, Encoder
+from .gemma3n import AltUpBlock
 from .gemma4 import Gemma4Block, NormedValueAttention
 from .latent_attention import LatentAttention
 from .mlp import GatedMLP, SparseMoE
@@ -59,6 +60,9 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
         if config.block == "scaled_sandwich":
             assert isinstance(mixer, Attention)
             return Gemma4Block(config, number, weights, ops, mixer)
+        if config.block == "altup":
+            assert isinstance(mixer, Attention)
+            return AltUpBlock(config, number, weights, ops, mixer)
         if config.block == "single":
             mlp = None if mixer else _make_mlp(config, number, weights, ops)
             return SingleNormBlock(config, weights, ops, mixer, mlp)

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from .config import ModelConfig
 
 BlockKind = Literal[
-    "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "scaled_sandwich"
+    "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "scaled_sandwich", "altup"
 ]
 """Position of a layer's norms: before attention and MLP, after them, both, one LayerNorm before attention and
 MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both. The
-last is Gemma 4's: norms as in "sandwich", then the embedding of the layer, and a scalar."""
+last two are those of Gemma 4 and 3n: norms as in "sandwich", then the embedding of the layer, and a scalar or
+streams (`AltUpConfig`)."""
 QKNorm = Literal["heads", "width", "no_weight"]
 """QK-norm: RMS norm of queries and keys per head, over all heads of a row together, or per head without a
 weight and in layers with RoPE alone."""
@@ -37,6 +38,22 @@ ModelError."""
 
 def equal_layers(_fields: Fields, _layers: int) -> tuple[LayerSizes, ...]:
     return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpConfig:
+    """Streams of a row (AltUp) and the augmented residual (LAuReL) of Gemma 3n."""
+
+    streams: int
+    active: int
+    """Stream that passes through attention and MLP."""
+    laurel_rank: int
+    scales_output: bool = True
+    """True if the active stream is scaled before the layer's own embedding is added."""
+
+
+def no_altup(_fields: Fields) -> None:
+    return None
 
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
@@ -184,6 +201,7 @@ class Architecture:
     """Rule that returns the width of the embeddings that each layer has, and the tokens that these know."""
     norms_values: bool = False
     """True if values are normed too, without a weight."""
+    altup: Callable[[Fields], AltUpConfig | None] = no_altup
     extra_params: Callable[[Fields], tuple[int, int]] = no_extras
     """Rule that returns `ModelConfig.extra_params`."""
     refuse: Callable[[Fields], None] = nothing

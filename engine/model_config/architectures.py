@@ -12,6 +12,7 @@ from .architecture import Architecture
 from .encoders.encoder import ENCODERS, encoder_name
 from .encoders.pooling import with_head
 from .families.gemma import GEMMA_MODELS
+from .families.gemma3n import GEMMA3N_MODELS
 from .families.gemma4 import GEMMA4_MODELS
 from .families.hybrids import HYBRIDS
 from .families.llama4 import LLAMA4_AND_PHIMOE
@@ -325,13 +326,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     **HYBRIDS,
     **GEMMA_MODELS,
     **ENCODERS,
+    **GEMMA3N_MODELS,
     **GEMMA4_MODELS,
     **LLAMA4_AND_PHIMOE,
 }
 """Architectures by the class name in `architectures` of config.json."""
 MISSING: dict[str, str] = {
     "DeepseekV32ForCausalLM": "attention to the tokens that an indexer selects",
-    "Gemma3nForCausalLM": "AltUp, embeddings for each layer, and layers that share keys and values",
 }
 """Missing parts of known architectures, by the class name of their language model."""
 

@@ -15,7 +15,7 @@ from ..checkpoint.index import list_tensors
 from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
 from ..errors import ModelError
-from .architecture import Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
+from .architecture import AltUpConfig, Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
 from .architectures import architecture_of
 from .encoders.pooling import has_head, read_vectors
 from .families.gemma4 import count_linear_params, count_parameters, list_inputs
@@ -114,6 +114,7 @@ class ModelConfig:
     """Tokens that these embeddings have rows for."""
     norms_values: bool = False
     """True if values are normed too, without a weight."""
+    altup: AltUpConfig | None = None
     extra_params: tuple[int, int] = (0, 0)
     """Parameters of each layer, and of the whole model, beside those that most architectures have."""
 
@@ -164,10 +165,9 @@ class ModelConfig:
 
     def layers_with(self, layers: range, *, state: bool) -> int:
         """Return how many of these layers have recurrent state, or else KV of their own."""
-        if self.recurrent is None:
-            return 0 if state else sum(self.sizes_of(layer).kv_source == layer for layer in layers)
-        kinds = self.recurrent.layers if state else self.recurrent.attention
-        return sum(kinds[layer] for layer in layers)
+        if self.recurrent is not None:
+            return sum((self.recurrent.layers if state else self.recurrent.attention)[i] for i in layers)
+        return 0 if state else sum(self.sizes_of(layer).kv_source == layer for layer in layers)
 
     @property
     def mlp_layers(self) -> int:
@@ -216,14 +216,13 @@ class ModelConfig:
         matrices = 2 if self.activation in UNGATED else 3
         mlp = matrices * hidden * ffn + ((matrices - 1) * ffn + hidden) * self.mlp_bias
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        sparse = 0 if self.experts is None else self.experts.num_layers
-        experts = 0 if self.experts is None else sparse * self.experts.parameters(hidden)
-        layers = self.num_layers * layer + mixers + self.mlp_layers * mlp + experts
-        return tables + layers + hidden + self.extra_params[1]
+        experts = 0 if (moe := self.experts) is None else moe.num_layers * moe.parameters(hidden)
+        layers = self.num_layers * layer + mixers + self.mlp_layers * mlp
+        return tables + layers + experts + hidden + self.extra_params[1]
 
     @property
     def per_layer_row(self) -> int:
-        """Numbers that a token reads from the embeddings of all layers."""
+        """Numbers that a token reads from these embeddings."""
         return self.num_layers * self.per_layer_width
 
     def shape(self, context: int | None = None) -> ModelShape:
@@ -353,6 +352,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         per_layer_width=(per_layer := kind.per_layer(fields))[0],
         per_layer_vocab=per_layer[1],
         norms_values=kind.norms_values,
+        altup=kind.altup(fields),
         extra_params=kind.extra_params(fields),
     )
 

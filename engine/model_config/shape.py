@@ -109,6 +109,8 @@ class LayerSizes:
     """Layer whose keys and values it reads: its own number, or that of an earlier layer."""
     has_values: bool = True
     """False if values are the keys before their norm and RoPE."""
+    sparsity: float = 0.0
+    """Share of the gates of its MLP that are set to 0; 0: none is."""
 
 
 def sliding_shape(

@@ -10,6 +10,7 @@ from ..activation import UNGATED, Activation
 from ..op_types import Mixture
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
+from .altup import CPUAltUp
 from .command_buffer import CommandGraph, CommandRecorder, ragged_step
 from .ffi import NativeRouting, Step
 from .kv_cache import CPUAttentionMetadata, CPUKVCache
@@ -72,6 +73,7 @@ class CPUBackend:
             packing=packer,
             row_invariant=True,
             recurrent=CPURecurrent(self.library, self.recorder).ops(),
+            altup=CPUAltUp(self.library, self.recorder).ops(),
             rotate_and_write=self.rotate_and_write,
             best_of=self.drawing.best_of,
             draw=self.drawing.draw,

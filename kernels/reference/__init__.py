@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..altup import ALTUP
 from ..ops import Ops
 from .attention import attention, build_attention_metadata, write_kv
 from .elementwise import (
@@ -53,4 +54,5 @@ REFERENCE = Ops(
     graph=lambda body: body,
     kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
     recurrent=RECURRENT,
+    altup=ALTUP,
 )

@@ -85,6 +85,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 320,
         "tie_word_embeddings": True,
     },
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 19,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 320,
+        "laurel_rank": 24,
+        "altup_num_inputs": 3,
+        "altup_active_idx": 1,
+        "intermediate_size": [96, 128, 96, 96, 64, 96],
+        "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.95, 0.0],
+        "tie_word_embeddings": True,
+    },
     "gemma4_unified_text": GEMMA4
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": True},
     "llama4_text": {
@@ -329,6 +343,10 @@ def spell_as_before(directory: Path) -> None:
 
 
 def spell_rope_as_before(raw: dict[str, Any], rope: dict[str, Any]) -> None:
+    if "sliding_attention" in rope:  # Gemma 3n
+        raw["rope_theta"] = rope["full_attention"]["rope_theta"]
+        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        return
     raw["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")

@@ -6,6 +6,7 @@
 // What takes long to compile has a file of its own in the folders, so that compilers share the work.
 #include "dtypes.h"
 #include "elementwise.h"
+#include "altup.h"
 #include "attention/attention_op.h"
 #include "attention/qk_norm_rope_kv_write.h"
 #include "linear/embedding.h"
@@ -118,6 +119,53 @@ Op* llmbox_scale_op(int dtype, void* x, int64_t x_stride, int width, float facto
 
 Op* llmbox_softcap_op(float* x, int64_t x_stride, int width, float cap) {
     return new SoftcapOp(x, x_stride, width, cap);
+}
+
+// ---------------------------------------------------------------- streams of Gemma 3n; rows are contiguous
+
+Op* llmbox_predict_streams_op(int dtype, const void* x, const float* routed, const float* coefs, int streams, int width,
+                              void* out) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new PredictStreamsOp<T>(static_cast<const T*>(x), routed, coefs, streams, width, static_cast<T*>(out));
+    });
+}
+
+Op* llmbox_correct_streams_op(int dtype, const void* predicted, const void* x, const float* routed, const float* coefs,
+                              int streams, int active, int width, void* out) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new CorrectStreamsOp<T>(static_cast<const T*>(predicted), static_cast<const T*>(x), routed, coefs, streams,
+                                       active, width, static_cast<T*>(out));
+    });
+}
+
+Op* llmbox_add_to_streams_op(int dtype, void* x, const void* added, int streams, int width) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new AddToStreamsOp<T>(static_cast<T*>(x), static_cast<const T*>(added), streams, width);
+    });
+}
+
+Op* llmbox_match_size_op(int dtype, void* x, const void* like, int64_t like_stride, int parts, int width, float eps) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new MatchSizeOp<T>(static_cast<T*>(x), static_cast<const T*>(like), like_stride, parts, width, eps);
+    });
+}
+
+Op* llmbox_gate_sums_op(int dtype, const void* gate, int64_t stride, int width, float* out) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new GateSumsOp<T>(static_cast<const T*>(gate), stride, width, out);
+    });
+}
+
+Op* llmbox_cut_gates_op(int dtype, void* gate, int64_t stride, int width, const float* sums, int count, float factor) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new CutGatesOp<T>(static_cast<T*>(gate), stride, width, sums, count, factor);
+    });
 }
 
 Op* llmbox_write_kv_op(int dtype, int kv_dtype, const KVCache* cache, int layer, const void* k, int64_t k_stride,

@@ -286,6 +286,24 @@ void check_recurrent(int dtype, int heads, int group, int keys, int values) {
     must_be_finite(out, "mul add");
 }
 
+void check_streams(int dtype, int rows, int streams, int width) {
+    Step step{};
+    step.rows = rows;
+    Buffer x(dtype, size_t(rows) * streams * width), row(dtype, size_t(rows) * width), out(dtype, x.count);
+    Buffer routed(FLOAT32, size_t(rows) * streams), coefs(FLOAT32, streams * streams * streams), sums(FLOAT32, 2 * rows);
+    auto *by = static_cast<float*>(coefs.data()), *from = static_cast<float*>(routed.data());
+    out.poison();
+    run(llmbox_predict_streams_op(dtype, x.data(), from, by, streams, width, out.data()), step);
+    must_be_finite(out, "predicted streams");
+    run(llmbox_correct_streams_op(dtype, x.data(), row.data(), from, by, streams, streams - 1, width, out.data()), step);
+    run(llmbox_add_to_streams_op(dtype, out.data(), row.data(), streams, width), step);
+    run(llmbox_match_size_op(dtype, out.data(), row.data(), width, streams, width, 1e-5f), step);
+    must_be_finite(out, "corrected streams");
+    run(llmbox_gate_sums_op(dtype, row.data(), width, width, static_cast<float*>(sums.data())), step);
+    run(llmbox_cut_gates_op(dtype, row.data(), width, width, static_cast<float*>(sums.data()), width, 1.5f), step);
+    must_be_finite(row, "cut gates"), must_be_finite(sums, "sums of gates");
+}
+
 // Numbers between rows stay as they are.
 void check_softcap(int rows, int width) {
     const int stride = width + 3;
@@ -438,6 +456,7 @@ int main() {
         check_recurrent(dtype, 1, 1, 1, 1);
         check_recurrent(dtype, 4, 2, 7, 20);
         check_recurrent(dtype, 2, 1, 33, 130);
+        for (int width : {1, 77, 600}) check_streams(dtype, 3, 4, width);
         for (int kv_dtype : {FLOAT32, BFLOAT16, INT8_SCALED}) {
             check_attention(dtype, kv_dtype, 16, 4, 2, 32, 0);
             check_attention(dtype, kv_dtype, 16, 2, 1, 64, 20);
