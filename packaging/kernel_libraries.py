@@ -1,7 +1,8 @@
 """Compiles the CPU kernels for a wheel: one library for each instruction set (kernels/cpu/isa.py).
 
 LLMBOX_WHEEL_KERNELS says which: all (the default), none, or names such as "avx2 portable". What cannot be
-compiled is left out, and then compiled at the first start where a compiler is.
+compiled is left out, and then compiled at the first start where a compiler is. LLMBOX_WHEEL_MACHINE names
+another machine, such as aarch64, whose compiler CXX names.
 """
 
 import importlib
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 KERNELS = Path(__file__).parent.parent / "kernels" / "cpu"
-CHOICE = "LLMBOX_WHEEL_KERNELS"
+CHOICE, MACHINE = "LLMBOX_WHEEL_KERNELS", "LLMBOX_WHEEL_MACHINE"
 LINK = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic", "-Wl,--strip-all")
 """The library then needs the C library alone, and shows nothing of the others to torch's."""
 WITHOUT = """\
@@ -53,7 +54,8 @@ def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
 
 def wanted_levels() -> list[Any]:
     choice = os.environ.get(CHOICE, "all").split()
-    levels = [level for level in module("isa").LEVELS if level.machine in {None, platform.machine()}]
+    machine = os.environ.get(MACHINE) or platform.machine()
+    levels = [level for level in module("isa").LEVELS if level.machine in {None, machine}]
     if choice == ["none"] or sys.platform != "linux":
         return []
     names = [level.name for level in levels]
@@ -66,7 +68,7 @@ def wanted_levels() -> list[Any]:
 
 def wheel_tag(libraries: list[Path]) -> str:
     """Any Python 3 on this kind of machine, with a C library at least as new as these ask for."""
-    machine = sysconfig.get_platform().partition("-")[2].replace("-", "_")
+    machine = os.environ.get(MACHINE) or sysconfig.get_platform().partition("-")[2].replace("-", "_")
     asked = [int(minor) for path in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())]
     system = f"manylinux_2_{max(asked)}" if asked else "linux"
     return f"py3-none-{system}_{machine}"

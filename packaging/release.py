@@ -1,8 +1,10 @@
-"""Build a release into a folder: sdist, wheel, .deb, .rpm, man pages, a bill of materials and SHA256SUMS.
+"""Build a release into a folder: sdist, wheels, .deb, .rpm, man pages, a bill of materials and SHA256SUMS.
 
 The .deb and the .rpm hold a virtual environment under /opt/llmbox with every dependency, on the system's own
 Python of the same minor version: installing one needs no network. Which build of torch goes in is pip's
 choice; set PIP_INDEX_URL or PIP_EXTRA_INDEX_URL for one without CUDA.
+
+The wheels are one for this machine and one for each of `CROSS_COMPILERS` that is installed.
 
 By hand: `make release`, or `python packaging/release.py --out dist`.
 """
@@ -10,6 +12,7 @@ By hand: `make release`, or `python packaging/release.py --out dist`.
 import argparse
 import gzip
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -41,6 +44,8 @@ COMPLETIONS = {
 }
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of nfpm for `platform.machine()`."""
+CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}
+"""Compilers of the kernels in wheels for other machines."""
 
 
 def build_release(out: Path, python: Path, extra: Iterable[str] = ()) -> list[Path]:
@@ -51,7 +56,10 @@ def build_release(out: Path, python: Path, extra: Iterable[str] = ()) -> list[Pa
     """
     out.mkdir(parents=True, exist_ok=True)
     _run(sys.executable, "-m", "build", "--outdir", out, ROOT)
-    wheel = next(out.glob(f"llmbox-{__version__}-*.whl"))
+    others = tuple(f"_{machine}" for machine in CROSS_COMPILERS if machine != platform.machine())
+    wheel = next(path for path in out.glob(f"llmbox-{__version__}-*.whl") if not path.stem.endswith(others))
+    for machine in others:
+        print(build_cross_wheel(machine.removeprefix("_"), out))
     with tempfile.TemporaryDirectory(prefix="llmbox-release-") as folder:
         stage = Path(folder)
         make_environment(stage, wheel, python, extra)
@@ -61,6 +69,26 @@ def build_release(out: Path, python: Path, extra: Iterable[str] = ()) -> list[Pa
             make_package(kind, stage, python_version(python), out)
         make_bill_of_materials(stage, out / f"llmbox-{__version__}.cdx.json")
     return [*_files(out), write_checksums(out)]
+
+
+def build_cross_wheel(machine: str, out: Path) -> str:
+    """Build the wheel with kernels for another machine into `out`, if its compiler is installed.
+
+    Returns a line for the user.
+    """
+    compiler = CROSS_COMPILERS[machine]
+    if shutil.which(compiler) is None:
+        package = f"g++-{compiler.removesuffix('-g++')}"
+        return f"no wheel for {machine}: {compiler} is missing; install it with: apt install {package}"
+    before = set(out.glob("*.whl"))
+    environ = {**os.environ, "CXX": compiler, "LLMBOX_WHEEL_MACHINE": machine}
+    command = (sys.executable, "-m", "build", "--wheel", "--outdir", str(out), str(ROOT))
+    if code := subprocess.run(command, check=False, stdout=subprocess.PIPE, env=environ).returncode:
+        sys.exit(f"the wheel for {machine} ended with {code}")
+    made = (
+        ", ".join(path.name for path in sorted(set(out.glob("*.whl")) - before)) or "the one that was there"
+    )
+    return f"a wheel for {machine}: {made}"
 
 
 def make_environment(stage: Path, wheel: Path, python: Path, extra: Iterable[str] = ()) -> None:

@@ -14,7 +14,7 @@ class Level:
     machine: str | None
     """Value of `platform.machine()`; None: any."""
     needs: frozenset[str]
-    """Required flags in /proc/cpuinfo."""
+    """Required flags in /proc/cpuinfo; on Arm those are the names of HWCAP's bits."""
     flags: tuple[str, ...]
     """Compiler flags."""
     flops: float
@@ -27,6 +27,8 @@ _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _WIDE = "-mprefer-vector-width=512"
 
+_ARM_DOT = frozenset({"asimddp", "atomics", "asimdrdm", "crc32"})
+
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE)
 
 LEVELS = (
@@ -34,6 +36,8 @@ LEVELS = (
     Level("avx512-bf16", "x86_64", _BF16, _BF16_FLAGS, 120e9),
     Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", _WIDE), 60e9),
     Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",), 30e9),
+    Level("i8mm", "aarch64", _ARM_DOT | {"i8mm"}, ("-march=armv8.2-a+dotprod+i8mm",), 8e9),
+    Level("dotprod", "aarch64", _ARM_DOT, ("-march=armv8.2-a+dotprod",), 8e9),
     Level("portable", None, frozenset(), (), 8e9),
 )
 
@@ -50,7 +54,7 @@ def cpu_flags() -> frozenset[str]:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
-            if key.strip() == "flags":
+            if key.strip() in {"flags", "Features"}:
                 return frozenset(value.split())
     except OSError:
         pass

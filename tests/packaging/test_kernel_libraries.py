@@ -1,6 +1,8 @@
 """Which libraries a wheel carries, what it is called for that, and what is told of those it lacks."""
 
 import importlib.util
+import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +58,21 @@ def test_what_the_compiler_does_not_know_is_left_out_and_told(libraries, tmp_pat
     assert len(problems) == 1
     assert "no CPU kernels for avx2" in problems[0]
     assert "no such thing" in problems[0]
+
+
+@pytest.mark.process
+def test_a_cross_compiler_makes_the_levels_of_another_machine(libraries, tmp_path, monkeypatch):
+    compiler = "aarch64-linux-gnu-g++"
+    if shutil.which(compiler) is None:
+        pytest.skip("needs a cross compiler: apt install g++-aarch64-linux-gnu")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv(libraries.MACHINE, "aarch64")
+    made, problems = libraries.build_libraries(tmp_path)
+    assert problems == []
+    assert levels(made) == ["i8mm", "dotprod", "portable"]
+    machines = {path.read_bytes()[18:20] for path in made}  # e_machine of the ELF header
+    assert machines == {b"\xb7\x00"}
+    assert re.fullmatch(r"py3-none-manylinux_2_\d+_aarch64", libraries.wheel_tag(made))
 
 
 def test_without_a_compiler_there_are_none_and_that_is_told(libraries, tmp_path, monkeypatch):

@@ -101,6 +101,15 @@ def test_an_rpm_is_for_the_python_it_was_made_with(release, stage, tmp_path):
     assert b"python(abi)" in package.read_bytes()
 
 
+def test_without_a_cross_compiler_the_release_says_how_to_get_one(release, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    line = release.build_cross_wheel("aarch64", tmp_path)
+    assert line == (
+        "no wheel for aarch64: aarch64-linux-gnu-g++ is missing; "
+        "install it with: apt install g++-aarch64-linux-gnu"
+    )
+
+
 def test_checksums_hold(release, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"llmbox-{__version__}-{name}").write_text(name)

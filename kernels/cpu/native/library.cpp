@@ -17,7 +17,7 @@ using namespace llmbox;
 extern "C" {
 
 // Whether the system lets this process use the instructions of this level.
-int llmbox_usable() { return may_use_tiles(); }
+int llmbox_usable() { return may_use_tiles() && has_byte_products(); }
 
 // `cores[i]` is where worker i + 1 lives; `workers` = threads - 1.
 void llmbox_threads(int workers, const int* cores) { pool().resize({cores, cores + workers}); }

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,15 +106,38 @@ def test_words_of_the_command_stand_for_themselves():
     assert quote_argument("/plain") == "/plain"
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_finds_the_unit_hardened(tmp_path: Path):
-    file = tmp_path / "llmbox.service"
-    file.write_text(unit_text(SPEC))
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze: apt install systemd"
+)
+
+
+def analyze(*words: object, **environ: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=20", str(file)],
+        ["systemd-analyze", "--no-pager", *map(str, words)],
+        env={**os.environ, **environ},
         capture_output=True,
         text=True,
         check=False,
+        timeout=60,
     )
-    assert done.returncode == 0, done.stdout[-300:] + done.stderr
     assert not re.search(r"(?i)unknown|failed to parse|ignoring", done.stderr), done.stderr
+    return done
+
+
+@needs_systemd
+@pytest.mark.parametrize("system", [True, False], ids=["system", "user"])
+def test_systemd_takes_the_unit(tmp_path: Path, system: bool):
+    file = tmp_path / "llmbox.service"
+    file.write_text(unit_text(replace(SPEC, system=system, command=[sys.executable, "-m", "llmbox"])))
+    scope = "--system" if system else "--user"
+    done = analyze("verify", scope, "--man=no", file, XDG_RUNTIME_DIR=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_systemd
+@pytest.mark.parametrize(("system", "most"), [(True, 2.0), (False, 6.3)], ids=["system", "user"])
+def test_systemd_finds_the_unit_hardened(tmp_path: Path, system: bool, most: float):
+    file = tmp_path / "llmbox.service"
+    file.write_text(unit_text(replace(SPEC, system=system)))
+    done = analyze("security", "--offline=true", f"--threshold={round(10 * most)}", file)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr

@@ -1,4 +1,5 @@
-// Every operation on odd shapes, with buffers that end where their data ends: run under ASan and UBSan.
+// Every operation on odd shapes, with buffers that end where their data ends: run under ASan and UBSan. With the
+// argument `digests`, what each left is hashed and printed, so that two machines or instruction sets can be compared.
 #include "checked_amx.h"
 #include "library.cpp"
 #include "attention/attention_bf16.cpp"
@@ -19,11 +20,26 @@ namespace {
 
 std::mt19937 randomness(1);
 
+// Normal to the eye, and the same with every C library.
+float normal() {
+    float sum = -6;
+    for (int i = 0; i < 12; i++) sum += static_cast<float>(randomness() >> 8) * 0x1p-24f;
+    return sum;
+}
+
+bool prints_digests = false;
+
+void print_digest(const char* what, const void* data, size_t bytes) {
+    if (!prints_digests) return;
+    uint64_t digest = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < bytes; i++) digest = (digest ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
+    printf("%s %016lx\n", what, static_cast<unsigned long>(digest));
+}
+
 // `count` random numbers of a dtype; the bytes are on the heap, exactly.
 struct Buffer {
     Buffer(int dtype, size_t count) : dtype(dtype), count(count), bytes(count * (dtype == BFLOAT16 ? 2 : 4)) {
-        std::normal_distribution<float> normal;
-        for (size_t i = 0; i < count; i++) set(i, normal(randomness));
+        for (size_t i = 0; i < count; i++) set(i, normal());
     }
     void set(size_t i, float x) {
         if (dtype == BFLOAT16) reinterpret_cast<bf16*>(bytes.data())[i] = to_bf16(x);
@@ -53,6 +69,7 @@ void must_be_finite(const Buffer& buffer, const char* what) {
             printf("%s: element %zu of %zu is not finite\n", what, i, buffer.count);
             exit(1);
         }
+    print_digest(what, buffer.bytes.data(), buffer.bytes.size());
 }
 
 // Rows of x and of the result lie apart, and the last one ends where the buffer does.
@@ -135,6 +152,7 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
     std::vector<uint8_t> steps_of(scales.size() * STEPS);
     uint8_t* steps = has_offsets ? steps_of.data() : nullptr;
     llmbox_quantize(dtype, inputs, outputs, bits, group, weight.data(), codes.data(), scales.data(), steps);
+    print_digest("codes", codes.data(), codes.size()), print_digest("scales", scales.data(), 2 * scales.size());
     Buffer again(dtype, size_t(rows) * outputs);
     for (QuantLinear* same :
          {llmbox_quant_from(inputs, outputs, bits, group, grid, codes.data(), scales.data(), steps, nullptr, biases),
@@ -144,6 +162,30 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
         if (again.bytes != out.bytes) exit(1);
         llmbox_linear_free(same);
     }
+    llmbox_linear_free(linear);
+}
+
+// Groups as published: a zero for each, or floats of four bits.
+void check_stored(int dtype, Grid4 grid, int rows, int inputs, int outputs) {
+    const int groups = ceil_div(inputs, 32);
+    std::vector<int8_t> codes(size_t(inputs) * outputs);
+    std::vector<uint16_t> scales(size_t(outputs) * groups, to_scale(0.01f));
+    std::vector<uint8_t> zeros(scales.size());
+    for (size_t i = 0; i < zeros.size(); i++) zeros[i] = randomness() % 16;
+    for (size_t i = 0; i < codes.size(); i++) {
+        const int n = randomness() % 16, zero = zeros[i / inputs * groups + i % inputs / 32];
+        codes[i] = static_cast<int8_t>(grid == Grid4::E2M1 ? E2M1_VALUES[n] : grid == Grid4::ZEROS ? n - zero : n - 8);
+    }
+    Buffer x(dtype, size_t(rows) * inputs), out(dtype, size_t(rows) * outputs);
+    out.poison();
+    const auto* none = static_cast<const uint8_t*>(nullptr);
+    QuantLinear* linear =
+        llmbox_quant_from(inputs, outputs, 4, 32, static_cast<int>(grid), codes.data(), scales.data(),
+                          grid == Grid4::ZEROS ? zeros.data() : none, nullptr, nullptr);
+    Step step{};
+    step.rows = rows;
+    run(llmbox_quant_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
+    must_be_finite(out, "linear of stored groups");
     llmbox_linear_free(linear);
 }
 
@@ -352,6 +394,7 @@ void check_draw(int rows, int width, float deviation) {
                     run(llmbox_draw_op(logits, width, width, how.data(), drawn.data()), step);
                     for (const auto& one : drawn)
                         if (!(one.id >= 0 && one.id < width && std::isfinite(one.raw_best)) || x.bytes != before) exit(1);
+                    for (const auto& one : drawn) print_digest("draw", &one.id, sizeof one.id);
                 }
     for (int count : {0, 1, width}) {
         std::vector<int64_t> places(rows), chosen(rows, width - 1), leaders(size_t(rows) * count, -1);
@@ -425,7 +468,8 @@ void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, i
 
 }  // namespace
 
-int main() {
+int main(int count, char**) {
+    prints_digests = count > 1;
     if (!llmbox_usable()) return puts("the system keeps these instructions from us"), 1;
     const int cores[] = {0, 1};
     llmbox_threads(2, cores);
@@ -439,6 +483,8 @@ int main() {
             check_quant(dtype, format, 33, 256, 7);
             check_quant(dtype, format, 207, 130, 66);
         }
+        for (const Grid4 grid : {Grid4::PLAIN, Grid4::ZEROS, Grid4::E2M1})
+            for (const int rows : {1, 2, 3, 4, 11}) check_stored(dtype, grid, rows, 130, 70);
         for (const auto& [bits, grid] : {std::pair{5, Grid4::CENTERED}, {4, Grid4::TABLE}, {4, Grid4::MINIMUMS}, {5, Grid4::MINIMUMS}})
             check_blocks(dtype, bits, grid, 3, 288, 66), check_blocks(dtype, bits, grid, 1, 32, 1);
         for (const auto& [bits, grid] : {std::pair{4, Grid4::K_MINIMUMS}, {5, Grid4::K_MINIMUMS}, {2, Grid4::K_PAIRS},

@@ -226,6 +226,28 @@ def test_levels_follow_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [level.name for level in usable_levels()] == ["portable"]
 
 
+@pytest.mark.parametrize(
+    ("features", "levels"),
+    [
+        ("fp asimd evtstrm aes crc32 cpuid", ["portable"]),
+        ("fp asimd crc32 atomics asimdrdm asimddp", ["dotprod", "portable"]),
+        ("fp asimd crc32 atomics asimdrdm asimddp i8mm bf16", ["i8mm", "dotprod", "portable"]),
+    ],
+)
+def test_levels_of_arm_follow_hwcap(
+    features: str, levels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: {features}\n")
+    monkeypatch.setattr("llmbox.kernels.cpu.isa.Path", lambda _path: cpuinfo)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    cpu_flags.cache_clear()
+    try:
+        assert [level.name for level in usable_levels()] == levels
+    finally:
+        cpu_flags.cache_clear()
+
+
 def test_the_best_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
     assert select_ops(CPU, torch.float32).name == f"cpu {usable_levels()[0].name} (compiled here)"

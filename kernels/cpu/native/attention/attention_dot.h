@@ -2,7 +2,7 @@
 //
 // float32 and bf16 meet rows of their own type. int8 codes meet rows of 16-bit integers, 127 * 128 / max|x|
 // times x, so that a product is an exact int32 whatever the instruction set, and nothing but the stored key or
-// value itself is quantized to eight bits. With VNNI a row is two rows of bytes, x = 128 * high + low.
+// value itself is quantized to eight bits. Where an instruction multiplies four bytes a row is two rows of them, x = 128 * high + low.
 #pragma once
 
 #include "attention/kv_cache.h"
@@ -56,9 +56,11 @@ template <> struct AttentionWords<INT8> {
     static constexpr int PARTS = 2;
     static constexpr float LARGEST = 127 * 128;
 
-    static INLINE Columns columns(const void* from) { return load_as<Words>(from); }
+    static INLINE Columns columns(const void* from) {
+        return Bytes::FLIP ? load_as<Words>(from) : load_as<Words>(from) ^ splat(0x80808080u);
+    }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if LLMBOX_BYTE_DOT
     static constexpr int ROWS = 3;
     struct Sum {
         Ints high, low;
@@ -107,7 +109,7 @@ template <> struct AttentionWords<INT8> {
             total += codes;
             put(codes, padded / 4, to + i / 4);
         }
-        return {finite ? most / LARGEST : NAN, 128 * sum(total)};
+        return {finite ? most / LARGEST : NAN, static_cast<int32_t>(Bytes::FLIP) * sum(total)};
     }
 };
 

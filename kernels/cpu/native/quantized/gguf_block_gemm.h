@@ -33,7 +33,7 @@ using SmallBytes = Bytes;
 
 // Bytes of IQ4_VALUES plus TABLE_ZERO.
 INLINE Words table_bytes(Words n) {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
     alignas(16) static constexpr auto table = [] {
         struct {
             uint8_t of[16];
@@ -41,11 +41,12 @@ INLINE Words table_bytes(Words n) {
         for (int i = 0; i < 16; i++) all.of[i] = static_cast<uint8_t>(IQ4_VALUES[i] + TABLE_ZERO);
         return all;
     }();
-    const __m128i values = load_as<__m128i>(table.of);
 #if defined(__AVX512BW__)
-    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)n);
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_as<__m128i>(table.of)), (__m512i)n);
+#elif defined(__AVX2__)
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_as<__m128i>(table.of)), (__m256i)n);
 #else
-    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)n);
+    return (Words)vqtbl1q_u8(vld1q_u8(table.of), (uint8x16_t)n);
 #endif
 #else
     uint8_t bytes[sizeof(Words)];
@@ -205,25 +206,24 @@ template <class Dot, int SPAN, bool MINIMUMS, int ROWS>
 INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const QuantRows& x, int row, float* tile,
                           Prefetch next) {
     constexpr int VECTORS = COLUMN_VECTORS, SPANS = BLOCK_GROUP / SPAN;
+    using Sums = ByteSums<Dot, ROWS, VECTORS>;
     for (int g = 0; g < groups; g++) {
         for (size_t offset = 0; offset < next.step; offset += 64) prefetch_stream(next.at + offset);
         next.at += next.step;
         size_t cells[ROWS];
         UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, first + g);
+        const int8_t* values[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) values[r] = x.values + cells[r] * BLOCK_GROUP;
         for (int column = 0; column < PANEL; column += VECTORS * LANES) {
             const uint8_t* from = wide.codes + g * WideBlocks::GROUP_BYTES + 4 * column;
             UNROLL for (int s = 0; s < SPANS; s++) {
-                Ints sums[ROWS][VECTORS];
-                UNROLL for (int r = 0; r < ROWS; r++)
-                    UNROLL for (int v = 0; v < VECTORS; v++)
-                        sums[r][v] = MINIMUMS ? Ints{} : (Ints)splat(static_cast<uint32_t>(x.corrections[2 * cells[r] + s]));
-                UNROLL for (int k = s * SPAN; k < (s + 1) * SPAN; k += 4, from += PANEL_STRIDE) {
-                    Words weights[VECTORS];
-                    UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = load_as<Words>(from + v * LANES * 4);
-                    UNROLL for (int r = 0; r < ROWS; r++) {
-                        const auto word = Dot::row(load_word(x.values + cells[r] * BLOCK_GROUP + k));
-                        UNROLL for (int v = 0; v < VECTORS; v++) Dot::dot(sums[r][v], weights[v], word);
-                    }
+                Sums sums;
+                UNROLL for (int r = 0; r < ROWS; r++) sums.begin(r, MINIMUMS ? 0 : x.corrections[2 * cells[r] + s]);
+                UNROLL for (int k = s * SPAN; k < (s + 1) * SPAN; k += 4 * Sums::WORDS) {
+                    Words weights[VECTORS][Sums::WORDS];
+                    UNROLL for (int w = 0; w < Sums::WORDS; w++, from += PANEL_STRIDE)
+                        UNROLL for (int v = 0; v < VECTORS; v++) weights[v][w] = load_as<Words>(from + v * LANES * 4);
+                    sums.add(weights, values, k);
                 }
                 const int at = (g * SPANS + s) * PANEL + column;
                 UNROLL for (int r = 0; r < ROWS; r++) {
@@ -231,7 +231,7 @@ INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const Q
                     UNROLL for (int v = 0; v < VECTORS; v++) {
                         float* to = tile + r * PANEL + column + v * LANES;
                         const Floats weight_scale = load(wide.scales + at + v * LANES);
-                        Floats total = multiply_add(to_floats(sums[r][v]) * scale, weight_scale, load(to));
+                        Floats total = multiply_add(to_floats(sums.total(r, v)) * scale, weight_scale, load(to));
                         if (MINIMUMS)
                             total = multiply_add(splat(x.sums[2 * cells[r] + s]), load(wide.minimums + at + v * LANES), total);
                         store(to, total);

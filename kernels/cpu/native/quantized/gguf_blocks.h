@@ -19,9 +19,9 @@ namespace llmbox {
 constexpr int BLOCK_GROUP = 32, BLOCK_UNIT = 256;
 constexpr int MAX_PARTS = BLOCK_UNIT / 16;
 
-// Values of IQ4_NL and IQ4_XS, and the bias that makes them unsigned.
+// Values of IQ4_NL and IQ4_XS, and the bias that makes them unsigned where products need that.
 constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr int TABLE_ZERO = 128;
+constexpr int TABLE_ZERO = Bytes::FLIP;
 
 struct BlockLayout {
     int bits;

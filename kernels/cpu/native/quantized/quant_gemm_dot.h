@@ -97,14 +97,16 @@ struct FourSteps {
 
 // Bytes of twice the floats in half bytes (E2M1). FLIP: 0x80 adds 128.
 template <uint32_t FLIP> INLINE Words e2m1_bytes(Words n) {
-#if defined(__AVX512BW__) || defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
     constexpr uint32_t ALL = FLIP * 0x01010101u;
     // Four neighbours of E2M1_VALUES a word.
     constexpr uint32_t A = 0x03020100u ^ ALL, B = 0x0c080604u ^ ALL, C = 0xfdfeff00u ^ ALL, D = 0xf4f8fafcu ^ ALL;
 #if defined(__AVX512BW__)
     return (Words)_mm512_shuffle_epi8((__m512i)Words{A, B, C, D, A, B, C, D, A, B, C, D, A, B, C, D}, (__m512i)n);
-#else
+#elif defined(__AVX2__)
     return (Words)_mm256_shuffle_epi8((__m256i)Words{A, B, C, D, A, B, C, D}, (__m256i)n);
+#else
+    return (Words)vqtbl1q_u8((uint8x16_t)Words{A, B, C, D}, (uint8x16_t)n);
 #endif
 #else
     const Octets x = (Octets)n, m = x & (Octets)splat(0x07070707u), one = (Octets)splat(0x01010101u);
@@ -166,18 +168,18 @@ constexpr int FP4 = 3;
 template <int BITS> struct Codes;
 template <> struct Codes<FP4> {
     static constexpr int WORDS = 2;
-    INLINE void load(const uint8_t* from, Words* to) const { widen_e2m1<0x80>(from, to); }
+    INLINE void load(const uint8_t* from, Words* to) const { widen_e2m1<Bytes::FLIP>(from, to); }
 };
 template <> struct Codes<8> {
     static constexpr int WORDS = 1;
     INLINE void load(const uint8_t* from, Words* to) const {
         to[0] = load_as<Words>(from);
-        if (!INT8_FLIP) to[0] ^= splat(0x80808080u);
+        if (INT8_FLIP != Bytes::FLIP) to[0] ^= splat(0x80808080u);
     }
 };
 template <> struct Codes<4> {
     static constexpr int WORDS = 2;
-    FourSteps four = FourSteps::plain<0x80>();
+    FourSteps four = FourSteps::plain<Bytes::FLIP>();
     WideSteps wide;
     INLINE void load(const uint8_t* from, Words* to) const { wide.widen(from, to); }
 };
@@ -185,7 +187,9 @@ template <> struct Codes<4> {
 // tile[ROWS][PANEL] += the sums of some groups.
 template <int BITS, int ROWS>
 INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, float* tile, Prefetch next) {
-    constexpr int VECTORS = COLUMN_VECTORS, WORDS = Codes<BITS>::WORDS;
+    constexpr int VECTORS = COLUMN_VECTORS, LOADED = Codes<BITS>::WORDS;
+    using Sums = ByteSums<Bytes, ROWS, VECTORS>;
+    constexpr int WORDS = std::max(LOADED, Sums::WORDS);
     for (int i = 0; i < groups.count; i++) {
         // Of the rows; they may belong to two blocks.
         size_t cells[ROWS];
@@ -194,10 +198,8 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
         UNROLL for (int r = 0; r < ROWS; r++) values[r] = x.values + cells[r] * x.group;
         const auto* scales = reinterpret_cast<const uint16_t*>(groups.scales + i * groups.scales_step);
         for (int column = 0; column < PANEL; column += VECTORS * LANES) {
-            Ints sums[ROWS][VECTORS];
-            UNROLL for (int r = 0; r < ROWS; r++)
-                UNROLL for (int v = 0; v < VECTORS; v++)
-                    sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cells[r]]));
+            Sums sums;
+            UNROLL for (int r = 0; r < ROWS; r++) sums.begin(r, x.corrections[cells[r]]);
             const uint8_t* from = groups.codes + i * groups.codes_step + 4 * column;
             const size_t skipped = i * groups.scales_step;
             const uint8_t* steps = groups.offsets.steps ? groups.offsets.steps + skipped + 4 * column : nullptr;
@@ -205,7 +207,7 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
             if constexpr (BITS == 4)
                 if (const uint8_t* zeros = groups.offsets.zeros)
                     UNROLL for (int v = 0; v < VECTORS; v++)
-                        codes[v].four = FourSteps::of_zeros<0x80>(zeros + skipped + column + v * LANES);
+                        codes[v].four = FourSteps::of_zeros<Bytes::FLIP>(zeros + skipped + column + v * LANES);
             const Prefetch coming = column ? Prefetch{} : next;  // the first columns bring it all
             const uint8_t* ahead = coming.at;
             for (int k = 0; k < x.group; k += STEP_INPUTS) {
@@ -213,21 +215,19 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
                     const int step = k / STEP_INPUTS;
                     UNROLL for (int v = 0; v < VECTORS; v++) {
                         if (steps && step % 4 == 0)
-                            codes[v].four = FourSteps::load<0x80>(steps + step / 4 * PANEL_STRIDE + v * LANES * 4);
+                            codes[v].four = FourSteps::load<Bytes::FLIP>(steps + step / 4 * PANEL_STRIDE + v * LANES * 4);
                         codes[v].wide = codes[v].four.at(step % 4);
                     }
                 }
                 UNROLL for (int part = 0; part < STEP_INPUTS; part += 4 * WORDS) {
                     Words weights[VECTORS][WORDS];
-                    UNROLL for (int v = 0; v < VECTORS; v++) codes[v].load(from + v * LANES * 4, weights[v]);
-                    for (size_t offset = 0; offset < coming.step; offset += 64) prefetch_stream(ahead + offset);
-                    ahead += coming.step;
-                    from += PANEL_STRIDE;
-                    UNROLL for (int w = 0; w < WORDS; w++)
-                        UNROLL for (int r = 0; r < ROWS; r++) {
-                            const Bytes::Row broadcast = Bytes::row(load_word(values[r] + k + part + 4 * w));
-                            UNROLL for (int v = 0; v < VECTORS; v++) Bytes::dot(sums[r][v], weights[v][w], broadcast);
-                        }
+                    UNROLL for (int w = 0; w < WORDS; w += LOADED) {
+                        UNROLL for (int v = 0; v < VECTORS; v++) codes[v].load(from + v * LANES * 4, weights[v] + w);
+                        for (size_t offset = 0; offset < coming.step; offset += 64) prefetch_stream(ahead + offset);
+                        ahead += coming.step;
+                        from += PANEL_STRIDE;
+                    }
+                    sums.add(weights, values, k + part);
                 }
             }
             if (column == 0) next.at = ahead;
@@ -237,7 +237,7 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
                 const Floats scale = splat(x.scales[cells[r]]);
                 UNROLL for (int v = 0; v < VECTORS; v++) {
                     float* to = tile + r * PANEL + column + v * LANES;
-                    store(to, multiply_add(to_floats(sums[r][v]) * scale, weight_scales[v], load(to)));
+                    store(to, multiply_add(to_floats(sums.total(r, v)) * scale, weight_scales[v], load(to)));
                 }
             }
         }

@@ -2,9 +2,9 @@
 //
 // A panel of 64 outputs is, group by group: 64 scales, with steps [2][64] words of 4 of those, with zeros 64 bytes of
 // them, then words of 4 neighbouring inputs of each output:
-//   int8   [group / 4][64]   bytes hold weight + 128 (with AMX the weight)
+//   int8   [group / 4][64]   bytes hold weight + 128 (with AMX and on Arm the weight)
 //   int4   [group / 8][64]   low halves of the bytes are inputs k .. k + 3, high halves k + 4 .. k + 7
-// The dot instruction wants unsigned weights; what the offset adds is taken off before the sum starts. Four bits become
+// Most dot instructions want unsigned weights; what the offset adds is taken off before the sum starts. Four bits become
 // the same bytes as they are read (quant_gemm_dot.h).
 #pragma once
 
@@ -13,7 +13,7 @@
 namespace llmbox {
 
 // + 128 flips the highest bit. Tiles multiply signed bytes too, and need no correction then.
-constexpr int INT8_FLIP = LLMBOX_TILES ? 0 : 0x80;
+constexpr uint32_t INT8_FLIP = LLMBOX_TILES ? 0 : Bytes::FLIP;
 
 struct QuantLinear : LinearShape, QuantFormat {
     int groups;

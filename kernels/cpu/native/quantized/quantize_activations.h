@@ -5,7 +5,7 @@
 
 namespace llmbox {
 
-// Values, and for each row and group (a cell) the scale and what 128 more in each weight adds. Rows lie in blocks
+// Values, and for each row and group (a cell) the scale and what takes off 128 more in each weight. Rows lie in blocks
 // as high as a tile, group after group, so that tiles read memory in one direction.
 struct QuantRows {
     static constexpr int BLOCK = LLMBOX_TILES ? 16 : 1;
@@ -53,7 +53,7 @@ template <class In> INLINE void quantize_group(const In* x, int count, size_t ce
     }
     rows.scales[cell] = finite ? most / 127 : NAN;
     if (!rows.sums) {
-        rows.corrections[cell] = -128 * sum(halves[0] + halves[1]);
+        rows.corrections[cell] = -static_cast<int>(Bytes::FLIP) * sum(halves[0] + halves[1]);
         return;
     }
     const int32_t first = sum(halves[0]), second = sum(halves[1]);

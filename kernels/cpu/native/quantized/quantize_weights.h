@@ -9,8 +9,10 @@ namespace llmbox {
 INLINE Floats load_scales(const uint16_t* from) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
+#elif defined(__AVX2__)
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16(load_as<float16x4_t>(from));
 #else
     Floats v;
     for (int i = 0; i < LANES; i++) v[i] = static_cast<float>(load_as<_Float16>(from + i));

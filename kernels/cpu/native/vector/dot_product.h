@@ -8,6 +8,10 @@
 #include "vector/amx.h"
 #include "vector/simd.h"
 
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace llmbox {
 
 struct F32 {
@@ -63,15 +67,44 @@ struct BF16 {
 
 #endif
 
-// sum += the four products of unsigned weight bytes and signed row bytes, lane by lane; exact.
+// Whether the CPU has Arm's instructions for bytes, where this library is compiled with them.
+inline bool has_byte_products() {
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+    constexpr unsigned long ASIMDDP = 1ul << 20, I8MM = 1ul << 13;  // of HWCAP and of HWCAP2
+    if (!(getauxval(AT_HWCAP) & ASIMDDP)) return false;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if (!(getauxval(AT_HWCAP2) & I8MM)) return false;
+#endif
+#endif
+    return true;
+}
+
+// Whether one instruction multiplies the four bytes of each word.
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__ARM_FEATURE_DOTPROD)
+#define LLMBOX_BYTE_DOT 1
+#else
+#define LLMBOX_BYTE_DOT 0
+#endif
+
+// sum += the four products of weight bytes and signed row bytes, lane by lane; exact. FLIP: what makes the bytes of
+// signed weights: 0x80 adds 128 where the instruction takes unsigned ones.
 struct Bytes {
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__ARM_FEATURE_DOTPROD)
+    static constexpr uint32_t FLIP = 0;
+    using Row = Words;
+    static INLINE Row row(uint32_t word) { return splat(word); }
+    static INLINE void dot(Ints& sum, Words weights, Row row) {
+        sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)row);
+    }
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    static constexpr uint32_t FLIP = 0x80;
     using Row = Words;
     static INLINE Row row(uint32_t word) { return splat(word); }
     static INLINE void dot(Ints& sum, Words weights, Row row) {  // asm: see BF16::dot
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(row));
     }
 #else
+    static constexpr uint32_t FLIP = 0x80;
     // As 16-bit pairs: first and third byte, second and fourth.
     struct Row {
         Words even, odd;
@@ -97,6 +130,58 @@ struct Bytes {
     }
 #endif
 };
+
+// The sums of ROWS rows of bytes by VECTORS vectors of outputs.
+template <class Dot, int ROWS, int VECTORS> struct ByteSums {
+    static constexpr int WORDS = 1;  // of each output that are multiplied together, at least
+    Ints sums[ROWS][VECTORS];
+
+    INLINE void begin(int r, int32_t value) {
+        UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = (Ints)splat(static_cast<uint32_t>(value));
+    }
+    // COUNT neighbouring words; those of a row begin at x[r] + at.
+    template <int COUNT> INLINE void add(const Words (&weights)[VECTORS][COUNT], const int8_t* const (&x)[ROWS], int at) {
+        UNROLL for (int w = 0; w < COUNT; w++)
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const typename Dot::Row row = Dot::row(load_word(x[r] + at + 4 * w));
+                UNROLL for (int v = 0; v < VECTORS; v++) Dot::dot(sums[r][v], weights[v][w], row);
+            }
+    }
+    INLINE Ints total(int r, int v) const { return sums[r][v]; }
+};
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// An instruction multiplies 8 bytes of two rows with those of two outputs.
+template <int ROWS, int VECTORS>
+    requires(ROWS > 1)
+struct ByteSums<Bytes, ROWS, VECTORS> {
+    static constexpr int WORDS = 2;
+    int32x4_t sums[(ROWS + 1) / 2][VECTORS][2] = {};  // both rows with outputs 0 and 1 of a vector, with 2 and 3
+    int32_t first[ROWS];
+
+    INLINE void begin(int r, int32_t value) { first[r] = value; }
+    template <int COUNT> INLINE void add(const Words (&weights)[VECTORS][COUNT], const int8_t* const (&x)[ROWS], int at) {
+        UNROLL for (int w = 0; w < COUNT; w += 2) {
+            int8x16_t outputs[VECTORS][2];
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                const auto one = (uint32x4_t)weights[v][w], two = (uint32x4_t)weights[v][w + 1];
+                outputs[v][0] = (int8x16_t)vzip1q_u32(one, two), outputs[v][1] = (int8x16_t)vzip2q_u32(one, two);
+            }
+            UNROLL for (int r = 0; r < ROWS; r += 2) {
+                const int8x8_t above = vld1_s8(x[r] + at + 4 * w);
+                const int8x16_t rows = vcombine_s8(above, r + 1 < ROWS ? vld1_s8(x[(r + 1) % ROWS] + at + 4 * w) : above);
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    UNROLL for (int h = 0; h < 2; h++)
+                        sums[r / 2][v][h] = vmmlaq_s32(sums[r / 2][v][h], rows, outputs[v][h]);
+            }
+        }
+    }
+    INLINE Ints total(int r, int v) const {
+        const auto low = (int64x2_t)sums[r / 2][v][0], high = (int64x2_t)sums[r / 2][v][1];
+        return (Ints)(r % 2 ? vzip2q_s64(low, high) : vzip1q_s64(low, high)) + (Ints)splat(static_cast<uint32_t>(first[r]));
+    }
+};
+#endif
 
 // As bytes plus 128; what they are multiplied with differs (attention_dot.h).
 struct INT8 {

@@ -97,6 +97,12 @@ INLINE void store(bf16* to, Floats v) {
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 #endif
+#elif defined(__aarch64__)
+INLINE Floats load(const bf16* from) { return (Floats)vshll_n_u16(load_as<uint16x4_t>(from), 16); }
+INLINE void store(bf16* to, Floats v) {
+    const Words bits = (Words)v, rounded = bits + splat(0x7fffu) + (bits >> 16 & splat(1u));
+    store_as(to, vshrn_n_u32((uint32x4_t)(v == v ? rounded : splat(0x7fc00000u)), 16));
+}
 #else
 INLINE Floats load(const bf16* from) {
     Floats v;
@@ -140,8 +146,10 @@ INLINE void prefetch_stream(const void* address) {
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
+#elif defined(__AVX2__)
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FMA__)
+    return (Floats)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
 #elif defined(__aarch64__)
     return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else

@@ -1,0 +1,102 @@
+"""Kernels for Arm, compiled here and run in an emulator: exact products, and the bits of other levels."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llmbox.kernels.cpu import compiling
+from llmbox.kernels.cpu.isa import LEVELS, Level
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+ARM = [level for level in LEVELS if level.machine in {"aarch64", None}]
+FLAGS = ("-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-w", "-I", str(compiling.SOURCES))
+FOUR_FUSED_LANES = ("-mfma",)
+"""Flags under which the portable kernels of x86-64 have the vectors and the multiply-add of Arm."""
+LIBM = "state of a scan"
+"""Lines that depend on `exp` and `log1p` of the C library, whose last bit differs between machines."""
+
+PRODUCTS = """
+#include "quantized/quant_panels.h"
+#include <cstdio>
+using namespace llmbox;
+constexpr int K = 128, VECTORS = 2;
+constexpr uint32_t FLIP = Bytes::FLIP;
+template <int ROWS> bool is_exact() {
+    using Sums = ByteSums<Bytes, ROWS, VECTORS>;
+    static int8_t weights[VECTORS * LANES][K], rows[ROWS][K];
+    const int8_t* x[ROWS];
+    for (int i = 0; i < VECTORS * LANES * K; i++)
+        weights[i / K][i % K] = int8_t(i < K ? -128 : i * 37 + i / 7);
+    for (int i = 0; i < ROWS * K; i++) {
+        rows[i / K][i % K] = int8_t(i < K ? -127 : i * 91 + i / 5);
+        x[i / K] = rows[i / K];
+    }
+    Sums sums;
+    for (int r = 0; r < ROWS; r++) sums.begin(r, 1000 + r);
+    for (int k = 0; k < K; k += 4 * Sums::WORDS) {
+        Words words[VECTORS][Sums::WORDS];
+        for (int i = 0; i < VECTORS * LANES; i++)
+            for (int w = 0; w < Sums::WORDS; w++)
+                words[i / LANES][w][i % LANES] = load_word(weights[i] + k + 4 * w) ^ FLIP * 0x01010101u;
+        sums.add(words, x, k);
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < VECTORS * LANES; i++) {
+            int wanted = 1000 + r;
+            for (int k = 0; k < K; k++) wanted += (weights[i][k] + int(FLIP)) * rows[r][k];
+            if (sums.total(r, i / LANES)[i % LANES] != wanted) return false;
+        }
+    return true;
+}
+template <int... ROWS> bool are_exact() { return (is_exact<ROWS>() && ...); }
+int main() {
+    if (!has_byte_products()) return puts("the CPU lacks the instructions"), 0;
+    puts(are_exact<1, 2, 3, 4, 5, 6>() ? "exact" : "wrong");
+}
+"""
+
+
+def compile_for_arm(level: Level, source: Path, program: Path) -> None:
+    for tool, package in ((COMPILER, "g++-aarch64-linux-gnu"), (EMULATOR, "qemu-user-static")):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}: apt install {package}")
+    run(COMPILER, *FLAGS, "-static", *level.flags, source, "-o", program)
+
+
+def run(*command: object, limit: float = 300) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)
+def test_products_of_bytes_are_exact_and_hwcap_is_asked(level: Level, tmp_path: Path) -> None:
+    source, program = tmp_path / "products.cpp", tmp_path / "products"
+    source.write_text(PRODUCTS)
+    compile_for_arm(level, source, program)
+    lacking, exact = "the CPU lacks the instructions\n", "exact\n"
+    assert run(EMULATOR, program) == exact
+    assert run(EMULATOR, "-cpu", "cortex-a53", program) == (exact if level.name == "portable" else lacking)
+    assert run(EMULATOR, "-cpu", "cortex-a76", program) == (lacking if level.name == "i8mm" else exact)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_every_operation_has_the_bits_of_the_portable_kernels(tmp_path: Path) -> None:
+    driver = Path(__file__).parent / "sanitized.cpp"
+    digests = {}
+    for level in ARM:
+        program = tmp_path / level.name
+        compile_for_arm(level, driver, program)
+        digests[level.name] = run(EMULATOR, program, "digests").splitlines()
+    portable = digests["portable"]
+    assert portable[-1] == "clean"
+    assert len(portable) > 400
+    assert digests["dotprod"] == digests["i8mm"] == portable
+    if "fma" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this machine cannot run fused multiply-adds to compare with")
+    run(*compiling.find_compiler(), *FLAGS, *FOUR_FUSED_LANES, driver, "-o", tmp_path / "here")
+    here = run(tmp_path / "here", "digests").splitlines()
+    assert [line for line in here if LIBM not in line] == [line for line in portable if LIBM not in line]
