@@ -23,6 +23,7 @@ from ..mcp.protocol import (
     error_response,
     is_request,
 )
+from ..mcp.resources import Resource
 from ..mcp.tool import Tool, ToolError
 from ..security.identity import LOCAL, Identity
 from ..services import Services
@@ -162,10 +163,10 @@ def end_session(request: Request[Any, Any, State]) -> None:
     sessions.close(request.headers.get(SESSION, ""), services.security.owner_id(identity_of(request)))
 
 
-def permission(identity: Identity) -> Callable[[Tool], bool]:
-    """Return the function that decides which tools a caller may use. Routes check again."""
+def permission(identity: Identity) -> Callable[[Tool | Resource], bool]:
+    """Return the function that decides which tools and resources a caller may use. Routes check again."""
 
-    def may_use(tool: Tool) -> bool:
+    def may_use(tool: Tool | Resource) -> bool:
         if tool.scope is None:
             return True
         if tool.scope == "key":

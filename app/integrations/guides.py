@@ -5,8 +5,9 @@ their files.
 import difflib
 import json
 import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -188,7 +189,112 @@ GUIDES: dict[str, Guide] = {
 }
 
 
-def as_text(guide: Guide, settings: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpProgram:
+    """Assistant that starts MCP servers by a command."""
+
+    title: str
+    file: Callable[[Mapping[str, str]], Path]
+    """Path of its settings for all projects."""
+    kind: Literal["json", "toml"] = "json"
+    settings: Callable[[Sequence[str]], dict[str, Any]]
+    """Content of the file, for the command that serves MCP."""
+    run: str
+    """Text of the next step."""
+
+
+def _mcp_servers(command: Sequence[str]) -> dict[str, Any]:
+    """Build the entry in the form that most assistants share."""
+    return {"mcpServers": {"llmbox": {"command": command[0], "args": list(command[1:])}}}
+
+
+def _config_folder(environ: Mapping[str, str], name: str) -> Path:
+    """Return the folder of a desktop program."""
+    if sys.platform == "darwin":
+        return _home(environ) / "Library" / "Application Support" / name
+    return Path(environ.get("XDG_CONFIG_HOME") or _home(environ) / ".config") / name
+
+
+MCP_PROGRAMS: dict[str, McpProgram] = {
+    "claude-desktop": McpProgram(
+        title="Claude Desktop",
+        file=lambda environ: _config_folder(environ, "Claude") / "claude_desktop_config.json",
+        settings=_mcp_servers,
+        run="quit Claude Desktop and start it again",
+    ),
+    "claude": McpProgram(
+        title="Claude Code",
+        file=lambda environ: Path(environ.get("CLAUDE_CONFIG_DIR") or _home(environ)) / ".claude.json",
+        settings=lambda command: {
+            "mcpServers": {"llmbox": {"type": "stdio", **_mcp_servers(command)["mcpServers"]["llmbox"]}}
+        },
+        run="claude, and /mcp lists it",
+    ),
+    "cursor": McpProgram(
+        title="Cursor",
+        file=lambda environ: _home(environ) / ".cursor" / "mcp.json",
+        settings=_mcp_servers,
+        run="Cursor's settings, MCP, list it",
+    ),
+    "vscode": McpProgram(
+        title="VS Code (Copilot's agent mode)",
+        file=lambda environ: _config_folder(environ, "Code") / "User" / "mcp.json",
+        settings=lambda command: {
+            "servers": {"llmbox": {"type": "stdio", "command": command[0], "args": list(command[1:])}}
+        },
+        run="“MCP: List Servers” in VS Code's command palette",
+    ),
+    "codex": McpProgram(
+        title="Codex",
+        file=lambda environ: Path(environ.get("CODEX_HOME") or _home(environ) / ".codex") / "config.toml",
+        kind="toml",
+        settings=lambda command: {
+            "mcp_servers": {"llmbox": {"command": command[0], "args": list(command[1:])}}
+        },
+        run="codex, and /mcp lists it",
+    ),
+    "opencode": McpProgram(
+        title="opencode",
+        file=lambda environ: (
+            Path(environ.get("XDG_CONFIG_HOME") or _home(environ) / ".config") / "opencode" / "opencode.json"
+        ),
+        settings=lambda command: {
+            "mcp": {"llmbox": {"type": "local", "command": list(command), "enabled": True}}
+        },
+        run="opencode mcp list",
+    ),
+    "gemini": McpProgram(
+        title="Gemini CLI",
+        file=lambda environ: _home(environ) / ".gemini" / "settings.json",
+        settings=_mcp_servers,
+        run="gemini, and /mcp lists it",
+    ),
+    "windsurf": McpProgram(
+        title="Windsurf",
+        file=lambda environ: _home(environ) / ".codeium" / "windsurf" / "mcp_config.json",
+        settings=_mcp_servers,
+        run="Windsurf's settings, Cascade, MCP servers list it",
+    ),
+    "lmstudio": McpProgram(
+        title="LM Studio",
+        file=lambda environ: _home(environ) / ".lmstudio" / "mcp.json",
+        settings=_mcp_servers,
+        run="switch it on under Program, Integrations",
+    ),
+}
+"""Assistants by the name that `llmbox connect mcp` takes."""
+
+
+def mcp_command(program: Sequence[str], environ: Mapping[str, str], location: Sequence[str]) -> list[str]:
+    """Return the command that serves MCP, by its whole path: desktop programs have another PATH.
+
+    `program` starts llmbox where no command of that name is on the PATH.
+    """
+    found = shutil.which("llmbox", path=environ.get("PATH"))
+    return [*([found] if found else program), "mcp", *location]
+
+
+def as_text(guide: Guide | McpProgram, settings: Mapping[str, Any]) -> str:
     """Format the settings alone, as they would stand in the client's file."""
     if guide.kind == "toml":
         return tomlkit.dumps(settings)
@@ -197,7 +303,7 @@ def as_text(guide: Guide, settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
 
 
-def merge_settings(guide: Guide, file: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
+def merge_settings(guide: Guide | McpProgram, file: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return the file's text, and the same with `settings`. Raises CliError where that cannot be
     done safely.
     """

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from .tool import Tool, ToolCaller, ToolError
+from .resources import Resource, resources
+from .tool import Tool, ToolApi, ToolCaller, ToolError
 from .tools import TOOLS
 
 log = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 VERSIONS: Final = ("2025-11-25", "2025-06-18", "2025-03-26")
 """Protocol versions that both sides speak, newest first."""
 
+RESOURCE_NOT_FOUND: Final = -32002
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = (
     -32700,
     -32600,
@@ -79,9 +81,9 @@ def is_request(message: dict[str, Any]) -> bool:
 
 
 class McpServer:
-    """Server side of one connection or session. `may_use` decides which tools its client sees and calls."""
+    """Server side of one connection or session. `may_use` decides which tools and resources are open."""
 
-    def __init__(self, caller: ToolCaller, version: str, may_use: Callable[[Tool], bool]) -> None:
+    def __init__(self, caller: ToolCaller, version: str, may_use: Callable[[Tool | Resource], bool]) -> None:
         self._caller = caller
         self._version = version
         self._may_use = may_use
@@ -131,8 +133,17 @@ class McpServer:
                 return {"tools": [tool.describe() for tool in TOOLS.values() if self._may_use(tool)]}
             case "tools/call":
                 return await self._call(params, send)
+            case "resources/list":
+                return {
+                    "resources": [each.describe() for each in resources().values() if self._may_use(each)]
+                }
+            case "resources/templates/list":
+                return {"resourceTemplates": []}
+            case "resources/read":
+                return await self._read(params)
             case method:
-                raise RpcError(METHOD_NOT_FOUND, f"This server has no method {method[:64]!r}; it has tools.")
+                has = "it has tools and resources"
+                raise RpcError(METHOD_NOT_FOUND, f"This server has no method {method[:64]!r}; {has}.")
 
     def _initialize(self, params: dict[str, Any]) -> dict[str, Any]:
         asked = params.get("protocolVersion")
@@ -140,10 +151,23 @@ class McpServer:
             raise RpcError(INVALID_PARAMS, '"protocolVersion" is missing.')
         return {
             "protocolVersion": asked if asked in VERSIONS else VERSIONS[0],
-            "capabilities": {"tools": {}},
+            "capabilities": {"tools": {}, "resources": {}},
             "serverInfo": {"name": "llmbox", "title": "llmbox", "version": self._version},
             "instructions": INSTRUCTIONS,
         }
+
+    async def _read(self, params: dict[str, Any]) -> dict[str, Any]:
+        uri = params.get("uri")
+        found = resources().get(uri) if isinstance(uri, str) else None
+        if found is None:
+            told = f"There is no resource {str(uri)[:64]!r}. resources/list names those there are."
+            raise RpcError(RESOURCE_NOT_FOUND, told)
+        if not self._may_use(found):
+            raise RpcError(INVALID_REQUEST, _refusal(found.uri, found.scope))
+        try:
+            return await found.contents(ToolApi(self._caller))
+        except ToolError as error:
+            raise RpcError(INTERNAL_ERROR, str(error)) from None
 
     async def _call(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         name, arguments = params.get("name"), params.get("arguments") or {}
@@ -152,11 +176,7 @@ class McpServer:
             names = ", ".join(each.name for each in TOOLS.values() if self._may_use(each))
             raise RpcError(INVALID_PARAMS, f"There is no tool {str(name)[:64]!r}. The tools are {names}.")
         if not self._may_use(tool):
-            scope = "" if tool.scope == "key" else f" --scope {tool.scope}"
-            return _failure(
-                f"This client may not use {tool.name}. Give it a key made with llmbox key add NAME{scope}, "
-                "or run llmbox mcp on the machine itself."
-            )
+            return _failure(_refusal(tool.name, tool.scope))
         try:
             result = await tool.call(self._caller, arguments, _reporter(params, send))
         except ToolError as error:
@@ -164,6 +184,14 @@ class McpServer:
         content = result if isinstance(result, str) else msgspec.json.encode(result).decode()
         structured = {} if isinstance(result, str) else {"structuredContent": result}
         return {"content": [_text(content)], **structured, "isError": False}
+
+
+def _refusal(name: str, scope: str | None) -> str:
+    option = "" if scope == "key" else f" --scope {scope}"
+    return (
+        f"This client may not use {name}. Give it a key made with llmbox key add NAME{option}, "
+        "or run llmbox mcp on the machine itself."
+    )
 
 
 def _failure(text: str) -> dict[str, Any]:

@@ -69,6 +69,8 @@ async def test_an_assistant_finds_pulls_asks_and_unloads_a_model(panel, transpor
         async with opened as client:
             assert client.server_info.name == "llmbox"
             assert await names(client) == set(TOOLS)
+            settings = json.loads((await client.read_resource("llmbox://settings")).contents[0].text)
+            assert settings["server.host"]["value"] == "127.0.0.1"
             seen = []
 
             async def progress(done, total, message):
@@ -111,6 +113,11 @@ async def test_an_inference_key_has_the_tools_of_its_scope_and_its_own_requests(
         refused = await client.call_tool("get_stats")
         assert refused.is_error
         assert "--scope admin" in text(refused)
+        read = await client.read_resource("llmbox://requests")
+        assert {row["key"] for row in json.loads(read.contents[0].text)["requests"]} == {"phone"}
+        uris = {str(each.uri) for each in (await client.list_resources()).resources}
+        assert {"llmbox://models", "llmbox://requests", "llmbox://docs/mcp"} <= uris
+        assert "llmbox://settings" not in uris
     async with asyncio.timeout(PATIENCE), over_http(panel, None) as client:
         assert await names(client) == {"list_models", "ask_model", "get_metrics"}
 
@@ -135,11 +142,10 @@ def test_sessions_versions_pages_and_batches_are_checked(panel):
 
 def test_the_printed_entry_starts_the_server_of_this_box(tmp_path):
     box = Box(tmp_path)
-    entry = box.run("mcp", "--print").json["mcpServers"]["llmbox"]
-    assert entry["command"].endswith("llmbox")
-    assert entry["args"] == ["mcp", "--data-dir", str(box.paths.data_dir)]
+    entry = box.run("mcp", "--print", PATH="").json["mcpServers"]["llmbox"]
+    assert entry["args"][-3:] == ["mcp", "--data-dir", str(box.paths.data_dir)]
     done = subprocess.run(
-        [*box.command()[:3], *entry["args"]],
+        [entry["command"], *entry["args"]],
         input=b'{"jsonrpc":"2.0","id":7,"method":"ping"}\n[]\n',
         capture_output=True,
         env=box.environ,

@@ -258,6 +258,10 @@ def test_every_page_of_the_panel(box: InstalledBox):
 
 def test_an_assistant_by_mcp(box: InstalledBox):
     assert "llmbox" in box.run("mcp", "--print").out
+    box.run("connect", "mcp")
+    box.run("connect", "mcp", "cursor", "--write")
+    entry = json.loads((box.home / ".cursor/mcp.json").read_text())["mcpServers"]["llmbox"]
+    assert [entry["command"], *entry["args"]] == [str(box.env / "bin/llmbox"), "mcp"]
     begin = {
         "protocolVersion": "2025-06-18",
         "capabilities": {},

@@ -40,6 +40,7 @@ def files_in_folders() -> set[str]:
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    here |= {f"llmbox/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
     return here | {"llmbox/__init__.py", "llmbox/__main__.py", "llmbox/py.typed"}
 
 

@@ -1,11 +1,13 @@
 """`llmbox connect`: settings with which other programs use this daemon."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ...errors import CliError, Exit
-from ...integrations.guides import GUIDES, KEY_VARIABLE, Endpoint, Guide
+from ...integrations.guides import GUIDES, KEY_VARIABLE, MCP_PROGRAMS, Endpoint, Guide, McpProgram
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
@@ -13,16 +15,38 @@ from .. import output
 
 
 @click.command(cls=Command)
-@click.argument("client", required=False, type=click.Choice(list(GUIDES)))
+@click.argument("client", required=False, type=click.Choice([*GUIDES, "mcp"]))
+@click.argument("assistant", required=False, type=click.Choice(list(MCP_PROGRAMS)))
 @click.option("--model", metavar="NAME", help="Model to use; default is the first that is loaded.")
 @click.option("--write", is_flag=True, help="Merge them into the client's file; a copy of it is kept.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Without CLIENT: names only. With: no hints.")
 @pass_program
 def connect(
-    program: Program, client: str | None, *, model: str | None, write: bool, as_json: bool, quiet: bool
+    program: Program,
+    client: str | None,
+    assistant: str | None,
+    *,
+    model: str | None,
+    write: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Print the settings with which CLIENT uses this daemon; without CLIENT, list the clients."""
+    """Print the settings with which CLIENT uses this daemon; without CLIENT, list the clients.
+
+    llmbox connect mcp ASSISTANT prints those with which an assistant manages this box by MCP; without
+    ASSISTANT, it lists the assistants.
+    """
+    if client == "mcp":
+        if model is not None:
+            raise CliError(
+                "--model does not go with mcp", "a tool names the model", "leave it out", Exit.USAGE
+            )
+        _connect_mcp(program, assistant, write=write, as_json=as_json, quiet=quiet)
+        return
+    if assistant is not None:
+        told = f"{client} takes no further name"
+        raise CliError(told, "mcp alone does", f"llmbox connect mcp {assistant}", Exit.USAGE)
     if client is None:
         if write:
             raise CliError("which client?", "--write needs one", "llmbox connect CLIENT --write", Exit.USAGE)
@@ -54,6 +78,46 @@ def _list(*, as_json: bool, quiet: bool) -> None:
             ("CLIENT", "WHAT", "USES"), [(n, guide.title, guide.needs) for n, guide in GUIDES.items()]
         )
         output.say("Their settings: llmbox connect CLIENT")
+        output.say("Assistants that manage this box by MCP: llmbox connect mcp")
+
+
+def _connect_mcp(program: Program, name: str | None, *, write: bool, as_json: bool, quiet: bool) -> None:
+    from ...integrations.guides import as_text, mcp_command
+
+    if name is None:
+        if write:
+            fix = "llmbox connect mcp ASSISTANT --write"
+            raise CliError("which assistant?", "--write needs one", fix, Exit.USAGE)
+        _list_assistants(program, as_json=as_json, quiet=quiet)
+        return
+    guide = MCP_PROGRAMS[name]
+    file = guide.file(program.environ)
+    settings = guide.settings(mcp_command(program.command, program.environ, program.location_flags))
+    told = {"client": "mcp", "assistant": name, "file": str(file), "settings": settings, "run": guide.run}
+    if write:
+        told |= _merge_file(guide, file, settings, show=not as_json)
+    if as_json:
+        output.write_json("connect", told)
+        return
+    if not write:
+        if not quiet:
+            output.say(f"In {file} (--write merges it there):")
+        output.write(as_text(guide, settings).rstrip("\n"))
+    if not quiet:
+        output.say(f"Then: {guide.run}")
+
+
+def _list_assistants(program: Program, *, as_json: bool, quiet: bool) -> None:
+    rows = [(name, guide.title, str(guide.file(program.environ))) for name, guide in MCP_PROGRAMS.items()]
+    if as_json:
+        told = [{"name": name, "title": title, "file": file} for name, title, file in rows]
+        output.write_json("assistants", {"assistants": told})
+    elif quiet:
+        for row in rows:
+            output.write(row[0])
+    else:
+        output.table(("ASSISTANT", "WHAT", "FILE"), rows)
+        output.say("Their settings: llmbox connect mcp ASSISTANT; --write merges them into the file")
 
 
 def _endpoint(program: Program, wanted: str | None) -> Endpoint:
@@ -125,8 +189,6 @@ def _hint(guide: Guide, at: Endpoint) -> None:
 
 
 def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json: bool) -> None:
-    from ...integrations.guides import difference, merge_settings, replace
-
     if guide.file is None or guide.settings is None:
         raise CliError(
             f"{guide.title} has no file to write",
@@ -134,16 +196,24 @@ def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json
             f"llmbox connect {client} prints them",
             Exit.USAGE,
         )
-    file = guide.file(program.environ)
-    old, new = merge_settings(guide, file, guide.settings(at))
-    backup = replace(file, new) if new != old else None
+    told = _merge_file(guide, guide.file(program.environ), guide.settings(at), show=not as_json)
     if as_json:
-        told = {"changed": new != old, "backup": None if backup is None else str(backup)}
         output.write_json("connect", {**_as_dict(program, client, guide, at), **told})
         return
-    if new == old:
+    _hint(guide, at)
+
+
+def _merge_file(
+    guide: Guide | McpProgram, file: Path, settings: Mapping[str, Any], *, show: bool
+) -> dict[str, Any]:
+    """Merge settings into a client's file. Returns whether it changed, and the path of the copy kept."""
+    from ...integrations.guides import difference, merge_settings, replace
+
+    old, new = merge_settings(guide, file, settings)
+    backup = replace(file, new) if new != old else None
+    if show and new == old:
         output.say(f"{file} has these settings already.")
-    else:
+    elif show:
         output.write(formatting.printable(difference(file, old, new)).rstrip("\n"))
         output.say(f"{file} is written" + (f"; backup: {backup}" if backup else "."))
-    _hint(guide, at)
+    return {"changed": new != old, "backup": None if backup is None else str(backup)}

@@ -1,8 +1,6 @@
 """`llmbox mcp`: MCP server over stdin and stdout, for programs that start it themselves."""
 
 import asyncio
-import json
-import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -28,25 +26,23 @@ LONGEST_LINE = 4_000_000
 def mcp(program: Program, *, prints: bool) -> None:
     """Serve MCP on stdin and stdout, for an assistant that manages this machine's models.
 
-    Programs start it themselves; --print has what their configuration needs. It acts as the local user: it
-    needs no key and has every tool. While no daemon runs, the tools answer how to start one.
+    Programs start it themselves: llmbox connect mcp writes it into their settings. It acts as the local
+    user: it needs no key and has every tool. While no daemon runs, the tools answer how to start one.
     """
     from llmbox import __version__
 
     if prints:
-        output.write(json.dumps(_entry(program), indent=2))
+        from ...integrations.guides import MCP_PROGRAMS, as_text, mcp_command
+
+        guide = MCP_PROGRAMS["cursor"]  # the form that most assistants share
+        command = mcp_command(program.command, program.environ, program.location_flags)
+        output.write(as_text(guide, guide.settings(command)).rstrip("\n"))
         return
 
     from ...mcp.protocol import McpServer
 
     server = McpServer(_SocketCaller(program), __version__, lambda _: True)
     asyncio.run(_serve(server))
-
-
-def _entry(program: Program) -> dict[str, Any]:
-    """Build the entry in the form that most assistants share."""
-    found = shutil.which("llmbox", path=program.environ.get("PATH")) or "llmbox"
-    return {"mcpServers": {"llmbox": {"command": found, "args": ["mcp", *program.location_flags]}}}
 
 
 class _SocketCaller:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.integrations.guides import GUIDES, Endpoint, as_text, merge_settings
+from llmbox.app.integrations.guides import (
+    GUIDES,
+    MCP_PROGRAMS,
+    Endpoint,
+    as_text,
+    mcp_command,
+    merge_settings,
+)
 from support.cli_call import Call, FakeClient, call, home
 
 __all__ = ["call", "home"]
@@ -161,3 +168,65 @@ def test_claude_code_is_told_of_a_context_that_it_can_be_told_of(context: int | 
     told = settings(at)["env"]
     assert told.get("CLAUDE_CODE_AUTO_COMPACT_WINDOW") == window
     assert told["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
+
+
+@pytest.mark.parametrize("name", MCP_PROGRAMS)
+def test_an_assistant_is_set_up_beside_what_it_has_and_twice_changes_nothing(
+    call: Call, home: Path, name: str
+):
+    guide = MCP_PROGRAMS[name]
+    file = guide.file({"HOME": str(home)})
+    assert file.is_relative_to(home)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('theme = "dark"\n' if guide.kind == "toml" else '{"theme": "dark"}')
+    done = call("connect", "mcp", name, "--write", client=daemon())
+    assert done.code == 0, done.err
+    read = tomllib.loads if guide.kind == "toml" else json.loads
+    merged = read(file.read_text())
+    assert merged.pop("theme") == "dark"
+    (servers,) = merged.values()
+    assert list(servers) == ["llmbox"]
+    entry = servers["llmbox"]
+    command = entry["command"] if isinstance(entry["command"], list) else [entry["command"], *entry["args"]]
+    assert "mcp" in command
+    assert "backup" in done.err
+    assert guide.run in done.err
+    again = json.loads(call("connect", "mcp", name, "--write", "--json", client=daemon()).out)
+    assert (again["changed"], again["file"], again["assistant"]) == (False, str(file), name)
+
+
+def test_an_assistant_needs_no_daemon_and_the_list_names_its_file(call: Call, home: Path):
+    listed = call("connect", "mcp")
+    assert listed.code == 0
+    assert str(home / ".cursor" / "mcp.json") in listed.out
+    assert call("connect", "mcp", "--quiet").out.split() == list(MCP_PROGRAMS)
+    rows = json.loads(call("connect", "mcp", "--json").out)["assistants"]
+    assert [row["name"] for row in rows] == list(MCP_PROGRAMS)
+    printed = call("connect", "mcp", "cursor", "--quiet")
+    assert list(json.loads(printed.out)["mcpServers"]) == ["llmbox"]
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    "words", [["mcp", "--write"], ["mcp", "cursor", "--model", "qwen"], ["aider", "cursor"], ["mcp", "emacs"]]
+)
+def test_words_that_do_not_go_together_are_refused(call: Call, words: list[str]):
+    assert call("connect", *words, client=daemon()).code == Exit.USAGE
+
+
+def test_a_settings_file_with_comments_is_left_alone(call: Call, home: Path):
+    file = MCP_PROGRAMS["vscode"].file({"HOME": str(home)})
+    file.parent.mkdir(parents=True)
+    file.write_text('{"servers": {} // mine\n}')
+    done = call("connect", "mcp", "vscode", "--write")
+    assert (done.code, "is not touched" in done.err) == (Exit.CONFLICT, True)
+    assert "// mine" in file.read_text()
+
+
+def test_the_command_is_a_whole_path(tmp_path: Path):
+    place = ["--data-dir", "/my box"]
+    python = ["/usr/bin/python3", "-P", "-m", "llmbox"]
+    assert mcp_command(python, {"PATH": str(tmp_path)}, place) == [*python, "mcp", *place]
+    program = tmp_path / "llmbox"
+    program.touch(mode=0o755)
+    assert mcp_command(python, {"PATH": str(tmp_path)}, place) == [str(program), "mcp", *place]

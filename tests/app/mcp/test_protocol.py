@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from llmbox.app.mcp.protocol import VERSIONS, McpServer, RpcError, check_message, decode_message
+from llmbox.app.mcp.resources import DOCS, resources
 from llmbox.app.mcp.tool import ToolError
 from llmbox.app.mcp.tools import TOOLS
 
@@ -80,13 +81,13 @@ async def test_it_answers_in_the_clients_version_or_names_its_newest(asked):
     subject, _ = server()
     answer = await subject.answer(request("initialize", {"protocolVersion": asked}), subject.send)
     assert answer["result"]["protocolVersion"] == (asked if asked in VERSIONS else VERSIONS[0])
-    assert answer["result"]["capabilities"] == {"tools": {}}
+    assert answer["result"]["capabilities"] == {"tools": {}, "resources": {}}
     assert (await subject.answer(request("ping"), subject.send))["result"] == {}
 
 
 async def test_unknown_methods_and_tools_are_errors_of_the_protocol():
     subject, _ = server()
-    answer = await subject.answer(request("resources/list"), subject.send)
+    answer = await subject.answer(request("prompts/list"), subject.send)
     assert answer["error"]["code"] == -32601
     for name in ("rm", 1, None, ["a"]):
         answer = await subject.answer(request("tools/call", {"name": name}), subject.send)
@@ -175,3 +176,50 @@ async def test_a_cancelled_request_ends_without_a_response():
     cancel = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": "a"}}
     assert await subject.answer(cancel, subject.send) is None
     assert await asyncio.wait_for(open_request, 60) is None
+
+
+async def ask(subject: McpServer, method: str, **params) -> dict:
+    return await subject.answer(request(method, params), subject.send)
+
+
+async def test_resources_are_the_state_of_the_box_and_the_pages_of_the_documentation():
+    subject, _ = server(models={"models": []}, config={"settings": {"server.port": {"value": 7411}}})
+    begun = await ask(subject, "initialize", protocolVersion=VERSIONS[0])
+    assert set(begun["result"]["capabilities"]) == {"tools", "resources"}
+    listed = (await ask(subject, "resources/list"))["result"]["resources"]
+    assert [each["uri"] for each in listed] == list(resources())
+    pages = {each["uri"]: each for each in listed if each["mimeType"] == "text/markdown"}
+    assert len(pages) == len(list(DOCS.glob("*.md"))) > 15
+    assert pages["llmbox://docs/mcp"]["title"] == "MCP"
+    for uri in resources():
+        (content,) = (await ask(subject, "resources/read", uri=uri))["result"]["contents"]
+        assert content["uri"] == uri
+        if uri in pages:
+            assert content["text"].startswith("# ")
+        else:
+            msgspec.json.decode(content["text"])
+    assert (await ask(subject, "resources/templates/list"))["result"] == {"resourceTemplates": []}
+
+
+@pytest.mark.parametrize(
+    "uri", [None, 7, "", "llmbox://docs/../README", "llmbox://docs/none", "file:///etc/passwd"]
+)
+async def test_a_resource_that_is_not_there_is_told(uri):
+    subject, _ = server()
+    error = (await ask(subject, "resources/read", uri=uri))["error"]
+    assert (error["code"], "resources/list" in error["message"]) == (-32002, True)
+
+
+async def test_resources_beyond_the_scope_are_neither_listed_nor_read():
+    subject, _ = server(allowed=lambda each: each.scope is None)
+    uris = {each["uri"] for each in (await ask(subject, "resources/list"))["result"]["resources"]}
+    assert "llmbox://models" in uris
+    assert uris.isdisjoint({"llmbox://settings", "llmbox://requests", "llmbox://models/memory"})
+    error = (await ask(subject, "resources/read", uri="llmbox://settings"))["error"]
+    assert "--scope admin" in error["message"]
+
+
+async def test_a_daemon_that_does_not_answer_is_the_error_of_a_resource():
+    subject, _ = server(config=ToolError("the daemon does not run. Run: llmbox up"))
+    error = (await ask(subject, "resources/read", uri="llmbox://settings"))["error"]
+    assert "llmbox up" in error["message"]
