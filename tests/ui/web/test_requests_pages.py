@@ -1,11 +1,23 @@
 """Requests without scripts: a replay by its form, and a log that cannot be read."""
 
 import re
+import shlex
 import sqlite3
+from types import SimpleNamespace
 
+import click
 import httpx
+import pytest
 
+from llmbox.app.config.schema import schema
+from llmbox.app.http.admin.schema import ModelStatus
+from llmbox.app.main import cli
+from llmbox.app.store.record import RequestRecord
+from llmbox.ui.web import panel_routes
+from llmbox.ui.web.pages.request_help import HELP
 from support.cli_box import PATIENCE, until
+
+PATHS = {route.path for route in panel_routes[0].routes}
 
 
 def test_a_replay_works_without_scripts(panel, signed_in):
@@ -97,12 +109,89 @@ def test_requests_are_sorted_summed_and_chosen_from_lists(panel, signed_in):
     assert signed_in.get("/admin/requests?sort=nonsense").status_code == 200
 
 
-def test_an_error_explains_itself_and_names_the_fix(panel, signed_in):
-    body = {"model": "tiny", "prompt": "hello", "max_tokens": 10_000_000}
-    asked = httpx.post(f"{panel.url}/v1/completions", json=body, timeout=PATIENCE)
-    assert asked.status_code == 400
-    until(lambda: panel.box.api("requests?errors=true")["requests"])
-    row = panel.box.api("requests?errors=true")["requests"][0]
-    page = signed_in.get(f"/admin/requests/{row['id']}").text
-    assert "longer than the model&#39;s context" in page
-    assert '<a href="/admin/models">Shorten the prompt' in page
+def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that words call, and what is left of them."""
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        found = command.get_command(click.Context(command), words[0])
+        assert found is not None, words
+        command, words = found, words[1:]
+    return command, words
+
+
+def some_model(state: str = "ready", *, pinned: bool = False) -> ModelStatus:
+    info = SimpleNamespace(context_window=4096)
+    return ModelStatus(
+        name="my model", aliases=[], state=state, cause="", path="", ref="org/my", chat=True, options={},
+        info=info, pinned=pinned,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("code", HELP)
+@pytest.mark.parametrize("model", [None, some_model(), some_model("failed"), some_model(pinned=True)])
+@pytest.mark.parametrize("key", ["", "my key"])
+def test_each_remedy_is_a_form_a_page_or_a_command_that_exists(
+    code: str, model: ModelStatus | None, key: str
+):
+    record = RequestRecord(
+        id="r", created=0.0, model="my model", endpoint="/v1", http_status=400, key=key, error_code=code
+    )
+    for each in HELP[code].remedies(record, model):
+        assert [bool(each.route), bool(each.page), bool(each.command)].count(True) == 1, each
+        assert each.label or each.command
+        if each.page:
+            path, _, query = each.page.partition("?")
+            path, _, place = path.partition("#")
+            assert path in PATHS, path
+            assert path != "/admin/settings" or place in schema()
+            assert query.count(" ") == 0
+        elif each.route:
+            assert each.route in PATHS
+            assert "model" in each.fields
+        for call in each.command.split(" && ") if each.command else ():
+            words = shlex.split(call)
+            assert words.pop(0) == "llmbox"
+            command, left = command_of(words)
+            flags = {flag for option in command.params for flag in option.opts}
+            assert {word for word in left if word.startswith("-")} <= flags, call
+            if words[:2] == ["config", "set"]:
+                assert words[2] in schema()
+
+
+def test_a_model_that_left_memory_is_loaded_and_one_that_is_there_is_pinned():
+    record = RequestRecord(
+        id="r", created=0.0, model="my model", endpoint="/v1", http_status=503, error_code="model_evicted"
+    )
+    load, command = HELP["model_evicted"].remedies(record, None)
+    assert (load.route, load.fields) == ("/admin/models/load", {"model": "my model"})
+    assert command.command == "llmbox load 'my model'"
+    pin, _ = HELP["model_evicted"].remedies(record, some_model())
+    assert (pin.route, pin.fields) == ("/admin/models/pin", {"model": "my model", "pinned": "1"})
+    assert HELP["model_evicted"].remedies(record, some_model(pinned=True)) == []
+
+
+def test_a_failed_request_says_what_helps_with_a_button_and_a_command(panel, signed_in):
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 1_000_000}
+    refused = httpx.post(f"{panel.url}/v1/completions", json=body, timeout=PATIENCE)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    rows = panel.box.api("requests?limit=5")["requests"]
+    until(lambda: "context_length_exceeded" in signed_in.get("/admin/requests").text)
+    rows = panel.box.api("requests?limit=5")["requests"]
+    id_ = next(row["id"] for row in rows if row["error_code"] == "context_length_exceeded")
+    assert (
+        f'href="/admin/requests/{id_}#help" title="Prompt and answer together'
+        in signed_in.get("/admin/requests").text
+    )
+    page = signed_in.get(f"/admin/requests/{id_}").text
+    (plan,) = re.findall(r'<a class="button" href="([^"]+)">Plan [\d,]+ tokens of context', page)
+    assert signed_in.get(plan.replace("&amp;", "&")).status_code == 200
+    assert re.search(r"llmbox unload tiny &amp;&amp; llmbox load \S+ --ctx \d+", page)
+    unknown = httpx.post(f"{panel.url}/v1/completions", json={**body, "model": "org/none"}, timeout=PATIENCE)
+    assert unknown.status_code == 404
+    until(lambda: "org/none" in signed_in.get("/admin/requests?status=404").text)
+    id_ = next(
+        row["id"] for row in panel.box.api("requests?limit=5")["requests"] if row["http_status"] == 404
+    )
+    page = signed_in.get(f"/admin/requests/{id_}").text
+    assert "llmbox pull org/none" in page
+    assert "/admin/models/discover?text=org%2Fnone" in page

@@ -23,6 +23,7 @@ from llmbox.app.store.record import RecordFilter, RecordOrder, RecordTotals, Req
 from llmbox.app.store.usage import known_names, totals_of
 
 from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
+from .request_help import HELP, remedies
 
 ROWS = 50
 SINCE = (("", "All time"), ("3600", "Last hour"), ("86400", "Last day"), ("604800", "Last week"))
@@ -38,84 +39,6 @@ SORTS: dict[str, RecordOrder] = {
     "prompt": "prompt_tokens",
 }
 """Columns by the value of `sort` in the URL."""
-EXPLAINED = {
-    "rate_limit_exceeded": (
-        "The key reached its limit of requests or tokens a minute.",
-        "Raise the limit, or let the client wait as Retry-After says",
-        "/admin/keys",
-    ),
-    "insufficient_quota": (
-        "The key used up a quota or budget of this day or month.",
-        "Raise the quota or wait for the reset",
-        "/admin/keys",
-    ),
-    "queue_full": (
-        "More requests waited for the model than its queue takes.",
-        "Send fewer at once, or lengthen the queue",
-        "/admin/settings#limits.queue",
-    ),
-    "context_length_exceeded": (
-        "Prompt and answer together are longer than the model's context.",
-        "Shorten the prompt, ask for fewer tokens, or load the model with a longer context",
-        "/admin/models",
-    ),
-    "model_not_found": (
-        "No model of that name is on this disk.",
-        "Check the name, or download the model",
-        "/admin/models/discover",
-    ),
-    "model_loading": (
-        "The model was being loaded.",
-        "Pin models that must answer at once",
-        "/admin/models",
-    ),
-    "memory_busy": (
-        "The model did not fit beside the others, which were busy.",
-        "Raise the memory of all models, or load a smaller one",
-        "/admin/settings#memory.budget",
-    ),
-    "model_evicted": (
-        "The model left memory for another one.",
-        "Pin it, or raise the memory of all models",
-        "/admin/settings#memory.budget",
-    ),
-    "model_not_allowed": (
-        "The key may not use that model.",
-        "Make a key that may",
-        "/admin/keys",
-    ),
-    "engine_failed": (
-        "The model's engine had died five times in a minute.",
-        "The daemon's log has the reason",
-        "/admin/system?level=error#log-title",
-    ),
-    "engine_error": (
-        "The engine failed on this request.",
-        "The daemon's log has the reason",
-        "/admin/system?level=error#log-title",
-    ),
-    "engine_crashed": (
-        "The engine died while it worked on this request.",
-        "The daemon's log has the reason",
-        "/admin/system?level=error#log-title",
-    ),
-    "request_timeout": (
-        "The answer took longer than the time limit.",
-        "Raise the limit, or ask for fewer tokens",
-        "/admin/settings#limits.request_timeout",
-    ),
-    "first_token_timeout": (
-        "No token came within the time limit.",
-        "Raise the limit, or run fewer requests at once",
-        "/admin/settings#limits.first_token_timeout",
-    ),
-    "client_disconnected": (
-        "The client closed its connection before the answer was complete.",
-        "Raise the client's own time limit, or stream the answer",
-        "",
-    ),
-}
-"""Errors by their code: what it means, what helps, and where (a page of the panel)."""
 HISTORY = {
     "history-totals": "live/requests/history_totals.html",
     "history": "live/requests/history.html",
@@ -217,7 +140,7 @@ async def _history(panel: Panel, chosen: Filter, totals: RecordTotals | None = N
         "chosen": chosen,
         "older": chosen.query(before=str(rows[ROWS - 1][0])) if len(rows) > ROWS and not chosen.sort else "",
         "totals": totals or await totals_of(panel.services.request_log, chosen.wanted(ROWS)),
-        "explained": EXPLAINED,
+        "help": HELP,
         "dropped": panel.services.request_log.dropped,
     }
 
@@ -234,7 +157,8 @@ async def request_page(request: PanelRequest, request_id: FromPath[str]) -> Resp
         detail=detail,
         live=detail.in_flight,
         record=record,
-        explained=EXPLAINED,
+        help=HELP.get(record.error_code) if record else None,
+        remedies=remedies(panel, record) if record else [],
         phases=_phases(record) if record else [],
         params=json.loads(record.params) if record else {},
     )
