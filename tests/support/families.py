@@ -185,6 +185,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 48,
     },
+    "mamba2": {
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 2,
+        "state_size": 24,
+        "use_bias": True,
+    },
     "olmo_hybrid": {
         "num_hidden_layers": 4,
         "num_key_value_heads": 4,

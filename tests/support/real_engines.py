@@ -66,6 +66,8 @@ def hf_model(directory: Path) -> Any:
 @torch.inference_mode()
 def hf_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Greedy, with transformers' own cache."""
+    if model.config.model_type == "mamba2":
+        return hf_tokens_without_cache(model, prompt, max_tokens)
     ids, cache, result = torch.tensor([list(prompt)]), None, []
     for _ in range(max_tokens):
         # Bamba's module counts positions from 0 in every call unless it is told them, as `generate` does.
@@ -76,3 +78,11 @@ def hf_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
         ids = out.logits[:, -1:].argmax(-1)
         result.append(int(ids))
     return result
+
+
+def hf_tokens_without_cache(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy, the whole text for each token: Mamba-2's cache is another."""
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

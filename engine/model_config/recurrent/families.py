@@ -162,6 +162,35 @@ def nemotron_h_recurrence(fields: Fields, _layers: int) -> RecurrentConfig | Non
     return mamba2_layers(Fields(raw, fields.where), recurrent, attention, values)
 
 
+def mamba2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the layers of a Mamba-2 without attention, which are all alike."""
+    heads = fields.integer("num_heads", 128)
+    raw = {
+        "mamba_n_heads": heads,
+        "mamba_n_groups": fields.integer("n_groups", 8),
+        "mamba_d_state": fields.integer("state_size", 128),
+        "mamba_d_conv": fields.integer("conv_kernel", 4),
+        "mamba_conv_bias": fields.flag("use_conv_bias", default=True),
+        "mamba_proj_bias": fields.flag("use_bias", default=False),
+        "time_step_limit": fields.raw.get("time_step_limit"),
+    }
+    values = heads * fields.integer("head_dim", 64)
+    if fields.number("expand", 2) * fields.integer("hidden_size") != values:
+        raise fields.error(f"num_heads {heads} of head_dim {values // heads} are not expand * hidden_size")
+    return mamba2_layers(Fields(raw, fields.where), (True,) * layers, (False,) * layers, values)
+
+
+def mamba2_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the sizes of attention and MLP, which are not there, as those of the Mamba-2 heads."""
+    heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "intermediate_size": heads * head_dim,
+    }
+
+
 def granite_sizes(fields: Fields) -> dict[str, Any]:
     """Return the MLP's intermediate size, which Granite's files call that of the shared expert."""
     shared = fields.integer("shared_intermediate_size", 1024)

@@ -183,6 +183,7 @@ KNOWN: list[tuple[str, dict[str, Any], int, float]] = [
         49122681728,
         3.1e9,
     ),
+    ("Mamba2ForCausalLM", {}, 7_285_403_648, 7.15e9),
     (
         "OlmoHybridForCausalLM",
         {
@@ -196,8 +197,8 @@ KNOWN: list[tuple[str, dict[str, Any], int, float]] = [
         7.05e9,
     ),
 ]
-"""gpt-oss-20b, DeepSeek-V3, Qwen1.5-MoE-A2.7B, Nemotron-H 8B, Falcon-H1 7B, Kimi-Linear 48B, OLMo-hybrid 7B:
-all parameters, and those that one token meets."""
+"""gpt-oss-20b, DeepSeek-V3, Qwen1.5-MoE-A2.7B, Nemotron-H 8B, Falcon-H1 7B, Kimi-Linear 48B, Mamba-Codestral
+7B, OLMo-hybrid 7B: all parameters, and those that one token meets."""
 
 
 @pytest.mark.parametrize(("name", "sizes", "params", "active"), KNOWN)
