@@ -75,7 +75,7 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors by their names in a causal language model. A checkpoint without a head omits the
     prefix `model.`, a vision-language checkpoint has longer prefixes.
     """
-    if any(name.startswith(tuple(_LANGUAGE)) for name in entries):
+    if any(name.startswith((*_LANGUAGE, *_VISION)) for name in entries):
         return language_part(entries)
     if any(name.endswith(_OF_OTHER_SPELLING) for name in entries):
         return renamed(entries, usual_name)

@@ -16,6 +16,7 @@ from .families.gemma3n import GEMMA3N_MODELS
 from .families.gemma4 import GEMMA4_MODELS
 from .families.hybrids import HYBRIDS
 from .families.llama4 import LLAMA4_AND_PHIMOE
+from .families.siblings import SIBLINGS
 from .fields import Fields, show
 from .latent import deepseek_latent, deepseek_scales, deepseek_sizes
 from .moe import (
@@ -41,7 +42,6 @@ from .rope import (
     olmo3_ropes,
     partial_rope,
     phi3_ropes,
-    rope_of_alpha,
     rope_of_rotary_dim,
     rope_of_sliding_layers,
     rope_of_some_layers,
@@ -71,11 +71,6 @@ def refuse_cohere_norms(fields: Fields) -> None:
 def refuse_head_bias(fields: Fields) -> None:
     if fields.flag("lm_head_bias", default=False):
         raise fields.error("lm_head_bias is not supported")
-
-
-def refuse_shared_layers(fields: Fields) -> None:
-    if fields.flag("use_cla", default=False):
-        raise fields.error("use_cla is not supported: layers that share keys and values of others")
 
 
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
@@ -305,16 +300,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_bias=True,
     ),
     "Ernie4_5ForCausalLM": _ERNIE,
-    "HunYuanDenseV1ForCausalLM": Architecture(
-        model_type="hunyuan_v1_dense",
-        defaults={"rms_norm_eps": 1e-5},
-        attention_bias=True,
-        qk_norm="heads",
-        norms_after_rope=True,
-        ropes=rope_of_alpha,
-        names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
-        refuse=refuse_shared_layers,
-    ),
     "Exaone4ForCausalLM": Architecture(
         model_type="exaone4",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
@@ -329,10 +314,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     **GEMMA3N_MODELS,
     **GEMMA4_MODELS,
     **LLAMA4_AND_PHIMOE,
+    **SIBLINGS,
 }
 """Architectures by the class name in `architectures` of config.json."""
 MISSING: dict[str, str] = {
     "DeepseekV32ForCausalLM": "attention to the tokens that an indexer selects",
+    "GlmMoeDsaForCausalLM": "attention to the tokens that an indexer selects",
+    "JambaForCausalLM": "layers of Mamba 1",
+    "MambaForCausalLM": "layers of Mamba 1",
+    "Zamba2ForCausalLM": "attention that several layers share, with adapters of their own",
 }
 """Missing parts of known architectures, by the class name of their language model."""
 

@@ -108,8 +108,12 @@ def checkpoint_dtype(fields: Fields) -> Dtype:
 
 
 def text_fields(fields: Fields) -> Fields:
-    """Return the `text_config` of a vision-language model, with the keys that apply to the whole model."""
+    """Return the `text_config` of a vision-language model, with the keys that apply to the whole model. Older
+    files have all keys beside those of the tower.
+    """
     text = fields.mapping("text_config")
+    if text is None and "hidden_size" in fields.raw:
+        return fields
     if text is None:
         raise fields.error("text_config is missing, which describes the language part")
     whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}

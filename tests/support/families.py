@@ -247,6 +247,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": MIXED | {"head_dim": 32, "rotary_dim": 16},
 }
 """Fields of config.json beside `COMMON`, by `model_type`."""
+SLIDING_LAST = ["full_attention", "sliding_attention"]
+SIBLINGS: dict[str, dict[str, Any]] = {
+    "arcee": {"mlp_bias": True, "attention_bias": True},
+    "cwm": {"sliding_window": 19, "tie_word_embeddings": True},
+    "dots1": DEEPSEEK | {"max_window_layers": 1, "sliding_window": 19},
+    "exaone_moe": MOE | {"sliding_window": 19, "num_hidden_layers": 3, "sliding_window_pattern": 3},
+    "granitemoeshared": MIXED | {"shared_intermediate_size": 48, "residual_multiplier": 0.3},
+    "granite_swa": {
+        "num_hidden_layers": 3,
+        "layer_rope_theta": [0, 10000.0, 5000.0],
+        "sliding_window": 19,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+    },
+    "granitemoe_swa": MIXED | {"shared_intermediate_size": 48, "sliding_window": 19},
+    "helium": {"attention_bias": True},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]},
+    "hy_v3": MOE | {"num_shared_experts": 2, "num_hidden_layers": 3},
+    "ministral": {"sliding_window": 19, "layer_types": SLIDING_LAST},
+    "solar_open": {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+    "stablelm": {"use_qkv_bias": True, "head_dim": None},
+    "youtu": {key: value for key, value in LATENT.items() if key not in DEEPSEEK},
+}
+"""The same for families that have the layers of those above."""
 
 
 def make_family(directory: Path, arch: str, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Path:
@@ -255,7 +279,7 @@ def make_family(directory: Path, arch: str, *, shards: int = 1, seed: int = 0, *
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(arch, **COMMON | FAMILIES[arch] | overrides)
+    config = AutoConfig.for_model(arch, **COMMON | (FAMILIES | SIBLINGS)[arch] | overrides)
     config.dtype = "float32"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)

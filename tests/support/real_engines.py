@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.request import Request
-from llmbox.engine.core.step import ScheduledRequest
+from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepPlan
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
+from llmbox.engine.model.decoder import Decoder
+from llmbox.engine.runner.cpu_runner import CPUModelRunner
 from llmbox.engine.sampling_params import SamplingParams
 
 
@@ -86,3 +89,30 @@ def hf_tokens_without_cache(model: Any, prompt: Sequence[int], max_tokens: int) 
     for _ in range(max_tokens):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+class LogitsKeeper:
+    """Stands in for the sampler: keeps every row's logits."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+    def sample(self, logits_RV: Tensor, requests: list[Request]) -> list[SampledToken]:
+        self.rows += list(logits_RV)
+        return [SampledToken(0) for _ in requests]
+
+
+def all_logits(runner: CPUModelRunner, ids: list[int]) -> Tensor:
+    """Logits of every position of one prefill."""
+    request = Request(request_id="r", prompt_ids=ids, params=SamplingParams(max_tokens=1))
+    request.block_table = list(range(-(-len(ids) // 16)))
+    hidden: list[Tensor] = []
+    model: Decoder = runner._model
+    original, model.hidden = (
+        model.hidden,
+        lambda forward, _rows: hidden.append(original(forward, None)) or hidden[0],
+    )
+    runner._sampler = LogitsKeeper()
+    runner.execute(StepPlan([planned(request, 0, len(ids))]))
+    model.hidden = original
+    return model.logits(hidden[0])

@@ -13,13 +13,22 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.scheduler import Scheduler
-from llmbox.engine.core.step import SampledToken, StepPlan
+from llmbox.engine.core.step import StepPlan
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.model.decoder import Decoder
 from llmbox.engine.runner.cpu_runner import CPUModelRunner
 from llmbox.engine.sampling_params import SamplingParams
 from support.families import FAMILIES
-from support.real_engines import ask, hf_model, hf_tokens, load, planned, runner_of, tokens
+from support.real_engines import (
+    LogitsKeeper,
+    all_logits,
+    ask,
+    hf_model,
+    hf_tokens,
+    load,
+    planned,
+    runner_of,
+    tokens,
+)
 from support.tiny_models import ARCHITECTURES, ORIGINAL_CONTEXT, ROPES, make_tiny_model
 
 MANY = 32
@@ -191,17 +200,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 pytestmark = pytest.mark.parametrize("case", list(VARIANTS), indirect=True)
 
 
-class LogitsKeeper:
-    """Stands in for the sampler: keeps every row's logits."""
-
-    def __init__(self) -> None:
-        self.rows: list[Tensor] = []
-
-    def sample(self, logits_RV: Tensor, requests: list[Request]) -> list[SampledToken]:
-        self.rows += list(logits_RV)
-        return [SampledToken(0) for _ in requests]
-
-
 def decode_logits(runner: CPUModelRunner, ids: list[int], prefill: int) -> Tensor:
     """Logits of positions prefill - 1 on: a prefill, then one token a step."""
     keeper = runner._sampler = LogitsKeeper()
@@ -213,22 +211,6 @@ def decode_logits(runner: CPUModelRunner, ids: list[int], prefill: int) -> Tenso
         start = request.num_tokens
         request.token_ids = ids[: start + 1]
     return torch.stack(keeper.rows)
-
-
-def all_logits(runner: CPUModelRunner, ids: list[int]) -> Tensor:
-    """Logits of every position of one prefill."""
-    request = Request(request_id="r", prompt_ids=ids, params=SamplingParams(max_tokens=1))
-    request.block_table = list(range(-(-len(ids) // 16)))
-    hidden: list[Tensor] = []
-    model: Decoder = runner._model
-    original, model.hidden = (
-        model.hidden,
-        lambda forward, _rows: hidden.append(original(forward, None)) or hidden[0],
-    )
-    runner._sampler = LogitsKeeper()
-    runner.execute(StepPlan([planned(request, 0, len(ids))]))
-    model.hidden = original
-    return model.logits(hidden[0])
 
 
 @torch.inference_mode()

@@ -1,0 +1,369 @@
+"""Families that differ from others by few rules, as `architectures.py` has the other architectures."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..architecture import Architecture
+from ..fields import Fields
+from ..latent import deepseek_latent, deepseek_scales, deepseek_sizes
+from ..moe import (
+    ExpertsConfig,
+    StackedExperts,
+    deepseek_v3_experts,
+    granite_hybrid_experts,
+    granite_moe_experts,
+    qwen3_moe_experts,
+    selected_of,
+)
+from ..multipliers import granite_scales
+from ..recurrent.families import granite_sizes
+from ..rope import (
+    RopeConfig,
+    deepseek_rope,
+    interleaved_rope,
+    one_rope,
+    parse_rope,
+    partial_rope,
+    raw_rope,
+    rope_of_alpha,
+    rope_of_sliding_layers,
+)
+from ..sliding_window import (
+    FULL,
+    SLIDING,
+    Windows,
+    exaone4_windows,
+    windows_by_type,
+    windows_if_used,
+    windows_of_later_layers,
+)
+from .llama4 import phimoe_extra_params
+
+_LLAMA3_ROPE: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+_GRANITE_SWA: Mapping[str, Any] = {"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True}
+
+
+def refuse_shared_layers(fields: Fields) -> None:
+    if fields.flag("use_cla", default=False):
+        raise fields.error("use_cla is not supported: layers that share keys and values of others")
+
+
+def refuse_other_stablelm(fields: Fields) -> None:
+    for key in ("use_parallel_residual", "qk_layernorm"):
+        if fields.flag(key, default=False):
+            raise fields.error(f"{key} is not supported")
+
+
+def types_every_fourth(fields: Fields) -> dict[str, Any]:
+    """Return the type of each layer: by default the first of every four has full attention."""
+    if fields.raw.get("layer_types") is not None:
+        return {}
+    layers = fields.integer("num_hidden_layers")
+    return {"layer_types": [SLIDING if layer % 4 else FULL for layer in range(layers)]}
+
+
+def ministral_windows(fields: Fields, layers: int) -> Windows:
+    """Return windows by `layer_types`, or for all layers."""
+    if fields.raw.get("layer_types") is None:
+        fields = Fields({**fields.raw, "layer_types": [SLIDING] * layers}, fields.where)
+    return windows_by_type(fields, layers)
+
+
+def dots1_windows(fields: Fields, layers: int) -> Windows:
+    """Return windows by `layer_types`, or from `max_window_layers` on."""
+    most = {"use_sliding_window": True, "max_window_layers": fields.number("max_window_layers", layers)}
+    return windows_of_later_layers(Fields({**fields.raw, **most}, fields.where), layers)
+
+
+def ropes_by_theta(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return a RoPE for each base in `layer_rope_theta`, of which 0 is none (NoPE)."""
+    base = parse_rope(fields, head_dim, positions)
+    bases = (
+        fields.numbers("layer_rope_theta") if fields.raw.get("layer_rope_theta") else (base.theta,) * layers
+    )
+    if len(bases) != layers or not all(theta == 0 or 1 < theta <= 1e15 for theta in bases):
+        raise fields.error(f"layer_rope_theta must have {layers} numbers, each 0 or larger than 1")
+    known = sorted(set(bases), reverse=True)
+    ropes = [replace(base, theta=theta) if theta else RopeConfig(rotary_dim=0) for theta in known]
+    return tuple(ropes), tuple(known.index(theta) for theta in bases)
+
+
+def rope_of_texts(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return the RoPE of a model whose dimensions have the time, the row or the column of a picture as their
+    position: all three are the same for texts.
+    """
+    rope = {key: value for key, value in raw_rope(fields).items() if not key.startswith("mrope")}
+    for key in ("rope_type", "type"):
+        rope |= {key: "default"} if rope.get(key) == "mrope" else {}
+    plain = Fields({**fields.raw, "rope_parameters": rope, "rope_scaling": None}, fields.where)
+    return one_rope(plain, head_dim, positions, layers)
+
+
+def granite_shared_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts, beside an MLP of each layer where `shared_intermediate_size` is not 0."""
+    if fields.raw.get("expert_intermediate_size") is None:
+        return granite_moe_experts(fields, layers)
+    return granite_hybrid_experts(fields, layers)
+
+
+def granite_swa_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read the same under the names that transformers 5 gives experts."""
+    found = granite_shared_experts(fields, layers)
+    at = "" if found is None or found.module else "block_sparse_moe."
+    stacked = StackedExperts(gate_up=f"{at}experts.gate_up_proj", down=f"{at}experts.down_proj")
+    return found and replace(found, router=f"{at}router", stacked=stacked)
+
+
+def granite_shared_sizes(fields: Fields) -> Mapping[str, Any]:
+    return granite_sizes(fields) if fields.raw.get("shared_intermediate_size") else {}
+
+
+def granite_swa_sizes(fields: Fields) -> Mapping[str, Any]:
+    return {**granite_shared_sizes(fields), **types_every_fourth(fields)}
+
+
+def qwen3_vl_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    found = qwen3_moe_experts(fields, layers)
+    return found and replace(found, stacked=StackedExperts(is_transposed=True))
+
+
+def hunyuan_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    raw = dict(fields.raw)
+    for key in ("num_experts", "moe_topk"):
+        each = raw.get(key)
+        if isinstance(each, list):
+            if len(each) < layers or len(set(each[:layers])) != 1:
+                raise fields.error(f"{key} must be the same for each of {layers} layers")
+            raw[key] = each[0]
+    count, per_token = selected_of(Fields(raw, fields.where), "num_experts", "moe_topk")
+    inner = fields.integer("intermediate_size")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=inner,
+        normalised=True,
+        layers=(True,) * layers,
+        shared_inner=inner,
+        router="gate.wg",
+        shared="shared_mlp",
+    )
+
+
+def exaone_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    found = deepseek_v3_experts(fields, layers)
+    return found and replace(found, correction="e_score_correction_bias")
+
+
+def hy3_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    found = deepseek_v3_experts(fields, layers)
+    return found and replace(found, router="router.gate", correction="expert_bias", shared="shared_mlp")
+
+
+_HUNYUAN = Architecture(
+    model_type="hunyuan_v1_dense",
+    defaults={"rms_norm_eps": 1e-5},
+    attention_bias=True,
+    qk_norm="heads",
+    norms_after_rope=True,
+    ropes=rope_of_alpha,
+    names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+    refuse=refuse_shared_layers,
+)
+_GRANITE_SHARED = Architecture(
+    model_type="granitemoeshared",
+    attention_bias=True,
+    has_stacked_mlp=True,
+    scales=granite_scales,
+    sizes=granite_shared_sizes,
+    experts=granite_shared_experts,
+    names={"mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
+)
+_SWA_EXPERTS = tuple(
+    f"{at}experts.{part}_proj" for at in ("", "block_sparse_moe.") for part in ("gate_up", "down")
+)
+_QWEN2_VL = Architecture(
+    model_type="qwen2_vl_text",
+    defaults={"sliding_window": 4096, "rope_theta": 1e6},
+    qkv_bias=True,
+    windows=windows_of_later_layers,
+    ropes=rope_of_texts,
+    is_nested=True,
+)
+_QWEN3_VL = Architecture(
+    model_type="qwen3_vl_text",
+    defaults={"rope_theta": 5e5},
+    head_dim=128,
+    attention_bias=True,
+    qk_norm="heads",
+    ropes=rope_of_texts,
+    is_nested=True,
+)
+
+SIBLINGS: dict[str, Architecture] = {
+    "ArceeForCausalLM": Architecture(
+        model_type="arcee",
+        defaults={"rms_norm_eps": 1e-5},
+        hidden_acts=("relu2",),
+        activation="relu2",
+        fits_float16=False,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "CwmForCausalLM": Architecture(
+        model_type="cwm",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_parameters": _LLAMA3_ROPE},
+        head_dim=128,
+        mlp_bias=True,
+        sizes=types_every_fourth,
+        windows=windows_by_type,
+    ),
+    "Dots1ForCausalLM": Architecture(
+        model_type="dots1",
+        defaults={"sliding_window": 4096, "norm_topk_prob": False, "first_k_dense_replace": 0},
+        attention_bias=True,
+        qk_norm="heads",
+        windows=dots1_windows,
+        experts=deepseek_v3_experts,
+    ),
+    "ExaoneMoeForCausalLM": Architecture(
+        model_type="exaone_moe",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.5,
+        },
+        qk_norm="heads",
+        windows=exaone4_windows,
+        ropes=rope_of_sliding_layers,
+        experts=exaone_moe_experts,
+        aliases={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+    ),
+    "GraniteMoeSharedForCausalLM": _GRANITE_SHARED,
+    "GraniteSWAForCausalLM": Architecture(
+        model_type="granite_swa",
+        defaults=_GRANITE_SWA,
+        attention_bias=True,
+        mlp_bias=True,
+        has_sinks=True,
+        scales=granite_scales,
+        sizes=types_every_fourth,
+        windows=windows_by_type,
+        ropes=ropes_by_theta,
+    ),
+    "GraniteMoeSWAForCausalLM": replace(
+        _GRANITE_SHARED,
+        model_type="granitemoe_swa",
+        defaults=_GRANITE_SWA,
+        has_sinks=True,
+        sizes=granite_swa_sizes,
+        experts=granite_swa_experts,
+        names={**_GRANITE_SHARED.names, **{name: name for name in _SWA_EXPERTS}},
+        windows=windows_by_type,
+        ropes=ropes_by_theta,
+    ),
+    "HeliumForCausalLM": Architecture(
+        model_type="helium",
+        defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5, "attention_out_bias": False},
+        head_dim=128,
+        attention_bias=True,
+        mlp_bias=True,
+        ropes=interleaved_rope,
+    ),
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": replace(_HUNYUAN, model_type="hunyuan_v1_moe", experts=hunyuan_moe_experts),
+    "HYV3ForCausalLM": Architecture(
+        model_type="hy_v3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11158840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "router_scaling_factor": 2.826,
+            "num_nextn_predict_layers": 1,
+        },
+        head_dim=128,
+        attention_bias=True,
+        qk_norm="heads",
+        experts=hy3_experts,
+        aliases={
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+            "routed_scaling_factor": "router_scaling_factor",
+        },
+    ),
+    "MinistralForCausalLM": Architecture(
+        model_type="ministral", defaults={"sliding_window": 4096}, windows=ministral_windows
+    ),
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, model_type="qwen2_5_vl_text"),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _QWEN3_VL,
+        model_type="qwen3_vl_moe_text",
+        defaults={**_QWEN3_VL.defaults, "norm_topk_prob": True},
+        windows=windows_if_used,
+        experts=qwen3_vl_experts,
+    ),
+    "SolarOpenForCausalLM": Architecture(
+        model_type="solar_open",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "intermediate_size": 1,
+            "attention_out_bias": False,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1280,
+        },
+        head_dim=128,
+        attention_bias=True,
+        experts=deepseek_v3_experts,
+    ),
+    "StableLmForCausalLM": Architecture(
+        model_type="stablelm",
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_out_bias": False},
+        attention_bias=True,
+        block="layer_norm",
+        ropes=partial_rope,
+        extra_params=phimoe_extra_params,
+        aliases={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+        refuse=refuse_other_stablelm,
+    ),
+    "YoutuForCausalLM": Architecture(
+        model_type="youtu",
+        defaults={
+            "tie_word_embeddings": True,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        sizes=deepseek_sizes,
+        latent=deepseek_latent,
+        scales=deepseek_scales,
+        ropes=deepseek_rope,
+    ),
+}
+"""Siblings by the class name in `architectures` of config.json."""

@@ -1,0 +1,107 @@
+"""Families that have the layers of others, beside transformers. Exactness is tested with those others."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmbox.engine.checkpoint.index import list_tensors
+from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.config import ModelConfig, parse_config
+from support.families import COMMON, MOE, SIBLINGS, make_family, randomize, spell_as_before
+from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
+
+PROMPT = ask("a", [3, 200, 17, 5, *range(40, 70), 9, 300], 8)
+
+
+@torch.inference_mode()
+def compare(model: Path, theirs: Any) -> None:
+    """Compare logits of every position and greedy tokens."""
+    exact = theirs(torch.tensor([PROMPT.prompt_ids])).logits[0]
+    found = all_logits(runner_of(load(model)), PROMPT.prompt_ids)
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
+    assert tokens(load(model), [PROMPT])["a"] == hf_tokens(theirs, PROMPT.prompt_ids, 8)
+
+
+@pytest.mark.parametrize("arch", SIBLINGS)
+def test_tokens_of_transformers(tmp_path: Path, arch: str) -> None:
+    model = make_family(tmp_path, arch, shards=2)
+    config = parse_config(model)
+    assert config.num_parameters == sum(prod(entry.shape) for entry in list_tensors(model).values())
+    compare(model, hf_model(model))
+    spell_as_before(model)
+    assert parse_config(model) == config
+
+
+TOWER = {"hidden_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "num_position_embeddings": 16}
+MROPE = {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_the_language_part_of_a_qwen_that_sees(tmp_path: Path, arch: str) -> None:
+    """Sections of RoPE have one position in texts; older files have no `text_config`."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tower = TOWER | {"out_hidden_size": 64, "deepstack_visual_indexes": []} if arch != "qwen2_vl" else TOWER
+    tower |= {"hidden_size": 64, "embed_dim": 16} if arch == "qwen2_vl" else {"intermediate_size": 16}
+    text = COMMON | MOE | {"rope_parameters": MROPE, "moe_intermediate_size": 24}
+    config = AutoConfig.for_model(arch, text_config=text, vision_config=tower, tie_word_embeddings=False)
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    randomize(theirs, 0)
+    theirs.save_pretrained(tmp_path)
+    if arch == "qwen3_vl_moe":
+        transpose_experts(tmp_path)
+    compare(tmp_path, theirs)
+    if not arch.startswith("qwen3"):
+        same, raw = parse_config(tmp_path), json.loads((tmp_path / "config.json").read_text())
+        flat = {**raw.pop("text_config"), **raw}
+        rope = flat.pop("rope_parameters")
+        flat |= {"rope_theta": rope["rope_theta"], "model_type": arch}
+        flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        (tmp_path / "config.json").write_text(json.dumps(flat))
+        assert parse_config(tmp_path) == same
+
+
+def transpose_experts(model: Path) -> None:
+    """Store experts as they are published, inputs first."""
+    weights = load_file(model / "model.safetensors")
+    experts = {name: x.transpose(1, 2).contiguous() for name, x in weights.items() if ".experts." in name}
+    save_file(weights | experts, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def written(directory: Path, name: str, **fields: Any) -> ModelConfig:
+    raw = COMMON | {"architectures": [name], "dtype": "bfloat16"} | fields
+    (directory / "config.json").write_text(json.dumps(raw))
+    return parse_config(directory)
+
+
+HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "problem"),
+    [
+        ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual is not supported"),
+        ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm is not supported"),
+        ("GraniteSWAForCausalLM", {"layer_rope_theta": [1.0, 0]}, "layer_rope_theta must have 2 numbers"),
+        ("GraniteSWAForCausalLM", {"layer_types": ["full"]}, "layer_types must name full_attention"),
+        ("HunYuanMoEV1ForCausalLM", HUNYUAN, "moe_topk must be the same for each of 2 layers"),
+        (
+            "HunYuanMoEV1ForCausalLM",
+            {"num_experts": 2, "moe_topk": 3},
+            "moe_topk 3 is more than num_experts 2",
+        ),
+        ("ArceeForCausalLM", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'relu2'"),
+        ("Mamba2ForCausalLM", {"num_heads": 7, "head_dim": 16}, "are not expand . hidden_size"),
+        ("Mamba2ForCausalLM", {"num_heads": 8, "n_groups": 3}, "multiple of mamba_n_groups 3"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, name: str, fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ModelError, match=problem):
+        written(tmp_path, name, **fields)
