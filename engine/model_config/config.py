@@ -150,12 +150,8 @@ class ModelConfig:
         """Return what of the model only CPUs run; empty: nothing."""
         if self.recurrent is not None:
             return "recurrent layers"
-        if any(window is not None and window < 0 for window in self.windows):
-            return "layers of attention within chunks"
-        if self.experts is not None and self.experts.scales_inputs:
-            return "experts with scaled inputs"
-        if self.layer_sizes:
-            return "layers of several sizes"
+        if self.altup is not None:
+            return "rows of several streams"
         return ""
 
     @property

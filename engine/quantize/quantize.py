@@ -101,10 +101,9 @@ def quantize(
             "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
             "without --calibrate"
         )
-    if writing is not None and config.cpu_part:
-        raise ModelError(
-            f"models with {config.cpu_part} cannot be calibrated yet: quantise without --calibrate"
-        )
+    part = "recurrent layers" if config.recurrent else "layers of several sizes" if config.layer_sizes else ""
+    if writing is not None and part:
+        raise ModelError(f"models with {part} cannot be calibrated yet: quantise without --calibrate")
     target = None
     if isinstance(quant, CompressedTarget):
         target, quant = quant, quant.quant

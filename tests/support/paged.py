@@ -116,7 +116,9 @@ class PagedStep:
                 scores = self.softcap * (scores / self.softcap).tanh()
             row = torch.arange(past, past + new, device=self.device)[:, None]
             key = torch.arange(past + new, device=self.device)
-            hidden = key > row if window is None else (key > row) | (key <= row - window)
+            hidden = key > row
+            if window is not None:
+                hidden = hidden | (key <= row - window if window > 0 else key < row - row % -window)
             scores = scores.masked_fill(hidden, -torch.inf)
             if self.sinks_H is not None:
                 scores = torch.cat((scores, self.sinks_H.view(-1, 1, 1).expand(-1, new, 1)), -1)

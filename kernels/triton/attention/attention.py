@@ -28,6 +28,8 @@ from .kv_cache import TritonKVCache, conversion_mode
 from .quantize_heads import Result, fits_heads, store_eight_heads
 
 LOG2_E = 1.4426950408889634
+WITH_WINDOW, WITH_CHUNKS = tl.constexpr(1), tl.constexpr(2)
+"""Values of WINDOW."""
 
 
 class ExponentFactors(NamedTuple):
@@ -176,7 +178,7 @@ def launch(
         q_THD.stride(0),
         q_THD.stride(1),
         ragged.block_tables_NB.stride(0),
-        plan.window or 0,
+        abs(plan.window or 0),
         splits,
         kv_heads,
         GROUP=q_THD.shape[1] // kv_heads,
@@ -189,7 +191,7 @@ def launch(
         SPLIT=splits > 1,
         LEAST_SPLIT=attention_plan.LEAST_SPLIT,
         FIXED_SPLIT=attention_plan.FIXED_SPLIT if plan.fixed else 0,
-        WINDOW=plan.window is not None,
+        WINDOW=0 if plan.window is None else WITH_CHUNKS.value if plan.window < 0 else WITH_WINDOW.value,
         CAPPED=powers.cap is not None,
         SINKS=powers.sinks_H is not None,
         QUANTISED=conversion_mode(cache, q_THD.dtype),
@@ -298,8 +300,15 @@ def attention_kernel(
 
     # The tile's rows stand at position .. position + count - 1 and see keys from `begin` to before `end`.
     end = tl.where(count > 0, position + count, 0)
-    begin = tl.maximum(position - window + 1, 0) // COLUMNS * COLUMNS if WINDOW else 0
     row_position = position + token
+    begin = 0
+    oldest = row_position
+    if WINDOW == WITH_WINDOW:
+        oldest = tl.maximum(row_position - window + 1, 0)
+        begin = tl.maximum(position - window + 1, 0) // COLUMNS * COLUMNS
+    if WINDOW == WITH_CHUNKS:
+        oldest = row_position // window * window
+        begin = tl.maximum(position, 0) // window * window // COLUMNS * COLUMNS
     page_stride = kv_heads * PAGE * D
     k_head, v_head = k + head * (PAGE * D), v + head * (PAGE * D)
     scale_offset = head * PAGE
@@ -316,7 +325,7 @@ def attention_kernel(
             to_key = tl.minimum(end, (piece + 1) * FIXED_SPLIT)
             acc_b, top_b, total_b = attend(
                 q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
-                from_key, from_key, to_key, row_position, window, scale, cap, page_stride, kv_heads * PAGE, d,
+                from_key, from_key, to_key, row_position, oldest, scale, cap, page_stride, kv_heads * PAGE, d,
                 ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
             )  # fmt: skip
             acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
@@ -332,7 +341,7 @@ def attention_kernel(
             plain = tl.minimum((position + 1) // COLUMNS * COLUMNS, end)
         acc, top, total = attend(
             q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
-            from_key, plain, to_key, row_position, window, scale, cap, page_stride, kv_heads * PAGE, d,
+            from_key, plain, to_key, row_position, oldest, scale, cap, page_stride, kv_heads * PAGE, d,
             ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ def attend(
     plain: tl.tensor,
     to_key: tl.tensor,
     row_position: tl.tensor,
-    window: tl.tensor,
+    oldest: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     page_stride: tl.tensor,
@@ -45,20 +45,21 @@ def attend(
     """Return the sum of exp2(score - top) v, top, and the sum of exp2(score - top), over keys from_key ..
     to_key - 1, float32.
 
-    `from_key` and `plain` are multiples of COLUMNS; keys before `plain` are seen by all rows.
+    `from_key` and `plain` are multiples of COLUMNS; keys before `plain` are seen by all rows. `oldest`: with
+    WINDOW the first key that each row sees.
     """
     acc = tl.zeros((ROWS, D_PAD), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for start in range(from_key, plain, COLUMNS):
         acc, top, total = step(
-            acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, window,
+            acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, oldest,
             scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, False, WINDOW, CAPPED,
             QUANTISED, PRECISION,
         )  # fmt: skip
     for start in range(plain, to_key, COLUMNS):
         acc, top, total = step(
-            acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, window,
+            acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, oldest,
             scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, True, WINDOW, CAPPED,
             QUANTISED, PRECISION,
         )  # fmt: skip
@@ -79,7 +80,7 @@ def step(
     start: tl.tensor,
     to_key: tl.tensor,
     row_position: tl.tensor,
-    window: tl.tensor,
+    oldest: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     page_stride: tl.tensor,
@@ -140,7 +141,7 @@ def step(
     if MASKED:
         seen = (key[None, :] <= row_position[:, None]) & real[None, :]
         if WINDOW:
-            seen = seen & (key[None, :] > row_position[:, None] - window)
+            seen = seen & (key[None, :] >= oldest[:, None])
         score = tl.where(seen, score, float("-inf"))
 
     new_top = tl.maximum(top, tl.max(score, 1))

@@ -52,9 +52,10 @@ def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     out = torch.empty((rows, heads, head_dim), dtype=x_TnD.dtype, device=x_TnD.device)
     if rows:
         heads_kernel[(rows, triton.cdiv(heads, HEADS))](
-            out, out, out, cos_TD, sin_TD, x_TnD, out, cos_TD, sin_TD, out, x_TnD.stride(0), 0.0, heads,
-            heads, heads, 1, 0, D=head_dim, HALF_PAD=power_of_two(head_dim // 2), HEADS=HEADS, PAGE=1,
-            NORM=False, ROTATE=True, WRITE=False, QUANTISE=False, LARGEST=1.0, num_warps=warps_for(head_dim),
+            out, out, out, cos_TD, sin_TD, x_TnD, out, cos_TD, sin_TD, out, x_TnD.stride(0),
+            cos_TD.stride(0), 0.0, heads, heads, heads, 1, 0, D=head_dim,
+            HALF_PAD=power_of_two(head_dim // 2), HEADS=HEADS, PAGE=1, NORM=False, ROTATE=True, WRITE=False,
+            QUANTISE=False, LARGEST=1.0, num_warps=warps_for(head_dim),
         )  # fmt: skip
     return out
 
@@ -93,6 +94,7 @@ def run(
         sin_TD,
         slots_T,
         x_TnD.stride(0),
+        head_dim if angles is None else cos_TD.stride(0),
         eps,
         heads,
         query_heads,
@@ -125,6 +127,7 @@ def heads_kernel(
     sin: tl.tensor,
     slots: tl.tensor,
     x_row: tl.tensor,
+    angle_row: tl.tensor,
     eps: tl.tensor,
     heads: tl.tensor,
     query_heads: tl.tensor,
@@ -170,7 +173,7 @@ def heads_kernel(
             new_low = (low_f * inverse * low_w).to(x.dtype.element_ty)
             new_high = (high_f * inverse * high_w).to(x.dtype.element_ty)
         if ROTATE:
-            angle = row * D + d
+            angle = row * angle_row + d
             a, b = new_low.to(tl.float32), new_high.to(tl.float32)
             cos_low = tl.load(cos + angle, mask=d < HALF, other=0.0)[None, :]
             cos_high = tl.load(cos + angle + HALF, mask=d < HALF, other=0.0)[None, :]

@@ -248,6 +248,9 @@ def experts(
     starts_X1 = torch.searchsorted(sorted_S, limits).int()
     gate_up, down = single_linear(mixture.gate_ups), single_linear(mixture.downs)
     rows_SE = x_TE[order_S // mixture.per_token]
+    if mixture.routing.scales_inputs:
+        rows_SE = (rows_SE.float() * shares_TK.flatten()[order_S].unsqueeze(1)).to(x_TE.dtype)
+        shares_TK = torch.ones_like(shares_TK)
     gates_S2F = experts_product(rows_SE, gate_up, starts_X1, fixed=fixed)
     gates_S2F = with_biases(gates_S2F, gate_up, sorted_S)
     inner_SF, eight = gate_rows(gates_S2F, mixture.activation, row_format_of(down))

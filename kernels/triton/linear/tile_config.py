@@ -66,6 +66,8 @@ def prefill_tile(device: torch.device, head_dim: int, itemsize: int) -> Tile:
     if itemsize == 4:  # no tensor cores in full float32: the tile lives in registers, of 8 warps or it spills
         return Tile(16, 32, 8, 2)
     hopper = capability(device)[0] == 9
+    if head_dim > 256:
+        return Tile(32, 32, 8, 3)
     if head_dim > 128:  # with 4 warps int8 keys spill 300 bytes a thread elsewhere, with 8 nothing does
         return Tile(64, 32, 4 if hopper else 8, 3)
     if hopper:
@@ -79,6 +81,8 @@ def decode_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize:
     """
     if itemsize == 4:
         return Tile(16, 32, 8, 2)
+    if head_dim > 256:
+        return Tile(16, 32, 8, 5 if capability(device)[0] == 9 else 3)
     if head_dim > 128 or kv_itemsize == 1 or capability(device)[0] != 9:
         return Tile(16, 32, 4, 5)
     return Tile(16, 64, 4, 5)
@@ -91,6 +95,8 @@ def fixed_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: 
     if itemsize == 4:
         return Tile(16, 32, 8, 2)
     # Two tiles of sums are in registers while pieces are folded.
+    if head_dim > 256:
+        return Tile(16, 32, 8, 3)
     if capability(device)[0] != 9:  # with 4 warps int8 keys of 128 spill 248 bytes, with 64 rows those of 256
         return Tile(64 if head_dim <= 128 else 32, 32, 8, 3)
     if head_dim > 128:

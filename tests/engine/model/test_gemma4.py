@@ -10,14 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DeviceError, ModelError, ParallelError
+from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
 from llmbox.engine.planning.parallel_cost import rank_shape
-from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.support import KernelSite
 from support.families import COMMON, FAMILIES, make_family, randomize
 from support.rank_threads import load_ranks
 from support.real_engines import ask, hf_tokens, load, tokens
@@ -212,15 +210,6 @@ def test_a_quantized_folder_answers_as_one_quantized_at_load(tmp_path: Path) -> 
     model = make_family(tmp_path / "model", "gemma4_text", **EXPERTS | {"hidden_size_per_layer_input": 16})
     quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
     assert tokens(load(tmp_path / "out"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
-
-
-def test_gpus_are_refused(tmp_path: Path) -> None:
-    config = parse_config(make_family(tmp_path, "gemma4_unified_text"))
-    plan = RunnablePlan.of(planned(config), config)
-    asked = EngineConfig(model_path="", name="")
-    with pytest.raises(DeviceError, match="layers of several sizes of this model run on CPUs only"):
-        require_runnable(plan, KernelSite(device="cuda"), asked)
-    require_runnable(plan, KernelSite(device="cpu"), asked)
 
 
 ROPE = {"rope_type": "proportional", "rope_theta": 1e6}

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DeviceError, ModelError
+from llmbox.engine.errors import ModelError
 from llmbox.engine.model.rotary import attention_scale
 from llmbox.engine.model_config.config import ModelConfig, parse_config
-from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
-from llmbox.kernels.support import KernelSite
 from support.families import COMMON, FAMILIES, make_family, randomize
 from support.rank_threads import load_ranks
 from support.real_engines import ask, hf_tokens, load, tokens
@@ -100,13 +97,6 @@ def test_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Monkey
     requests = [PROMPT, ask("b", range(7, 30), 6, temperature=0.9, seed=5)]
     ranks = load_ranks(model, monkeypatch, tp=2, pp=2)
     assert tokens(ranks, requests) == tokens(load(model), requests)
-
-
-def test_llama_4_is_for_cpus(tmp_path: Path) -> None:
-    config = written(tmp_path, SCOUT)
-    plan = RunnablePlan("bfloat16", "bfloat16", "none", cpu_part=config.cpu_part)
-    with pytest.raises(DeviceError, match="attention within chunks of this model run on CPUs only"):
-        require_runnable(plan, KernelSite(device="cuda"), EngineConfig(model_path="", name=""))
 
 
 @pytest.mark.parametrize(

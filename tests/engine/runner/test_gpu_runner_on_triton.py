@@ -2,12 +2,27 @@
 
 import pytest
 
+from support.families import make_family
 from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, load, run, tokens
 from support.tiny_models import make_tiny_model
 from support.triton_interpreter import turn_on
 
 turn_on()
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+FAMILY_SIZES = [
+    (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "num_kv_shared_layers": 1,
+            "sliding_window": 10,
+        },
+    ),
+    ("llama4_text", {"num_hidden_layers": 2, "moe_layers": [1], "attention_chunk_size": 9}),
+]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of rows that only fill up
@@ -36,6 +51,22 @@ def test_tokens_are_those_of_the_reference(tmp_path, monkeypatch):
     assert [entry.logprob for entry in told] == pytest.approx([e.logprob for e in wanted], abs=1e-4)
     assert [entry.rank for entry in told] == [entry.rank for entry in wanted]
     assert capture.replays > 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize(("arch", "sizes"), FAMILY_SIZES)
+def test_families_give_the_tokens_of_the_reference(tmp_path, monkeypatch, arch, sizes):
+    """In chunks, in a batch, and by graphs that rows fill up."""
+    model = make_family(tmp_path, arch, vocab_size=99, **sizes)
+    requests = [ask("a", range(3, 21), 2), ask("b", [5, 9], 2)]
+    options = {"dtype": "float32", "max_running": 3, "token_budget": 16}
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    expected = tokens(load(model, **options), requests)
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    capture = FakeCapture()
+    engine = device_engine(model, capture=capture, **options)
+    assert tokens(engine, requests) == expected
 
 
 @pytest.mark.slow

@@ -35,6 +35,20 @@ def test_mixed_rows(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, w
     assert_near(step.attend(OPS, window), step.exact(window))
 
 
+@pytest.mark.parametrize("ops", [OPS, FIXED])
+def test_attention_within_chunks(monkeypatch: pytest.MonkeyPatch, ops: Ops) -> None:
+    """Rows before and behind the border of a chunk, in one tile; a context of several pieces."""
+    monkeypatch.setattr(attention_plan, "LEAST_SPLIT", 32)
+    monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
+    step = PagedStep([(79, 1), (80, 1), (37, 9)], heads=(2, 1))
+    assert_near(step.attend(ops, -40), step.exact(-40))
+
+
+def test_heads_of_512() -> None:
+    step = PagedStep([(18, 1), (0, 3)], heads=(2, 1), head_dim=512, dtype=torch.float16)
+    assert_near(step.attend(OPS, 7), step.exact(7))
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), [(256, torch.float32), (64, torch.float16)])
 @pytest.mark.parametrize("window", [None, 7])
 def test_capped_scores(head_dim: int, dtype: torch.dtype, window: int | None) -> None:
