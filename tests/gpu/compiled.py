@@ -43,6 +43,7 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
             yield "rows", partial(rows, quant)
         yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
         yield "attention", partial(attention, heads=(64, 8), head_dim=64, window=128, sinks=True)
+        yield "attention", partial(attention, heads=(8, 1), head_dim=512, blocks=(128,))
         yield "rows", gemma_rows
         yield "rows", given_rows
         yield "rows", partial(heads_apart, 128)
@@ -128,6 +129,12 @@ def attentions(fp8: bool) -> Iterator[Group]:
                 name = f"attention KV {kv_dtype} window {window}{', fixed' * fixed}"
                 options = {"window": window, "deterministic": fixed, "blocks": (4, 30, 128)}
                 yield name, partial(attention, kv_dtype, **options)
+    for fixed in (False, True):
+        options = {"heads": (40, 8), "window": -8192, "deterministic": fixed}
+        yield f"attention within chunks{', fixed' * fixed}", partial(attention, **options)
+        for kv_dtype in (None, I8):
+            options = {"heads": (8, 1), "head_dim": 512, "deterministic": fixed}
+            yield f"attention 512 KV {kv_dtype}{', fixed' * fixed}", partial(attention, kv_dtype, **options)
     for heads, head_dim in (((14, 2), 64), ((32, 32), 80), ((16, 16), 96), ((16, 2), 128), ((8, 4), 256)):
         for kv_dtype in (None, I8):
             for fixed in (False, True):

@@ -43,6 +43,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
     """Each runs a group of checks, so that a caller may stop between two."""
     groups = (
         attention,
+        families,
         long_prompts,
         invariance,
         heads,
@@ -104,6 +105,25 @@ def attention(setting: Setting, dtype: torch.dtype) -> Checks:
         error = distance(step.attend(ops, window), step.exact(window))
         name = name_of("attention", dtype, heads, head_dim, "KV", kv_dtype)
         yield Check(f"{name}, window {window}{', fixed' * deterministic}", error, limit)
+
+
+def families(setting: Setting, dtype: torch.dtype) -> Checks:
+    """Attention as some families have it: sinks, chunks, wide heads."""
+    sequences = [(18, 1), (9, 5)] if setting.tiny else [(1000, 1), (0, 1), (37, 1), (0, 300), (513, 77)]
+    cases: tuple[tuple[str, int | None, dict[str, Any]], ...] = (
+        ("sinks", 7 if setting.tiny else 128, {"heads": (64, 8), "head_dim": 64, "sinks": True}),
+        ("chunks", -9 if setting.tiny else -256, {"heads": (40, 8), "head_dim": 128}),
+        ("heads of 512", None, {"heads": (8, 1), "head_dim": 512}),
+    )
+    for name, window, options in cases:
+        if setting.tiny:
+            options |= {"heads": (2, 1), "head_dim": min(64, options["head_dim"])}
+        step = PagedStep(sequences, dtype=dtype, device=setting.device, seed=setting.seed, **options)
+        for deterministic in (False,) if setting.tiny else (False, True):
+            ops = triton_ops(setting.device, dtype, deterministic=deterministic)
+            error = distance(step.attend(ops, window), step.exact(window))
+            fixed = ", fixed" * deterministic
+            yield Check(f"{name_of('attention', dtype)}, {name}{fixed}", error, LIMIT[dtype])
 
 
 def long_prompts(setting: Setting, dtype: torch.dtype) -> Checks:

@@ -93,7 +93,7 @@ def test_gpus_are_refused(tmp_path: Path) -> None:
     budget = MemoryBudget(device="cpu", available=64 << 30, cores=8, native_kernels=True)
     asked = EngineConfig(model_path="", name="")
     plan = RunnablePlan.of(estimate(config.shape(), budget, asked), config)
-    with pytest.raises(DeviceError, match="layers of several sizes of this model run on CPUs only"):
+    with pytest.raises(DeviceError, match="rows of several streams of this model run on CPUs only"):
         require_runnable(plan, KernelSite(device="cuda"), asked)
 
 
