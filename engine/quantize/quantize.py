@@ -101,9 +101,9 @@ def quantize(
             "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
             "without --calibrate"
         )
-    part = "recurrent layers" if config.recurrent else "layers of several sizes" if config.layer_sizes else ""
-    if writing is not None and part:
-        raise ModelError(f"models with {part} cannot be calibrated yet: quantise without --calibrate")
+    uncommon = "recurrent layers" if config.recurrent else "layers of several sizes"
+    if writing is not None and (config.recurrent or config.layer_sizes):
+        raise ModelError(f"models with {uncommon} cannot be calibrated yet: quantise without --calibrate")
     target = None
     if isinstance(quant, CompressedTarget):
         target, quant = quant, quant.quant
