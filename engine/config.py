@@ -14,6 +14,9 @@ KVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 BLOCK_SIZE = 16
 """Tokens per KV block: small, so that the last, partly filled block of a request wastes little."""
 
+DRAFT_MODEL_ROWS = 512
+"""Maximum rows of one forward pass of a draft model: a long prompt takes several."""
+
 QuantChoice = Literal[
     "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
 ]
@@ -63,8 +66,11 @@ class EngineConfig:
     """Split long prompts over several steps. Off: a prompt takes one step, whatever the budget (a
     baseline)."""
     speculate: Speculate = "auto"
-    """Speculative decoding with n-gram drafts, where verification cannot change the tokens
-    (`executor/build.py`); `on` refuses to load elsewhere."""
+    """Speculative decoding, where verification cannot change the tokens (`executor/build.py`); `on` refuses
+    to load elsewhere."""
+    draft_path: str | None = None
+    """Directory of a draft model with the same vocabulary; None: drafts come from n-grams alone. As `on`, it
+    refuses to load where drafts cannot be verified."""
     deterministic: bool = False
     overlap: bool | None = None
     """Launch the next step while the device still computes one; None: only on a GPU, where it pays."""

@@ -2,15 +2,62 @@
 
 The time of a linear with few rows is the time to read its weights, so a few more rows cost little. Draft
 tokens fill a step up to a fixed number of rows, shared among the decoding requests. Steps with prompts or
-with many requests have none. How many tokens a request proposes is decided by its `NgramProposer`.
+with many requests have none. Proposers are asked in this order:
+
+    n-grams      `NgramProposer` of each request: tokens that followed the same ones before
+    draft model  `DraftModelProposer` for those left, where it has paid so far (`draft_length.py`)
 """
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal, NamedTuple, Protocol
 
+from .draft_length import DraftLength
 from .kv_cache.manager import KVCacheManager
 from .ngram_proposer import NgramProposer
 from .request import Request
 from .step import SampledToken, ScheduledRequest, StepPlan
+
+DraftMethod = Literal["ngram", "draft_model"]
+MIN_NGRAM_DRAFTS = 2
+"""Fewest tokens that n-grams must propose where a draft model could propose instead."""
+CAUGHT_UP_ROWS = 2
+"""Most rows of a request in a pass whose time tells what a draft costs."""
+
+
+class ModelDrafts(NamedTuple):
+    """Result of `DraftModelProposer.propose`."""
+
+    drafts: list[list[int]]
+    """Drafts of each request."""
+    passes: int
+    """Number of forward passes of the draft model."""
+    rows: int
+    """Rows of all passes."""
+
+
+class DraftModelProposer(Protocol):
+    """Proposer of drafts for a whole batch, by a smaller model."""
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> ModelDrafts:
+        """Propose at most so many drafts for each request; its block table has slots for them."""
+        ...
+
+
+class AcceptanceCounts:
+    """Drafts of one method that were verified."""
+
+    def __init__(self) -> None:
+        self.drafts = 0
+        """Number of drafts: one request in one step."""
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
 
 
 class DraftScheduler:
@@ -18,63 +65,141 @@ class DraftScheduler:
     the next one is scheduled.
     """
 
-    def __init__(self, rows: int, kv_cache: KVCacheManager) -> None:
-        """`rows`: maximum rows of a step with drafts; 0 turns drafts off."""
+    def __init__(
+        self,
+        rows: int,
+        kv_cache: KVCacheManager,
+        model: DraftModelProposer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`rows`: maximum rows of a step with drafts; 0 turns drafts off. `model`: draft model."""
         self._rows = rows
         self._kv_cache = kv_cache
-        self.drafts = 0
-        """Number of drafts (one request, one step) that were verified."""
-        self.draft_tokens = 0
-        self.accepted_tokens = 0
+        self._model = model
+        self._length = DraftLength()
+        self._clock = clock
+        self._from_model: set[Request] = set()
+        """Requests whose drafts in the current step come from the draft model."""
+        self._began = 0.0
+        self.counts: dict[DraftMethod, AcceptanceCounts] = {
+            "ngram": AcceptanceCounts(),
+            "draft_model": AcceptanceCounts(),
+        }
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of `EngineStats`."""
+        ngram, model = self.counts["ngram"], self.counts["draft_model"]
+        return {
+            "drafts": ngram.drafts + model.drafts,
+            "draft_tokens": ngram.draft_tokens + model.draft_tokens,
+            "accepted_tokens": ngram.accepted_tokens + model.accepted_tokens,
+            "model_draft_tokens": model.draft_tokens,
+            "model_accepted_tokens": model.accepted_tokens,
+        }
 
     def extend(self, plan: StepPlan, running: int) -> None:
         """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""
         room, size = self._rows - plan.num_tokens, len(plan.rows)
-        if room < size:
-            return  # proposing drafts has a cost too
-        for place, row in enumerate(plan.rows):
-            share = -(-room // (size - place))
-            if row.samples and row.num_tokens == 1 and (drafts := self._propose(row.request, share, running)):
-                plan.rows[place] = replace(row, num_tokens=1 + len(drafts), drafts=drafts)
-                row.request.num_scheduled += len(drafts)
-                if self._kv_cache.states is not None:
-                    self._kv_cache.states.plan_drafts(plan.rows[place])
-                if self._kv_cache.windows is not None:
-                    self._kv_cache.windows.cover(row.request, row.start, plan.rows[place].end)
-                room -= len(drafts)
+        self._from_model.clear()
+        if room >= size:  # proposing drafts has a cost too
+            left = []
+            for place, row in enumerate(plan.rows):
+                if not row.samples or row.num_tokens != 1:
+                    continue
+                most = self._most(row.request, -(-room // (size - place)))
+                drafts = self._propose(row.request, most)
+                if self._model is not None and most > len(drafts) < MIN_NGRAM_DRAFTS:
+                    left.append((place, drafts))
+                else:
+                    room -= self._add(plan, place, drafts, running)
+            if left:
+                self._draft_by_model(plan, left, room, running)
+        self._began = self._clock()
+
+    def record_step(self, plan: StepPlan) -> None:
+        """Record that the step of the last `extend` has finished."""
+        if self._model is not None and plan.num_tokens <= self._rows:
+            self._length.record_step(self._clock() - self._began)
 
     def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> None:
         """Record how many drafts of a finished row were accepted. `taken`: tokens that the row gave.
 
         Resets `num_scheduled` to `num_computed`, because rows of rejected drafts are void.
         """
-        drafted = len(row.drafts)
-        came_true = [each.token_id == draft for each, draft in zip(taken, row.drafts, strict=False)]
-        accepted = sum(came_true)
-        row.request.num_scheduled = row.request.num_computed
-        assert row.request.drafter is not None
-        row.request.drafter.record_verification(drafted, accepted)
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
+        request, drafted = row.request, len(row.drafts)
+        accepted = sum(each.token_id == draft for each, draft in zip(taken, row.drafts, strict=False))
+        request.num_scheduled = request.num_computed
+        if request in self._from_model:
+            self._length.record_verification(request, drafted, accepted)
+            self.counts["draft_model"].add(drafted, accepted)
+            return
+        assert request.drafter is not None
+        request.drafter.record_verification(drafted, accepted)
+        self.counts["ngram"].add(drafted, accepted)
 
     def end(self, request: Request) -> None:
         """Turn drafts off for this request."""
         assert request.drafter is not None
         request.drafter.end()
 
-    def _propose(self, request: Request, most: int, running: int) -> list[int]:
+    def _most(self, request: Request, share: int) -> int:
+        """Return the maximum number of drafts for a request that may have `share` rows."""
         # A step gives one token more than accepted drafts, and the KV of the last token is never computed.
-        most = min(most, request.params.max_tokens - request.num_output - 1)
+        most = min(share, request.params.max_tokens - request.num_output - 1)
+        if self._kv_cache.states is not None:
+            most = min(most, self._kv_cache.states.pool.num_free)
+        if request.drafter is None:
+            request.drafter = NgramProposer()
+        return 0 if request.drafter.has_ended else most
+
+    def _propose(self, request: Request, most: int) -> list[int]:
+        """Return drafts from n-grams."""
         if most <= 0:
             return []
         assert request.num_pending == 1
-        if request.drafter is None:
-            request.drafter = NgramProposer()
+        assert request.drafter is not None
+        return request.drafter.propose(request.token_ids, most)
+
+    def _draft_by_model(
+        self, plan: StepPlan, left: Sequence[tuple[int, list[int]]], room: int, running: int
+    ) -> None:
+        """Add drafts of the draft model where they are expected to pay, else those that n-grams proposed.
+        `left`: places in the plan, with these.
+        """
+        assert self._model is not None
+        wanted, places = list[tuple[Request, int]](), list[int]()
+        for number, (place, drafts) in enumerate(left):
+            request = plan.rows[place].request
+            most = self._most(request, -(-room // (len(left) - number)))
+            most = self._slots(request, self._length.choose(request, most), running)
+            if most > 0:
+                wanted.append((request, most))
+                places.append(place)
+                room -= most
+            else:
+                room -= self._add(plan, place, drafts[: max(room, 0)], running)
+        if not wanted:
+            return
+        began = self._clock()
+        proposed = self._model.propose(wanted)
+        if proposed.rows <= CAUGHT_UP_ROWS * proposed.passes * len(wanted):
+            self._length.record_passes(self._clock() - began, proposed.passes)
+        for place, drafts in zip(places, proposed.drafts, strict=True):
+            if self._add(plan, place, drafts, running):
+                self._from_model.add(plan.rows[place].request)
+
+    def _add(self, plan: StepPlan, place: int, drafts: list[int], running: int) -> int:
+        """Add the drafts that have KV slots to a row of the plan; return their number."""
+        drafts = drafts[: self._slots(plan.rows[place].request, len(drafts), running)]
+        if not drafts:
+            return 0
+        plan.rows[place] = row = replace(plan.rows[place], num_tokens=1 + len(drafts), drafts=drafts)
+        row.request.num_scheduled += len(drafts)
         if self._kv_cache.states is not None:
-            most = min(most, self._kv_cache.states.pool.num_free)
-        drafts = request.drafter.propose(request.token_ids, most) if most else []
-        return drafts[: self._slots(request, len(drafts), running)]
+            self._kv_cache.states.plan_drafts(row)
+        if self._kv_cache.windows is not None:
+            self._kv_cache.windows.cover(row.request, row.start, row.end)
+        return len(drafts)
 
     def _slots(self, request: Request, wanted: int, running: int) -> int:
         """Return the number of KV slots for drafts after the request's tokens, at most `wanted`.

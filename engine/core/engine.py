@@ -151,9 +151,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             slots_used=scheduler.slots_used,
             step_seconds=self._step_seconds,
-            drafts=scheduler.drafting.drafts,
-            draft_tokens=scheduler.drafting.draft_tokens,
-            accepted_tokens=scheduler.drafting.accepted_tokens,
+            **scheduler.drafting.stats(),
         )
 
     def blocks(self) -> BlockMap:

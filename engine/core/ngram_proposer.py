@@ -75,6 +75,10 @@ class NgramProposer:
         self._rest = 0
         self._ended = False
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended
+
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Return at most `most` draft tokens to follow `tokens`; empty without a match or during a rest."""
         if self._ended:

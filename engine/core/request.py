@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .fair_shares import Flow
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Request:
     """State of one sequence. The scheduler is its only writer; the runner reads."""
 

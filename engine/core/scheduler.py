@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
-from .draft_scheduler import DraftScheduler
+from .draft_scheduler import DraftModelProposer, DraftScheduler
 from .fair_shares import Flow, Flows, is_premium
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.manager import KVCacheManager
@@ -33,12 +33,16 @@ class Scheduler:
     """Requests of one engine, waiting and running, and the plans of its steps."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, clock: Callable[[], float] = time.monotonic
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        clock: Callable[[], float] = time.monotonic,
+        draft_model: DraftModelProposer | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
         self.kv_cache = KVCacheManager(config, pool)
-        self.drafting = DraftScheduler(config.draft_rows, self.kv_cache)
+        self.drafting = DraftScheduler(config.draft_rows, self.kv_cache, draft_model)
         self._clock = clock
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}
@@ -309,6 +313,7 @@ class Scheduler:
         Steps must be applied in the order in which they were scheduled; later steps may be in flight.
         """
         outputs = []
+        self.drafting.record_step(plan)
         for row in plan.rows:
             request = row.request
             request_id = request.request_id

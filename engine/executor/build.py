@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
 from llmbox.kernels.cpu.build import compile_progress
-from llmbox.kernels.cpu.isa import pick_cores, usable_levels
+from llmbox.kernels.cpu.isa import pick_cores
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
@@ -40,38 +40,19 @@ from ..model_config.parallel_layout import ParallelLayout
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
-from ..planning.runnable import RunnablePlan, require_runnable, why_no_drafts
+from ..planning.runnable import RunnablePlan, require_runnable
 from ..runner.cpu_runner import CPUModelRunner
+from ..runner.draft_model import DraftModel
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..sampling import Sampler
+from .drafting import draft_rows, load_draft_model
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
 from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
 from .workers import cores_of_rank
 
 log = logging.getLogger("llmbox.engine")
-
-_READ: Final = 12e9
-"""Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
-operations per row, so `flops / _READ` rows are computed in the time that reading the weights takes."""
-
-
-def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bool) -> int:
-    """Return how many rows of a step may hold draft tokens; 0 turns speculative decoding off.
-
-    `overlaps`: a step is launched before the previous one has returned. Raises DeviceError where drafts were
-    asked for and cannot be verified.
-    """
-    if config.speculate == "off":
-        return 0
-    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant)
-    if not reason:
-        return min(int(usable_levels()[0].flops / _READ), plan.token_budget)
-    if config.speculate == "on":
-        raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
-    return 0
-
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -90,6 +71,7 @@ class RankEngine:
     """Bytes of memory that the weights took; None where the system does not report it."""
     draft_rows: int = 0
     """See `SchedulerConfig`."""
+    draft_model: DraftModel | None = None
 
     def finish(
         self, agree: Agree = int
@@ -128,7 +110,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    return Engine(make_scheduler(config, plan, share.draft_rows), runner, info)
+    return Engine(make_scheduler(config, plan, share.draft_rows, share.draft_model), runner, info)
 
 
 def load_rank(
@@ -192,7 +174,10 @@ def load_rank(
         has_window_blocks=plan.window > 0,
         states=states,
     )
-    return RankEngine(runner, plan, ops.name, measured, rows)
+    draft = None
+    if config.draft_path is not None:
+        draft = load_draft_model(config, plan, model_config, threads, (dtype, kv_dtype), progress)
+    return RankEngine(runner, plan, ops.name, measured, rows, draft)
 
 
 def encoder_options(config: EngineConfig) -> EngineConfig:
@@ -300,7 +285,9 @@ def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int
     return lambda done, total: progress(Progress(phase="weights", done=done, total=total))
 
 
-def make_scheduler(config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0, draft_model: DraftModel | None = None
+) -> Scheduler:
     pool = BlockPool(plan.num_blocks, plan.block_size, enable_prefix_cache=config.prefix_cache)
     settings = SchedulerConfig(
         context=plan.context,
@@ -315,7 +302,7 @@ def make_scheduler(config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0) 
         window=plan.window,
         window_blocks=plan.window_blocks,
     )
-    return Scheduler(settings, pool)
+    return Scheduler(settings, pool, draft_model=draft_model)
 
 
 def model_info(

@@ -246,11 +246,14 @@ class EngineStats:
     step_seconds: float = 0.0
     """Time spent inside steps."""
     drafts: int = 0
-    """Number of drafts that were verified (`engine/core/ngram_proposer.py`)."""
+    """Number of drafts that were verified (`engine/core/draft_scheduler.py`)."""
     draft_tokens: int = 0
     """Number of draft tokens in them."""
     accepted_tokens: int = 0
     """Number of accepted draft tokens: each saved its request a step."""
+    model_draft_tokens: int = 0
+    """Number of `draft_tokens` that a draft model proposed; n-grams proposed the others."""
+    model_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 The engine allocates exactly what `estimate` returns, and `llmbox fit` shows it. It is one function, so that a
 model that fits never runs out of memory later.
 
-    total = weights + workspace + KV
+    total = weights + workspace + KV, those of a draft model included
     weights   = parameters · bytes of the weights' dtype, or see `weights_bytes` when quantized
     KV        = blocks · block size · 2 · layers · kv_heads · (head_dim · bytes of the KV dtype, or
                 head_dim + 4 with a scale per head); head_dim as the C++ kernels pad it
@@ -18,9 +18,10 @@ from llmbox.kernels.support import KernelSite, why_no_quant
 
 from ..config import EngineConfig, QuantChoice
 from ..errors import DeviceError, DoesNotFit
+from ..model_config.config import parse_config
 from ..model_config.shape import ModelShape
 from ..units import show_bytes
-from .memory_plan import MemoryBudget, MemoryPlan
+from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 from .parallel_cost import rank_shape
 from .placement import Placement, candidate_placements
 from .planner import Planner, resolve_dtypes
@@ -83,8 +84,9 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     reason = ""
     for attempt in tries:
         part = rank_shape(shape, cut.tp, cut.pp)
+        draft = None if attempt.draft_path is None else draft_sizes(shape, rank_budget, attempt)
         try:
-            plan = Planner(part, rank_budget, attempt, cut.pp, ranks_in_memory).plan()
+            plan = Planner(part, rank_budget, attempt, cut.pp, ranks_in_memory, draft).plan()
         except DoesNotFit as error:
             if attempt is tries[-1]:
                 raise
@@ -98,6 +100,19 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
     raise AssertionError("one try is the last")
+
+
+def draft_sizes(target: ModelShape, budget: MemoryBudget, config: EngineConfig) -> DraftModelSizes:
+    """Return the sizes of the draft model beside a target. A quantized checkpoint keeps its format, another
+    is quantized as the target is. Raises ModelError and DeviceError.
+    """
+    assert config.draft_path is not None
+    shape = parse_config(config.draft_path).shape()
+    quant: QuantChoice = "none" if target.quant is not None else config.quant
+    if shape.stored is not None or shape.quant is not None:
+        shape, resolved, _ = _resolve_stored(shape, budget, replace(config, quant="none"))
+        quant = resolved.quant
+    return DraftModelSizes(shape, quant)
 
 
 def _resolve_stored(

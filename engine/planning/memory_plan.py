@@ -9,6 +9,7 @@ from llmbox.kernels.cpu.isa import LEVELS, usable_levels
 from ..config import Dtype, KVDtype, QuantChoice
 from ..core.microbatching import ceil_div
 from ..hardware.machine import Machine
+from ..model_config.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,14 @@ class MemoryBudget:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DraftModelSizes:
+    """Draft model as it is planned beside its target."""
+
+    shape: ModelShape
+    quant: QuantChoice
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Allocations of an engine, and the values that `EngineConfig` left open. Sizes are bytes per rank."""
@@ -96,6 +105,8 @@ class MemoryPlan:
     """Blocks of these layers that one request needs."""
     is_lowered: bool = False
     """True if the context is smaller than wanted."""
+    draft_quant: QuantChoice = "none"
+    """Weight format of the draft model, whose weights and KV cache are counted with the model's."""
 
     @property
     def kv_bytes(self) -> int:

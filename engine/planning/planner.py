@@ -1,19 +1,20 @@
 """Planner of one rank: decides everything that its configuration leaves open."""
 
+from functools import partial
 from typing import Literal
 
 from llmbox.kernels.cpu.isa import kv_width
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import WINDOW_MARGIN
 
-from ..config import Dtype, EngineConfig, KVDtype
+from ..config import DRAFT_MODEL_ROWS, Dtype, EngineConfig, KVDtype
 from ..core.kv_cache.window_manager import pool_blocks
 from ..core.microbatching import ceil_div
 from ..errors import DeviceError, DoesNotFit
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
 from .memory_model import capture_sizes, weights_bytes, workspace_bytes
-from .memory_plan import MemoryBudget, MemoryPlan
+from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 
 GIB = 1 << 30
 
@@ -67,10 +68,16 @@ class Planner:
     """Computes the memory plan of one rank."""
 
     def __init__(
-        self, shape: ModelShape, budget: MemoryBudget, config: EngineConfig, stages: int, ranks: int = 1
+        self,
+        shape: ModelShape,
+        budget: MemoryBudget,
+        config: EngineConfig,
+        stages: int,
+        ranks: int = 1,
+        draft: DraftModelSizes | None = None,
     ) -> None:
         """`stages`: pipeline-parallel size. `ranks`: number of ranks in the memory of `budget`, this one
-        included.
+        included. `draft`: draft model, which shares the block tables.
         """
         self.shape, self.budget, self.config, self.stages = shape, budget, config, stages
         self.ranks = ranks
@@ -84,6 +91,10 @@ class Planner:
         sliding = shape.sliding if self.window else None
         part: Literal["all", "full"] = "all" if sliding is None else "full"
         self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, self._stored_width, part)
+        self.draft = draft
+        if draft is not None:
+            self.weights += weights_bytes(draft.shape, self.dtype, QUANTS.get(draft.quant))
+            self.kv_bytes_per_token += draft.shape.kv_bytes_per_token(self.kv_dtype, self._stored_width)
         self.block_bytes = config.block_size * self.kv_bytes_per_token
         self.window_bytes_per_token = 0
         if sliding is not None:
@@ -144,6 +155,7 @@ class Planner:
             slot_bytes=self.shape.slot_bytes,
             notes=tuple(self.notes),
             is_lowered=context < limit,
+            draft_quant="none" if self.draft is None else self.draft.quant,
         )
 
     def _stored_width(self, head_dim: int) -> int:
@@ -277,16 +289,17 @@ class Planner:
         is_whole = self.shape.is_bidirectional or not self.config.chunked_prefill
         rows += context if is_whole else 0
         is_native = self._is_native and not self.shape.is_bidirectional
-        return workspace_bytes(
-            self.shape,
-            self.budget.device,
-            self.dtype,
+        threads = self.config.threads or self.budget.cores if is_native else None
+        need = partial(
+            workspace_bytes,
+            device=self.budget.device,
+            dtype=self.dtype,
             context=context,
-            rows=rows,
             max_running=self.max_running,
-            native_threads=self.config.threads or self.budget.cores if is_native else None,
-            graphs=self._graphs(),
+            native_threads=threads,
         )
+        drafting = 0 if self.draft is None else need(self.draft.shape, rows=DRAFT_MODEL_ROWS)
+        return drafting + need(self.shape, rows=rows, graphs=self._graphs())
 
     def _graphs(self) -> int:
         """Return the maximum number of CUDA graphs to reserve memory for."""

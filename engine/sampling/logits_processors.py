@@ -160,6 +160,10 @@ class LogitsProcessorCache:
         self._vocab_size = vocab_size
         self._rules: dict[str, LogitsProcessors] = {}
 
+    def clear(self) -> None:
+        """Forget the counts of all requests."""
+        self._rules.clear()
+
     def active(self, requests: Sequence[Request]) -> dict[str, LogitsProcessors]:
         """Return, by request id, the processors that change logits; drop requests that ceased to run."""
         self._rules = {name: rules for name, rules in self._rules.items() if rules.is_current}
