@@ -36,9 +36,7 @@ class ServerSettings:
     tls_key: str = key("", "PEM file of the certificate's private key, without a password.")
     mdns: bool = key(False, "Announce the box by mDNS where other machines can connect; needs zeroconf.")
     models: tuple[str, ...] = key(("builtin",), "Models loaded at start when the command names none.")
-    allowed_hosts: tuple[str, ...] = key(
-        (), "Further names that a Host header may carry, as host or host:port."
-    )
+    allowed_hosts: tuple[str, ...] = key((), "Further names in a Host header, as host or host:port.")
     cors_origins: tuple[str, ...] = key(
         (),
         "Origins of web pages whose scripts browsers let use the API, as https://host or http://host:port; "
@@ -230,6 +228,7 @@ class ModelSettings:
         "repeat. auto does so on the C++ kernels; on refuses to load elsewhere.",
         live=True,
     )
+    draft: str = key("", "Smaller model with the same vocabulary whose guesses are verified too.", live=True)
     deterministic: bool = key(
         False,
         "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",

@@ -20,7 +20,7 @@ from ..errors import ApiError, CliError
 from ..lifecycle.instance import RunningDaemon
 from ..logging import setup as logs
 from ..models.catalog import ModelRef, in_memory, on_disk, resolve
-from ..models.load_request import ModelRequest
+from ..models.load_request import ModelRequest, with_draft_path
 from ..services import AvailableModel, Services
 from .evicted_models import EvictedModels
 from .library import Library
@@ -225,7 +225,7 @@ class DaemonController:
             if row is None:
                 raise unknown_key(f"model.{key}", "options")
             values[row.name] = check_value(row, value, f"options.{key}")
-        request = ModelRequest(self.resolve(text), alias, values)
+        request = ModelRequest(self.resolve(text), alias, with_draft_path(values, self.resolve))
         request.config(self.services.settings.model)  # checks the name
         return request
 

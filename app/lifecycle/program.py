@@ -105,9 +105,10 @@ class Program:
         """Return the models to load: the named ones, else those of `server.models`. Raises CliError when one
         is not on disk.
         """
-        from ..models.load_request import ModelRequest
+        from ..models.load_request import ModelRequest, with_draft_path
 
         options = {name: value for name, value in flags.items() if name.startswith("model.")}
+        options = with_draft_path(options, self.resolve)
         texts = models or self.settings(flags).settings.server.models
         require_single(texts, alias)
         return [ModelRequest(self.resolve(text), alias, options) for text in texts]

@@ -175,6 +175,16 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
         "Guessed tokens that were right.",
         lambda r: r.stats.accepted_tokens,
     ),
+    (
+        "llmbox_draft_model_tokens",
+        "Guessed tokens that a draft model proposed.",
+        lambda r: r.stats.model_draft_tokens,
+    ),
+    (
+        "llmbox_draft_model_accepted_tokens",
+        "Guessed tokens of a draft model that were right.",
+        lambda r: r.stats.model_accepted_tokens,
+    ),
     ("llmbox_engine_steps", "Steps run.", lambda r: r.stats.steps),
     ("llmbox_engine_step_seconds", "Time inside steps.", lambda r: r.stats.step_seconds),
     ("llmbox_engine_restarts", "Engine processes restarted.", lambda r: r.restarts),

@@ -2,7 +2,8 @@
 show it.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from llmbox.engine.model_config.config import parse_config
 
 from ..config.settings import ModelSettings, Scalar
 from ..errors import CliError, Exit
-from .catalog import ModelRef, check_name
+from .catalog import ModelRef, check_name, resolve
 
 _SAME = (
     *(
@@ -84,12 +85,14 @@ class ModelRequest:
         options = {name: value(name) for name in _SAME}
         if options["device"] == "auto" and self._is_bidirectional():
             options["device"] = "cpu"
+        draft = value("draft")
         return EngineConfig(
             model_path=str(self.ref.path),
             name=check_name(self.served_name),
             context=value("ctx"),
             memory_bytes=None if memory is None else int(memory * 1e9),
             overlap=None if value("overlap") else False,
+            draft_path=str(resolve(draft, os.environ).path) if draft else None,
             **options,
         )
 
@@ -101,6 +104,12 @@ class ModelRequest:
             return False
 
 
+def with_draft_path(options: Mapping[str, Scalar], find: Callable[[str], ModelRef]) -> dict[str, Scalar]:
+    """Replace the name of the draft model in `options` by its directory. Raises CliError."""
+    draft = options.get("model.draft")
+    return {**options, "model.draft": str(find(str(draft)).path)} if draft else dict(options)
+
+
 def options_of(config: EngineConfig) -> dict[str, Scalar]:
     """Return the model settings of a configuration by short key. `up` compares them with its flags."""
     memory = config.memory_bytes
@@ -109,4 +118,5 @@ def options_of(config: EngineConfig) -> dict[str, Scalar]:
         "ctx": config.context,
         "memory": None if memory is None else memory / 1e9,
         "overlap": config.overlap is not False,
+        "draft": config.draft_path or "",
     }

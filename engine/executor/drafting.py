@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -13,12 +13,12 @@ from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 
-from ..checkpoint.files import MAX_BYTES, read_json, read_regular
 from ..config import EngineConfig
-from ..errors import DeviceError, ModelError
+from ..errors import DeviceError
 from ..model.decoder import Decoder
 from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
+from ..planning.draft_compatibility import require_draft_for
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import why_no_drafts
 from ..runner.cpu_runner import CPUModelRunner
@@ -30,8 +30,6 @@ log = logging.getLogger("llmbox.engine")
 _READ: Final = 12e9
 """Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
 operations per row, so `flops / _READ` rows are computed in the time that reading the weights takes."""
-_VOCABULARY_FILES: Final = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
-"""Files that a vocabulary is read from, in the order of precedence."""
 
 
 def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bool) -> int:
@@ -93,63 +91,3 @@ def load_draft_model(
     )
     log.info("draft model: %s, %s", directory, plan.draft_quant)
     return DraftModel(runner, plan.num_blocks, plan.block_size)
-
-
-def require_draft_for(
-    target: ModelConfig, target_directory: Path, draft: ModelConfig, directory: Path
-) -> None:
-    """Raise ModelError if the model in `directory` cannot propose tokens of the target."""
-    if draft.is_bidirectional or target.is_bidirectional:
-        raise ModelError("a draft model and its target write text: models of embeddings and rankings do not")
-    if draft.recurrent is not None or draft.sliding_heads is not None or draft.layer_sizes:
-        raise ModelError(
-            f"the draft model {directory} has recurrent layers or layers of several sizes, which a draft "
-            "model must not have: choose another with --draft"
-        )
-    if draft.latent is not None:
-        raise ModelError(
-            f"the draft model {directory} has latent attention, which draft models must not have: choose "
-            "another with --draft"
-        )
-    if (difference := _vocabulary_difference(target_directory, directory)) is not None:
-        raise ModelError(
-            f"the draft model {directory} has another vocabulary than {target_directory} ({difference}): a "
-            "draft must be of the same family, such as a smaller size of the same model"
-        )
-
-
-def _vocabulary_difference(target: Path, draft: Path) -> str | None:
-    """Return how the vocabularies differ, or None."""
-    for name in _VOCABULARY_FILES:
-        ours, theirs = (each / name for each in (target, draft))
-        if not ours.is_file() or not theirs.is_file():
-            continue
-        if not name.endswith(".json"):
-            same = read_regular(ours, MAX_BYTES) == read_regular(theirs, MAX_BYTES)
-            return None if same else f"{name} differs"
-        return _token_difference(_tokens(read_json(ours)), _tokens(read_json(theirs)))
-    return "they have no tokenizer file in common"
-
-
-def _tokens(vocabulary: dict[str, Any]) -> dict[int, Any]:
-    """Return what each id stands for. Raises ModelError."""
-    try:
-        if "config" in vocabulary:  # tekken.json
-            return {each["rank"]: each["token_bytes"] for each in vocabulary["vocab"]}
-        tokens = vocabulary.get("model", {}).get("vocab", vocabulary)
-        pairs = enumerate(each[0] for each in tokens) if isinstance(tokens, list) else None
-        found = dict(pairs or ((number, text) for text, number in tokens.items()))
-        return found | {each["id"]: each["content"] for each in vocabulary.get("added_tokens", ())}
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ModelError(f"the vocabulary of the draft model cannot be compared: {error!r}") from None
-
-
-def _token_difference(ours: dict[int, Any], theirs: dict[int, Any]) -> str | None:
-    common = ours.keys() & theirs.keys()
-    if len(common) < max(len(ours), len(theirs)) * 0.99:
-        return f"{len(ours)} and {len(theirs)} tokens"
-    different = [number for number in common if ours[number] != theirs[number]]
-    if not different:
-        return None
-    first = min(different)
-    return f"{len(different)} tokens differ, id {first} is {ours[first]!r} and {theirs[first]!r}"

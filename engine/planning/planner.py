@@ -92,9 +92,9 @@ class Planner:
         part: Literal["all", "full"] = "all" if sliding is None else "full"
         self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, self._stored_width, part)
         self.draft = draft
+        self.notes: list[str] = []
         if draft is not None:
-            self.weights += weights_bytes(draft.shape, self.dtype, QUANTS.get(draft.quant))
-            self.kv_bytes_per_token += draft.shape.kv_bytes_per_token(self.kv_dtype, self._stored_width)
+            self._add_draft(draft)
         self.block_bytes = config.block_size * self.kv_bytes_per_token
         self.window_bytes_per_token = 0
         if sliding is not None:
@@ -103,7 +103,17 @@ class Planner:
             )
         self.wanted_slots = self.max_running + _KEPT_STATES if shape.slot_bytes else 0
         self.least_slots = min(_LEAST_SLOTS, self.wanted_slots)
-        self.notes: list[str] = []
+
+    def _add_draft(self, draft: DraftModelSizes) -> None:
+        """Count the weights and the KV cache of the draft model."""
+        weights = weights_bytes(draft.shape, self.dtype, QUANTS.get(draft.quant))
+        kv = draft.shape.kv_bytes_per_token(self.kv_dtype, self._stored_width)
+        self.weights += weights
+        self.kv_bytes_per_token += kv
+        self.notes.append(
+            f"draft model: {show_bytes(weights)} of the weights and {show_bytes(kv)} of the KV cache per "
+            "token are its own"
+        )
 
     def plan(self) -> MemoryPlan:
         """Return the plan, with a lowered context if none was requested. Raises `DoesNotFit`."""

@@ -78,6 +78,8 @@ class DraftModel:
             while rows:
                 passes, num_rows = passes + 1, num_rows + sum(row.num_tokens for row in rows)
                 self._sample(rows, wanted, drafts)
+                if passes == 1:
+                    self._confirm(rows)
                 rows = self._next_rows(wanted, drafts, sizes)
         finally:
             for (request, _), mask, size in zip(wanted, masks, sizes, strict=True):
@@ -116,6 +118,13 @@ class DraftModel:
         progress.confirmed, progress.named = same, min(progress.named, same // self._block_size)
         self._note_blocks(progress, request)
         return progress
+
+    def _confirm(self, rows: Sequence[ScheduledRequest]) -> None:
+        """Record that the pass of known tokens is done."""
+        for row in rows:
+            progress = self._progress[row.request]
+            progress.confirmed = len(progress.ids)
+            self._note_blocks(progress, row.request)
 
     def _known(self, request: Request) -> int:
         """Return how many of its first tokens have draft KV, computed by other requests."""

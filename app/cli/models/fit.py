@@ -23,7 +23,7 @@ from ...fit.report import fit_rows, verdict
 from ...hub.model_info import ModelFacts, find_facts
 from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import hub_cache, on_disk
-from ...models.load_request import ModelRequest
+from ...models.load_request import ModelRequest, with_draft_path
 from .. import output
 from ..options import read_flags, setting_options
 
@@ -47,7 +47,7 @@ def fit(program: Program, /, model: str, *, as_json: bool, probe: bool, **flags:
     values = {name: value for name, value in read_flags(flags).items() if name.startswith("model.")}
     facts, ref = find_facts(model, program.environ, program.names, program.in_memory())
     settings = program.settings().settings
-    config = ModelRequest(ref, None, values).config(settings.model)
+    config = ModelRequest(ref, None, with_draft_path(values, program.resolve)).config(settings.model)
     return report(program, facts, config, as_json=as_json, probe=probe)
 
 

@@ -49,8 +49,8 @@ def test_drafts_are_computed_with_the_last_token():
     assert request.token_ids[8:] == [1, 2, 3, 9]
     assert (request.num_computed, request.num_scheduled, request.num_pending) == (11, 11, 0)
     assert scheduler.output_tokens == 4
-    drafting = scheduler.drafting
-    assert (drafting.drafts, drafting.draft_tokens, drafting.accepted_tokens) == (1, 3, 2)
+    counts = scheduler.drafting.counts["ngram"]
+    assert (counts.drafts, counts.draft_tokens, counts.accepted_tokens) == (1, 3, 2)
 
 
 def test_only_tokens_that_came_true_are_named_in_the_cache():
@@ -118,7 +118,7 @@ def test_a_stop_id_among_them_ends_the_request():
     decoding(scheduler, "a", max_tokens=20, stop_token_ids=(3,))
     output = answer(scheduler, scheduler.schedule(), {"a": [2, 3]})["a"]
     assert (output.token_ids, output.finish_reason, output.stop_token_id) == ([2, 3], "stop", 3)
-    assert scheduler.drafting.accepted_tokens == 2
+    assert scheduler.drafting.counts["ngram"].accepted_tokens == 2
     assert scheduler.pool.num_used == 0
 
 

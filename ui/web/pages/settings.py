@@ -95,6 +95,7 @@ TITLES = {
     "model.prefix_cache": "Prefix caching",
     "model.chunked_prefill": "Chunked prefill",
     "model.speculate": "Speculative decoding",
+    "model.draft": "Draft model",
     "model.deterministic": "Deterministic kernels only",
     "model.overlap": "Overlapped scheduling on a GPU",
     "model.cuda_graphs": "CUDA graphs",
