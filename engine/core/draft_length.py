@@ -5,7 +5,9 @@ token it gives 1 + a + a^2 + ... + a^k tokens (Leviathan et al., "Fast Inference
 Speculative Decoding", 2023, section 3). The length with most tokens a second is taken, or none.
 """
 
+from collections import deque
 from math import inf
+from statistics import median
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -16,7 +18,9 @@ PRIOR_ACCEPTANCE: Final = 0.6
 PRIOR_TOKENS: Final = 4.0
 """Tokens that the engine's acceptance counts for, at a request's first draft."""
 MEMORY: Final = 0.97
-"""Factor of earlier verifications and times with each new one."""
+"""Factor of earlier verifications with each new one."""
+TIMES: Final = 15
+"""Number of steps whose times are known."""
 PRIOR_COST: Final = 0.2
 """Time of a pass of the draft model over that of a step, before any was measured."""
 MIN_GAIN: Final = 1.05
@@ -46,19 +50,18 @@ class Acceptance:
         self._tried = self._tried * MEMORY + accepted + (accepted < drafted)
 
 
-class MovingMean:
-    """Exponentially weighted mean of times."""
+class MovingMedian:
+    """Median of the last times: first steps, which touch memory for the first time, count for little."""
 
     def __init__(self) -> None:
-        self._sum = self._weight = 0.0
+        self._last: deque[float] = deque(maxlen=TIMES)
 
-    def add(self, value: float, count: int = 1) -> None:
-        self._sum = self._sum * MEMORY + value
-        self._weight = self._weight * MEMORY + count
+    def add(self, value: float) -> None:
+        self._last.append(value)
 
     @property
     def value(self) -> float | None:
-        return self._sum / self._weight if self._weight else None
+        return median(self._last) if self._last else None
 
 
 class DraftLength:
@@ -67,7 +70,7 @@ class DraftLength:
     def __init__(self) -> None:
         self._all = Acceptance(PRIOR_ACCEPTANCE, PRIOR_TOKENS)
         self._requests: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
-        self._step, self._pass = MovingMean(), MovingMean()
+        self._step, self._pass = MovingMedian(), MovingMedian()
         self._unprobed = 0
 
     @property
@@ -112,7 +115,7 @@ class DraftLength:
     def record_passes(self, seconds: float, passes: int) -> None:
         """Record the time of passes of the draft model."""
         if passes:
-            self._pass.add(seconds, passes)
+            self._pass.add(seconds / passes)
 
 
 def best_length(acceptance: float, cost: float, most: int) -> int:

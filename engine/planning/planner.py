@@ -111,7 +111,7 @@ class Planner:
         self.weights += weights
         self.kv_bytes_per_token += kv
         self.notes.append(
-            f"draft model: {show_bytes(weights)} of the weights and {show_bytes(kv)} of the KV cache per "
+            f"draft model: {show_bytes(weights)} of the weights and {kv:,} bytes of the KV cache per "
             "token are its own"
         )
 

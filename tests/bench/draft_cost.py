@@ -1,11 +1,14 @@
 """What drafts gain where answers repeat and cost where they do not: an engine with and one without, by turns.
 
     python -P tests/bench/draft_cost.py MODEL_DIR [--quant none] [--rounds 5] [--streams 1,8] [--prompt 64]
-        [--output 96] [--threads 2] [--ctx 2048]
+        [--output 96] [--threads 2] [--ctx 2048] [--draft DRAFT_DIR]
 
 repeats     greedy: random weights soon say the same few tokens again and again, real ones where they quote
 misleads    sampled among 30 ids: nearly every pair of tokens stood before, and what followed it says nothing
 new         sampled at temperature 1 among all ids
+unlike      greedy without repetitions: what a draft model can guess and n-grams cannot
+
+`--draft` adds a draft model (`random_model.py --draft` makes a pair that often agrees).
 
 Both have the same prompts, new ones in each round. Shown are tokens a second of wall clock, the ratio of both
 (geometric mean, standard error over the rounds), the share of guesses that were right, and rows in vain.
@@ -29,6 +32,7 @@ WORK: dict[str, dict[str, Any]] = {
     "repeats": {"temperature": 0.0},
     "misleads": {"temperature": 1.0, "allowed_token_ids": tuple(range(1000, 1030))},
     "new": {"temperature": 1.0},
+    "unlike": {"temperature": 0.0, "repetition_penalty": 2.0},
 }
 
 
@@ -39,7 +43,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--quant", default="none")
     parser.add_argument("--streams", default="1,8")
-    parser.add_argument("--work", default=",".join(WORK))
+    parser.add_argument("--draft")
+    parser.add_argument("--work", default="repeats,misleads,new")
     for name, value in (("rounds", 5), ("prompt", 64), ("output", 96), ("threads", 2), ("ctx", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
@@ -81,6 +86,7 @@ def load(options: argparse.Namespace, speculate: str) -> Engine:
         context=options.ctx,
         kv_tokens=8 * options.ctx,
         speculate=speculate,
+        draft_path=None if speculate == "off" else options.draft,
         prefix_cache=False,
     )
     return load_engine(config, lambda _: None)

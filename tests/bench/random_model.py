@@ -1,5 +1,8 @@
 """Random weights in a real shape, for speed only: `python -P tests/bench/random_model.py --out DIR`.
 
+With `--draft LAYERS` also a draft model: the first layers of a target whose others change little, `--damping`
+times as much as they would, so that both often agree.
+
 Every id decodes to some text, so that streams carry a piece a token: 256 bytes, then made-up words.
 """
 
@@ -65,18 +68,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--draft", type=int, metavar="LAYERS")
+    parser.add_argument("--damping", type=float, default=0.1)
     options = parser.parse_args()
-    write_model(options.out / options.shape, SHAPES[options.shape])
+    config = SHAPES[options.shape]
+    if options.draft is None:
+        write_model(options.out / options.shape, config)
+        return
+    write_model(options.out / f"{options.shape}-target", config, options.draft, options.damping)
+    write_model(options.out / f"{options.shape}-draft", config | {"num_hidden_layers": options.draft})
 
 
-def write_model(folder: Path, config: dict) -> Path:
+def write_model(folder: Path, config: dict, whole: int | None = None, damping: float = 1.0) -> Path:
+    """Write a model. Layers from `whole` on add `damping` times as much to the residual."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(1234)
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=torch.bfloat16)
-        return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+        weight = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+        layer = name.split(".")[2]
+        is_late = whole is not None and layer.isdigit() and int(layer) >= whole
+        return (
+            weight * damping if is_late and name.endswith(("o_proj.weight", "down_proj.weight")) else weight
+        )
 
     save_file(
         {name: tensor(name, shape) for name, shape in tensor_shapes(config).items()},

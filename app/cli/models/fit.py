@@ -29,7 +29,7 @@ from ..options import read_flags, setting_options
 
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
-    "threads",
+    *("threads", "draft"),
 )
 
 

@@ -74,3 +74,12 @@ def test_few_requests_try_where_none_gained():
 
 def test_no_room_is_no_draft():
     assert DraftLength().choose(make_request("a", 8), 0) == 0
+
+
+def test_a_slow_first_step_counts_for_little():
+    length = DraftLength()
+    for seconds in (50.0, 1.0, 1.0, 1.0):
+        length.record_step(seconds)
+        length.record_passes(seconds / 10, 1)
+    length.record_passes(99.0, 1)
+    assert length.cost == pytest.approx(0.1)
