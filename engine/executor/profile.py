@@ -191,7 +191,7 @@ class GPUEngineParts:
     kv_shape: KVShape
     """`num_blocks` as estimated."""
     window_shape: KVShape | None
-    """Of sliding-window layers, if they have a cache of their own."""
+    """Shape of the sliding-window layers, if they have a cache of their own."""
 
 
 def make_device_runner(

@@ -46,7 +46,7 @@ class DeviceSizes:
     context: int
     max_running: int
     window_blocks: int = 0
-    """Those of sliding-window layers, where they have blocks of their own; the cache has one more too."""
+    """Blocks of sliding-window layers, where they have blocks of their own; the cache has one more too."""
 
 
 @dataclass(frozen=True, slots=True)
