@@ -15,10 +15,12 @@ from pathlib import Path
 from llmbox.engine.ipc.messages import RequestOutput, TokenLogprobs
 
 from ..engines.request_journal import TokenStream
-from ..text.stop_strings import StopStrings
+from ..text.stop_strings import RepeatedCalls, StopStrings
 from ..text.tokenizer.detokenizer import Detokenizer
 from ..util.atomic_file import write_whole
 from .generation import Delta, Generation, TokenEntry
+
+REPEATS_CALLS = "The answer was ended: it repeated the same tool calls (thinking_loop_detection)."
 
 
 class ChoiceStream:
@@ -34,6 +36,8 @@ class ChoiceStream:
             begins=generation.starts_new_text, skip_special=generation.skip_special
         )
         self._stops = StopStrings(generation.stop, keep=generation.keep_stop) if generation.stop else None
+        self._calls = RepeatedCalls(generation.call_mark) if generation.call_mark else None
+        self._remarks = generation.remarks
         self._keep_stop = generation.keep_stop
         self._min_tokens = generation.params.min_tokens
         self._silent = generation.max_tokens == 0
@@ -70,9 +74,11 @@ class ChoiceStream:
         reason = output.finish_reason
         if reason is not None and not self._stopped:
             text += self._rest()
-        if self._stops is not None and self._stopped:
+        if self._stopped:
             reason = "stop"
             self.stream.cancel()
+            if self._repeats_calls and REPEATS_CALLS not in self._remarks:
+                self._remarks.append(REPEATS_CALLS)
         self._given += len(text)
         self.finish_reason = reason
         entries = self._release(reason) if self._entries else []
@@ -80,10 +86,14 @@ class ChoiceStream:
 
     @property
     def _stopped(self) -> bool:
-        return self._stops is not None and self._stops.matched is not None
+        return self.stop_string is not None or self._repeats_calls
+
+    @property
+    def _repeats_calls(self) -> bool:
+        return self._calls is not None and self._calls.matched
 
     def _decode(self, ids: list[int], logprobs: list[TokenLogprobs] | None) -> str:
-        if self._stops is None and self._entries is None and len(ids) == 1:
+        if self._stops is None and self._calls is None and self._entries is None and len(ids) == 1:
             return self._detokenizer.push(ids[0])
         given = []
         before = self.output_tokens - len(ids)
@@ -95,6 +105,8 @@ class ChoiceStream:
             self._decoded += len(piece)
             if self._stops is not None and before + i >= self._min_tokens:
                 piece = self._stops.push(piece)
+            if self._calls is not None:
+                piece = self._calls.push(piece)
             given.append(piece)
             if self._stopped:
                 break
@@ -103,10 +115,10 @@ class ChoiceStream:
     def _rest(self) -> str:
         """Flush the held-back text at an end without a stop string. It may still complete one."""
         text = self._detokenizer.finish()
-        if self._stops is None:
-            return text
-        text = self._stops.push(text)
-        return text if self._stopped else text + self._stops.finish()
+        if self._stops is not None:
+            text = self._stops.push(text)
+            text += "" if self._stopped else self._stops.finish()
+        return text if self._calls is None else self._calls.push(text) + self._calls.finish()
 
     def _release(self, reason: str | None) -> list[TokenEntry]:
         """Entries of the tokens that begin inside the text given so far; at the end, all that were not cut

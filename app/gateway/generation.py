@@ -15,6 +15,7 @@ from ..engines.admission import QueueReservation
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError
 from ..security.rate_limit import Meter
+from ..text.stop_strings import CallMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Generation:
     stop: tuple[str, ...] = ()
     keep_stop: bool = False
     """Keep the stop string or token that ends an answer in its text."""
+    call_mark: CallMark | None = None
+    """Mark between the calls of an answer that ends where it repeats them for ever."""
     starts_new_text: bool = True
     """The answer starts a text of its own; otherwise it continues the prompt."""
     skip_special: bool = True

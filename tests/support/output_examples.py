@@ -90,6 +90,20 @@ def template_of(name: str) -> str:
     return "{% if tools %}" + " ".join(FORMATS[name].signs[0]) + "{% endif %}"
 
 
+def answer_with_calls(name: str, cities: list[str]) -> str:
+    """Text of an answer with a call for each city, in one section where the format has such."""
+    tools, example = FORMATS[name].tools, EXAMPLES[name]
+    assert tools is not None
+    if not tools.several:
+        return "\n".join(example.replace("Köln", city) for city in cities)
+    if tools.between == tools.opener:
+        return "".join(example.replace("Köln", city) for city in cities)
+    begin, end = example.index(tools.opener) + len(tools.opener), example.index(tools.closer)
+    body = example[begin:end].strip("\n")
+    calls = [body.replace("Köln", city).replace(":0<", f":{at}<") for at, city in enumerate(cities)]
+    return example[:begin] + "\n".join(calls) + example[end:]
+
+
 def random_answer(name: str, source: random.Random) -> str:
     """Text with marks of the format in every order, whole and in pieces."""
     format_ = FORMATS[name]

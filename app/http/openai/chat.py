@@ -106,6 +106,7 @@ async def prepare_chat(
         n=body.n or 1,
         stop=stop,
         keep_stop=bool(body.include_stop_str_in_output),
+        call_mark=parsing.tools.call_mark if parsing.tools and stops_loops(body) else None,
         skip_special=body.skip_special_tokens is not False and not parsing.needs_special(model.text),
         **call.caller_fields(body.priority, body.cache_salt),
         stream=bool(body.stream),
@@ -125,13 +126,17 @@ async def _thinking(
     assert info is not None
     size = info.vocab_size
     budget = thinking_budget(body.thinking_token_budget, body.reasoning_effort, text.chat_template)
-    stop_loops = body.thinking_loop_detection is not False
+    stop_loops = stops_loops(body)
     return await text.off_loop(
         0,
         lambda: describe_thinking(
             parsing.format, parsing.thinking, text, size, budget=budget, stop_loops=stop_loops
         ),
     )
+
+
+def stops_loops(body: ChatCompletionRequest) -> bool:
+    return body.thinking_loop_detection is not False
 
 
 def _echo(chat: Chat) -> str:

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from ..stop_strings import CallMark
+
 Thinking = Literal["no", "may", "inside"]
 """Initial reasoning state. `may`: the answer may begin with reasoning. `inside`: the prompt ends with its
 opening mark.
@@ -70,6 +72,18 @@ class ToolSyntax:
     after_parameter: str = ""
     quote: str = '"'
     """Mark around strings. `gemma`."""
+
+    @property
+    def call_mark(self) -> CallMark | None:
+        """Mark between calls that can be cut there; None where several calls are one list, and where there is
+        one call.
+        """
+        if self.after_call and self.several:
+            number = re.escape(self.after_name).replace(re.escape(NUMBER), r"\d+")
+            return CallMark(self.after_call, number=number if NUMBER in self.after_name else "")
+        if self.several:
+            return CallMark(self.between, begins_next=True) if self.between == self.opener else None
+        return CallMark(self.closer) if self.closer and self.style != "harmony" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.app.gateway.choice_stream import ChoiceStream
+from llmbox.app.gateway.choice_stream import REPEATS_CALLS, ChoiceStream
 from llmbox.app.gateway.generation import Generation
-from llmbox.app.text.stop_strings import StopStrings
+from llmbox.app.text.stop_strings import CallMark, StopStrings
 from llmbox.app.text.tokenizer.detokenizer import Detokenizer, decode
 from llmbox.app.text.tokenizer.token_bytes import TokenBytes
 from llmbox.engine.ipc.messages import RequestOutput, TokenLogprobs
@@ -39,11 +39,20 @@ class Stream:
         self.cancelled = True
 
 
-def sequence(family: str, *, stop=(), logprobs=None, min_tokens=0, max_tokens=None) -> ChoiceStream:
+def sequence(
+    family: str, *, stop=(), logprobs=None, min_tokens=0, max_tokens=None, call_mark=None
+) -> ChoiceStream:
     params = SamplingParams(max_tokens=0, logprobs=logprobs, min_tokens=min_tokens)
     model = SimpleNamespace(text=TEXTS[family])
     generation = Generation(
-        id="x", endpoint="/", model=model, prompts=[[1]], params=params, stop=stop, max_tokens=max_tokens
+        id="x",
+        endpoint="/",
+        model=model,
+        prompts=[[1]],
+        params=params,
+        stop=stop,
+        max_tokens=max_tokens,
+        call_mark=call_mark,
     )
     return ChoiceStream(0, generation, Stream())
 
@@ -120,3 +129,17 @@ def test_a_scoring_request_says_nothing():
     (delta,) = feed(subject, outputs([5], [], None))
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("", [], "length")
     assert subject.output_tokens == 0
+
+
+def test_an_answer_that_repeats_a_call_ends_behind_it():
+    tokenizer = FAMILIES[next(iter(FAMILIES))]()
+    call = "<tool_call>\n{}\n</tool_call>"
+    ids = tokenizer.encode(call * 200, add_special_tokens=False).ids
+    subject = sequence(next(iter(FAMILIES)), call_mark=CallMark("</tool_call>"))
+    deltas = feed(subject, outputs(ids, list(range(len(ids))), None))
+    said = "".join(delta.text for delta in deltas)
+    assert said == call * (len(said) // len(call))
+    assert 4 <= len(said) // len(call) < 100
+    assert subject.finish_reason == "stop"
+    assert subject.stream.cancelled
+    assert subject._remarks == [REPEATS_CALLS]
