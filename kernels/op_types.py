@@ -83,6 +83,7 @@ class StateLayout:
 
     Sequence n reads and writes slot `slots_N[n]`. After row `save_rows[i]`, for `save_starts[n] <= i <
     save_starts[n + 1]`, its state is also written to slot `save_slots[i]`. Rows of a sequence are ascending.
+    A negative slot is none: such a sequence begins with a state of zero, and a state is not written there.
     """
 
     slots_N: Tensor

@@ -152,17 +152,17 @@ def load_rank(
         return RankEngine(encoder, plan, ops.name, measured)
     assert isinstance(model, Decoder)
     kv_shape, window_shape = cache_shapes(model_config, plan, layout, kv_dtype, dtype)
+    states = None
+    if model_config.recurrent is not None:
+        count = model_config.layers_with(layout.layers(model_config.num_layers), state=True)
+        states = state_shape(model_config.recurrent, count, plan, layout.tp)
     if overlaps:
-        parts = GPUEngineParts(model, rotary, kv_shape, window_shape)
+        parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         return RankEngine(make, plan, ops.name, measured)
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)
     window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
-    states = None
-    if model_config.recurrent is not None:
-        count = model_config.layers_with(layout.layers(model_config.num_layers), state=True)
-        states = make_state(state_shape(model_config.recurrent, count, plan, layout.tp), device)
     runner = CPUModelRunner(
         model,
         rotary,
@@ -172,7 +172,7 @@ def load_rank(
         device=device,
         window_cache=window_cache,
         has_window_blocks=plan.window > 0,
-        states=states,
+        states=None if states is None else make_state(states, device),
     )
     draft = None
     if config.draft_path is not None:

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from llmbox.kernels.op_types import KVShape
+from llmbox.kernels.recurrent import StateShape, make_state
 
 from ..config import EngineConfig
 from ..core.request import Request
@@ -168,13 +169,19 @@ class MemoryProfile:
     runtime: int
     graphs: int
     """Reserve for CUDA graphs: capturing ends when it is used up."""
+    states: int = 0
+    """Slots of recurrent state, all of them."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.workspace + self.runtime + self.graphs
+        return self.weights + self.workspace + self.runtime + self.graphs + self.states
 
     def blocks(self, budget: int, block_bytes: int, wanted: int) -> int:
-        """Return how many KV blocks fit, the padding block not counted; below 1: none."""
+        """Return how many KV blocks fit, the padding block not counted; below 1: none. Blocks of a model without
+        attention only count tokens.
+        """
+        if not block_bytes:
+            return wanted if self.total <= budget else 0
         return min(wanted, (budget - self.total) // block_bytes - 1)
 
 
@@ -192,6 +199,8 @@ class GPUEngineParts:
     """`num_blocks` as estimated."""
     window_shape: KVShape | None
     """Shape of the sliding-window layers, if they have a cache of their own."""
+    state_shape: StateShape | None
+    """For a model with recurrent layers."""
 
 
 def make_device_runner(
@@ -235,6 +244,7 @@ def build(
         capture,
         graphs_bytes,
         window_cache=window_cache,
+        states=None if parts.state_shape is None else make_state(parts.state_shape, where),
     )
 
 
@@ -266,10 +276,11 @@ def profile_kv_blocks(
     log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     window_bytes = plan.block_size * plan.window_bytes_per_token
-    workspace = max(0, meter.peak() - weights - (needed + 1) * (block_bytes + window_bytes))
+    caches = (needed + 1) * (block_bytes + window_bytes) + plan.state_bytes
+    workspace = max(0, meter.peak() - weights - caches)
     del runner
     meter.reset_peak()
-    measured = MemoryProfile(weights, workspace, meter.runtime(), graphs)
+    measured = MemoryProfile(weights, workspace, meter.runtime(), graphs, plan.state_bytes)
     per_context = -(-plan.context // plan.block_size)
     wanted = plan.max_running * per_context
     if config.kv_tokens is not None:
@@ -279,14 +290,13 @@ def profile_kv_blocks(
     if blocks < min(per_context, wanted):
         raise DoesNotFit(_refusal(measured, plan, blocks, per_context, block_bytes))
     log.info(
-        "memory measured: weights %s, a step %s, CUDA %s, graphs at most %s, KV %s (estimated %s)",
-        *map(
-            show_bytes,
-            (weights, workspace, measured.runtime, graphs, blocks * block_bytes + windows),
-        ),
+        "memory measured: weights %s, a step %s, CUDA %s, graphs at most %s, %sKV %s (estimated %s)",
+        *map(show_bytes, (weights, workspace, measured.runtime, graphs)),
+        _show_states(measured),
+        show_bytes(blocks * block_bytes + windows),
         show_bytes(plan.kv_bytes),
     )
-    return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights)
+    return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights - measured.states)
 
 
 def run_warmup(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[int]) -> int:
@@ -300,6 +310,10 @@ def run_warmup(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[in
     return count
 
 
+def _show_states(measured: MemoryProfile) -> str:
+    return f"recurrent state {show_bytes(measured.states)}, " if measured.states else ""
+
+
 def _refusal(measured: MemoryProfile, plan: MemoryPlan, blocks: int, wanted: int, block_bytes: int) -> str:
     kv = wanted * block_bytes + plan.block_size * plan.window_blocks * plan.window_bytes_per_token
     need = measured.total + kv + block_bytes
@@ -308,8 +322,8 @@ def _refusal(measured: MemoryProfile, plan: MemoryPlan, blocks: int, wanted: int
     return (
         f"the model needs {show_bytes(need)} as measured and has {show_bytes(plan.budget_bytes)} "
         f"(weights {show_bytes(measured.weights)}, workspace {show_bytes(measured.workspace)}, "
-        f"CUDA and graphs {show_bytes(measured.runtime + measured.graphs)}, KV for a context of "
-        f"{plan.context} tokens {show_bytes(kv)}); {remedy}"
+        f"CUDA and graphs {show_bytes(measured.runtime + measured.graphs)}, {_show_states(measured)}"
+        f"KV for a context of {plan.context} tokens {show_bytes(kv)}); {remedy}"
     )
 
 

@@ -67,7 +67,8 @@ class Attention:
         if config.qk_norm == "heads":
             self.norm_nD = self._make_norms(config, weights)
         elif config.qk_norm == "no_weight" and config.ropes[self.rope].rotary_dim:
-            self.norm_nD = torch.ones(self.heads + self.kv_heads, self.head_dim, dtype=weights.dtype)
+            rows = self.heads + self.kv_heads, self.head_dim
+            self.norm_nD = torch.ones(rows, dtype=weights.dtype, device=weights.device)
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
         self._attend = ops.attention if self.has_gate else ops.before(self.output).attention
 

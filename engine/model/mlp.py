@@ -37,8 +37,8 @@ class GatedMLP:
         self.scales_2F: Tensor | None = None
         if config.scales.mlp is not None:
             gate, down = config.scales.mlp
-            self.scales_2F = torch.tensor([gate, 1.0]).repeat_interleave(ffn.size)
-            self.scales_E = torch.full((config.hidden_size,), down)
+            self.scales_2F = torch.tensor([gate, 1.0], device=weights.device).repeat_interleave(ffn.size)
+            self.scales_E = torch.full((config.hidden_size,), down, device=weights.device)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
@@ -75,7 +75,7 @@ class SparseMoE:
             latent = ShardSlice.whole(config.latent)
             self.narrow = weights.linear({"fc1_latent_proj": latent}, whole, bias=False)
             self.widen = weights.linear({"fc2_latent_proj": whole}, latent, bias=False)
-            self.ones_E = torch.ones(model.hidden_size)
+            self.ones_E = torch.ones(model.hidden_size, device=weights.device)
         self.mixture = Mixture(
             gate_ups,
             downs,

@@ -160,7 +160,8 @@ class Mamba2(RecurrentLayer):
         self.scales_N: Tensor | None = None
         if scales := config.scales.mamba_in:
             each = [
-                torch.full((rows.size,), scale) for rows, scale in zip(parts.values(), scales, strict=True)
+                torch.full((rows.size,), scale, device=weights.device)
+                for rows, scale in zip(parts.values(), scales, strict=True)
             ]
             self.scales_N = torch.cat(each)
         self.output = weights.linear({"out_proj": hidden}, values, bias=recurrent.out_bias)
@@ -228,13 +229,15 @@ class KimiDeltaAttention(RecurrentLayer):
 class ParallelMixers:
     """Recurrent layer and attention side by side, whose results are added with a multiplier each."""
 
-    def __init__(self, config: ModelConfig, recurrent: RecurrentLayer, attention: Mixer, ops: Ops) -> None:
+    def __init__(
+        self, config: ModelConfig, recurrent: RecurrentLayer, attention: Mixer, ops: Ops, device: torch.device
+    ) -> None:
         assert ops.recurrent is not None
         self.recurrent, self.attention, self.mul_add = recurrent, attention, ops.recurrent.mul_add
         self.input = recurrent.input
         scales, hidden = config.scales, (config.hidden_size,)
-        self.by_recurrent_E = torch.full(hidden, scales.mamba_out)
-        self.by_attention_E = torch.full(hidden, scales.attention_out)
+        self.by_recurrent_E = torch.full(hidden, scales.mamba_out, device=device)
+        self.by_attention_E = torch.full(hidden, scales.attention_out, device=device)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
         # The first result is moved before the second one may take its place.

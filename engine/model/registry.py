@@ -86,7 +86,7 @@ def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) ->
         attention = _make_attention(config, number, weights, ops)
     if recurrent is None or attention is None:
         return recurrent or attention
-    return ParallelMixers(config, recurrent, attention, ops)
+    return ParallelMixers(config, recurrent, attention, ops, weights.device)
 
 
 def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer:

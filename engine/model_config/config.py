@@ -148,8 +148,6 @@ class ModelConfig:
     @property
     def cpu_part(self) -> str:
         """Return what of the model only CPUs run; empty: nothing."""
-        if self.recurrent is not None:
-            return "recurrent layers"
         if self.altup is not None:
             return "rows of several streams"
         return ""

@@ -70,7 +70,7 @@ class Quantizer:
     ) -> None:
         self.ops = REFERENCE
         self.rank: TensorParallel = SINGLE
-        self.dtype = source.dtype
+        self.dtype, self.device = source.dtype, torch.device("cpu")
         self.errors: list[TensorError] = []
         self.kept = 0
         self._squares = self._lost = 0.0

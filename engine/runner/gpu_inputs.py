@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmbox.kernels.op_types import BatchLayout, WindowLayout
+from llmbox.kernels.op_types import BatchLayout, StateLayout, WindowLayout
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 
 from ..core.step import ScheduledRequest
 from ..device.upload import Uploader
 from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
-from .input_batch import PromptRows
+from .input_batch import PromptRows, saves_of
 from .pooling import PooledRows, pooled_rows
 
 
@@ -45,8 +45,12 @@ def decode_inputs(
     length_N: Tensor,
     contexts: Sequence[int],
     block_size: int,
+    save_N: Tensor | None = None,
 ) -> tuple[Tensor, BatchLayout]:
-    """Return (ids_N, layout) of a decoding step, from device tensors alone. Length 0: a padding row."""
+    """Return (ids_N, layout) of a decoding step, from device tensors alone. Length 0: a padding row.
+
+    `save_N`: slot to save each sequence's recurrent state to, -1 for none; for models that have some.
+    """
     count = len(row_N)
     ids_N = rows.last_R.index_select(0, row_N)
     tables_NB = rows.tables.blocks_RB.index_select(0, row_N)
@@ -57,16 +61,22 @@ def decode_inputs(
         own_NB = rows.window_tables.blocks_RB.index_select(0, row_N)
         slots_N = prepare(ops, DecodeRows(ids_N, length_N, own_NB), block_size).slots_R
         window = WindowLayout(own_NB, slots_N)
+    starts_N1 = torch.arange(count + 1, dtype=torch.int32, device=row_N.device)
+    states = None
+    if save_N is not None:
+        save_N = save_N.to(torch.int32)
+        states = StateLayout(rows.state_slots(row_N), starts_N1, starts_N1[:count], save_N)
     ragged = BatchLayout(
         block_size=block_size,
         query_lens=[1] * count,
         contexts=contexts,
-        query_starts_N1=torch.arange(count + 1, dtype=torch.int32, device=row_N.device),
+        query_starts_N1=starts_N1,
         context_lens_N=inputs.context_lens_R,
         block_tables_NB=tables_NB,
         positions_T=inputs.positions_R,
         slots_T=inputs.slots_R,
         window=window,
+        states=states,
     )
     return ids_N, ragged
 
@@ -97,8 +107,13 @@ def mixed_inputs(
     rows: DeviceRequestState,
     uploader: Uploader,
     block_size: int,
+    *,
+    with_states: bool = False,
 ) -> MixedStep:
-    """Build the inputs of a step with prefills. `numbers`: state row of each scheduled request."""
+    """Build the inputs of a step with prefills. `numbers`: state row of each scheduled request.
+
+    `with_states`: the model has recurrent layers.
+    """
     flat = _Flat()
     for one, number in zip(planned, numbers, strict=True):
         flat.add(one, number)
@@ -124,6 +139,9 @@ def mixed_inputs(
         return tables_NB, tables_NB[sequence_T, page_T] * block_size + offset_T
 
     tables_NB, slots_T = place(rows.tables)
+    states = None
+    if with_states:
+        states = StateLayout(rows.state_slots(row_N), *uploader.upload(*saves_of(planned, flat.starts)))
     ragged = BatchLayout(
         block_size=block_size,
         query_lens=list(flat.lengths),
@@ -134,6 +152,7 @@ def mixed_inputs(
         positions_T=position_T,
         slots_T=slots_T,
         window=None if rows.window_tables is None else WindowLayout(*place(rows.window_tables)),
+        states=states,
     )
     wanted_W = torch.cat((sampled, prompt, vector))
     return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts, next_P, flat.pooled)

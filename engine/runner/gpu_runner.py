@@ -20,7 +20,9 @@ from torch import Tensor
 
 from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import KVCache
+from llmbox.kernels.recurrent import RecurrentState, copy_states
 
+from ..core.kv_cache.state_manager import NO_SLOT
 from ..core.microbatching import ceil_div
 from ..core.step import ScheduledRequest, StepPlan, StepResult
 from ..device.device import Device, DeviceEvent
@@ -95,10 +97,13 @@ class GPUModelRunner:
         graphs_bytes: int = 0,
         *,
         window_cache: KVCache | None = None,
+        states: RecurrentState | None = None,
     ) -> None:
         """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take. `window_cache`: of
-        sliding-window layers, if they have blocks of their own or heads of another width.
+        sliding-window layers, if they have blocks of their own or heads of another width. `states`: of a
+        model with recurrent layers.
         """
+        self._states = states
         self._model, self._rotary, self._cache = model, rotary, cache
         self._rank = model.rank
         self._ops, self._device, self._sizes = model.ops, device, sizes
@@ -116,9 +121,10 @@ class GPUModelRunner:
         """Steps in flight: one per stage, and one more that is launched while they run."""
         self._feedback = SampledTokenFeedback(self._rank, self._rows, self.depth)
         self._uploader = Uploader(device, self.depth + 2)
-        self._spare = torch.tensor([[sizes.max_running], [0]], device=where)
-        self._decoding_2R = self._spare.repeat(1, sizes.max_running)
-        """State row and length of each sequence of a decoding step: inputs of the graphs."""
+        self._spare = torch.tensor([[sizes.max_running], [0], [NO_SLOT]], device=where)
+        self._decoding_3R = self._spare.repeat(1, sizes.max_running)
+        """State row and length of each sequence of a decoding step, and the slot to save its recurrent state
+        to: inputs of the graphs."""
         self._contexts = [1] * sizes.max_running
         hidden = sizes.max_running, model.config.hidden_size
         self._hidden_RE = torch.empty(hidden, dtype=model.dtype, device=where)
@@ -143,6 +149,8 @@ class GPUModelRunner:
         """Queue a step padded to `size`: the result of `size_for` on the rank that decides for all."""
         self._uploader.begin_step()
         self._prepare_blocks(plan)
+        if self._states is not None:
+            copy_states(self._states, plan.state_copies)
         numbers = [self._rows.stage_update(row) for row in plan.rows]
         self._feedback.wait_for_rows(numbers)
         self._rows.flush(self._uploader)
@@ -197,7 +205,7 @@ class GPUModelRunner:
         """Capture the graph of `size` rows."""
         assert self.graphs is not None
         # The inputs still name the rows of the last step: the warm-up would write their KV once more.
-        self._decoding_2R.copy_(self._spare.expand_as(self._decoding_2R))
+        self._decoding_3R.copy_(self._spare.expand_as(self._decoding_3R))
         self._contexts = [1] * len(self._contexts)
         self.graphs.capture(size)
 
@@ -209,18 +217,27 @@ class GPUModelRunner:
         ends = [row.end for row in planned]
         fill = size - count
         filled = [self._rows.spare] * fill
-        (both,) = self._uploader.upload(array("q", [*numbers, *filled, *ends, *[0] * fill]))
-        self._decoding_2R[:, :size].copy_(both.view(2, -1))
+        saves = [slot for row in planned for _, slot in row.saves or ((0, NO_SLOT),)]
+        inputs = array("q", [*numbers, *filled, *ends, *[0] * fill, *saves, *[NO_SLOT] * fill])
+        (uploaded,) = self._uploader.upload(inputs)
+        self._decoding_3R[:, :size].copy_(uploaded.view(3, -1))
         self._contexts[:size] = [*ends, *[1] * fill]
         if self.graphs is not None and self.graphs.has(size):
             self.graphs.replay(size)
         else:
             self._decode(size)
-        row_S, end_S = self._decoding_2R[:, :count]
+        row_S, end_S, _ = self._decoding_3R[:, :count]
         return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S)
 
     def _launch_mixed(self, planned: Sequence[ScheduledRequest], numbers: Sequence[int]) -> LaunchedStep:
-        step = mixed_inputs(planned, numbers, self._rows, self._uploader, self._sizes.block_size)
+        step = mixed_inputs(
+            planned,
+            numbers,
+            self._rows,
+            self._uploader,
+            self._sizes.block_size,
+            with_states=self._states is not None,
+        )
         hidden_WE = self._model.hidden(self._forward(step.ids_T, step.ragged), step.wanted_W)
         count = len(step.row_S)
         extras = self._queue_extras(hidden_WE[count:], step)
@@ -273,9 +290,15 @@ class GPUModelRunner:
 
     def _decode(self, size: int) -> None:
         """Decode the first `size` sequences and write hidden states to `_hidden_RE`: the body of graphs."""
-        row_N, length_N = self._decoding_2R[:, :size]
+        row_N, length_N, save_N = self._decoding_3R[:, :size]
         ids_N, ragged = decode_inputs(
-            self._ops, self._rows, row_N, length_N, self._contexts[:size], self._sizes.block_size
+            self._ops,
+            self._rows,
+            row_N,
+            length_N,
+            self._contexts[:size],
+            self._sizes.block_size,
+            None if self._states is None else save_N,
         )
         hidden_NE = self._model.hidden(self._forward(ids_N, ragged), None)
         if self._rank.layout.is_last:
@@ -288,7 +311,9 @@ class GPUModelRunner:
             window: self._ops.plan_attention(ragged, self._cache if window is None else sliding, window)
             for window in self._windows
         }
-        return ForwardContext(ids_T, cos_ATD, sin_ATD, self._cache, plans, self._window_cache, ragged)
+        return ForwardContext(
+            ids_T, cos_ATD, sin_ATD, self._cache, plans, self._window_cache, ragged, self._states
+        )
 
 
 def _is_decoding(plan: StepPlan) -> bool:

@@ -107,13 +107,20 @@ def state_layout(rows: Sequence[ScheduledRequest], starts: "array[int]", device:
     first.
     """
     slots = array("i", [max(0, row.request.state_slot) for row in rows])
+    return StateLayout(*(to_device(each, device) for each in (slots, *saves_of(rows, starts))))
+
+
+def saves_of(
+    rows: Sequence[ScheduledRequest], starts: "array[int]"
+) -> tuple["array[int]", "array[int]", "array[int]"]:
+    """Return the last three fields of a `StateLayout`. `starts`: first row of each sequence, and the end."""
     save_starts, save_rows, save_slots = array("i", [0]), array("i"), array("i")
     for row, first in zip(rows, starts, strict=False):
         for position, slot in row.saves:
             save_rows.append(first + position - 1 - row.start)
             save_slots.append(slot)
         save_starts.append(len(save_rows))
-    return StateLayout(*(to_device(each, device) for each in (slots, save_starts, save_rows, save_slots)))
+    return save_starts, save_rows, save_slots
 
 
 BlockTable = Callable[[Request], list[int]]

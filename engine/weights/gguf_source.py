@@ -45,14 +45,14 @@ class GgufSource:
         rank: TensorParallel = SINGLE,
     ) -> None:
         self.ops, self.rank, self.dtype = ops, rank, dtype
-        self._device, self._keeper = device, keeper
+        self.device, self._keeper = device, keeper
         self._tensors = GgufTensors(read_gguf(file), config.num_heads, config.num_kv_heads, progress)
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self._kept(name, self._tensors.take(name, (size,)).to(self._device, self.dtype))
+        return self._kept(name, self._tensors.take(name, (size,)).to(self.device, self.dtype))
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._kept(name, self._tensors.take(name, shape).to(self._device))
+        return self._kept(name, self._tensors.take(name, shape).to(self.device))
 
     def _kept(self, name: str, vector: Tensor) -> Tensor:
         if self._keeper is not None:
@@ -153,7 +153,7 @@ class GgufSource:
 
     def _floats(self, asked: WeightRequest, names: list[str]) -> Tensor:
         outputs = sum(asked.outputs[name].size for name in names)
-        weight_OI = torch.empty((outputs, asked.inputs.size), dtype=self.dtype, device=self._device)
+        weight_OI = torch.empty((outputs, asked.inputs.size), dtype=self.dtype, device=self.device)
         row = 0
         for name in names:
             rows = asked.outputs[name]
@@ -164,7 +164,7 @@ class GgufSource:
     def _bias(self, asked: WeightRequest) -> Tensor | None:
         if not asked.bias:
             return None
-        bias_O = torch.empty(asked.shape[0], dtype=self.dtype, device=self._device)
+        bias_O = torch.empty(asked.shape[0], dtype=self.dtype, device=self.device)
         row = 0
         for name, rows in asked.outputs.items():
             row = _fill(bias_O, row, self._tensors.take(f"{name}.bias", (rows.total,)), rows)

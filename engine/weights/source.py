@@ -78,6 +78,9 @@ class WeightSource(Protocol):
         """Dtype in which the model computes."""
         ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def vector(self, name: str, size: int) -> Tensor: ...
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -131,6 +134,10 @@ class Weights:
     @property
     def dtype(self) -> torch.dtype:
         return self._source.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._source.device
 
     def at(self, name: str) -> "Weights":
         return Weights(self._source, f"{self._full(name)}.", self._names, self._mixed_layers)

@@ -22,7 +22,7 @@ def _sequences(layout: BatchLayout) -> Iterator[tuple[range, bool, int, dict[int
     saves = list(zip(states.save_rows.tolist(), states.save_slots.tolist(), strict=True))
     for n, slot in enumerate(slots):
         rows = range(starts[n], starts[n + 1])
-        fresh = layout.contexts[n] == layout.query_lens[n]
+        fresh = slot < 0 or layout.contexts[n] == layout.query_lens[n]
         yield rows, fresh, slot, dict(saves[save_starts[n] : save_starts[n + 1]])
 
 
@@ -32,9 +32,10 @@ def _run(memory_SX: Tensor, layout: BatchLayout, advance: Advance) -> None:
         state = torch.zeros_like(memory_SX[slot]) if fresh else memory_SX[slot].clone()
         for row in rows:
             state = advance(row, state)
-            if row in saves:
+            if saves.get(row, -1) >= 0:
                 memory_SX[saves[row]] = state
-        memory_SX[slot] = state
+        if slot >= 0:
+            memory_SX[slot] = state
 
 
 def short_conv(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from gpu.recurrent import compile_gates, compile_layers
 from gpu.variants import (
     BF16,
     F16,
@@ -57,8 +58,11 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
             yield "experts", partial(experts, quant)
         yield "sampling", sampling
         yield "advance", advance
+        yield "recurrent", compile_layers
+        yield "recurrent", compile_gates
         return
     yield "linears", partial(linears, "int4", (20, 200))
+    yield "recurrent", compile_layers
     if capability < (8, 9):
         yield "attention", partial(attention, I8)
         for heads, head_dim in (((32, 8), 128), ((8, 4), 256)):
@@ -104,6 +108,10 @@ def every(capability: tuple[int, int]) -> Iterator[Group]:
         yield f"experts {dtype}", partial(experts, None, dtype)
         yield f"sampling {dtype}", partial(sampling, dtype)
         yield f"heads apart {dtype}", partial(heads_apart, 80, dtype)
+        for fixed in (False, True):
+            name = f"recurrent {dtype}{', fixed' * fixed}"
+            yield name, partial(compile_layers, dtype, deterministic=fixed)
+        yield f"gates of recurrent layers {dtype}", partial(compile_gates, dtype)
     yield "sampling, 32000", partial(sampling, BF16, 32000)
     yield "advance", advance
     for quant in (None, *quants):

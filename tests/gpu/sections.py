@@ -79,7 +79,7 @@ def ranks(report: Report) -> None:
 
 
 def kernels(report: Report, peaks: dict[str, float]) -> None:
-    from gpu import kernel_speed, little_kernels, sdpa_rule
+    from gpu import kernel_speed, little_kernels, recurrent, sdpa_rule
 
     report.section("Kernels against their rooflines")
     try:
@@ -89,7 +89,8 @@ def kernels(report: Report, peaks: dict[str, float]) -> None:
         report.failed(f"long prompts through SDPA: {type(error).__name__}: {str(error)[:300]}")
     report.say("")
     report.table("kernel", "ms", "floor ms", "reached", "torch, ms")
-    work = [*kernel_speed.all_work(), *little_kernels.all_work()]
+    recurrent_work = recurrent.all_work(kernel_speed.DEVICE)
+    work = [*kernel_speed.all_work(), *recurrent_work, *little_kernels.all_work()]
     for number, make in enumerate(work):
         if report.left < 0:
             report.skipped(len(work) - number)

@@ -1,114 +1,15 @@
 """Recurrent layers: every backend against the reference, and the same bits however the rows are cut."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from llmbox.kernels.dispatch import backends, select_ops
-from llmbox.kernels.op_types import BatchLayout, StateLayout
-from llmbox.kernels.ops import Ops
-from llmbox.kernels.recurrent import (
-    RecurrentState,
-    ScanShape,
-    ScanWeights,
-    StateShape,
-    copy_states,
-    make_state,
-)
+from llmbox.kernels.recurrent import copy_states
 from llmbox.kernels.reference import REFERENCE
+from support.recurrent_layers import Layer, fresh_state, layout_of
 
 CPU = torch.device("cpu")
-SLOTS = 7
-DELTA = ScanShape("delta", heads=4, key_heads=2, key_dim=24, value_dim=40, beta=2.0)
-KDA = ScanShape("kda", heads=4, key_heads=4, key_dim=24, value_dim=24)
-SSM = ScanShape("ssm", heads=4, key_heads=2, key_dim=16, value_dim=72, limits=(0.01, 1.5))
 NATIVE = [name for name in backends() if name.startswith("cpu")]
-
-
-def layout_of(
-    spans: Sequence[tuple[int, int]], slots: Sequence[int], saves: Sequence[dict[int, int]] | None = None
-) -> BatchLayout:
-    """Positions (start, end) of each sequence; saves: {position after which to save: slot}."""
-
-    def int32(numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int32)
-
-    starts, rows, targets, save_starts = [0], list[int](), list[int](), [0]
-    for n, (start, end) in enumerate(spans):
-        for position, slot in (saves[n] if saves else {}).items():
-            rows.append(starts[-1] + position - 1 - start)
-            targets.append(slot)
-        starts.append(starts[-1] + end - start)
-        save_starts.append(len(rows))
-    return BatchLayout(
-        block_size=16,
-        query_lens=[end - start for start, end in spans],
-        contexts=[end for _, end in spans],
-        query_starts_N1=int32(starts),
-        context_lens_N=int32([end for _, end in spans]),
-        block_tables_NB=int32([0] * len(spans)).view(-1, 1),
-        positions_T=int32([p for span in spans for p in range(*span)]),
-        slots_T=int32([0] * starts[-1]),
-        states=StateLayout(int32(slots), int32(save_starts), int32(rows), int32(targets)),
-    )
-
-
-@dataclass
-class Layer:
-    """One operation with its weights; `apply` runs it over rows of (inputs, gates)."""
-
-    kind: str
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-        self.weight = self.randn(4, 52)
-        self.bias = self.randn(52)
-        self.shape = {"ssm": SSM, "kda": KDA}.get(self.kind, DELTA)
-        self.gates = {"ssm": 4, "kda": 4 + 4 * 24}.get(self.kind, 8)
-        skip = self.randn(4) if self.kind == "ssm" else None
-        bias = self.randn(4 * 24 if self.kind == "kda" else 4)
-        self.weights = ScanWeights(-self.randn(4).exp(), bias, skip)
-
-    def randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-    @property
-    def state_shape(self) -> StateShape:
-        heads, key, value = (0, 0, 0) if self.is_conv else (4, self.shape.key_dim, self.shape.value_dim)
-        return StateShape(2, SLOTS, 52, 4, heads, key, value)
-
-    @property
-    def is_conv(self) -> bool:
-        return self.kind.startswith("conv")
-
-    def rows(self, count: int) -> tuple[Tensor, Tensor]:
-        width = {"conv": 52, "conv gated": 156}.get(self.kind, self.shape.width)
-        gates = self.randn(count, self.gates)
-        return self.randn(count, width).to(self.dtype), gates.to(self.dtype)
-
-    def apply(self, ops: Ops, rows: Any, gates: Any, state: RecurrentState, layout: BatchLayout) -> Tensor:
-        recurrent = ops.recurrent
-        assert recurrent is not None
-        if self.is_conv:
-            gated = self.kind == "conv gated"
-            bias = None if gated else self.bias
-            return recurrent.short_conv(rows, self.weight, bias, gated, state, 1, layout).clone()
-        return recurrent.scan(rows, gates, self.weights, self.shape, state, 1, layout).clone()
-
-
-def fresh_state(layer: Layer) -> RecurrentState:
-    """Full of what nobody may read."""
-    state = make_state(layer.state_shape, CPU)
-    for tensor in state.tensors:
-        tensor.fill_(float("nan"))
-    return state
-
-
 KINDS = pytest.mark.parametrize("kind", ["conv", "conv gated", "delta", "ssm", "kda"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 

@@ -120,6 +120,7 @@ def device_engine(
         capture,
         graphs_bytes,
         window_cache=local._window_cache,
+        states=local._states,
     )
     fresh = BlockPool(pool.num_blocks, pool.block_size, enable_prefix_cache=pool.caching)
     return Engine(Scheduler(plain._scheduler.config, fresh), runner, plain.info)

@@ -45,6 +45,7 @@ class PackedWeightSource:
         self.rank = rank
         self._packing: Packing = ops.packing
         self.dtype = dtype
+        self.device = torch.device("cpu")
         self._file = file
         mapped = read_only(file.memory)
         self._bytes = in_huge_pages(mapped)

@@ -62,10 +62,10 @@ class FakeRunner:
         assert handle.num_tokens == PLAN.token_budget
 
 
-def fit(step: int = 700, graphs: int = 100, **config: object) -> MemoryPlan:
+def fit(step: int = 700, graphs: int = 100, plan: MemoryPlan = PLAN, **config: object) -> MemoryPlan:
     meter = FakeMeter(step)
     options = EngineConfig(model_path="m", name="m", **config)
-    return profile_kv_blocks(options, PLAN, meter, graphs, lambda plan: FakeRunner(meter, plan))
+    return profile_kv_blocks(options, plan, meter, graphs, lambda plan: FakeRunner(meter, plan))
 
 
 def test_blocks_fill_what_is_left():
@@ -82,6 +82,13 @@ def test_blocks_of_windows_are_kept_free():
     found = profile_kv_blocks(options, plan, meter, 100, lambda plan: FakeRunner(meter, plan))
     # 800 are left, of which 300 are for 29 blocks of windows and a spare one.
     assert (found.num_blocks, found.window_blocks, found.workspace_bytes) == (49, 29, 3200)
+
+
+def test_recurrent_state_is_beside_the_step():
+    plan = fit(step=3100, plan=replace(PLAN, state_slots=4, slot_bytes=50))
+    assert (plan.num_blocks, plan.workspace_bytes, plan.state_bytes) == (49, 3300, 200)
+    with pytest.raises(DoesNotFit, match=r"recurrent state .* MB, KV for a context"):
+        fit(step=4000, plan=replace(PLAN, state_slots=4, slot_bytes=50))
 
 
 def test_no_more_blocks_than_are_of_use():
@@ -136,6 +143,7 @@ def test_sums():
     measured = MemoryProfile(weights=1, workspace=2, runtime=3, graphs=4)
     assert measured.total == 10
     assert measured.blocks(100, 9, 1000) == 9
+    assert [measured.blocks(budget, 0, 1000) for budget in (10, 9)] == [1000, 0]
 
 
 def test_trial_steps_meet_all_counts_of_rows_and_end_with_the_largest():

@@ -26,6 +26,9 @@ SIZES = {
     "vocab_size": 500,
     "max_position_embeddings": 4096,
 }
+LAYERS = {
+    "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+}
 OPTIONS = {"dtype": "float16", "max_running": 70, "token_budget": 1500, "context": 2000, "kv_tokens": 40000}
 
 
@@ -68,6 +71,7 @@ def serve(engine: Engine) -> None:
         {"quant": "fp8-block"},
         {"quant": "auto"},
         {"kv_dtype": "int8", "deterministic": True},
+        {"arch": "qwen3_5_text"},
         {"arch": "qwen3_moe", "quant": "int4"},
         {"arch": "qwen3_moe", "quant": "fp8-block", "deterministic": True},
     ],
@@ -76,7 +80,7 @@ def test_serving_compiles_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
     arch, options = str(options.get("arch", "qwen3")), {k: v for k, v in options.items() if k != "arch"}
-    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **SIZES)
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **SIZES | LAYERS.get(arch, {}))
     if options.get("quant") == "auto":  # of a checkpoint
         round_by_output(model, {"quant_method": "fp8", "activation_scheme": "static"}, given={})
     monkeypatch.setenv("LLMBOX_KERNELS", "triton")

@@ -12,7 +12,7 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.ngram_proposer import NgramProposer
 from llmbox.engine.core.scheduler import Scheduler
-from llmbox.engine.errors import DeviceError, ModelError, ParallelError
+from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.quantize.quantize import quantize
@@ -147,9 +147,15 @@ def test_drafts_change_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     engine._scheduler.check()
 
 
+def test_where_steps_are_launched_ahead(model: Path, alone: list[int]) -> None:
+    engine = load(model, dtype="bfloat16", overlap=True, max_running=33, token_budget=33)
+    assert tokens(engine, [*OTHERS[:16], LONG, *OTHERS[16:]])["long"] == alone
+    assert computed(engine, named("probe", LONG)) <= 64
+    assert tokens(engine, [named("again", LONG)])["again"] == alone
+    engine._scheduler.check()
+
+
 def test_what_cannot_run_is_refused(model: Path) -> None:
-    with pytest.raises(DeviceError, match="recurrent layers of this model run on CPUs only"):
-        load(model, overlap=True)
     with pytest.raises(ParallelError, match=r"shared equally|norms its queries over all heads"):
         load(model, tp=3)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from support.families import make_family
+from support.lanes import nightly
 from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, load, run, tokens
 from support.tiny_models import make_tiny_model
@@ -22,6 +23,19 @@ FAMILY_SIZES = [
         },
     ),
     ("llama4_text", {"num_hidden_layers": 2, "moe_layers": [1], "attention_chunk_size": 9}),
+    (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", FULL],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    *(nightly(arch, {}) for arch in ("qwen3_next", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba")),
+    *(nightly(arch, {}) for arch in ("olmo_hybrid", "lfm2", "kimi_linear", "mamba2")),
 ]
 
 
@@ -66,7 +80,9 @@ def test_families_give_the_tokens_of_the_reference(tmp_path, monkeypatch, arch, 
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     capture = FakeCapture()
     engine = device_engine(model, capture=capture, **options)
+    engine.prepare()
     assert tokens(engine, requests) == expected
+    assert capture.replays > 0
 
 
 @pytest.mark.slow
