@@ -177,8 +177,9 @@ class MemoryProfile:
         return self.weights + self.workspace + self.runtime + self.graphs + self.states
 
     def blocks(self, budget: int, block_bytes: int, wanted: int) -> int:
-        """Return how many KV blocks fit, the padding block not counted; below 1: none. Blocks of a model without
-        attention only count tokens.
+        """Return how many KV blocks fit, the padding block not counted; below 1: none.
+
+        Blocks of a model without attention only count tokens.
         """
         if not block_bytes:
             return wanted if self.total <= budget else 0

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op_types import BatchLayout
-from ...recurrent import RecurrentState, ScanRule, ScanShape, ScanWeights
+from ...recurrent import ScanRule, ScanShape, ScanWeights
 from ..linear.tile_config import power_of_two
-from .short_conv import PLACES, SAVES
+from .short_conv import PLACES, SAVES, StatePlace
 
 RULES: dict[ScanRule, int] = {"delta": 0, "ssm": 1, "kda": 2}
 SSM, KDA = tl.constexpr(1), tl.constexpr(2)
@@ -22,16 +21,9 @@ NUMBERS = 2048
 """Numbers of a state that a warp holds: 64 registers a thread."""
 
 
-def scan(
-    rows: Tensor,
-    gates: Tensor,
-    weights: ScanWeights,
-    shape: ScanShape,
-    state: RecurrentState,
-    layer: int,
-    layout: BatchLayout,
-) -> Tensor:
+def scan(rows: Tensor, gates: Tensor, weights: ScanWeights, shape: ScanShape, *place: *StatePlace) -> Tensor:
     """Implement `RecurrentOps.scan`."""
+    state, layer, layout = place
     states = layout.states
     assert states is not None
     assert rows.stride(1) == gates.stride(1) == 1

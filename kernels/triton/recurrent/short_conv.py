@@ -14,21 +14,17 @@ from ...recurrent import RecurrentState
 from ..linear.tile_config import power_of_two
 
 BLOCK = 512
+StatePlace = tuple[RecurrentState, int, BatchLayout]
+"""State of all slots, layer, layout of the step."""
 PLACES, SAVES = ("query_starts", "contexts", "slots"), ("save_starts", "save_rows", "save_slots")
 """Arguments that lie anywhere in what a step uploads."""
 
 
 def short_conv(
-    x: Tensor,
-    weight_KC: Tensor,
-    bias_C: Tensor | None,
-    gated: bool,
-    state: RecurrentState,
-    layer: int,
-    layout: BatchLayout,
+    x: Tensor, weight_KC: Tensor, bias_C: Tensor | None, gated: bool, *place: *StatePlace
 ) -> Tensor:
     """Implement `RecurrentOps.short_conv`."""
-    width, channels = weight_KC.shape
+    (width, channels), (state, layer, layout) = weight_KC.shape, place
     states = layout.states
     assert states is not None
     assert x.stride(1) == 1
@@ -50,7 +46,7 @@ def short_conv(
     )  # fmt: skip
     if not one_row:  # a sequence's first rows read the slot: it is written when all have
         conv_state_kernel[(sequences, blocks)](
-            x, conv_SKC, *places, *saves, x.stride(0), **sizes, num_warps=4,
+            x, conv_SKC, *saves, *places, x.stride(0), **sizes, num_warps=4,
         )  # fmt: skip
     return out_TC
 
@@ -166,12 +162,12 @@ def store_inputs(
 def conv_state_kernel(
     x: tl.tensor,
     state: tl.tensor,
-    query_starts: tl.tensor,
-    contexts: tl.tensor,
-    slots: tl.tensor,
     save_starts: tl.tensor,
     save_rows: tl.tensor,
     save_slots: tl.tensor,
+    query_starts: tl.tensor,
+    contexts: tl.tensor,
+    slots: tl.tensor,
     x_row: tl.tensor,
     C: tl.constexpr,
     K: tl.constexpr,
