@@ -59,3 +59,13 @@ class CliError(LlmboxError):
 
     def __str__(self) -> str:
         return self.what
+
+
+def load_error(model: str, cause: str, code: str | None, log_file: str) -> CliError:
+    """Make the error of a failed load. `code` is the engine's error code, such as `bad_model`."""
+    if code == "does_not_fit":
+        fix = "--quant auto, a smaller --ctx or --max-running, or a larger --memory"
+        exit_code = Exit.DOES_NOT_FIT
+    else:
+        fix, exit_code = "fix the problem above, then load it again", Exit.FAILED
+    return CliError(f"cannot load {model}", cause, fix, exit_code, log_file)

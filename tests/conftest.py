@@ -1,5 +1,6 @@
 """Set-up of the whole suite."""
 
+import gc
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.lanes import FAST, NIGHTLY, ProcessGuard, examples, why_not_fast
+from support.lanes import FAST, NIGHTLY, ProcessGuard, examples, import_when_used, why_not_fast
 from support.time_limit import time_limit
 
 # One cache of compiled kernels for all test processes and for later runs; also for daemons and engines that
@@ -42,6 +43,11 @@ settings.register_profile("nightly", _PATIENT, derandomize=False, print_blob=Tru
 settings.load_profile(os.environ.get("LLMBOX_TEST_PROFILE", "suite"))
 
 
+# Each process of the suite collects all tests: what only a few of them use is imported when they use it.
+for _name in ("anthropic", "mcp", "openai"):
+    import_when_used(_name)
+
+
 LIMIT = 3600.0 if NIGHTLY else 900.0
 """Seconds for one test with its fixtures, far beyond what any takes on a busy machine."""
 
@@ -53,6 +59,17 @@ if FAST:
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if FAST and is_test and why_not_fast(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without garbage collections. Modules and tests stay: later collections skip them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,12 +22,13 @@ from llmbox.engine.ipc.spawn import SpawnedProcess
 from ..control.controller import DaemonController, Failure
 from ..engines.loaded_model import Readiness
 from ..engines.manager import EngineManager
+from ..errors import load_error
 from ..http.admin import admin_router
 from ..http.app import DIALECTS, create_app
 from ..http.in_process import send_in_process
 from ..http.server.server import serve
 from ..lifecycle.instance import RunningDaemon
-from ..models.load_request import ModelRequest, load_error
+from ..models.load_request import ModelRequest
 from ..services import Services
 from .compose import compose, real_parts
 from .mdns import Announcement

@@ -1,6 +1,4 @@
-"""Load request: a model with its options, and the error of a failed load as `serve`, `up`, `load` and `run`
-show it.
-"""
+"""Load request: a model with its options."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,10 +7,8 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.model_config.config import parse_config
 
 from ..config.settings import ModelSettings, Scalar
-from ..errors import CliError, Exit
 from .catalog import ModelRef, check_name, resolve
 
 _SAME = (
@@ -39,16 +35,6 @@ _SAME = (
     ),
 )
 """Settings of a model that `EngineConfig` has under the same name."""
-
-
-def load_error(model: str, cause: str, code: str | None, log_file: str) -> CliError:
-    """Error of a failed load. `code` is the engine's error code, such as `bad_model`."""
-    if code == "does_not_fit":
-        fix = "--quant auto, a smaller --ctx or --max-running, or a larger --memory"
-        exit_code = Exit.DOES_NOT_FIT
-    else:
-        fix, exit_code = "fix the problem above, then load it again", Exit.FAILED
-    return CliError(f"cannot load {model}", cause, fix, exit_code, log_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +84,8 @@ class ModelRequest:
 
     def _is_bidirectional(self) -> bool:
         """Return True for an encoder, which runs on the CPU of a machine with GPUs too."""
+        from llmbox.engine.model_config.config import parse_config  # noqa: PLC0415 - commands start without it
+
         try:
             return parse_config(self.ref.path).is_bidirectional
         except EngineError:  # loading says why

@@ -18,6 +18,11 @@ from typing import Any, Final
 
 from setproctitle import setproctitle
 
+from ..light_torch import import_torch
+
+if __name__ == "__main__":
+    import_torch()  # before the modules below import all of it
+
 from ..config import EngineConfig
 from ..core.executor_interface import ModelRunner
 from ..distributed.communicator import TensorParallel

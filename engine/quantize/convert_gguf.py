@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from ..light_torch import import_torch
+
+if __name__ == "__main__":
+    import_torch()
+
 import torch
 
 from llmbox.kernels.quant_formats import QUANTS, Quant

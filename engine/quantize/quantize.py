@@ -17,6 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..light_torch import import_torch
+
+if __name__ == "__main__":
+    import_torch()
+
 import torch
 
 from llmbox.kernels.dispatch import QuantUnavailable, select_ops

@@ -37,11 +37,11 @@ class Place:
         self.quiet_key, self.quiet = self._client("quiet")
         self.key, self.client = self._client("open", log_content=True)
 
-    def _client(self, name: str, **fields: Any) -> tuple[ApiKey, openai.OpenAI]:
+    def _client(self, name: str, **fields: Any) -> "tuple[ApiKey, openai.OpenAI]":
         key, secret = self.services.security.keys.add(KeySpec(name=name, **fields))
         return key, self.server.client().with_options(api_key=secret)
 
-    def ask(self, client: openai.OpenAI, text: str, **options: Any) -> Any:
+    def ask(self, client: "openai.OpenAI", text: str, **options: Any) -> Any:
         extra = {"ignore_eos": True, **options.pop("extra_body", {})}
         values = {"model": "tiny", "max_tokens": 12, "extra_body": extra, **options}
         return client.chat.completions.create(messages=[{"role": "user", "content": text}], **values)

@@ -55,12 +55,12 @@ def no_keys(request: pytest.FixtureRequest) -> Iterator[None]:
             keys.remove(key.name)
 
 
-def make(server: Server, name: str = "laptop", **fields: Any) -> tuple[ApiKey, openai.OpenAI]:
+def make(server: Server, name: str = "laptop", **fields: Any) -> "tuple[ApiKey, openai.OpenAI]":
     key, secret = server.services.security.keys.add(KeySpec(name=name, **fields))
     return key, server.client().with_options(api_key=secret)
 
 
-def chat(client: openai.OpenAI, **options: Any) -> Any:
+def chat(client: "openai.OpenAI", **options: Any) -> Any:
     extra = {"ignore_eos": True, **options.pop("extra_body", {})}
     defaults = {"model": "alpha", "max_tokens": 4, "messages": PROMPT, "extra_body": extra}
     return client.chat.completions.create(**{**defaults, **options})
@@ -71,7 +71,7 @@ def rows(server: Server) -> list[Any]:
     return [record for _, record in server.call(server.services.request_log.query(RecordFilter()))]
 
 
-def sent(server: Server, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+def sent(server: Server, client: "openai.OpenAI", monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """The message that the engine gets."""
     messages: list[Any] = []
     real = server.services.gateway._messages
@@ -195,7 +195,7 @@ def test_quotas_are_refused_in_each_dialects_words(server: Server) -> None:
     assert chat(client).choices
 
 
-def attempt(call: Callable[[], object]) -> openai.RateLimitError | None:
+def attempt(call: Callable[[], object]) -> "openai.RateLimitError | None":
     try:
         call()
     except openai.RateLimitError as error:

@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 import httpx2
+import mcp
 import pytest
-from mcp import Client, StdioServerParameters, stdio_client
-from mcp.client.streamable_http import streamable_http_client
 
 from llmbox.app.mcp.tools import TOOLS
 from support.cli_box import PATIENCE, Box
@@ -24,10 +23,12 @@ INFER = {"list_models", "list_requests", "ask_model"}
 
 @asynccontextmanager
 async def over_http(panel, secret: str | None, mode: str = "auto"):
+    from mcp.client.streamable_http import streamable_http_client
+
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     async with (
         httpx2.AsyncClient(headers=headers, timeout=PATIENCE) as http,
-        Client(streamable_http_client(f"{panel.url}/mcp", http_client=http), mode=mode) as client,
+        mcp.Client(streamable_http_client(f"{panel.url}/mcp", http_client=http), mode=mode) as client,
     ):
         yield client
 
@@ -35,12 +36,12 @@ async def over_http(panel, secret: str | None, mode: str = "auto"):
 @asynccontextmanager
 async def over_stdio(box: Box):
     command = box.command("mcp")
-    parameters = StdioServerParameters(command=command[0], args=command[1:], env=box.environ)
-    async with Client(stdio_client(parameters, sys.__stderr__)) as client:
+    parameters = mcp.StdioServerParameters(command=command[0], args=command[1:], env=box.environ)
+    async with mcp.Client(mcp.stdio_client(parameters, sys.__stderr__)) as client:
         yield client
 
 
-async def names(client: Client) -> set[str]:
+async def names(client: "mcp.Client") -> set[str]:
     return {tool.name for tool in (await client.list_tools()).tools}
 
 

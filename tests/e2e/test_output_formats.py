@@ -2,11 +2,11 @@
 
 import json
 
-import anthropic.types
+import anthropic
 import httpx
+import openai
 import pydantic
 import pytest
-from openai.types.chat import ChatCompletionChunk
 
 from support.openai_server import serving
 from support.output_examples import ARGUMENTS, EXAMPLES, SCHEMAS, template_of
@@ -26,7 +26,6 @@ BODY = (
     "{%- for m in messages %}{{- m.role + m.content }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
 )
-EVENTS = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def events(url, path, **body):
 def test_openai_s_chunks(url, name):
     said = {"reasoning": "", "content": "", "name": "", "arguments": ""}
     for event in events(url, "/v1/chat/completions", model=name, tools=TOOLS):
-        chunk = ChatCompletionChunk.model_validate(event, strict=True)
+        chunk = openai.types.chat.ChatCompletionChunk.model_validate(event, strict=True)
         for choice in chunk.choices:
             said["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
             said["content"] += choice.delta.content or ""
@@ -68,9 +67,10 @@ def test_openai_s_chunks(url, name):
 def test_anthropic_s_events(url, name):
     tools = [{"name": each, "input_schema": schema} for each, schema in SCHEMAS.items()]
     thinking = {"type": "enabled", "budget_tokens": 1024}
+    known = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
     blocks = []
     for event in events(url, "/v1/messages", model=name, tools=tools, max_tokens=500, thinking=thinking):
-        EVENTS.validate_python(event)
+        known.validate_python(event)
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"]["type"])
         if event["type"] == "message_delta":

@@ -48,6 +48,16 @@ def test_by_attribute_too() -> None:
     assert run(code).splitlines() == [told for _, told in asked_told]
 
 
+def test_a_worker_imports_no_more_than_its_engine() -> None:
+    code = (
+        "import atexit, runpy, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules, 'torch._meta_registrations' in sys.modules))\n"
+        "sys.argv[1:] = ['--help']\n"
+        "runpy.run_module('llmbox.engine.process.worker_main', run_name='__main__')"
+    )
+    assert run(code).endswith("True False")
+
+
 def test_an_engine_asks_for_nothing_that_was_left_out(tmp_path: Path) -> None:
     """Or its first token would wait for it."""
     code = LIGHT + (

@@ -12,7 +12,7 @@ __all__ = ["box"]
 ASKED = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
 
 
-def client_of(box: Box) -> anthropic.Anthropic:
+def client_of(box: Box) -> "anthropic.Anthropic":
     assert box.running is not None
     url = f"http://127.0.0.1:{box.running.port}"
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)

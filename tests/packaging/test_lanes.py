@@ -4,8 +4,6 @@ import pytest
 
 from support.lanes import NIGHTLY, OUTSIDE, TESTS, ProcessGuard, examples, heavy_import, why_not_fast
 
-FAST = [file for file in TESTS.rglob("test_*.py") if not why_not_fast(file)]
-
 
 @pytest.mark.parametrize(
     ("text", "why"),
@@ -26,7 +24,7 @@ def test_imports_say_what_is_left_out(tmp_path, text, why):
 
 
 def test_the_fast_lane_has_the_units_and_no_other_lane():
-    found = {str(file.relative_to(TESTS)) for file in FAST}
+    found = {str(file.relative_to(TESTS)) for file in TESTS.rglob("test_*.py") if not why_not_fast(file)}
     assert {"app/http/server/test_sse.py", "engine/core/test_scheduler.py"} <= found
     assert {name for name in found if name.startswith(OUTSIDE)} == set()
     assert len(found) > 100

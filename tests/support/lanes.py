@@ -1,6 +1,7 @@
 """Lanes of the suite: what `make nightly` draws beyond `make test`, and what `make test-fast` leaves out."""
 
 import ast
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -74,6 +75,16 @@ def imported(file: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return frozenset(names)
+
+
+def import_when_used(name: str) -> None:
+    """Put a module into `sys.modules` that executes when something of it is used first."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None or name in sys.modules:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
 
 
 class ProcessGuard:

@@ -59,10 +59,10 @@ class Server:
             write_model(text, **drawn_ids(tokenizer), context=context, script=script)
             self.load(root / name, name)
 
-    def client(self, **options: Any) -> openai.OpenAI:
+    def client(self, **options: Any) -> "openai.OpenAI":
         return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, **options)
 
-    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+    def async_client(self, **options: Any) -> "openai.AsyncOpenAI":
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, **options)
 
 

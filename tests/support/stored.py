@@ -27,7 +27,7 @@ class Place:
         _, self.other = self.new_key("other")
         self.nobody = server.client()
 
-    def new_key(self, name: str, **fields: Any) -> tuple[ApiKey, openai.OpenAI]:
+    def new_key(self, name: str, **fields: Any) -> "tuple[ApiKey, openai.OpenAI]":
         key, secret = self.services.security.keys.add(KeySpec(name=name, **fields))
         return key, self.server.client().with_options(api_key=secret)
 

@@ -1,14 +1,19 @@
-"""Triton's interpreter for tests: on before Triton is first imported, and three faults of it put right.
+"""Triton's interpreter for tests: on before Triton is first imported, quicker, and three faults put right.
 
 Triton reads TRITON_INTERPRET as its own functions are decorated, so it cannot be turned on later.
 """
 
+import math
 import os
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+from support.lanes import NIGHTLY
 
 
 def turn_on() -> None:
@@ -39,3 +44,42 @@ def turn_on() -> None:
     interpreter._patch_lang_tensor, interpreter._convert_float = patch, convert
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": multiply})
     interpreter._llmbox_patched = True
+    quicken(interpreter)
+
+
+def quicken(interpreter: Any) -> None:
+    """Make types of tensors once for each dtype and shape: most of the time went there.
+
+    By day additions are not computed once more in 64 bits to find overflows: shapes of tests are tiny.
+    """
+    from triton.language import core
+
+    make_type, dtype_of = core.block_type.__init__, interpreter._get_np_dtype
+    types: dict[Any, dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
+
+    def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(s.value if isinstance(s, core.constexpr) else s for s in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key])
+
+    @cache
+    def shape_of(*sizes: int) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(*type.shape) if type.is_block() else shape_of()
+
+    def np_dtype(tt_dtype: Any) -> Any:
+        name = tt_dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(tt_dtype)
+        return dtypes[name]
+
+    core.block_type.__init__, core.tensor.__init__ = make_block_type, make_tensor
+    interpreter._get_np_dtype = np_dtype
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=NIGHTLY)

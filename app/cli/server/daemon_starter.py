@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config.settings import Scalar
-from ...errors import CliError, Exit
+from ...errors import CliError, Exit, load_error
 from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Program
-from ...models.load_request import load_error
 from ...util import formatting
 from ...util.formatting import size
 from .. import output

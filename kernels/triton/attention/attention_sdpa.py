@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ...op_types import BatchLayout
 from .kv_cache import TritonKVCache
@@ -31,6 +30,8 @@ def attend_gathered(
     scale: float,
 ) -> None:
     """Attend for the sequences from `first` on. The cache has q's dtype; there is no sliding window."""
+    from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415 - it imports torch's compiler: 2 s
+
     row = sum(ragged.query_lens[:first])
     for n in range(first, len(ragged.query_lens)):
         count, context = ragged.query_lens[n], ragged.contexts[n]

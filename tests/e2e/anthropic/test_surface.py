@@ -2,15 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 import anthropic
 import httpx
 import pydantic
 import pytest
-from anthropic import types
-from anthropic._resource import SyncAPIResource
-from anthropic.lib.tools import beta_tool
 
 from llmbox.app.http.anthropic.request_types import (
     CountTokensRequest,
@@ -67,7 +65,9 @@ def count_tokens(messages: Any) -> None:
 
 
 def tool_runner(messages: Any) -> None:
-    runner = messages.tool_runner(model="caller", **ASKED, tools=[beta_tool(weather)], max_iterations=2)
+    runner = messages.tool_runner(
+        model="caller", **ASKED, tools=[anthropic.beta_tool(weather)], max_iterations=2
+    )
     first, second = list(runner)
     assert first.stop_reason == second.stop_reason == "tool_use"
     assert first.content[-1].input == {"city": "Rome"}
@@ -121,18 +121,18 @@ ODD = {
 """Values of parameters that must not be texts."""
 
 
-def methods_of(resource: SyncAPIResource, at: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
+def methods_of(resource: Any, at: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in dir(type(resource)):
         if name.startswith(("_", "with_")):
             continue
         value = getattr(resource, name)
-        if isinstance(value, SyncAPIResource):
+        if isinstance(value, anthropic._resource.SyncAPIResource):
             yield from methods_of(value, f"{at}{name}.")
         elif inspect.isroutine(value):
             yield f"{at}{name}", value
 
 
-def client_of(url: str) -> anthropic.Anthropic:
+def client_of(url: str) -> "anthropic.Anthropic":
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
 
 
@@ -142,7 +142,7 @@ def surface() -> dict[str, Callable[..., Any]]:
     tops = [name for name in own if not name.startswith(("_", "with_"))]
     found = {}
     for name in tops:
-        if isinstance(value := getattr(client, name), SyncAPIResource):
+        if isinstance(value := getattr(client, name), anthropic._resource.SyncAPIResource):
             found |= dict(methods_of(value, f"{name}."))
     return found
 
@@ -152,7 +152,7 @@ def is_platform(method: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[anthropic.Anthropic]":
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
     answers = {"plain": "one two three", "caller": call, "pointer": '{"x": 7}'}
     with serving(tmp_path_factory.mktemp("data")) as server:
@@ -172,20 +172,20 @@ def test_every_method_is_known() -> None:
     ("at", "drive"),
     [(at, drive) for at, drivers in RESOURCES.items() for drive in dict.fromkeys(drivers.values())],
 )
-def test_what_is_honoured(client: anthropic.Anthropic, at: str, drive: Callable[[Any], None]) -> None:
+def test_what_is_honoured(client: "anthropic.Anthropic", at: str, drive: Callable[[Any], None]) -> None:
     resource: Any = client
     for name in at.split("."):
         resource = getattr(resource, name)
     drive(resource)
 
 
-def test_what_is_refused_says_so(client: anthropic.Anthropic) -> None:
+def test_what_is_refused_says_so(client: "anthropic.Anthropic") -> None:
     thread = client.beta.messages.thread(model="plain", max_tokens=9)
     with pytest.raises(anthropic.BadRequestError, match="thread"):
         thread.send(*ASKED["messages"])
 
 
-def test_a_thread_that_may_goes_on_with_whole_conversations(client: anthropic.Anthropic) -> None:
+def test_a_thread_that_may_goes_on_with_whole_conversations(client: "anthropic.Anthropic") -> None:
     thread = client.beta.messages.thread(
         model="plain", max_tokens=90, unsupported_request_behavior="continue_unthreaded"
     )
@@ -193,7 +193,7 @@ def test_a_thread_that_may_goes_on_with_whole_conversations(client: anthropic.An
         assert thread.send(*ASKED["messages"]).content[0].text == "one two three"
 
 
-def test_what_is_anthropics_platform_is_not_here(client: anthropic.Anthropic) -> None:
+def test_what_is_anthropics_platform_is_not_here(client: "anthropic.Anthropic") -> None:
     platform = [name for name in surface() if is_platform(name)]
     assert len(platform) > 300
     live = {
@@ -219,22 +219,23 @@ def ask(method: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("sent", "taken"),
     [
-        (types.message_create_params.MessageCreateParamsBase, MessagesRequest),
-        (types.beta.message_create_params.MessageCreateParamsBase, MessagesRequest),
-        (types.MessageCountTokensParams, CountTokensRequest),
-        (types.beta.MessageCountTokensParams, CountTokensRequest),
-        (types.OutputConfigParam, OutputConfig),
-        (types.beta.BetaOutputConfigParam, OutputConfig),
-        (types.ToolParam, ToolParam),
-        (types.beta.BetaToolParam, ToolParam),
+        ("message_create_params.MessageCreateParamsBase", MessagesRequest),
+        ("beta.message_create_params.MessageCreateParamsBase", MessagesRequest),
+        ("MessageCountTokensParams", CountTokensRequest),
+        ("beta.MessageCountTokensParams", CountTokensRequest),
+        ("OutputConfigParam", OutputConfig),
+        ("beta.BetaOutputConfigParam", OutputConfig),
+        ("ToolParam", ToolParam),
+        ("beta.BetaToolParam", ToolParam),
     ],
 )
-def test_every_field_is_known_by_name(sent: type, taken: Any) -> None:
+def test_every_field_is_known_by_name(sent: str, taken: Any) -> None:
     """Honoured, refused, or answered by a warning: never taken for one that nobody knows."""
-    assert get_type_hints(sent).keys() - HEADERS <= set(taken.__struct_fields__)
+    known = get_type_hints(attrgetter(sent)(anthropic.types))
+    assert known.keys() - HEADERS <= set(taken.__struct_fields__)
 
 
-def test_it_is_anthropics_client_that_asks(client: anthropic.Anthropic) -> None:
+def test_it_is_anthropics_client_that_asks(client: "anthropic.Anthropic") -> None:
     """Files of other dialects stand at the same path."""
     headers = {"anthropic-version": "2023-06-01", "x-api-key": "none"}
     answer = httpx.get(str(client.base_url.join("/v1/files")), headers=headers)

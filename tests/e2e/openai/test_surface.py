@@ -4,15 +4,13 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 import httpx
 import openai
 import pydantic
 import pytest
-from openai import types
-from openai._resource import SyncAPIResource
-from openai.types.conversations import ConversationCreateParams
 
 from llmbox.app.http.openai.request_types import (
     ChatCompletionRequest,
@@ -199,29 +197,29 @@ ODD: dict[str, Any] = {
 """Values of parameters that must not be texts."""
 
 
-def methods_of(resource: SyncAPIResource, at: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
+def methods_of(resource: Any, at: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in dir(type(resource)):
         if name.startswith(("_", "with_")):
             continue
         value = getattr(resource, name)
-        if isinstance(value, SyncAPIResource):
+        if isinstance(value, openai._resource.SyncAPIResource):
             yield from methods_of(value, f"{at}{name}.")
         elif inspect.isroutine(value):
             yield f"{at}{name}", value
 
 
-def client_of(url: str) -> openai.OpenAI:
+def client_of(url: str) -> "openai.OpenAI":
     return openai.OpenAI(
         base_url=f"{url}/v1", api_key="none", admin_api_key="none", max_retries=0, timeout=PATIENCE
     )
 
 
-def surface(client: openai.OpenAI) -> dict[str, Callable[..., Any]]:
+def surface(client: "openai.OpenAI") -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for name in dir(type(client)):
         if name.startswith(("_", "with_")):
             continue
-        if isinstance(value := getattr(client, name), SyncAPIResource):
+        if isinstance(value := getattr(client, name), openai._resource.SyncAPIResource):
             found |= dict(methods_of(value, f"{name}."))
     return found
 
@@ -231,7 +229,7 @@ def is_in(method: str, resources: tuple[str, ...]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[openai.OpenAI]":
     root = tmp_path_factory.mktemp("models")
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load_scripted(root, {"plain": SAID, "pointer": json.dumps({"x": 7})}, CHATML)
@@ -252,14 +250,14 @@ def test_every_method_is_known() -> None:
     ("at", "drive"),
     [(at, drive) for at, drivers in RESOURCES.items() for drive in dict.fromkeys(drivers.values())],
 )
-def test_what_is_honoured(client: openai.OpenAI, at: str, drive: Callable[[Any], None]) -> None:
+def test_what_is_honoured(client: "openai.OpenAI", at: str, drive: Callable[[Any], None]) -> None:
     resource: Any = client
     for name in at.split("."):
         resource = getattr(resource, name)
     drive(resource)
 
 
-def test_what_is_openais_platform_is_not_here(client: openai.OpenAI) -> None:
+def test_what_is_openais_platform_is_not_here(client: "openai.OpenAI") -> None:
     platform = {name: each for name, each in surface(client).items() if is_in(name, PLATFORM)}
     assert len(platform) > 300
     for name, method in platform.items():
@@ -272,7 +270,7 @@ def test_what_is_openais_platform_is_not_here(client: openai.OpenAI) -> None:
         assert refused.value.body is not None
 
 
-def test_websockets_are_refused(client: openai.OpenAI) -> None:
+def test_websockets_are_refused(client: "openai.OpenAI") -> None:
     headers = {
         "Connection": "Upgrade",
         "Upgrade": "websocket",
@@ -303,23 +301,24 @@ def ask(method: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("sent", "taken", "left"),
     [
-        (types.chat.completion_create_params.CompletionCreateParamsBase, ChatCompletionRequest, set()),
-        (types.completion_create_params.CompletionCreateParamsBase, CompletionRequest, set()),
-        (types.EmbeddingCreateParams, EmbeddingRequest, set()),
-        (types.responses.response_create_params.ResponseCreateParamsBase, ResponseRequest, set()),
-        (types.responses.InputTokenCountParams, InputTokensRequest, set()),
-        (types.responses.ResponseCompactParams, CompactRequest, set()),
-        (ConversationCreateParams, ConversationCreate, set()),
-        (types.responses.FunctionToolParam, ResponsesFunctionTool, {"type", "async"}),
-        (types.responses.CustomToolParam, ResponsesCustomTool, {"type", "async"}),
-        (types.responses.NamespaceToolParam, NamespaceTool, {"type"}),
-        (types.shared_params.FunctionDefinition, Function, set()),
-        (types.chat.chat_completion_custom_tool_param.Custom, CustomFunction, set()),
+        ("chat.completion_create_params.CompletionCreateParamsBase", ChatCompletionRequest, set()),
+        ("completion_create_params.CompletionCreateParamsBase", CompletionRequest, set()),
+        ("EmbeddingCreateParams", EmbeddingRequest, set()),
+        ("responses.response_create_params.ResponseCreateParamsBase", ResponseRequest, set()),
+        ("responses.InputTokenCountParams", InputTokensRequest, set()),
+        ("responses.ResponseCompactParams", CompactRequest, set()),
+        ("conversations.ConversationCreateParams", ConversationCreate, set()),
+        ("responses.FunctionToolParam", ResponsesFunctionTool, {"type", "async"}),
+        ("responses.CustomToolParam", ResponsesCustomTool, {"type", "async"}),
+        ("responses.NamespaceToolParam", NamespaceTool, {"type"}),
+        ("shared_params.FunctionDefinition", Function, set()),
+        ("chat.chat_completion_custom_tool_param.Custom", CustomFunction, set()),
     ],
 )
-def test_every_field_is_known_by_name(sent: type, taken: Any, left: set[str]) -> None:
+def test_every_field_is_known_by_name(sent: str, taken: Any, left: set[str]) -> None:
     """Honoured, refused, or answered by a warning: never taken for one that nobody knows.
 
     `left`: the type, and `async`, which is no name in Python; it is ignored with a warning.
     """
-    assert get_type_hints(sent).keys() - set(taken.__struct_fields__) == left
+    known = get_type_hints(attrgetter(sent)(openai.types))
+    assert known.keys() - set(taken.__struct_fields__) == left

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 
 WORKER = """
 import os, runpy, signal, sys, time
+from llmbox.engine.light_torch import import_torch
+import_torch()
 import torch
 import llmbox.engine.executor.build as loader
 from llmbox.engine.weights.packed_cache import cache, source

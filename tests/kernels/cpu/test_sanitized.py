@@ -11,7 +11,7 @@ from llmbox.kernels.cpu.isa import Level, usable_levels
 from support.lanes import ends_in_the_suite
 
 DRIVER = Path(__file__).parent / "sanitized.cpp"
-FLAGS = ("-std=c++20", "-O0", "-g", "-pthread", "-ffp-contract=off", "-w")
+FLAGS = ("-std=c++20", "-O0", "-g1", "-pthread", "-ffp-contract=off", "-w")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 OPTIONS = (
     "detect_leaks=0",  # the pool lives as long as the process

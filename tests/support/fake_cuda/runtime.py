@@ -259,15 +259,13 @@ def _patch_attention(stack: ExitStack) -> None:
     """No kernels of torch's own; a bias is a tensor of another class, which no mode may make."""
     from torch.nn.attention import bias
 
-    from llmbox.kernels.triton.attention import attention_sdpa
-
-    make = attention_sdpa.causal_lower_right
+    make = bias.causal_lower_right
 
     def outside(*size: int) -> Any:
         with torch.utils._python_dispatch._disable_current_modes():
             return make(*size)
 
-    stack.enter_context(mock.patch.object(attention_sdpa, "causal_lower_right", outside))
+    stack.enter_context(mock.patch.object(bias, "causal_lower_right", outside))
     for name in ("can_use_flash_attention", "can_use_efficient_attention"):
         stack.enter_context(mock.patch.object(bias, name, mock.Mock(return_value=False)))
 
