@@ -69,9 +69,9 @@ def quicken(interpreter: Any) -> None:
     def shape_of(*sizes: int) -> tuple[Any, Any]:
         return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
 
-    def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shape_of(*type.shape) if type.is_block() else shape_of()
+    def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shape_of(*kind.shape) if kind.is_block() else shape_of()
 
     def np_dtype(tt_dtype: Any) -> Any:
         name = tt_dtype.scalar.name
