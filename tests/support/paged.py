@@ -95,7 +95,7 @@ class PagedStep:
         k = torch.cat([k[start:end] for k, (start, end) in zip(self.k, spans, strict=True)])
         v = torch.cat([v[start:end] for v, (start, end) in zip(self.v, spans, strict=True)])
         if type(cache).__name__ == "TritonKVCache" and self.device == CPU and self.kv_dtype == self.dtype:
-            # In Triton's interpreter the kernel, which has tests of its own, would take most of a test's time.
+            # In Triton's interpreter the kernel, which has tests of its own, would take most of the time.
             block, place = ragged.slots_T // self.block_size, ragged.slots_T % self.block_size
             cache.k[layer][block, :, place], cache.v[layer][block, :, place] = k, v
             return
