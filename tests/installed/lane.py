@@ -132,6 +132,14 @@ def test_every_module_can_be_imported(box: InstalledBox):
     assert len(box.python(IMPORTS).split()) > 400
 
 
+def test_a_model_inside_a_program(box: InstalledBox):
+    script = (
+        "from llmbox import LLM\nwith LLM('builtin', ctx=512) as llm:\n"
+        "    print(len(llm.generate('one', max_tokens=3, ignore_eos=True)[0].outputs[0].token_ids))"
+    )
+    assert box.python(script).split() == ["3"]
+
+
 def test_settings_keys_and_names(box: InstalledBox, models: Path):
     assert box.run("version").out.startswith("llmbox ")
     box.run("version", "--check", code=3)  # its index is the stub of the hub, which has no packages
