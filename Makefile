@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help up down test test-fast test-installed test-clients check format docs metrics screenshots pictures bench soak fuzz nightly gpu-check gpu-compile bench-peers release clean
+.PHONY: help up down test test-fast test-installed test-clients check format docs metrics screenshots pictures bench soak fuzz fuzz-streams nightly gpu-check gpu-compile bench-peers release clean
 up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
@@ -73,6 +73,9 @@ soak: .venv/dev ## a daemon, clients and a fault a minute; ARGS="--minutes 60"
 
 fuzz: .venv/dev ## random input for every parser; ARGS="--seconds 3600"
 	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m fuzz.run $(ARGS)
+
+fuzz-streams: .venv/dev ## random answers in every output format, in any pieces; ARGS="--streams 1000000"
+	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m fuzz.output_streams $(ARGS)
 
 # PEERS says what is installed where: PEERS="--model DIR --vllm PYTHON --llama BIN --gguf DIR".
 bench-peers: .venv/dev ## the same load on vLLM and llama.cpp; PEERS says where they are

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from fuzz.output_streams import differing_stream
 from llmbox.app.text.output.call_parsers import ParsedToolCall, parse_calls
 from llmbox.app.text.output.format_table import recognize_format
 from llmbox.app.text.output.output_formats import (
@@ -21,7 +22,7 @@ from llmbox.app.text.output.output_formats import (
 from llmbox.app.text.output.output_parser import OutputParser, ParsedOutput
 from llmbox.app.text.tokenizer.end_tokens import end_token_ids
 from support.lanes import NIGHTLY
-from support.output_examples import ARGUMENTS, EXAMPLES, FORMATS, SCHEMAS, random_answer, template_of
+from support.output_examples import ARGUMENTS, EXAMPLES, FORMATS, SCHEMAS, template_of
 
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
 WEATHER = ParsedToolCall("weather", '{"city": "Köln"}')
@@ -99,25 +100,7 @@ def test_each_format_is_known_by_its_template_and_read(name):
 @pytest.mark.property
 @pytest.mark.parametrize("name", FORMATS)
 def test_where_random_streams_are_cut_changes_nothing(name):
-    source = random.Random(name + SEED)
-    marks = ReasoningMarks("<think>", "</think>", anywhere=source.random() < 0.5)
-    for _ in range(STREAMS):
-        format_ = FORMATS[name]
-        if not format_.is_harmony:
-            format_ = OutputFormat(
-                name=name,
-                tools=format_.tools,
-                wrapper=format_.wrapper,
-                reasoning=source.choice([None, marks]),
-            )
-        thinking = "no" if format_.reasoning is None else source.choice(["no", "may", "inside"])
-        text = random_answer(name, source)
-        cuts = sorted({0, len(text), *(source.randrange(len(text) + 1) for _ in range(6))})
-        pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
-        schemas = source.choice([SCHEMAS, {}])
-        whole = parse([text], thinking, format_, schemas)
-        assert parse(pieces, thinking, format_, schemas) == whole, (SEED, text)
-        assert parse(text, thinking, format_, schemas) == whole, (SEED, text)
+    assert differing_stream(name, random.Random(name + SEED), STREAMS) == "", SEED
 
 
 def test_one_call_where_more_are_not_wanted():
