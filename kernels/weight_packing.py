@@ -10,12 +10,13 @@ from torch import Tensor
 from .quant_formats import IQ4_VALUES, Kind, Quant
 from .quantize_int import e2m1_nibbles, to_nibbles
 
-__all__ = ["BlockWeight", "Kind", "Packing", "QuantizedWeight", "StoredWeights"]
+__all__ = ["BlockWeight", "Kind", "Packing", "QuantizedWeight", "StoredWeights", "scale_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Quantized weights: `codes_OI` int8 times `scales_OG` float16, one scale for each group of inputs.
+    """Quantized weights: `codes_OI` int8 times `scales_OG`, of `scale_dtype`, one scale for each group of
+    inputs.
 
     FP8 kinds have E4M3 codes and float32 scales, one for each block of weights or for each output.
     """
@@ -52,6 +53,13 @@ class QuantizedWeight:
         if self.steps_OS is None:
             return (self.codes_OI + 8).to(torch.uint8)
         return to_nibbles(self.codes_OI, self.steps_OS, self.quant)
+
+
+def scale_dtype(quant: Quant) -> torch.dtype:
+    """Return the dtype of integer formats' scales: float16, or bfloat16, which holds all powers of two of
+    MXFP4.
+    """
+    return torch.bfloat16 if quant.is_e2m1 else torch.float16
 
 
 @dataclass(frozen=True, slots=True)

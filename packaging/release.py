@@ -85,10 +85,12 @@ def build_cross_wheel(machine: str, out: Path) -> str:
     command = (sys.executable, "-m", "build", "--wheel", "--outdir", str(out), str(ROOT))
     if code := subprocess.run(command, check=False, stdout=subprocess.PIPE, env=environ).returncode:
         sys.exit(f"the wheel for {machine} ended with {code}")
-    made = (
-        ", ".join(path.name for path in sorted(set(out.glob("*.whl")) - before)) or "the one that was there"
-    )
-    return f"a wheel for {machine}: {made}"
+    made = set(out.glob("*.whl")) - before
+    for path in made:
+        if not path.stem.endswith(f"_{machine}"):  # its warnings say why
+            path.unlink()
+            return f"no wheel for {machine}: {compiler} could not compile the kernels"
+    return f"a wheel for {machine}: {', '.join(path.name for path in made) or 'the one that was there'}"
 
 
 def make_environment(stage: Path, wheel: Path, python: Path, extra: Iterable[str] = ()) -> None:

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 
 from ..errors import ModelError
-from .formats.weight_format import WeightFormat, is_quantized
+from .formats.weight_format import WeightFormat, form_of, forms_of, is_quantized, quantized_linears
 from .index import list_tensors
 from .safetensors import TensorEntry, shown
 
@@ -19,18 +19,23 @@ _LINEAR = re.compile(r"model\.layers\.\d+\.(.+_proj|.+\.w[123])\.weight")
 
 
 def count_unquantized_params(directory: Path, form: WeightFormat) -> int:
-    """Return the number of parameters of all unquantized linears; 0 if the files cannot be read, because
-    loading them reports the reason.
+    """Return the number of parameters of all unquantized linears, and of those in another format than
+    `form.quant`; 0 if the files cannot be read, because loading them reports the reason.
     """
     try:
         entries = list_tensors(directory)
     except ModelError:
         return 0
-    return sum(
+    unquantized = sum(
         prod(entry.shape)
         for name, entry in entries.items()
         if _LINEAR.fullmatch(name) and not is_quantized(form, name.removesuffix(".weight"), entries)
     )
+    if len(forms_of(form)) == 1:
+        return unquantized
+    others = [name for name in quantized_linears(form, entries) if form_of(form, name).quant != form.quant]
+    sizes = (form_of(form, name).size(entries[name + form_of(form, name).main.suffix]) for name in others)
+    return unquantized + sum(prod(size or (0,)) for size in sizes)
 
 
 def is_unquantized(form: WeightFormat, names: Iterable[str], entries: Mapping[str, TensorEntry]) -> bool:
@@ -40,7 +45,7 @@ def is_unquantized(form: WeightFormat, names: Iterable[str], entries: Mapping[st
     wide = [name for name in names if not is_quantized(form, name, entries)]
     rest = [name for name in names if name not in wide]
     if wide and rest and (entry := entries.get(f"{wide[0]}.weight")) is not None:
-        other = entries[rest[0] + form.main.suffix]
+        other = entries[rest[0] + form_of(form, rest[0]).main.suffix]
         raise ModelError(
             f"{entry.file}: {shown(entry.name)} is kept in {entry.dtype} and {shown(other.name)} is "
             f"{other.dtype}, but both are multiplied as one matrix here: use a checkpoint that keeps all of "

@@ -8,8 +8,7 @@ from llmbox.kernels.activation import UNGATED, Activation
 
 from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
-from ..checkpoint.formats.integers import Integers
-from ..checkpoint.formats.registry import READERS, find_weight_format
+from ..checkpoint.formats.registry import READERS, find_weight_format, running_format
 from ..checkpoint.formats.weight_format import GgufFormat, NotReadable, WeightFormat, check_tensors
 from ..checkpoint.index import list_tensors
 from ..checkpoint.unquantized_layers import count_unquantized_params
@@ -365,13 +364,6 @@ def completed(fields: Fields, kind: Architecture) -> Fields:
     if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
         raw["rope_parameters"] = None
     return Fields({**raw, **kind.sizes(Fields(raw, fields.where))}, fields.where)
-
-
-def running_format(stored: WeightFormat | None, *, has_experts: bool) -> str | None:
-    """Return the kernels' format for a checkpoint's numbers. Experts have no inputs in another order."""
-    if stored is None or (has_experts and isinstance(stored, Integers) and stored.may_reorder):
-        return None
-    return stored.quant
 
 
 def stored_format(fields: Fields, directory: Path) -> WeightFormat | None:

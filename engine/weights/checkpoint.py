@@ -21,6 +21,7 @@ from ..checkpoint.formats.weight_format import (
     NativeFormat,
     StoredTensor,
     WeightFormat,
+    form_of,
     is_quantized,
 )
 from ..checkpoint.index import list_tensors, refuse_undeclared
@@ -166,7 +167,7 @@ class Checkpoint:
         """Read in the format that is `running` if it holds the numbers of the files, else in float32."""
         if self._reader is not None:
             holds = running is not None and running.name == form.quant
-            return self._reader.read(asked.outputs, asked.inputs, running if holds else None)
+            return self._reader.read(asked.outputs, asked.inputs, as_stored=holds)
         assert form.quant is not None
         native = QUANTS[form.quant]
         name = next(iter(asked.outputs))
@@ -234,9 +235,8 @@ class Checkpoint:
         form, suffixes = self._form, [".weight", ".bias", *(f".weight{scale}" for scale in SCALES)]
         if form is not None and self._reader is not None and is_quantized(form, name, self._entries):
             self._reader.split(name, parts)
-            self._entries |= dict.fromkeys(
-                (part + form.main.suffix for part in parts), self._entries[name + form.main.suffix]
-            )
+            main = self._entries[name + form_of(form, name).main.suffix]
+            self._entries |= {part + form_of(form, part).main.suffix: main for part in parts}
             suffixes = [".bias"]
         for suffix in suffixes:
             if entry := self._entries.pop(f"{name}{suffix}", None):

@@ -15,21 +15,42 @@ from torch import Tensor
 
 from llmbox.kernels.quantize_int import E2M1_DOUBLED
 
-from ..checkpoint.formats.floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
+from ..checkpoint.formats.floats import (
+    FP8_BLOCK,
+    MX_GROUP,
+    NV_GROUP,
+    Bnb4Format,
+    Bnb8Format,
+    Float8Format,
+    MxFp4Format,
+    NvFp4Format,
+)
 from ..checkpoint.formats.integers import (
     HQQ_PACKED,
     AwqFormat,
     CompressedBytes,
     CompressedWords,
+    EetqFormat,
     GptqFormat,
     HqqFormat,
     Integers,
-    TorchAoInt8,
+)
+from ..checkpoint.formats.torchao import (
+    QDATA,
+    SCALE,
+    SCALE_AND_ZERO,
+    ZERO,
+    TorchAoBytes,
+    TorchAoInt4,
+    TorchAoTiles,
 )
 from ..checkpoint.formats.weight_format import WeightFormat
 
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of AWQ for each of eight outputs."""
+
+_EETQ_ORDER: Final = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+"""Input of each of 16 bytes of EETQ."""
 
 Tensors = Mapping[str, Tensor]
 """Tensors of one linear by the end of their names, whole, as they are stored."""
@@ -134,10 +155,54 @@ def decode_compressed_bytes(
     return DecodedLinear(numbers_OI=q_OI, scales_OG=scales_OG, group=form.group)
 
 
-def decode_torchao_int8(form: TorchAoInt8, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
-    groups = form.groups(inputs)
-    scales_OG = stored["._weight_scale"].reshape(-1, groups).float().expand(outputs, groups)
-    return DecodedLinear(numbers_OI=stored["._weight_qdata"], scales_OG=scales_OG, group=form.group)
+def decode_eetq(_form: EetqFormat, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    """Put the numbers in the order of inputs. EETQ orders 16 inputs as `_EETQ_ORDER`, interleaves two outputs
+    by 64 inputs, adds 128, and swaps the middle two of four bytes: for Turing, Ampere and Ada.
+    """
+    if inputs % 64 or outputs % 64:
+        raise BadTensor(".weight", f"has {inputs} inputs and {outputs} outputs, not multiples of 64")
+    bytes_OI = stored[".weight"].reshape(-1, 4)[:, [0, 2, 1, 3]].view(torch.uint8) ^ 0x80
+    bytes_OI = bytes_OI.reshape(outputs // 2, inputs // 64, 2, 64).transpose(1, 2).reshape(outputs, -1, 16)
+    numbers_OI = torch.empty_like(bytes_OI)
+    numbers_OI[..., list(_EETQ_ORDER)] = bytes_OI
+    scales_OG = stored[".weight_scales"].reshape(-1, 1).float()
+    return DecodedLinear(numbers_OI=numbers_OI.reshape(outputs, inputs).view(torch.int8), scales_OG=scales_OG)
+
+
+def decode_torchao_bytes(form: TorchAoBytes, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    def spread(values: Tensor) -> Tensor:
+        return values.reshape(-1, form.groups(inputs)).expand(outputs, -1)
+
+    scales_OG, zeros = spread(stored[SCALE]), stored.get(ZERO)
+    if zeros is None or form.is_symmetric:
+        if zeros is not None and bool(zeros.any()):
+            raise BadTensor(ZERO, "has other zeros than 0, but config.json says that weights are symmetric")
+        return DecodedLinear(numbers_OI=stored[QDATA], scales_OG=scales_OG.float(), group=form.group)
+    middle = 1 << (form.bits - 1)
+    return _grouped(form, stored[QDATA].short() + middle, spread(zeros).short() + middle, scales_OG, inputs)
+
+
+def decode_torchao_int4(form: TorchAoInt4, stored: Tensors, _outputs: int, inputs: int) -> DecodedLinear:
+    n_OI = unpack_bits(stored[QDATA], 4, inputs)
+    return _shifted(form, (n_OI ^ 8) - 8, stored[SCALE].T, stored[ZERO].T, inputs)
+
+
+def decode_torchao_tiles(form: TorchAoTiles, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
+    """Decode words of eight inputs: tiles of 8 outputs by 128 inputs, 32 lanes of four words each. A lane
+    holds two neighbors of inputs four times, 8 inputs apart, the first of each in the low half of a word.
+    """
+    rows, columns = form.padded(outputs, inputs)
+    n = unpack_bits(stored[QDATA].reshape(-1, 1), 4, 8)
+    n = n.view(rows // 8, columns // 128, 8, 4, 4, 2, 2, 2)  # tile, tile, output, lane, word, odd, 16s, 8s
+    n_OI = n.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(rows, columns)[:outputs, :inputs]
+    scale, zero = stored[SCALE_AND_ZERO][:, :outputs].permute(2, 1, 0)
+    return _shifted(form, n_OI - 8, scale, zero, inputs)
+
+
+def _shifted(form: Integers, n_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, inputs: int) -> DecodedLinear:
+    """Return n * scale + zero in float32, of zeros that are floats."""
+    scales, zeros = (_spread(each.float(), form.group, inputs) for each in (scale_OG, zero_OG))
+    return DecodedLinear(numbers_OI=n_OI.float() * scales + zeros)
 
 
 def decode_hqq(form: HqqFormat, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
@@ -219,6 +284,15 @@ def decode_nvfp4(
     return DecodedLinear(numbers_OI=values_OI * _spread(scales_OG, NV_GROUP, inputs))
 
 
+def decode_float8(form: Float8Format, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:  # noqa: ARG001
+    scales = stored[".weight_scale"].float()
+    if scales.ndim == 2 and scales.shape[1] > 1:
+        scales = scales.repeat_interleave(FP8_BLOCK, 0)[:outputs].repeat_interleave(FP8_BLOCK, 1)[:, :inputs]
+    else:
+        scales = scales.reshape(-1, 1)
+    return DecodedLinear(numbers_OI=stored[".weight"].float() * scales)
+
+
 def decode_bnb4(form: Bnb4Format, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
     """Decode NF4 or FP4: places in a table of 16 times the largest weight of a block of inputs."""
     state_suffix = f".weight.quant_state.bitsandbytes__{form.kind}"
@@ -272,10 +346,14 @@ DECODERS: Final[Mapping[type, Callable[[Any, Tensors, int, int], DecodedLinear]]
     GptqFormat: decode_gptq,
     CompressedWords: decode_compressed_words,
     CompressedBytes: decode_compressed_bytes,
-    TorchAoInt8: decode_torchao_int8,
+    EetqFormat: decode_eetq,
+    TorchAoBytes: decode_torchao_bytes,
+    TorchAoInt4: decode_torchao_int4,
+    TorchAoTiles: decode_torchao_tiles,
     HqqFormat: decode_hqq,
     MxFp4Format: decode_mxfp4,
     NvFp4Format: decode_nvfp4,
+    Float8Format: decode_float8,
     Bnb4Format: decode_bnb4,
     Bnb8Format: decode_bnb8,
 }

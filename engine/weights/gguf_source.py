@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
-from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight
+from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight, scale_dtype
 
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import refuse_non_finite
 from ..distributed.communicator import SINGLE, TensorParallel
-from ..errors import ModelError, ParallelError
+from ..errors import ParallelError
 from ..gguf.blocks import unpack_rows
 from ..gguf.reader import BLOCKS, read_gguf
 from ..gguf.tensors import GgufTensors
@@ -124,23 +124,10 @@ class GgufSource:
             raw = raw[list(asked.order)]
         weight = unpack_rows(kind, raw, rows)
         refuse_bad_scales(weight, entry)
-        if isinstance(weight, QuantizedWeight) and weight.scales_OG.dtype != torch.float16:
-            return self._half_scales(weight, entry)
+        if isinstance(weight, QuantizedWeight):
+            scales_OG = weight.scales_OG.to(scale_dtype(weight.quant))
+            return QuantizedWeight(weight.quant, weight.codes_OI, scales_OG)
         return weight
-
-    def _half_scales(self, weight: QuantizedWeight, entry: TensorEntry) -> QuantizedWeight | Tensor:
-        """Return a weight with the float16 scales of kernels, or float32 where float16 does not hold them."""
-        group = weight.quant.group
-        is_zero_OG = (weight.codes_OI.view(len(weight.codes_OI), -1, group) == 0).all(-1)
-        scales_OG = weight.scales_OG.masked_fill(is_zero_OG, 0)
-        if torch.equal(scales_OG.half().float(), scales_OG):
-            return QuantizedWeight(weight.quant, weight.codes_OI, scales_OG.half())
-        if ".experts." in entry.name or "_exps" in entry.name:
-            raise ModelError(
-                f"{entry.file}: tensor {shown(entry.name)} has scales that float16 does not hold: take "
-                "another quantization of the model"
-            )
-        return weight.floats()
 
     def _packed_floats(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
         weight_OI = self._floats(asked, list(asked.outputs))

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmbox.kernels.quant_formats import Quant
-from llmbox.kernels.weight_packing import QuantizedWeight
+from llmbox.kernels.quant_formats import QUANTS, Quant
+from llmbox.kernels.weight_packing import QuantizedWeight, scale_dtype
 
-from ..checkpoint.formats.weight_format import StoredTensor, WeightFormat, check_tensor
+from ..checkpoint.formats.weight_format import StoredTensor, WeightFormat, check_tensor, form_of
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError, ParallelError
 from ..partition import ShardSlice
@@ -61,12 +61,14 @@ class StoredReader:
     """Linears that are rows of a stored one, by name."""
 
     def read(
-        self, outputs: Mapping[str, ShardSlice], inputs: ShardSlice, quant: Quant | None
+        self, outputs: Mapping[str, ShardSlice], inputs: ShardSlice, *, as_stored: bool
     ) -> QuantizedWeight | Tensor:
-        """Read several linears as one stacked weight: in `quant`, the kernels' format, or in float32 if it is
-        None or does not hold their numbers. Raises ModelError and ParallelError.
+        """Read several linears as one stacked weight: in the kernels' format for their numbers, or in float32
+        if it is not wanted `as_stored` or they have none in common. Raises ModelError and ParallelError.
         """
         found = [self._linear(name, rows, inputs.total) for name, rows in outputs.items()]
+        forms = {form_of(self.form, name) for name in outputs}
+        quant = QUANTS.get(forms.pop().quant or "") if as_stored and len(forms) == 1 else None
         if quant is None or any(each.scales_OG is None for each in found):
             return self._floats(found, outputs, inputs)
         order_I = None
@@ -112,14 +114,15 @@ class StoredReader:
         part = self.parts.get(name)
         if part is None:
             return self._decode(name, rows.total, inputs)
-        self.tensors.take_stored(name, (self.form.main,))
+        self.tensors.take_stored(name, (form_of(self.form, name).main,))
         if part.stack.decoded is None:
             part.stack.decoded = self._decode(part.stack.name, part.stack.rows, inputs)
         whole = part.stack.decoded
         return _rows_of(whole, slice(part.first, part.first + rows.total))
 
     def _decode(self, name: str, outputs: int, inputs: int) -> DecodedLinear:
-        form, shape = self.form, self.form.main_shape(outputs, inputs)
+        form = form_of(self.form, name)
+        shape = form.main_shape(outputs, inputs)
         main = StoredTensor(form.main.suffix, form.main.dtypes, (shape,) if shape else ())
         needed = (main, *form.tensors(outputs, inputs))
         entries = self.tensors.take_stored(name, needed)
@@ -188,8 +191,8 @@ def _cut(
     quant: Quant,
     order_I: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return numbers, float16 scales and zeros of this rank's part, in the groups of `quant`. Padding is
-    zeros.
+    """Return numbers, scales (`scale_dtype`) and zeros of this rank's part, in the groups of `quant`. Padding
+    is zeros.
     """
     assert decoded.scales_OG is not None
     group = decoded.group
@@ -213,7 +216,7 @@ def _cut(
         groups_OG[: len(mine), : mine.shape[1]].copy_(mine)
         return groups_OG
 
-    scales_OG = spread(decoded.scales_OG, torch.float16)
+    scales_OG = spread(decoded.scales_OG, scale_dtype(quant))
     if not bool(scales_OG.isfinite().all()):
         raise ModelError(f"the scales of {shown(name)} are larger than float16 holds: use another checkpoint")
     zeros_OG = scales_OG[:, :0]

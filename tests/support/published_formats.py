@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmbox.kernels.quant_formats import Quant
 from llmbox.kernels.quantize_int import E2M1_DOUBLED
-from llmbox.kernels.weight_packing import QuantizedWeight
+from llmbox.kernels.weight_packing import QuantizedWeight, scale_dtype
 
 Stored = tuple[dict[str, Tensor], Tensor]
 """Tensors of a linear by the end of their names, and its dequantized weight, float32."""
@@ -160,11 +160,74 @@ def bnb8(weight: Tensor) -> Stored:
     return {".weight": numbers, ".SCB": most, ".weight_format": torch.zeros((), dtype=torch.uint8)}, wide
 
 
-def torchao_int8(weight: Tensor, group: int = 0) -> Stored:
-    numbers, zeros, scales = round_groups(weight, 8, group, symmetric=True, dtype=torch.bfloat16)
+def torchao_bytes(weight: Tensor, bits: int = 8, group: int = 0, *, symmetric: bool = True) -> Stored:
+    """As `Int8Tensor` (float32 scales) and `IntxUnpackedToInt8Tensor` are flattened."""
+    dtype = torch.bfloat16 if group else torch.float32
+    numbers, zeros, scales = round_groups(weight, bits, group, symmetric=symmetric, dtype=dtype)
     groups = torch.arange(weight.shape[1]) // (group or weight.shape[1])
-    stored = {"._weight_qdata": (numbers - 128).to(torch.int8), "._weight_scale": scales}
+    middle = 1 << (bits - 1)
+    stored = {
+        "._weight_qdata": (numbers - middle).to(torch.int8),
+        "._weight_scale": scales,
+        "._weight_zero_point": (zeros - middle).to(torch.int8),
+    }
     return stored, widen(numbers, zeros, scales, groups)
+
+
+def _float_zeros(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers of -8 to 7, bfloat16 scales and zero points [I/g, O], and the weight n * scale + zero."""
+    numbers, zeros, scales = round_groups(weight, 4, group, symmetric=False, dtype=torch.bfloat16)
+    shifts = ((8 - zeros) * scales.float()).to(torch.bfloat16)
+    groups = torch.arange(weight.shape[1]) // group
+    n = numbers - 8
+    wide = n.float() * scales.float()[:, groups] + shifts.float()[:, groups]
+    return n, scales.T.contiguous(), shifts.T.contiguous(), wide
+
+
+def torchao_int4(weight: Tensor, group: int = 32) -> Stored:
+    """As `Int4Tensor`: two numbers a byte, the first in the low half."""
+    n, scales, zeros, wide = _float_zeros(weight, group)
+    packed = (n[:, 1::2] << 4 | n[:, 0::2] & 15).to(torch.int8)
+    return {"._weight_qdata": packed, "._weight_scale": scales, "._weight_zero_point": zeros}, wide
+
+
+def torchao_tiles(weight: Tensor, group: int = 32) -> Stored:
+    """As `Int4TilePackedTo4dTensor`: each word by the loop of `_convert_weight_to_int4pack` on a GPU."""
+    outputs, inputs = weight.shape
+    rows, columns = -(-outputs // 8) * 8, -(-inputs // 1024) * 1024
+    n, scales, zeros, wide = _float_zeros(weight, group)
+    padded = torch.nn.functional.pad(n + 8, (0, columns - inputs, 0, rows - outputs)).numpy()
+    pairs = (padded[:, ::2] << 4 | padded[:, 1::2]).astype(np.uint32)
+    words = np.zeros((rows // 8, columns // 128, 32, 4), dtype=np.uint32)
+    for lane in range(32):
+        for word in range(4):
+            at = np.arange(columns // 128) * 64 + word * 16 + lane % 4
+            v = [pairs[lane // 4 :: 8][:, at + k] for k in (0, 4, 8, 12)]
+            for i, pair in enumerate(v):
+                words[:, :, lane, word] |= (pair >> 4) << (4 * i) | (pair & 15) << (16 + 4 * i)
+    both = torch.stack((scales, zeros), -1)
+    both = torch.nn.functional.pad(both, (0, 0, 0, rows - outputs, 0, columns // group - len(both)))
+    packed = torch.from_numpy(words.view(np.int32))
+    return {"._weight_qdata": packed, "._weight_scale_and_zero": both}, wide
+
+
+def eetq(weight: Tensor) -> Stored:
+    """In the order of EETQ's kernels for compute capability 7.5 to 8.9, a step of its preparation a line."""
+    most = weight.float().abs().amax(1)
+    scales = (most / 127).half()
+    numbers = (weight.float() / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+    x_IO = numbers.T.contiguous().numpy()
+    inputs, outputs = x_IO.shape
+    rows = [16 * (r // 16) + 8 * (r % 4 // 2) + r % 2 + 2 * (r % 16 // 4) for r in range(inputs)]
+    columns = np.ascontiguousarray(x_IO[rows].T).view(np.uint32)  # four inputs a word
+    woven = np.zeros(columns.size, dtype=np.uint32)
+    for column in range(outputs):
+        for row in range(inputs // 4):
+            to = 2 * (row // 16 * 16) + 16 * (column % 2) + row % 16
+            woven[column // 2 * (inputs // 4) * 2 + to] = columns[column, row]
+    biased = (woven.view(np.int8).astype(np.int16) + 128).astype(np.uint8).reshape(-1, 4)[:, [0, 2, 1, 3]]
+    stored = torch.from_numpy(np.ascontiguousarray(biased).view(np.int8).reshape(inputs, outputs))
+    return {".weight": stored, ".weight_scales": scales}, numbers.float() * scales.float()[:, None]
 
 
 def hqq(weight: Tensor, bits: int = 4, group: int = 64, axis: int = 1) -> Stored:
@@ -206,14 +269,19 @@ def publish(
     entry: Mapping[str, Any],
     store: Callable[[Tensor], Stored],
     keeps: tuple[str, ...] = (),
+    others: Mapping[str, Callable[[Tensor], Stored]] | None = None,
 ) -> dict[str, Tensor]:
-    """Turn a tiny model into a quantized one. Returns the weights that it stands for, by name, float32."""
+    """Turn a tiny model into a quantized one. Returns the weights that it stands for, by name, float32.
+
+    others: stores of linears with these parts in their names.
+    """
     weights = load_file(directory / "model.safetensors")
     wide = {name: tensor.float() for name, tensor in weights.items()}
     for name in [name for name in weights if name.endswith("_proj.weight")]:
         if any(kept in name for kept in keeps):
             continue
-        stored, wide[name] = store(weights.pop(name))
+        own = next((found for part, found in (others or {}).items() if part in name), store)
+        stored, wide[name] = own(weights.pop(name))
         linear = name.removesuffix(".weight")
         weights |= {linear + end: tensor for end, tensor in stored.items()}
     save_file(weights, directory / "model.safetensors")
@@ -242,7 +310,7 @@ def stored_weight(quant: Quant, outputs: int, inputs: int, *, ordered: bool = Fa
     """Random numbers of a format that only checkpoints have."""
     generator = torch.Generator().manual_seed(outputs)
     groups = quant.groups(inputs)
-    scales = (torch.rand(outputs, groups, generator=generator) + 0.5).half()
+    scales = (torch.rand(outputs, groups, generator=generator) + 0.5).to(scale_dtype(quant))
     zeros = torch.randint(0, 16, (outputs, groups), generator=generator, dtype=torch.uint8)
     most = 1 << (quant.bits - 1)
     codes = torch.randint(-most, most, (outputs, inputs), generator=generator, dtype=torch.int8)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ..safetensors import TensorEntry
 from .weight_format import HALVES, StoredTensor, WeightFormat
 
-MX_GROUP, NV_GROUP = 32, 16
+MX_GROUP, NV_GROUP, FP8_BLOCK = 32, 16, 128
 MAX_EXPERTS = 1024
 """Most experts of a layer, as in `model_config/moe.py`."""
 
@@ -115,6 +115,35 @@ class NvFp4Format:
             StoredTensor(".weight_scale", ("F8_E4M3",), ((outputs, -(-inputs // NV_GROUP)),)),
             StoredTensor(self.global_suffix, ("F32",), ((), (1,))),
             *(StoredTensor(end, HALVES, is_optional=True) for end in optional),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Format:
+    """E4M3 beside linears of other formats, as compressed-tensors writes it (else `NativeFormat`)."""
+
+    quant: None = None
+
+    @property
+    def label(self) -> str:
+        return "compressed-tensors FP8"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(".weight", ("F8_E4M3",))
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, inputs
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        return (entry.shape[0], entry.shape[1]) if len(entry.shape) == 2 else None
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
+        blocks = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
+        shapes = ((outputs, 1), (outputs,), (1, 1), (1,), (), blocks)
+        return (
+            StoredTensor(".weight_scale", HALVES, shapes),
+            StoredTensor(".input_scale", HALVES, is_optional=True),
         )
 
 

@@ -1,4 +1,4 @@
-"""Integer formats: AWQ, GPTQ, AutoRound, compressed-tensors, torchao and HQQ.
+"""Integer formats: AWQ, GPTQ, AutoRound, compressed-tensors, EETQ and HQQ.
 
 A weight is scale * (q - zero), with a scale, and perhaps a zero point, for each output and group of inputs:
 
@@ -10,7 +10,8 @@ A weight is scale * (q - zero), with a scale, and perhaps a zero point, for each
     compressed    .weight_packed I32 [O, I*bits/32], .weight_scale [O, I/g], .weight_zero_point I32
                   [O*bits/32, I/g], .weight_shape, .weight_g_idx: q and zero plus half their range
                   or .weight I8 [O, I] with .weight_scale and .weight_zero_point I8 of any of these shapes
-    torchao       ._weight_qdata I8 [O, I], ._weight_scale [O, I/g]
+    EETQ          .weight I8 [I, O], .weight_scales [O]; the numbers are in an order of their own
+                  (`decode_eetq`)
     HQQ           .W_q U8 of 8, 4, 2 or 1 bits, or I32 of ten of 3 bits; .scale and .zero, which is no
                   integer. Weights are [O*I/g, g] (axis 1) or [g, O*I/g] (axis 0), and a byte holds numbers of
                   rows that are far apart, the first in the highest bits
@@ -173,28 +174,25 @@ class CompressedBytes(Integers):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchAoInt8(Integers):
-    """torchao `Int8Tensor`. Activations are quantized as kernels do it."""
+class EetqFormat(Integers):
+    """Int8 with one scale an output, in the order of a GPU's matrix instructions."""
 
     @property
     def label(self) -> str:
-        return f"torchao int8 ({self.words})"
+        return f"EETQ ({self.words})"
 
     @property
     def main(self) -> StoredTensor:
-        return StoredTensor("._weight_qdata", ("I8",))
+        return StoredTensor(".weight", ("I8",))
 
     def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        return outputs, inputs
+        return inputs, outputs
 
     def size(self, entry: TensorEntry) -> tuple[int, int] | None:
-        return (entry.shape[0], entry.shape[1]) if len(entry.shape) == 2 else None
+        return (entry.shape[1], entry.shape[0]) if len(entry.shape) == 2 else None
 
-    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
-        shapes: tuple[tuple[int, ...], ...] = ((outputs, self.groups(inputs)),)
-        if not self.group:
-            shapes += ((outputs,), (1, 1), (1,), ())
-        return (StoredTensor("._weight_scale", HALVES, shapes),)
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:  # noqa: ARG002
+        return (StoredTensor(".weight_scales", HALVES, ((outputs,), (1, outputs))),)
 
 
 HQQ_PACKED: Final = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
@@ -233,8 +231,12 @@ class HqqFormat(Integers):
         rows, columns = self.rows(outputs, inputs)
         return -(-rows // HQQ_PACKED[self.bits]), columns
 
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:  # noqa: ARG002
-        return None
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        """Return a size of as many weights, which has the same scales and zeros; 3 bits have padding."""
+        count = prod(entry.shape) * HQQ_PACKED[self.bits]
+        if not self.group or self.bits == 3 or count % self.group:
+            return None
+        return count // self.group, self.group
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
         rows, columns = self.rows(outputs, inputs)

@@ -8,7 +8,8 @@
     "quant_method": "bitsandbytes"         NF4, FP4 and int8
     "quant_method": "mxfp4"                gpt-oss
     "quant_method": "quark"                AMD Quark, MXFP4
-    "quant_method": "torchao"              int8
+    "quant_method": "torchao"              integers (`torchao.py`)
+    "quant_method": "eetq"                 int8
     "quant_method": "hqq"                  HQQ
     "quant_method": "gguf"                 blocks of a GGUF file (`gguf/folder.py`)
     "quant_method": "fp8", "fbgemm_fp8", "modelopt"   FP8 (`fp8_config.py`), and modelopt's NVFP4
@@ -17,26 +18,30 @@ A format is one reader in `READERS`, one class, and one decoder in `engine/weigh
 unquantized layers are ignored: the stored tensors say which linears are quantized.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS, BlockSizes
 
 from ..files import read_json
-from ..fp8_config import DYNAMIC, modelopt_entry, read_compressed, read_fp8, read_modelopt
+from ..fp8_config import DYNAMIC, modelopt_entry, read_compressed, read_fp8, read_modelopt, read_schemes
 from ..quantized_layout import FORMATS, INPUT_SCALES, METHOD, MODELOPT_FILE, SCALE, SCALES, version_of
-from .floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, MxFp4Format, NvFp4Format
+from .floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, Float8Format, MxFp4Format, NvFp4Format
 from .integers import (
     HQQ_PACKED,
     AwqFormat,
     CompressedBytes,
     CompressedWords,
+    EetqFormat,
     GptqFormat,
     HqqFormat,
-    TorchAoInt8,
+    Integers,
 )
-from .weight_format import GgufFormat, NativeFormat, NotReadable, WeightFormat, require
+from .mixed import FormatRule, compile_pattern, mix_formats
+from .torchao import read_torchao
+from .weight_format import GgufFormat, NativeFormat, NotReadable, WeightFormat, forms_of, require
 
 Config = Mapping[str, Any]
 _GPTQ_BITS: Final = (2, 3, 4, 8)
@@ -67,6 +72,15 @@ def find_weight_format(raw: Config, directory: Path) -> WeightFormat | None:
     beside = directory / MODELOPT_FILE
     entry = modelopt_entry(read_json(beside)) if beside.is_file() else None
     return None if entry is None else read_weight_format(entry)
+
+
+def running_format(stored: WeightFormat | None, *, has_experts: bool) -> str | None:
+    """Return the kernels' format for a checkpoint's numbers. Experts have no inputs in another order."""
+    if stored is None:
+        return None
+    if has_experts and any(isinstance(each, Integers) and each.may_reorder for each in forms_of(stored)):
+        return None
+    return stored.quant
 
 
 def _read_llmbox(raw: Config) -> WeightFormat:
@@ -109,45 +123,60 @@ def _read_gptq(raw: Config) -> WeightFormat:
         layout in list(offsets), f"GPTQ weights of checkpoint_format {layout!r}, known are gptq and gptq_v2"
     )
     require(raw.get("pack_dtype", "int32") == "int32", f"GPTQ weights in {raw.get('pack_dtype')!r} words")
-    _refuse_mixed(raw, "dynamic", bits)
-    symmetric = raw.get("sym", True) is True
-    return GptqFormat(
+    base = GptqFormat(
         bits=int(bits or 0),
         group=_group_of(raw, "group_size"),
-        is_symmetric=symmetric,
+        is_symmetric=raw.get("sym", True) is True,
         may_reorder=raw.get("desc_act") is True,
         zero_offset=offsets[layout],
     )
+    return mix_formats([*_rules_by_layer(raw, "dynamic", base), FormatRule(base, is_default=True)])
 
 
-def _refuse_mixed(raw: Config, key: str, bits: Any) -> None:
-    """Refuse rules by layer that ask for other bits or groups. Rules that leave layers out are fine."""
+def _rules_by_layer(raw: Config, key: str, base: GptqFormat) -> Iterator[FormatRule]:
+    """Yield the rules that give layers other bits or groups. Those that leave layers out are passed over: the
+    files tell. Names of `dynamic` are patterns, those of AutoRound names or patterns.
+    """
     rules = raw.get(key) or {}
     require(isinstance(rules, dict), f"{key} that is no object")
-    group = raw.get("group_size", 128)
-    for rule in rules.values():
-        own = rule.get("bits", bits) if isinstance(rule, dict) else bits
-        if isinstance(rule, dict) and not (type(own) is int and own >= 16):
-            same = own == bits and rule.get("group_size", group) == group
-            require(same, f"weights whose bits or groups differ by layer ({key})")
+    for name, rule in rules.items():
+        bits = rule.get("bits", base.bits) if isinstance(rule, dict) else base.bits
+        if not isinstance(rule, dict) or name.startswith("-:") or (type(bits) is int and bits >= 16):
+            continue
+        require(bits in _GPTQ_BITS, f"weights of {bits!r} bits ({key}), only 2, 3, 4 and 8 are known")
+        symmetric = rule.get("sym", base.is_symmetric) is True
+        form = replace(
+            base,
+            bits=bits,
+            group=_group_of(rule, "group_size") if rule.get("group_size") is not None else base.group,
+            is_symmetric=symmetric,
+            may_reorder=rule.get("desc_act", base.may_reorder) is True,
+            zero_offset=base.zero_offset if symmetric == base.is_symmetric else None if symmetric else 1,
+        )
+        pattern = compile_pattern(name.removeprefix("+:"))
+        yield FormatRule(form, frozenset({name}), (pattern,))
 
 
 def _read_auto_round(raw: Config) -> WeightFormat:
     bits, kind = raw.get("bits"), raw.get("data_type", "int")
     layout = str(raw.get("packing_format", raw.get("backend", "auto_round:auto_gptq"))).lower()
     require(kind == "int", f"AutoRound weights of data_type {kind!r}")
-    _refuse_mixed(raw, "extra_config", bits)
     group, symmetric = _group_of(raw, "group_size"), raw.get("sym", True) is True
     if "awq" in layout:
-        return _read_awq(raw)
+        awq = _read_awq(raw)
+        own = [rule for rule in (raw.get("extra_config") or {}).values() if isinstance(rule, dict)]
+        kept = all(rule.get("bits", bits) in (bits, 16, 32) for rule in own)
+        require(kept, "AWQ weights whose bits differ by layer (extra_config)")
+        return awq
     require(bits is not None, "AutoRound weights without `bits`")
     require(bits in _GPTQ_BITS, f"AutoRound weights of {bits!r} bits, only 2, 3, 4 and 8 are known")
     known = "gptq" in layout or layout in {"auto_round", "auto_round:tritonv2"}
     require(known, f"AutoRound weights of packing_format {layout!r}")
     offset = None if symmetric else 1 if "gptq" in layout else 0
-    return GptqFormat(
+    base = GptqFormat(
         bits=int(bits or 0), group=group, is_symmetric=symmetric, zero_offset=offset, method="AutoRound"
     )
+    return mix_formats([*_rules_by_layer(raw, "extra_config", base), FormatRule(base, is_default=True)])
 
 
 def _read_compressed(raw: Config) -> WeightFormat:
@@ -161,10 +190,16 @@ def _read_compressed(raw: Config) -> WeightFormat:
     sparsity = raw.get("sparsity_config") or {}
     require(isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense", "sparse weights")
     require(not raw.get("transform_config"), "weights that were transformed (transform_config)")
-    formats = [_compressed_group(each, each.get("format") or form) for each in found]
-    labels = sorted({each.label for each in formats})
-    require(len(labels) == 1, f"config_groups that mix {' and '.join(labels)}")
-    return formats[0]
+    return mix_formats(_compressed_rule(each, each.get("format") or form) for each in found)
+
+
+def _compressed_rule(group: Config, form: Any) -> FormatRule:
+    targets = group.get("targets") or ["Linear"]
+    known = isinstance(targets, list) and all(isinstance(each, str) for each in targets)
+    require(known, f"config_groups with targets {targets!r}")
+    patterns = tuple(compile_pattern(each[3:]) for each in targets if each.startswith("re:"))
+    names = frozenset(each for each in targets if not each.startswith("re:"))
+    return FormatRule(_compressed_group(group, form), names - {"Linear"}, patterns, "Linear" in names)
 
 
 def _compressed_group(group: Config, form: Any) -> WeightFormat:
@@ -174,6 +209,12 @@ def _compressed_group(group: Config, form: Any) -> WeightFormat:
     require(not weights.get("dynamic"), "weights with dynamic scales")
     if (kind, bits) == ("float", 4):
         return _compressed_fp4(form, size)
+    if (kind, bits) == ("float", 8):
+        known = form in ("float-quantized", "naive-quantized") and strategy in ("tensor", "channel", "block")
+        require(known, f"8-bit floats of format {form!r} and strategy {strategy!r}")
+        if strategy == "block":
+            read_schemes(weights, group.get("input_activations") or {})
+        return Float8Format()
     require(
         kind == "int" and type(bits) is int and 2 <= bits <= 8, f"weights of {bits!r} bits, type {kind!r}"
     )
@@ -231,18 +272,10 @@ def _read_quark(raw: Config) -> WeightFormat:
     return MxFp4Format(method="quark", main_suffix=".weight", scale_suffix=".weight_scale")
 
 
-def _read_torchao(raw: Config) -> WeightFormat:
-    told = raw.get("quant_type")
-    rule = told.get("default") if isinstance(told, dict) else told
-    name = rule.get("_type") if isinstance(rule, dict) else rule
-    known = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
-    require(name in known, f"torchao weights of quant_type {name!r}, only {' and '.join(known)} are known")
-    data = rule.get("_data") if isinstance(rule, dict) else None
-    size = data.get("group_size") if isinstance(data, dict) else None
-    require(
-        size is None or (type(size) is int and size > 0), f"torchao weights with a group_size of {size!r}"
-    )
-    return TorchAoInt8(bits=8, group=size or 0, is_symmetric=True)
+def _read_eetq(raw: Config) -> WeightFormat:
+    kind = raw.get("weights", "int8")
+    require(kind == "int8", f"EETQ weights of {kind!r}, only int8 is known")
+    return EetqFormat(bits=8, group=0, is_symmetric=True)
 
 
 def _read_hqq(raw: Config) -> WeightFormat:
@@ -303,7 +336,8 @@ READERS: Final[Mapping[str, Callable[[Config], WeightFormat]]] = {
         method="gpt-oss", main_suffix="_blocks", scale_suffix="_scales", is_blocked=True
     ),
     "quark": _read_quark,
-    "torchao": _read_torchao,
+    "torchao": read_torchao,
+    "eetq": _read_eetq,
     "hqq": _read_hqq,
     "fp8": lambda raw: _float8(read_fp8(dict(raw))),
     "fbgemm_fp8": lambda _raw: _float8(DYNAMIC),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from llmbox.kernels.quant_formats import BlockSizes
 
@@ -132,17 +132,40 @@ class GgufFormat(_UnpackedFormat):
         return StoredTensor(".weight", ())
 
 
+@runtime_checkable
+class FormatsByName(Protocol):
+    """Interface of a checkpoint's format that differs by linear (`mixed.py`)."""
+
+    @property
+    def forms(self) -> tuple[WeightFormat, ...]: ...
+
+    def of(self, linear: str) -> WeightFormat:
+        """Return the format of a linear."""
+        ...
+
+
+def forms_of(form: WeightFormat) -> tuple[WeightFormat, ...]:
+    return form.forms if isinstance(form, FormatsByName) else (form,)
+
+
+def form_of(form: WeightFormat, linear: str) -> WeightFormat:
+    return form.of(linear) if isinstance(form, FormatsByName) else form
+
+
 def is_quantized(form: WeightFormat, linear: str, entries: Mapping[str, TensorEntry]) -> bool:
-    entry = entries.get(linear + form.main.suffix)
-    return entry is not None and entry.dtype in form.main.dtypes
+    main = form_of(form, linear).main
+    entry = entries.get(linear + main.suffix)
+    return entry is not None and entry.dtype in main.dtypes
 
 
 def quantized_linears(form: WeightFormat, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
     """Yield the names of all quantized linears."""
-    suffix = form.main.suffix
-    for name in entries:
-        if name.endswith(suffix) and is_quantized(form, name.removesuffix(suffix), entries):
-            yield name.removesuffix(suffix)
+    for suffix in {each.main.suffix for each in forms_of(form)}:
+        for name in entries:
+            linear = name.removesuffix(suffix)
+            is_main = linear != name and form_of(form, linear).main.suffix == suffix
+            if is_main and is_quantized(form, linear, entries):
+                yield linear
 
 
 def check_tensors(form: WeightFormat, entries: Mapping[str, TensorEntry]) -> None:
@@ -154,15 +177,15 @@ def check_tensors(form: WeightFormat, entries: Mapping[str, TensorEntry]) -> Non
             _check_native(form, linear, entries)
         return
     known: set[str] = set()
-    suffixes = {form.main.suffix, *(tensor.suffix for tensor in form.tensors(0, 0))}
     for linear in linears:
-        entry = entries[linear + form.main.suffix]
-        outputs, inputs = form.size(entry) or (0, 0)
-        needed = (form.main, *form.tensors(outputs, inputs))
+        own = form_of(form, linear)
+        entry = entries[linear + own.main.suffix]
+        outputs, inputs = own.size(entry) or (0, 0)
+        needed = (own.main, *own.tensors(outputs, inputs))
         for tensor in needed:
-            check_tensor(form, linear, tensor, entries, has_size=outputs > 0)
+            check_tensor(own, linear, tensor, entries, has_size=outputs > 0)
         known |= {linear + tensor.suffix for tensor in needed}
-    _refuse_others(form, entries, known, tuple(sorted(suffixes - {".weight"})))
+    _refuse_others(form, entries, known)
     if not linears:
         raise ModelError(
             f"config.json names {form.label} weights, but no tensor ends in {form.main.suffix!r}: config and "
@@ -185,6 +208,14 @@ def _check_native(form: NativeFormat, linear: str, entries: Mapping[str, TensorE
 def _refuse_mixed_experts(form: WeightFormat, entries: Mapping[str, TensorEntry], linears: set[str]) -> None:
     """Raise ModelError for a layer of which only some experts are quantized: kernels compute them as one."""
     layers = {found[1]: linear for linear in sorted(linears) if (found := _EXPERT.match(linear))}
+    for linear in sorted(linears):
+        own, found = form_of(form, linear), _EXPERT.match(linear)
+        if found is not None and own != (first := form_of(form, layers[found[1]])):
+            raise ModelError(
+                f"{entries[linear + own.main.suffix].file}: {shown(linear)} has {own.label} weights and "
+                f"{shown(layers[found[1]])} has {first.label} weights, but all experts of a layer are "
+                "computed as one: use a checkpoint that quantizes them alike"
+            )
     for name, entry in entries.items():
         linear, found = name.removesuffix(".weight"), _EXPERT.match(name)
         if found is None or linear == name or linear in linears or found[1] not in layers:
@@ -227,10 +258,10 @@ def check_tensor(
         )
 
 
-def _refuse_others(
-    form: WeightFormat, entries: Mapping[str, TensorEntry], known: set[str], suffixes: tuple[str, ...]
-) -> None:
+def _refuse_others(form: WeightFormat, entries: Mapping[str, TensorEntry], known: set[str]) -> None:
     """Raise ModelError for a part of a linear without the rest, and for tensors of another format."""
+    all_of = [tensor for each in forms_of(form) for tensor in (each.main, *each.tensors(0, 0))]
+    suffixes = tuple(sorted({tensor.suffix for tensor in all_of} - {".weight"}))
     for name, entry in entries.items():
         if name in known:
             continue
@@ -242,11 +273,12 @@ def _refuse_others(
             )
         if name.endswith(suffixes):
             suffix = next(suffix for suffix in suffixes if name.endswith(suffix))
-            main = name.removesuffix(suffix) + form.main.suffix
+            own = form_of(form, name.removesuffix(suffix))
+            main = name.removesuffix(suffix) + own.main.suffix
             if main == name:
                 raise ModelError(
-                    f"{entry.file}: tensor {shown(name)} is {entry.dtype}, {form.label} weights have "
-                    f"{' or '.join(form.main.dtypes)}: config and weights are not of the same model"
+                    f"{entry.file}: tensor {shown(name)} is {entry.dtype}, {own.label} weights have "
+                    f"{' or '.join(own.main.dtypes)}: config and weights are not of the same model"
                 )
             raise ModelError(
                 f"{entry.file}: tensor {shown(main)} is missing, to which {shown(name)} belongs; "

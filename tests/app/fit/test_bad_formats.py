@@ -23,9 +23,13 @@ from support.published_formats import (
     bnb4,
     compressed,
     compressed_entry,
+    eetq,
     gptq,
+    hqq,
     publish,
     scheme_of,
+    torchao_int4,
+    torchao_tiles,
 )
 from support.tiny_models import make_tiny_model
 
@@ -38,6 +42,23 @@ W4 = compressed_entry(scheme_of(4, 128), "pack-quantized")
 COMPRESS = partial(compressed, scheme=scheme_of(4, 128), form="pack-quantized")
 FOUR = {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}
 NVFP4 = compressed_entry(FOUR, "nvfp4-pack-quantized")
+EETQ = {"quant_method": "eetq", "weights": "int8"}
+HQQ = {
+    "quant_method": "hqq",
+    "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}},
+}
+HQQ_32 = {"quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}}
+
+
+def torchao(config: str, **data: Any) -> dict[str, Any]:
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": config, "_data": data}}}
+
+
+INT4 = torchao("Int4WeightOnlyConfig", group_size=32)
+TILES = torchao("Int4WeightOnlyConfig", group_size=32, int4_packing_format="TILE_PACKED_TO_4D")
+INT4_64 = torchao("Int4WeightOnlyConfig", group_size=64)
+INT8 = torchao("Int8WeightOnlyConfig")
+EIGHT_IN_SECOND = {"dynamic": {r".*\.1\.mlp\.up_proj": {"bits": 8}}}
 Weights = dict[str, Tensor]
 
 
@@ -47,6 +68,10 @@ def without(end: str) -> Callable[[Weights], None]:
 
 def changed(end: str, change: Callable[[Tensor], Tensor]) -> Callable[[Weights], None]:
     return lambda weights: weights.__setitem__(UP + end, change(weights[UP + end]))
+
+
+def cut(tensor: Tensor) -> Tensor:
+    return tensor[1:].contiguous()
 
 
 def of_two(weights: Weights) -> None:
@@ -83,6 +108,21 @@ CASES: dict[str, tuple[dict[str, Any], Store, Callable[[Weights], None], dict[st
     ),
     "no state": (
         NF4, bnb4, without(".weight.quant_state.bitsandbytes__nf4"), {}, r"bitsandbytes__nf4' is missing",
+    ),
+    "eetq without scales": (EETQ, eetq, without(".weight_scales"), {}, r"up_proj\.weight_scales' is missing"),
+    "eetq scales cut": (EETQ, eetq, changed(".weight_scales", cut), {}, r"need \[256\] or"),
+    "torchao without zeros": (
+        INT4, torchao_int4, without("._weight_zero_point"), {}, r"_zero_point' is missing, which torchao",
+    ),
+    "torchao of another group": (
+        INT4, torchao_int4, nothing, INT4_64, r"_weight_\w+' has shape",
+    ),
+    "torchao in another packing": (TILES, torchao_int4, nothing, {}, r"qdata' is I8, torchao .* have I32"),
+    "torchao tiles cut": (TILES, torchao_tiles, changed("._weight_scale_and_zero", cut), {}, r"need \["),
+    "torchao bytes for int4": (INT8, torchao_int4, nothing, {}, r"_weight_\w+' (has shape|is BF16)"),
+    "hqq of another group": (HQQ, hqq, nothing, HQQ_32, r"_proj\.\w+' has shape"),
+    "a layer of other bits than its rule": (
+        GPTQ, gptq, nothing, EIGHT_IN_SECOND, r"layers\.1\.mlp\.up_proj\.\w+' has shape",
     ),
     "one linear unpacked": (
         AWQ, awq, changed(".qweight", Tensor.float), {}, r"up_proj\.qweight' is F32, AWQ .* have I32",
@@ -169,8 +209,25 @@ def test_numbers_that_make_no_sense_are_refused_at_load(
     assert re.search(says, load), load
 
 
-def test_mixed_rules_are_refused(tmp_path: Path) -> None:
-    entry = GPTQ | {"dynamic": {r"+:.*\.18\..*": {"bits": 8}}}
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({r"+:.*\.18\..*": {"bits": 5}}, "weights of 5 bits (dynamic)"),
+        ({r"+:(.*)+x": {"bits": 8}}, "which repeats too much"),
+        ({r"+:.*(": {"bits": 8}}, "the pattern '.*('"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused(tmp_path: Path, rules: dict[str, Any], says: str) -> None:
+    entry = GPTQ | {"dynamic": rules}
     fit, load = reasons(make_tiny_model(tmp_path, tokenizer=False, quantization_config=entry, **SIZES))
-    assert "differ by layer (dynamic)" in fit
+    assert says in fit
+    assert load == fit
+
+
+def test_experts_of_two_formats_are_refused(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, tokenizer=False, arch="qwen3_moe", **SIZES, moe_intermediate_size=128)
+    entry = GPTQ | {"dynamic": {r".*experts\.1\..*": {"group_size": 32}}}
+    publish(model, entry, gptq, others={"experts.1.": partial(gptq, group=32)})
+    fit, load = reasons(model)
+    assert "but all experts of a layer are computed as one" in fit
     assert load == fit

@@ -52,6 +52,16 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "quant_method": "torchao",
         "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {"group_size": None}}},
     },
+    "torchao int4": {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 128}}},
+    },
+    "eetq": {"quant_method": "eetq", "weights": "int8"},
+    "gptq by layer": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "dynamic": {"-:a": {}, r"+:.*\.1\..*": {"bits": 8, "group_size": 32}},
+    },
     "hqq": {"quant_method": "hqq", "quant_config": {"weight_quant_params": RULE}},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
     "fp8": ENTRY,

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
+from llmbox.engine.checkpoint.formats.weight_format import form_of
 from llmbox.engine.errors import ParallelError
 from llmbox.engine.executor import build as loader
 from llmbox.engine.model_config.config import parse_config
@@ -29,11 +30,14 @@ from support.published_formats import (
     bnb8,
     compressed,
     compressed_entry,
+    eetq,
     gptq,
     hqq,
     publish,
     scheme_of,
-    torchao_int8,
+    torchao_bytes,
+    torchao_int4,
+    torchao_tiles,
 )
 from support.rank_threads import load_threads
 from support.real_engines import ask, hf_model, hf_tokens, load, runner_of, tokens
@@ -46,6 +50,8 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_si
 class Style:
     entry: dict[str, Any]
     store: Callable[[Tensor], Stored]
+    others: dict[str, Callable[[Tensor], Stored]] = field(default_factory=dict)
+    """Stores of linears with these parts in their names."""
 
 
 def gptq_style(bits: int = 4, group: int = 128, *, v2: bool = False, **more: Any) -> Style:
@@ -78,10 +84,41 @@ def hqq_style(bits: int = 4, group: int = 64, axis: int = 1) -> Style:
     return Style(entry, partial(hqq, bits=bits, group=group, axis=axis))
 
 
-AO = {"_type": "Int8WeightOnlyConfig", "_data": {"group_size": None, "version": 2}}
+def torchao_style(config: str, store: Callable[[Tensor], Stored], **data: Any) -> Style:
+    rule = {"_type": config, "_version": 2, "_data": data}
+    return Style({"quant_method": "torchao", "quant_type": {"default": rule}}, store)
+
+
+def intx(bits: int, mapping: str = "SYMMETRIC") -> dict[str, Any]:
+    return {
+        "weight_dtype": {"_type": "torch.dtype", "_data": f"int{bits}"},
+        "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": 32}},
+        "mapping_type": {"_type": "MappingType", "_data": mapping},
+        "intx_packing_format": {"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
+    }
+
+
+PER_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+TILES = {"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"}
 ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 BNB = {"quant_method": "bitsandbytes"}
+
+
+def mixed(*groups: tuple[list[str], dict[str, Any], str]) -> dict[str, Any]:
+    """`config_groups` of compressed-tensors: targets, scheme and format of each."""
+    found = [compressed_entry(scheme, form) for _, scheme, form in groups]
+    told = {
+        f"group_{number}": {**entry["config_groups"]["group_0"], "targets": targets, "format": form}
+        for number, (entry, (targets, _, form)) in enumerate(zip(found, groups, strict=True))
+    }
+    return {**found[0], "format": "mixed-precision", "config_groups": told}
+
+
+FOUR, EIGHT = scheme_of(4, 128), scheme_of(8)
+FP8_ROWS = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+FLOAT32_SCALES = {"bnb-int8", "torchao-int8", "mixed-4-8"}
+"""Styles whose scales the kernels round to float16."""
 STYLES = {
     "awq-g128": Style(AWQ | {"group_size": 128}, awq),
     "awq-g64": Style(AWQ | {"group_size": 64}, partial(awq, group=64)),
@@ -116,19 +153,59 @@ STYLES = {
         BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, partial(bnb4, nested=True)
     ),
     "bnb-fp4": Style(BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, partial(bnb4, kind="fp4")),
-    "torchao-int8": Style({"quant_method": "torchao", "quant_type": {"default": AO}}, torchao_int8),
+    "torchao-int8": torchao_style(
+        "Int8WeightOnlyConfig", torchao_bytes, group_size=None, granularity=PER_ROW
+    ),
+    "torchao-intx-4": torchao_style(
+        "IntxWeightOnlyConfig", partial(torchao_bytes, bits=4, group=32), **intx(4)
+    ),
+    "torchao-intx-4-asym": torchao_style(
+        "IntxWeightOnlyConfig",
+        partial(torchao_bytes, bits=4, group=32, symmetric=False),
+        **intx(4, "ASYMMETRIC"),
+    ),
+    "torchao-int4": torchao_style("Int4WeightOnlyConfig", torchao_int4, group_size=32),
+    "torchao-int4-tiles": torchao_style(
+        "Int4WeightOnlyConfig", torchao_tiles, group_size=32, int4_packing_format=TILES
+    ),
+    "eetq": Style({"quant_method": "eetq", "weights": "int8", "modules_to_not_convert": ["lm_head"]}, eetq),
     "hqq-4": hqq_style(),
     "hqq-8": hqq_style(bits=8),
     "hqq-3": hqq_style(bits=3),
     "hqq-2-axis-0": hqq_style(bits=2, axis=0),
     "hqq-1": hqq_style(bits=1),
+    "mixed-4-8": Style(
+        mixed((["Linear"], FOUR, "pack-quantized"), (["re:.*down_proj$"], EIGHT, "int-quantized")),
+        partial(compressed, scheme=FOUR, form="pack-quantized"),
+        {"down_proj": partial(compressed, scheme=EIGHT, form="int-quantized")},
+    ),
+    "mixed-fp8-nvfp4": Style(
+        mixed(
+            (["re:.*self_attn.*"], FP8_ROWS, "float-quantized"),
+            (["Linear"], float4(16), "nvfp4-pack-quantized"),
+        ),
+        partial(compressed, scheme=float4(16), form="nvfp4-pack-quantized"),
+        {"self_attn": partial(compressed, scheme=FP8_ROWS, form="float-quantized")},
+    ),
+    "gptq-dynamic": Style(
+        gptq_style().entry | {"dynamic": {r"+:.*\.down_proj": {"bits": 8, "group_size": 32}, "-:.*x": {}}},
+        gptq,
+        {"down_proj": partial(gptq, bits=8, group=32)},
+    ),
+    "auto-round-by-layer": Style(
+        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+        | {"packing_format": "auto_round:auto_gptq", "data_type": "int"}
+        | {"extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}, "lm_head": {"bits": 16}}},
+        gptq,
+        {"layers.0.mlp.down_proj": partial(gptq, bits=8)},
+    ),
     "bnb-int8": Style(BNB | {"load_in_8bit": True}, bnb8),
 }
 
 
 def make(folder: Path, style: Style, **overrides: Any) -> tuple[Path, dict[str, Tensor]]:
     model = make_tiny_model(folder, tokenizer=False, **{**SIZES, "torch_dtype": "float16"} | overrides)
-    return model, publish(model, style.entry, style.store)
+    return model, publish(model, style.entry, style.store, others=style.others)
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -152,20 +229,34 @@ def test_weights_and_tokens_are_those_of_the_library(
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
-@pytest.mark.parametrize("name", STYLES)
-def test_the_cpp_kernels_multiply_the_same_numbers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("style", STYLES)
+def test_the_cpp_kernels_multiply_the_same_numbers(tmp_path: Path, style: str) -> None:
     """A row with a single one in it gives a column of the weights, as its 8-bit value is exact."""
-    model, wide = make(tmp_path, STYLES[name], torch_dtype="float32")
+    model, wide = make(tmp_path, STYLES[style], torch_dtype="float32")
     runner = runner_of(load(model))
     mlp = runner._model.layers[0].mlp
     prefix = "model.layers.0.mlp."
     stacked = torch.cat([wide[f"{prefix}{part}_proj.weight"] for part in ("gate", "up")])
     for packed, weight in ((mlp.gate_up, stacked), (mlp.down, wide[f"{prefix}down_proj.weight"])):
-        form = parse_config(model)
+        name = prefix + ("down_proj" if packed is mlp.down else "up_proj")
+        form = form_of(parse_config(model).stored, name)
         assert (packed.quant is None) == (form.quant is None)
         assert packed.quant is None or packed.quant.name == form.quant
         got = mlp.ops.linear(packed, torch.eye(weight.shape[1])).T
-        assert torch.allclose(got, weight, rtol=2e-3 if name == "bnb-int8" else 1e-6, atol=1e-9)
+        assert torch.allclose(got, weight, rtol=2e-3 if style in FLOAT32_SCALES else 1e-6, atol=1e-9)
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+def test_scales_of_mxfp4_below_float16_are_kept(tmp_path: Path) -> None:
+    style = STYLES["mxfp4"]
+    model = make_tiny_model(tmp_path, tokenizer=False, **SIZES, torch_dtype="float32")
+    wide = publish(model, style.entry, lambda weight: style.store(weight * 2.0**-24))
+    mlp = runner_of(load(model))._model.layers[0].mlp
+    weight = wide["model.layers.0.mlp.down_proj.weight"]
+    assert 0 < weight.abs().max() < 2**-24
+    for rows in (1, 3, 256):  # widened in registers, and in memory
+        got = torch.cat([mlp.ops.linear(mlp.down, part) for part in torch.eye(256).split(rows)]).T
+        assert torch.equal(got, weight)
 
 
 @pytest.mark.parametrize("name", STYLES)

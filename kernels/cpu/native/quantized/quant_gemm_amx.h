@@ -28,6 +28,7 @@ struct UnitSums {
     const uint16_t* weight_scales;
     const float* scales;
     float* to;
+    bool is_e2m1 = false;
     int rows = 0;  // none before the first unit
 
     INLINE void add_quarter(int quarter) const {
@@ -41,7 +42,7 @@ struct UnitSums {
         const float* scale = scales + first;
         float* total = to + first * PANEL;
         UNROLL for (int v = 0; v < BLOCK_VECTORS; v++, sum += LANES, total += LANES) {
-            const Floats weights = load_scales(weight_scales + v * LANES);
+            const Floats weights = load_scales(weight_scales + v * LANES, is_e2m1);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const Floats scaled = to_floats(load_as<Ints>(sum + r * BLOCK_COLUMNS)) * splat(scale[r]);
                 store(total + r * PANEL, multiply_add(scaled, weights, load(total + r * PANEL)));
@@ -197,7 +198,8 @@ private:
         store_sums(sums, sums + TILE_WORDS, BLOCK_COLUMNS);
         const auto* weight_scales = reinterpret_cast<const uint16_t*>(at(group)) + column;
         const int count = std::min(TILE_ROWS, rows_ - row);
-        before_ = {sums, weight_scales, x_.scales + cell, tile_ + row * PANEL + column, count};
+        float* to = tile_ + row * PANEL + column;
+        before_ = {sums, weight_scales, x_.scales + cell, to, BITS == 4 && linear_.is_e2m1(), count};
     }
 
     INLINE void work_beside(int quarter) {

@@ -232,7 +232,8 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
             }
             if (column == 0) next.at = ahead;
             Floats weight_scales[VECTORS];
-            UNROLL for (int v = 0; v < VECTORS; v++) weight_scales[v] = load_scales(scales + column + v * LANES);
+            UNROLL for (int v = 0; v < VECTORS; v++) 
+                weight_scales[v] = load_scales(scales + column + v * LANES, groups.offsets.e2m1);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const Floats scale = splat(x.scales[cells[r]]);
                 UNROLL for (int v = 0; v < VECTORS; v++) {

@@ -70,7 +70,8 @@ struct QuantLinear : LinearShape, QuantFormat {
             return layout.weight(unit_at(panel, input / layout.unit()), column, input % layout.unit());
         }
         const int g = input / group;
-        const float scale = from_scale(reinterpret_cast<const uint16_t*>(at(panel, g))[column]);
+        const uint16_t bits = reinterpret_cast<const uint16_t*>(at(panel, g))[column];
+        const float scale = is_e2m1() ? to_float(bf16{bits}) : from_scale(bits);
         return static_cast<float>(get(panel, g, column, input % group)) * scale;
     }
     // One weight, without its scale.

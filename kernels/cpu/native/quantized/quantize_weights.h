@@ -19,6 +19,10 @@ INLINE Floats load_scales(const uint16_t* from) {
     return v;
 #endif
 }
+// Those of E2M1 are powers of two, which bfloat16 holds all of.
+INLINE Floats load_scales(const uint16_t* from, bool is_e2m1) {
+    return is_e2m1 ? load(reinterpret_cast<const bf16*>(from)) : load_scales(from);
+}
 INLINE uint16_t to_scale(float x) { return load_as<uint16_t>(&static_cast<const _Float16&>(static_cast<_Float16>(x))); }
 INLINE float from_scale(uint16_t bits) { return static_cast<float>(load_as<_Float16>(&bits)); }
 
@@ -26,7 +30,7 @@ INLINE float from_scale(uint16_t bits) { return static_cast<float>(load_as<_Floa
 enum class Grid4 {
     PLAIN,  // n - 8
     ZEROS,  // n - zero, one of 0 to 15 for each group and output
-    E2M1,   // twice a float of four bits
+    E2M1,   // twice a float of four bits; scales are bfloat16
     STEPS,  // those of int4_superblock.h, in groups of 128
     // Blocks of GGUF files, in groups of 32 (gguf_blocks.h):
     CENTERED,    // n - 2^(bits - 1)
