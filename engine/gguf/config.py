@@ -8,6 +8,8 @@ from functools import partial
 from math import isclose, tau
 from typing import Any, Final
 
+from llmbox.kernels.activation import UNGATED
+
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, shown
 from ..errors import ModelError, UnsupportedArchitecture
@@ -89,6 +91,8 @@ class GgufArchitecture:
     """RoPE pairs of query and key rows are interleaved, not half a head apart."""
     norms_hold_one: bool = False
     """Norms are stored as 1 + w."""
+    activation: str = "silu"
+    """`hidden_act` of config.json, which a file does not say."""
 
 
 ARCHITECTURES: Final = {
@@ -96,6 +100,13 @@ ARCHITECTURES: Final = {
     "qwen2": GgufArchitecture(name="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": GgufArchitecture(name="Qwen3ForCausalLM", model_type="qwen3"),
     "qwen3moe": GgufArchitecture(name="Qwen3MoeForCausalLM", model_type="qwen3_moe"),
+    "qwen2vl": GgufArchitecture(name="Qwen2ForCausalLM", model_type="qwen2"),
+    "qwen3vl": GgufArchitecture(name="Qwen3ForCausalLM", model_type="qwen3"),
+    "qwen3vlmoe": GgufArchitecture(name="Qwen3MoeForCausalLM", model_type="qwen3_moe"),
+    "arcee": GgufArchitecture(
+        name="ArceeForCausalLM", model_type="arcee", has_pairs=True, activation="relu2"
+    ),
+    "granite": GgufArchitecture(name="GraniteForCausalLM", model_type="granite", has_pairs=True),
     "smollm3": GgufArchitecture(name="SmolLM3ForCausalLM", model_type="smollm3", has_pairs=True),
     "gemma": GgufArchitecture(name="GemmaForCausalLM", model_type="gemma", norms_hold_one=True),
     "gemma2": GgufArchitecture(
@@ -105,7 +116,9 @@ ARCHITECTURES: Final = {
         name="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH, norms_hold_one=True
     ),
 }
-"""Architectures by GGUF's name. Mistral and Mixtral are called llama."""
+"""Architectures by GGUF's name. Mistral and Mixtral are called llama. Texts of a Qwen-VL are those of a Qwen:
+its file holds the language part, and positions in pictures are not used.
+"""
 
 
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -134,12 +147,13 @@ def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> di
         "rms_norm_eps": _number(gguf, "attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
         "rope_parameters": rope_of(gguf, rope_factors, head_dim),
     }
     if kind.norms_hold_one:
         return config | _gemma(gguf, config)
-    return config | {"hidden_act": "silu"} | _window(gguf) | _experts(gguf, config)
+    fields = {"hidden_act": kind.activation} | _granite(gguf) | _window(gguf)
+    return config | fields | _experts(gguf, config)
 
 
 def architecture_of(gguf: GgufFile) -> GgufArchitecture:
@@ -168,6 +182,18 @@ def _gemma(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
     }
     return fields
+
+
+def _granite(gguf: GgufFile) -> dict[str, Any]:
+    """Return the multipliers of a Granite."""
+    names = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    is_granite = gguf.architecture == "granite"
+    return {name: _number(gguf, key, 1.0) for name, key in names.items()} if is_granite else {}
 
 
 def _head_dim(gguf: GgufFile, heads: int) -> int:
@@ -291,7 +317,9 @@ def check_matrices(gguf: GgufFile) -> None:
     }
     experts = gguf.value("expert_count")
     if not experts:
-        wanted |= {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+        wanted |= {"ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+        if config.get("hidden_act") not in UNGATED:
+            wanted["ffn_gate"] = (inner, hidden)
     else:
         inner = gguf.value("expert_feed_forward_length", inner)
         wanted |= {"ffn_gate_exps": (experts, inner, hidden), "ffn_up_exps": (experts, inner, hidden)}

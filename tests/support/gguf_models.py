@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from .tiny_models import EXPERT_LINEARS
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "smollm3": "smollm3"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "smollm3": "smollm3", "granite": "granite", "arcee": "arcee"}
 ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 
 
@@ -64,15 +64,20 @@ def _blocks(array: np.ndarray, kind: str, seed: int) -> np.ndarray:
 
 
 def write_gguf(
-    model: Path, file: Path, kind: str | Callable[[str], str] = "F32", parts: int = 1, **metadata: Any
+    model: Path,
+    file: Path,
+    kind: str | Callable[[str], str] = "F32",
+    parts: int = 1,
+    arch: str = "",
+    **metadata: Any,
 ) -> Path:
     """`model` as llama.cpp's converter would write it: matrices in `kind`, if their rows are whole blocks.
 
-    `kind` may be a function of a tensor's name.
+    `kind` may be a function of a tensor's name. `arch`: another architecture with the same tensors.
     `metadata`: further keys without the architecture's name, dots as two underscores. Of parts the first.
     """
     config = json.loads((model / "config.json").read_text())
-    arch = ARCHITECTURES[config["model_type"]]
+    arch = arch or ARCHITECTURES[config["model_type"]]
     name = file.with_name(f"{file.stem}-00001-of-{parts:05}.gguf") if parts > 1 else file
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=-(-_count(model) // parts) if parts > 1 else 0)
     add_settings(writer, config)
@@ -104,7 +109,13 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if scale := config.get("attention_multiplier"):
+        writer.add_attention_scale(scale)
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if cap := config.get("attn_logit_softcapping"):
@@ -149,7 +160,7 @@ def named(model: Path, config: dict[str, Any], arch: str) -> Iterator[tuple[str,
     for name, array in arrays.items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
-        if arch in {"llama", "smollm3"} and ("q_proj" in name or "k_proj" in name):
+        if arch in {"llama", "smollm3", "granite", "arcee"} and ("q_proj" in name or "k_proj" in name):
             array = side_by_side(array, heads if "q_proj" in name else kv_heads)  # noqa: PLW2901
         yield place, array + 1 if arch.startswith("gemma") and name.endswith("norm.weight") else array
 

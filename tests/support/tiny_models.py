@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from support.families import FAMILIES, make_family
+from support.families import FAMILIES, SIBLINGS, make_family
 from support.gemma_models import GEMMA, gemma_fields, gemma_norms
 
 ARCHITECTURES = {
@@ -215,7 +215,7 @@ def make_tiny_model(
 ) -> Path:
     """Write a model into `directory` (made if absent) and return it. `overrides` go into config.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    if arch in FAMILIES:
+    if arch in FAMILIES or arch in SIBLINGS:
         make_family(directory, arch, shards=shards, seed=seed, **overrides)
     else:
         config = tiny_config(arch, rope, **overrides)

@@ -67,6 +67,16 @@ def test_floats_come_back_to_the_bit(tmp_path: Path, arch: str, tied: bool) -> N
     assert answer(tmp_path / "out") == answer(source)
 
 
+@pytest.mark.parametrize(
+    ("arch", "of"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe")]
+)
+def test_the_language_part_of_a_qwen_that_sees(tmp_path: Path, arch: str, of: str) -> None:
+    source = make_tiny_model(tmp_path / "model", arch=of)
+    sections = {"rope__dimension_sections": [3, 3, 2, 0]}
+    imported(write_gguf(source, tmp_path / "model.gguf", arch=arch, **sections), tmp_path / "out")
+    assert parse_config(tmp_path / "out") == parse_config(source)
+
+
 def test_biases_and_a_window(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "llama", arch="llama", attention_bias=True, mlp_bias=True)
     imported(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "out")
