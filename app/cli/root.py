@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "status": (".server.lifecycle:status", "Show whether the daemon runs; exit 3 when it does not."),
     "run": (".models.run:run", "Chat with a model, or ask it one thing; fetches it if needed."),
+    "batch": (".models.batch:batch", "Answer a file of requests; the same command again goes on."),
     "ps": (".models.models:ps", "List the models in memory."),
     "search": (".models.library:search", "List recommended models, or search the hub, with what fits here."),
     "fit": (".models.fit:fit", "Show whether a model fits, before downloading it."),
@@ -68,7 +69,7 @@ SECTIONS: Final = {
         *("adopt", "import", "quantize", "rm", "df"),
     ),
     "Daemon": ("status", "restart", "serve", "service", "logs", "stats", "dash"),
-    "Requests and access": ("share", "key", "connect", "mcp", "requests", "bench"),
+    "Requests and access": ("share", "key", "connect", "mcp", "requests", "batch", "bench"),
 }
 """Commands by group, in the order of `llmbox --help`. The others stand in a group at the end."""
 

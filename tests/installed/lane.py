@@ -205,6 +205,13 @@ def test_a_chat_in_each_dialect(box: InstalledBox):
     assert box.run("run", "builtin", "What is llmbox?").out.strip()
 
 
+def test_a_file_of_requests(box: InstalledBox, tmp_path: Path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "one", "max_tokens": 2}\n{"prompt": "two", "max_tokens": 2}\n')
+    box.run("batch", source, target, "--model", "builtin")
+    assert {json.loads(line)["custom_id"] for line in target.read_text().splitlines()} == {"1", "2"}
+
+
 def test_an_answer_by_a_schema(box: InstalledBox):
     schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
     shape = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}

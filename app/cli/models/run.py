@@ -53,7 +53,7 @@ def run(
         if not question:
             raise CliError("the prompt is empty", "stdin is empty", f"llmbox run {model} 'Hello'", Exit.USAGE)
     fetch_missing(program, [model], {}, yes=yes)
-    served = _ensure_loaded(program, model)
+    served = ensure_loaded(program, model)
     talk = ChatSession(
         program, served, system, {key: value for key, value in sampling.items() if value is not None}
     )
@@ -161,7 +161,8 @@ class _Thoughts:
         self._shown = False
 
 
-def _ensure_loaded(program: Program, model: str) -> dict[str, Any]:
+def ensure_loaded(program: Program, model: str) -> dict[str, Any]:
+    """Load a model that is on this disk; start the daemon if it does not run. Returns the served model."""
     running = find_running(program.paths)
     if running is None:
         (wanted,) = program.find_models([model], None, {})  # a wrong name needs no daemon

@@ -1,0 +1,221 @@
+"""`llmbox batch`: answer a file of requests, and go on where an interrupted run stopped."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+import click
+
+from ...admin_client import ApiRefusal
+from ...errors import CliError, Exit
+from ...lifecycle.program import Command, Program, pass_program
+from .. import output
+from .pull import fetch_missing
+from .run import ensure_loaded
+
+ROUTES: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""Routes that a line may name as its `url`."""
+ROUTE_OF_FIELD: Final = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/embeddings",
+}
+"""Route of a line that is a request's body, by the field that it has."""
+BUSY: Final = (429, 503)
+"""Statuses after which a request is sent again."""
+MOST_TRIES: Final = 8
+LONGEST_PAUSE: Final = 30.0
+"""Seconds between two tries, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """Request of one line."""
+
+    custom_id: str
+    path: str
+    body: dict[str, Any]
+
+
+@click.command(cls=Command)
+@click.argument("source", metavar="INPUT", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("target", metavar="OUTPUT", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--model", metavar="MODEL", help="Model of lines that name none.")
+@click.option(
+    "--parallel", type=click.IntRange(1, 256), default=32, metavar="N", help="Requests at a time (32)."
+)
+@click.option("--yes", is_flag=True, help="Fetch the model without asking, if it is not on this disk.")
+@pass_program
+def batch(
+    program: Program, /, source: Path, target: Path, model: str | None, parallel: int, *, yes: bool
+) -> int:
+    """Answer a file of requests: INPUT and OUTPUT are JSON Lines, as OpenAI's batch files are.
+
+    A line is {"custom_id", "url", "body"}, or just the body of a chat, completion or embedding; its number is
+    then its id. The same command again goes on where it stopped: lines that OUTPUT has are not asked again.
+    Failed lines are in OUTPUT.errors.jsonl, and the next run tries them again. Starts the daemon if it does
+    not run.
+    """
+    if target.exists() and target.samefile(source):
+        raise CliError("OUTPUT is INPUT", "answers would stand among requests", "name two files", Exit.USAGE)
+    lines = read_lines(source, model)
+    done = repair(target)
+    left = [line for line in lines if line.custom_id not in done]
+    output.say(f"{len(lines)} requests, {len(lines) - len(left)} answered before.")
+    if not left:
+        return Exit.OK
+    for name in {line.body["model"] for line in left}:
+        fetch_missing(program, [name], {}, yes=yes)
+        ensure_loaded(program, name)
+    return _answer_all(program, left, target, parallel)
+
+
+def read_lines(source: Path, model: str | None) -> list[BatchLine]:
+    """Read and check all requests. Raises CliError with the number of the first bad line."""
+    found: dict[str, BatchLine] = {}
+    with source.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            line = _parse(number, text, model)
+            if line.custom_id in found:
+                raise _bad(number, f"the custom_id {line.custom_id!r} occurs twice")
+            found[line.custom_id] = line
+    return list(found.values())
+
+
+def _parse(number: int, text: str, model: str | None) -> BatchLine:
+    try:
+        told = json.loads(text)
+    except ValueError as error:
+        raise _bad(number, f"it is not JSON ({error})") from None
+    if not isinstance(told, dict):
+        raise _bad(number, "it is not a JSON object")
+    if "body" in told:
+        custom_id, path, body = str(told.get("custom_id", number)), told.get("url"), told["body"]
+        if path not in ROUTES or not isinstance(body, dict):
+            raise _bad(number, f"'url' must be one of {', '.join(ROUTES)}, and 'body' an object")
+    else:
+        path = next((route for name, route in ROUTE_OF_FIELD.items() if name in told), None)
+        custom_id, body = str(told.pop("custom_id", number)), told
+        if path is None:
+            raise _bad(number, f"it has none of {', '.join(ROUTE_OF_FIELD)}")
+    body = {"model": model, **body, "stream": False} if model else {**body, "stream": False}
+    if not isinstance(body.get("model"), str):
+        raise _bad(number, "it names no model; --model MODEL names that of all such lines")
+    return BatchLine(custom_id, path, body)
+
+
+def _bad(number: int, why: str) -> CliError:
+    return CliError(f"line {number} is no request", why, "llmbox batch --help", Exit.USAGE)
+
+
+def repair(target: Path) -> set[str]:
+    """Return the ids that OUTPUT has, and cut off a line that an interrupted run left unfinished."""
+    if not target.exists():
+        return set()
+    done: set[str] = set()
+    with target.open("rb+") as file:
+        whole = 0
+        for text in file:
+            try:
+                done.add(json.loads(text)["custom_id"])
+            except (ValueError, KeyError, TypeError):
+                if text.endswith(b"\n"):
+                    raise CliError(
+                        f"{target} is no output of llmbox batch",
+                        f"after {len(done)} answers it has a line without a custom_id",
+                        "name another file",
+                        Exit.USAGE,
+                    ) from None
+                break
+            whole += len(text)
+        file.truncate(whole)
+    return done
+
+
+@dataclass(slots=True)
+class ResultFiles:
+    """Files that results are appended to as they come, each whole line at once."""
+
+    answers: IO[str]
+    errors: IO[str]
+    total: int
+    failed: int = 0
+    written: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self, line: BatchLine, status: int, body: Any) -> None:
+        result = {
+            "custom_id": line.custom_id,
+            "response": {"status_code": status, "body": body},
+            "error": None,
+        }
+        with self.lock:
+            file = self.answers if status == 200 else self.errors
+            file.write(json.dumps(result, ensure_ascii=False) + "\n")
+            file.flush()
+            self.written += 1
+            self.failed += status != 200
+            if output.is_live():
+                end = "\n" if self.written == self.total else ""
+                click.echo(f"\r{self.written} of {self.total}, {self.failed} failed{end}", nl=False, err=True)
+
+
+def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel: int) -> int:
+    errors = target.with_name(f"{target.name}.errors.jsonl")
+    begun = time.monotonic()
+    stopping = threading.Event()
+    try:
+        with target.open("a", encoding="utf-8") as answers, errors.open("w", encoding="utf-8") as failures:
+            files = ResultFiles(answers, failures, len(lines))
+            with ThreadPoolExecutor(parallel) as pool:
+                tasks = [pool.submit(_answer, program, line, files, stopping) for line in lines]
+                try:
+                    for task in tasks:
+                        task.result()
+                except BaseException:
+                    stopping.set()
+                    for task in tasks:
+                        task.cancel()
+                    raise
+    except KeyboardInterrupt:
+        output.say(f"\nStopped. The same command goes on: {files.written - files.failed} more are answered.")
+        return Exit.FAILED
+    finally:
+        if errors.exists() and not errors.stat().st_size:
+            errors.unlink()
+    seconds = time.monotonic() - begun
+    output.say(f"{files.written - files.failed} answered in {seconds:.1f} s: {target}")
+    if files.failed:
+        output.say(f"{files.failed} failed: {errors}")
+    return Exit.FAILED if files.failed else Exit.OK
+
+
+def _answer(program: Program, line: BatchLine, files: ResultFiles, stopping: threading.Event) -> None:
+    """Send one request until it has an answer that is not for lack of room."""
+    for pause in _pauses():
+        if stopping.is_set():
+            return
+        try:
+            body = program.client.call("POST", line.path, line.body, None)
+        except ApiRefusal as error:
+            if error.status in BUSY and pause is not None:
+                stopping.wait(pause)
+                continue
+            files.write(line, error.status, {"error": {"message": error.what, "code": error.code}})
+            return
+        files.write(line, 200, body)
+        return
+
+
+def _pauses() -> Iterator[float | None]:
+    """Yield the seconds to wait after each try; None: no more tries."""
+    for number in range(MOST_TRIES - 1):
+        yield min(LONGEST_PAUSE, 0.5 * 2**number)
+    yield None

@@ -1,0 +1,145 @@
+"""`llmbox batch`: every line once, whatever interrupts it."""
+
+import json
+import threading
+from pathlib import Path
+
+import click.testing
+import pytest
+
+from llmbox.app.admin_client import ApiRefusal
+from llmbox.app.cli.models import batch
+from llmbox.app.errors import Exit
+from llmbox.app.lifecycle.program import Program
+
+
+class FakeClient:
+    """Answers with the prompt, refuses what it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict] = []
+        self.refusals: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+
+    def call(self, method, path, body, timeout):
+        with self._lock:
+            self.asked.append({"path": path, **body})
+            left = self.refusals.get(str(body.get("prompt")), [])
+            status = left.pop(0) if left else 200
+        if status != 200:
+            raise ApiRefusal("no", exit=Exit.FAILED, log="", status=status, code="busy")
+        return {"text": body.get("prompt")}
+
+
+@pytest.fixture
+def client(monkeypatch):
+    made = FakeClient()
+    monkeypatch.setattr(batch, "fetch_missing", lambda *_, **__: None)
+    monkeypatch.setattr(batch, "ensure_loaded", lambda *_: {})
+    monkeypatch.setattr(batch, "LONGEST_PAUSE", 0.0)
+    return made
+
+
+@pytest.fixture
+def run(client, tmp_path):
+    def running(*words: object):
+        program = Program(data_dir=tmp_path / "data")
+        program.__dict__["client"] = client
+        return click.testing.CliRunner().invoke(
+            batch.batch, [*map(str, words)], obj=program, standalone_mode=False
+        )
+
+    return running
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines))
+    return path
+
+
+def read(path: Path) -> dict[str, dict]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({each["custom_id"] for each in found}) == len(found)
+    return {each["custom_id"]: each["response"] for each in found}
+
+
+def test_each_kind_of_line_goes_to_its_route(run, client, tmp_path):
+    source = write(
+        tmp_path / "in",
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1", "model": "m"}},
+        {"messages": [{"role": "user", "content": "x"}]},
+        "",
+        {"input": "x", "custom_id": "vector"},
+        {"prompt": "2", "stream": True},
+    )
+    result = run(source, tmp_path / "out", "--model", "other")
+    assert result.return_value == Exit.OK
+    answers = read(tmp_path / "out")
+    assert set(answers) == {"a", "2", "vector", "5"}
+    assert answers["a"] == {"status_code": 200, "body": {"text": "1"}}
+    assert sorted((each["path"], each["model"], each["stream"]) for each in client.asked) == [
+        ("/v1/chat/completions", "other", False),
+        ("/v1/completions", "m", False),
+        ("/v1/completions", "other", False),
+        ("/v1/embeddings", "other", False),
+    ]
+    assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+def test_answered_lines_are_not_asked_again(run, client, tmp_path):
+    source = write(tmp_path / "in", *({"prompt": str(n)} for n in range(6)))
+    run(source, tmp_path / "out", "--model", "m")
+    lines = (tmp_path / "out").read_text().splitlines(keepends=True)
+    (tmp_path / "out").write_text("".join(lines[:3]) + lines[3][:25])  # as after a kill
+    client.asked.clear()
+    assert run(source, tmp_path / "out", "--model", "m").return_value == Exit.OK
+    assert len(client.asked) == 3
+    assert set(read(tmp_path / "out")) == {str(n) for n in range(1, 7)}
+
+
+def test_failed_lines_stand_apart_and_are_tried_again(run, client, tmp_path):
+    source = write(tmp_path / "in", {"prompt": "good"}, {"prompt": "bad"})
+    client.refusals["bad"] = [400]
+    assert run(source, tmp_path / "out", "--model", "m").return_value == Exit.FAILED
+    assert set(read(tmp_path / "out")) == {"1"}
+    assert read(tmp_path / "out.errors.jsonl")["2"]["body"] == {"error": {"message": "no", "code": "busy"}}
+    assert run(source, tmp_path / "out", "--model", "m").return_value == Exit.OK
+    assert set(read(tmp_path / "out")) == {"1", "2"}
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    assert [each["prompt"] for each in client.asked].count("good") == 1
+
+
+def test_a_busy_daemon_is_asked_again(run, client, tmp_path):
+    client.refusals = {"x": [429, 503, 429], "y": [429] * batch.MOST_TRIES}
+    source = write(tmp_path / "in", {"prompt": "x"}, {"prompt": "y"})
+    assert run(source, tmp_path / "out", "--model", "m").return_value == Exit.FAILED
+    assert set(read(tmp_path / "out")) == {"1"}
+    assert read(tmp_path / "out.errors.jsonl")["2"]["status_code"] == 429
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ({"question": "x"}, "none of messages, prompt, input"),
+        ({"url": "/admin/api/keys", "body": {}}, "'url' must be one of"),
+        ({"url": "/v1/completions", "body": []}, "'url' must be one of"),
+        ({"prompt": "x", "custom_id": "1"}, "occurs twice"),
+        ({"prompt": "x", "model": 7}, "names no model"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_asked(run, client, tmp_path, line, why):
+    source = write(tmp_path / "in", {"prompt": "x"}, line)
+    result = run(source, tmp_path / "out", "--model", "m")
+    assert result.exception.what == "line 2 is no request"
+    assert why in result.exception.why
+    assert client.asked == []
+
+
+def test_other_files_are_not_written_over(run, tmp_path):
+    source = write(tmp_path / "in", {"prompt": "x", "model": "m"})
+    assert run(source, source).exception.what == "OUTPUT is INPUT"
+    other = write(tmp_path / "out", {"name": "precious"})
+    assert "is no output of llmbox batch" in run(source, other).exception.what
+    assert json.loads(other.read_text()) == {"name": "precious"}
