@@ -75,6 +75,9 @@ class KVShape:
     compute_dtype: torch.dtype
     is_windowed: bool = False
     """True for sliding-window layers with block tables of their own: `BatchLayout.window`."""
+    latent: int = 0
+    """Numbers of a key that are its value (MLA): backends other than C++ then store no values. 0: keys and
+    values are apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,8 @@ class Attend(Protocol):
         softcap: float | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention: softmax(scale q k^T) v over each row's context, [T, HD].
+        """Causal attention: softmax(scale q k^T) v over each row's context, [T, HD]. Of latents
+        (`KVShape.latent`) a result has those numbers at least.
 
         With `softcap` c a score s becomes c tanh(s / c). With `sinks_H`, float32, each head's softmax has one
         more score, which takes its share and adds nothing. `write_kv` of this step and layer must have run.
@@ -201,8 +202,8 @@ class Ops:
     concat: Callable[[Sequence[Tensor]], Tensor]
     """(x_TnD of several widths D, strided in T and n) -> their columns side by side, new tensor."""
 
-    linear_by_head: Callable[[Sequence[PackedLinear], Tensor], Tensor]
-    """(packed weights of each head, x_THI, strided in T and H) -> `linear` of each, new tensor [T, H, O]."""
+    linear_by_head: Callable[[PackedLinear, Tensor], Tensor]
+    """(result of `stack_heads`, x_THI, strided in T and H) -> `linear` of each head, new tensor [T, H, O]."""
 
     experts: Experts
 
@@ -268,6 +269,9 @@ class Ops:
 
     kv_dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
     """dtypes that `make_kv_cache` accepts."""
+
+    stack_heads: Callable[[Sequence[PackedLinear]], PackedLinear] = tuple
+    """(unquantized packed weights of each head, without biases) -> weights for `linear_by_head`."""
 
     packing: Packing | None = None
     """Interface for packed weights that are kept on disk and for quantized checkpoints; None: not supported.

@@ -163,6 +163,7 @@ def cache_shapes(
         head_dim=model.head_dim,
         dtype=kv_dtype,
         compute_dtype=dtype,
+        latent=0 if model.latent is None else model.latent.kv_rank,
     )
     heads, sliding = model.sliding_heads, model.sliding_layers(stage)
     if not plan.window and heads is None:

@@ -76,8 +76,9 @@ class LatentAttention:
         for name in set(every) - set(here):
             weights.skip(f"{name}.")
         rank, nope, value = map(ShardSlice.whole, (latent.kv_rank, latent.nope, latent.value))
-        self.keys = [weights.wide_linear(f"{name}.k", nope, rank, transposed=True) for name in here]
-        self.values = [weights.wide_linear(f"{name}.v", value, rank) for name in here]
+        keys = [weights.wide_linear(f"{name}.k", nope, rank, transposed=True) for name in here]
+        values = [weights.wide_linear(f"{name}.v", value, rank) for name in here]
+        self.keys, self.values = self.ops.stack_heads(keys), self.ops.stack_heads(values)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
@@ -94,7 +95,7 @@ class LatentAttention:
         q_THR = ops.rotary(q[:, plain:].view(len(q), self.heads, latent.rope), *angles)
         q_THD = ops.concat((ops.linear_by_head(self.keys, q_THN), q_THR))
         out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale)
-        out_THL = out.view(len(q), self.heads, latent.width)[..., : latent.kv_rank]
+        out_THL = out.view(len(q), self.heads, -1)[..., : latent.kv_rank]
         out_THV = ops.linear_by_head(self.values, out_THL)
         return self.rank.row_parallel_linear(ops, self.output, out_THV.flatten(1), self.hidden)
 

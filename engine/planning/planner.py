@@ -91,6 +91,8 @@ class Planner:
         sliding = shape.sliding if self.window else None
         part: Literal["all", "full"] = "all" if sliding is None else "full"
         self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, self._stored_width, part)
+        if shape.latent is not None and not self._is_native:  # values are a part of the keys
+            self.kv_bytes_per_token //= 2
         self.draft = draft
         self.notes: list[str] = []
         if draft is not None:

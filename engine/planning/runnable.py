@@ -31,9 +31,6 @@ class RunnablePlan:
     cpu_part: str = ""
     """Part of the model that only CPUs run, one step at a time (`ModelConfig.cpu_part`); empty: none."""
 
-    is_latent: bool = False
-    """True for a model with latent attention (MLA)."""
-
     is_bidirectional: bool = False
     """True for a model that keeps no keys and values: an encoder."""
 
@@ -46,7 +43,6 @@ class RunnablePlan:
             plan.ranks,
             is_stored=model.quant is not None,
             cpu_part=model.cpu_part,
-            is_latent=model.latent is not None,
             is_bidirectional=model.is_bidirectional,
         )
 
@@ -74,11 +70,6 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
         raise DeviceError(
             "models that attend in both directions run on CPUs only, on one rank, one step at a time: load "
             "with --device cpu and without --tp, --pp and --overlap"
-        )
-    if plan.is_latent and site.device == "cuda" and site.uses_triton:
-        raise DeviceError(
-            "the latent attention of this model has no Triton kernel yet: load with --device cpu, or with "
-            "LLMBOX_KERNELS=reference in the daemon's environment, which is slow"
         )
     if reason := why_no_kv_dtype(plan.kv_dtype, site):
         raise DeviceError(f"{reason}: use --kv-dtype int8, as small")

@@ -211,7 +211,8 @@ def write_kv(
 ) -> None:
     """Store keys and values of a step at their slots."""
     cache.k.write(layer, plan.block_of_T, plan.offset_of_T, k_TGD)
-    cache.v.write(layer, plan.block_of_T, plan.offset_of_T, v_TGD)
+    if cache.v is not cache.k:
+        cache.v.write(layer, plan.block_of_T, plan.offset_of_T, v_TGD)
 
 
 def attention(

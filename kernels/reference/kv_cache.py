@@ -67,7 +67,7 @@ class ReferenceKVCache:
     v: PagedTensor
     compute_dtype: torch.dtype
     is_windowed: bool = False
-    """See `KVShape`."""
+    """See `KVShape`. With latents `v` is `k`."""
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +85,7 @@ class ReferenceKVCache:
     @property
     def tensors(self) -> list[Tensor]:
         """[layers, blocks, ...] each."""
-        return self.k.tensors + self.v.tensors
+        return self.k.tensors + (self.v.tensors if self.v is not self.k else [])
 
 
 def make_kv_cache(shape: KVShape, device: torch.device) -> ReferenceKVCache:
@@ -99,7 +99,8 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> ReferenceKVCache:
         scales = torch.empty(size[:-1], dtype=torch.float32, device=device) if scaled else None
         return PagedTensor(torch.empty(size, dtype=shape.dtype, device=device), scales)
 
-    return ReferenceKVCache(half(), half(), shape.compute_dtype, shape.is_windowed)
+    keys = half()
+    return ReferenceKVCache(keys, keys if shape.latent else half(), shape.compute_dtype, shape.is_windowed)
 
 
 def copy_blocks(cache: ReferenceKVCache, pairs: list[tuple[int, int]]) -> None:

@@ -1,6 +1,6 @@
 """`Ops` on the Triton kernels, for one model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from ..activation import Activation
 from ..op_types import BatchLayout
 from ..ops import Ops, StepInputs
 from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
-from ..reference.elementwise import concat, layer_norm, make_linear_by_head
+from ..reference.elementwise import concat, layer_norm
 from ..weight_packing import QuantizedWeight
 from . import act_and_mul as gate_mul
 from . import embedding, rms_norm
@@ -22,6 +22,7 @@ from .attention.softcap import softcap
 from .linear import linear
 from .linear.fused_activation_quant import FusedActivationQuant
 from .linear.fused_moe import experts
+from .linear.gemm import linear_by_head
 from .linear.linear import DenseLinear, Fp8BlockLinear, Fp8Linear, Linear, W8A8Linear, WeightOnlyIntLinear
 from .linear.quantize_activations import RowFormat, Rows8
 from .linear.scaled_mm_choice import ScaledMMSelector
@@ -91,7 +92,8 @@ class TritonBackend:
             gate_mul=self.gate_mul,
             softcap=softcap,
             concat=concat,
-            linear_by_head=make_linear_by_head(self.linear),
+            linear_by_head=partial(linear_by_head, fixed=self.fixed),
+            stack_heads=stack_heads,
             experts=partial(experts, fixed=self.fixed),
             make_kv_cache=kv_cache.make_kv_cache,
             plan_attention=self.plan_attention,
@@ -244,6 +246,10 @@ def pack_quantized(rounded: QuantizedWeight, bias_O: Tensor | None) -> Linear:
     if quant.kind == "rows":
         return W8A8Linear(weight, bias_O)
     return WeightOnlyIntLinear(weight, bias_O, rounded.order_I)
+
+
+def stack_heads(linears: Sequence[DenseLinear]) -> Tensor:
+    return torch.stack([each.weight_OI for each in linears])
 
 
 def same(

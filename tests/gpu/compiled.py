@@ -18,6 +18,7 @@ from gpu.variants import (
     gemma_rows,
     given_rows,
     heads_apart,
+    latents,
     linears,
     made_wide,
     rows,
@@ -45,6 +46,7 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
         yield "attention", partial(attention, heads=(64, 8), head_dim=64, window=128, sinks=True)
         yield "attention", partial(attention, heads=(8, 1), head_dim=512, blocks=(128,))
+        yield "latents", latents
         yield "rows", gemma_rows
         yield "rows", given_rows
         yield "rows", partial(heads_apart, 128)
@@ -143,6 +145,11 @@ def attentions(fp8: bool) -> Iterator[Group]:
         for kv_dtype in (None, I8):
             options = {"heads": (8, 1), "head_dim": 512, "deterministic": fixed}
             yield f"attention 512 KV {kv_dtype}{', fixed' * fixed}", partial(attention, kv_dtype, **options)
+    for kv_dtype in (None, I8, *([FP8] if fp8 else [])):
+        for fixed in (False, True):
+            for heads in (16, 20, 128):
+                name = f"latents, {heads} heads, KV {kv_dtype}{', fixed' * fixed}"
+                yield name, partial(latents, kv_dtype, heads=heads, deterministic=fixed)
     for heads, head_dim in (((14, 2), 64), ((32, 32), 80), ((16, 16), 96), ((16, 2), 128), ((8, 4), 256)):
         for kv_dtype in (None, I8):
             for fixed in (False, True):

@@ -109,22 +109,31 @@ def attention(setting: Setting, dtype: torch.dtype) -> Checks:
 
 
 def families(setting: Setting, dtype: torch.dtype) -> Checks:
-    """Attention as some families have it: sinks, chunks, wide heads."""
+    """Attention as some families have it: sinks, chunks, wide heads, latents and the linears of each head."""
     sequences = [(18, 1), (9, 5)] if setting.tiny else [(1000, 1), (0, 1), (37, 1), (0, 300), (513, 77)]
     cases: tuple[tuple[str, int | None, dict[str, Any]], ...] = (
         ("sinks", 7 if setting.tiny else 128, {"heads": (64, 8), "head_dim": 64, "sinks": True}),
         ("chunks", -9 if setting.tiny else -256, {"heads": (40, 8), "head_dim": 128}),
         ("heads of 512", None, {"heads": (8, 1), "head_dim": 512}),
+        ("latents", None, {"heads": (128, 1), "head_dim": 576, "latent": 512}),
     )
     for name, window, options in cases:
         if setting.tiny:
             options |= {"heads": (2, 1), "head_dim": min(64, options["head_dim"])}
+            options |= {"latent": 48} if "latent" in options else {}
         step = PagedStep(sequences, dtype=dtype, device=setting.device, seed=setting.seed, **options)
         for deterministic in (False,) if setting.tiny else (False, True):
             ops = triton_ops(setting.device, dtype, deterministic=deterministic)
             error = distance(step.attend(ops, window), step.exact(window))
             fixed = ", fixed" * deterministic
             yield Check(f"{name_of('attention', dtype)}, {name}{fixed}", error, LIMIT[dtype])
+    ops, heads = triton_ops(setting.device, dtype), 2 if setting.tiny else 128
+    x, weights = setting.randn(9, heads, 96, dtype=dtype), setting.randn(heads, 40, 96, dtype=dtype)
+    exact = torch.einsum("thi,hoi->tho", x.double(), weights.double())
+    stack = ops.stack_heads([ops.pack_router(weight, None) for weight in weights])
+    yield Check(
+        name_of("linears by head", dtype), distance(ops.linear_by_head(stack, x), exact), LIMIT[dtype]
+    )
 
 
 def long_prompts(setting: Setting, dtype: torch.dtype) -> Checks:

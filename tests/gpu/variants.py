@@ -74,6 +74,28 @@ def attention(
     ops.copy_blocks(cache, [(1, 2)])
 
 
+def latents(
+    kv_dtype: torch.dtype | None = None,
+    *,
+    heads: int = 128,
+    deterministic: bool = False,
+    dtype: torch.dtype = BF16,
+) -> None:
+    """As `attention`, of the latents of DeepSeek V3, and what is before and behind it."""
+    ops = triton_ops(CPU, dtype, deterministic=deterministic)
+    cache = ops.make_kv_cache(KVShape(2, 64, 16, 1, 576, kv_dtype or dtype, dtype, latent=512), CPU)
+    ints = [zeros(4, dtype=I32), zeros(3, dtype=I32), zeros(3, 128, dtype=I32), *[zeros(32, dtype=I32)] * 2]
+    plan = ops.plan_attention(BatchLayout(16, [1, 1, 30], [2043, 20, 30], *ints), cache, None)
+    row = zeros(32, 1, 576, dtype=dtype)
+    ops.write_kv(cache, 1, row, row, plan)
+    ops.copy_blocks(cache, [(1, 2)])
+    attend_rows(zeros(32, heads, 576, dtype=dtype), cache, 1, plan, 0.1, None)
+    keys = ops.stack_heads([ops.pack_router(zeros(512, 128, dtype=dtype), None)] * 2)
+    for count in (1, 17):
+        ops.linear_by_head(keys, zeros(count, 2, 128, dtype=dtype))
+    ops.rms_norm(zeros(3, 1, 1536, dtype=dtype), zeros(1, 1536, dtype=dtype), 1e-6)
+
+
 def linears(
     quant: str | None,
     rows: Sequence[int],

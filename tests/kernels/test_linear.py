@@ -66,6 +66,7 @@ def test_linears_of_heads_and_columns_side_by_side(ops: Ops, dtype: torch.dtype)
     rows = torch.randn(5, 3 * 20).to(dtype)
     x_THI = rows[:, 6:].view(5, 3, 18)
     weights = [torch.randn(40, 18).to(dtype) / 18**0.5 for _ in range(3)]
-    got = ops.linear_by_head([ops.pack_router(weight.clone(), None) for weight in weights], x_THI)
+    packed = ops.stack_heads([ops.pack_router(weight.clone(), None) for weight in weights])
+    got = ops.linear_by_head(packed, x_THI)
     assert_near(got, torch.stack([x_THI[:, h].double() @ weights[h].double().T for h in range(3)], 1))
     assert torch.equal(ops.concat((got, x_THI)), torch.cat((got, x_THI), 2))

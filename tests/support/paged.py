@@ -56,6 +56,7 @@ class PagedStep:
         seed: int = 0,
         softcap: float | None = None,
         sinks: bool = False,
+        latent: int = 0,
     ) -> None:
         self.sequences, self.heads, self.head_dim, self.device = sequences, heads, head_dim, device
         self.softcap = softcap
@@ -72,7 +73,9 @@ class PagedStep:
 
         ends = [past + new for past, new in sequences]
         self.k = [randn(end, heads[1], head_dim) for end in ends]
-        self.v = [randn(end, heads[1], head_dim) for end in ends]
+        self.latent, self.v = latent, [k[..., :latent] for k in self.k]
+        if not latent:
+            self.v = [randn(end, heads[1], head_dim) for end in ends]
         self.q = [randn(new, heads[0], head_dim) for _, new in sequences]
 
     def shape(self) -> KVShape:
@@ -84,6 +87,7 @@ class PagedStep:
             head_dim=self.head_dim,
             dtype=self.kv_dtype,
             compute_dtype=self.dtype,
+            latent=self.latent,
         )
 
     def ragged(self, spans: Sequence[tuple[int, int]]) -> BatchLayout:
@@ -94,6 +98,7 @@ class PagedStep:
         ragged = self.ragged(spans)
         k = torch.cat([k[start:end] for k, (start, end) in zip(self.k, spans, strict=True)])
         v = torch.cat([v[start:end] for v, (start, end) in zip(self.v, spans, strict=True)])
+        v = k if self.latent else v
         if type(cache).__name__ == "TritonKVCache" and self.device == CPU and self.kv_dtype == self.dtype:
             # In Triton's interpreter the kernel, which has tests of its own, would take most of the time.
             block, place = ragged.slots_T // self.block_size, ragged.slots_T % self.block_size

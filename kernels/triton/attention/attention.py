@@ -75,9 +75,10 @@ def attend_rows(
     """Return the attention output and, where programs that hold heads of a row can (`fits_heads`), the
     quantized rows.
     """
-    rows, heads, head_dim = q_THD.shape
+    (rows, heads, _), head_dim = q_THD.shape, cache.value_dim
     out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
-    gathers = plan.sdpa and softcap is None and sinks_H is None  # PyTorch's kernels have neither
+    # PyTorch's kernels have none of these.
+    gathers = plan.sdpa and softcap is None and sinks_H is None and not cache.latent
     powers = ExponentFactors.of(scale, softcap, sinks_H)
     eight = None
     if row_format is not None and fits_heads(row_format, head_dim) and not gathers:
@@ -101,20 +102,21 @@ def decode(
     powers: ExponentFactors,
 ) -> None:
     """Attend for the leading sequences of one row each, with split-K where they are few."""
-    _, heads, head_dim = q_THD.shape
-    kv_heads = cache.k.shape[2]
-    group = heads // kv_heads
+    heads, head_dim = q_THD.shape[1], cache.value_dim
     pick = fixed_tile if plan.fixed else decode_tile
     tile = pick(q_THD.device, head_dim, q_THD.element_size(), cache.k.element_size())
-    tile_rows = max(tile.rows, power_of_two(group))
-    splits = num_splits(plan, kv_heads, q_THD.device)
+    parts, tile_rows = group_rows(tile, q_THD, cache)
+    programs = cache.k.shape[2] * parts
+    splits = num_splits(plan, programs, q_THD.device)
     pieces, sums = result, cache.k_scale
     if splits > 1:
         size = (plan.decoding, heads, splits)
         pieces = Result(torch.empty((*size, head_dim), dtype=torch.float32, device=q_THD.device))
         sums = torch.empty((*size, 2), dtype=torch.float32, device=q_THD.device)
-    grid = (kv_heads, splits, plan.decoding)
-    launch(grid, tile, tile_rows, pieces, sums, q_THD, cache, layer, plan, powers, splits, decoding=True)
+    grid = (programs, splits, plan.decoding)
+    launch(
+        grid, tile, tile_rows, parts, pieces, sums, q_THD, cache, layer, plan, powers, splits, decoding=True
+    )
     if splits > 1:
         reduce_splits(result, pieces.out, sums, powers.sinks_H, fixed=plan.fixed)
 
@@ -128,22 +130,35 @@ def prefill(
     powers: ExponentFactors,
 ) -> None:
     """Attend for the sequences of several rows."""
-    rows, heads, head_dim = q_THD.shape
-    kv_heads = cache.k.shape[2]
-    group = heads // kv_heads
-    sizes = q_THD.device, head_dim, q_THD.element_size()
+    rows, heads, _ = q_THD.shape
+    sizes = q_THD.device, cache.value_dim, q_THD.element_size()
     tile = fixed_tile(*sizes, cache.k.element_size()) if plan.fixed else prefill_tile(*sizes)
-    tile_rows = max(tile.rows, power_of_two(group))
-    tokens = tile_rows // group
+    parts, tile_rows = group_rows(tile, q_THD, cache)
+    programs = cache.k.shape[2] * parts
+    tokens = tile_rows * programs // heads
     sequences = len(plan.ragged.query_lens) - plan.decoding
-    grid = ((rows - plan.decoding) // tokens + sequences, kv_heads)
-    launch(grid, tile, tile_rows, result, cache.k_scale, q_THD, cache, layer, plan, powers, 1, decoding=False)
+    grid = ((rows - plan.decoding) // tokens + sequences, programs)
+    sums = cache.k_scale
+    launch(grid, tile, tile_rows, parts, result, sums, q_THD, cache, layer, plan, powers, 1, decoding=False)
+
+
+def group_rows(tile: Tile, q_THD: Tensor, cache: TritonKVCache) -> tuple[int, int]:
+    """Return how many programs share the query heads of a KV head, and the rows of a tile.
+
+    Latents have one KV head for up to 128 query heads, more than registers hold sums for.
+    """
+    group = q_THD.shape[1] // cache.k.shape[2]
+    if not cache.latent:
+        return 1, max(tile.rows, power_of_two(group))
+    parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= tile.rows)
+    return parts, tile.rows
 
 
 def launch(
     grid: tuple[int, ...],
     tile: Tile,
     tile_rows: int,
+    parts: int,
     result: Result,
     sums: Tensor,
     q_THD: Tensor,
@@ -157,7 +172,8 @@ def launch(
 ) -> None:
     ragged = plan.ragged
     assert q_THD.stride(2) == 1
-    head_dim, kv_heads = q_THD.shape[2], cache.k.shape[2]
+    head_dim, kv_heads = cache.value_dim, cache.k.shape[2]
+    tail = q_THD.shape[2] - head_dim
     attention_kernel[grid](
         result.out,
         sums,
@@ -181,9 +197,12 @@ def launch(
         abs(plan.window or 0),
         splits,
         kv_heads,
-        GROUP=q_THD.shape[1] // kv_heads,
+        GROUP=q_THD.shape[1] // kv_heads // parts,
+        PARTS=parts,
         D=head_dim,
         D_PAD=max(16, power_of_two(head_dim)),
+        TAIL=tail,
+        TAIL_PAD=max(16, power_of_two(tail)),
         ROWS=tile_rows,
         COLUMNS=tile.columns,
         PAGE=ragged.block_size,
@@ -234,8 +253,11 @@ def attention_kernel(
     splits: tl.tensor,
     kv_heads: tl.tensor,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -254,6 +276,9 @@ def attention_kernel(
 ) -> None:
     """Attend one tile of rows to its context: softmax(scale q k^T) v with a causal mask, sliding window,
     softcap and sinks.
+
+    PARTS programs share the query heads of a KV head, GROUP each. With TAIL a key has D numbers, which are
+    its value too, and TAIL more: `v` is not read.
 
     Scores, the online softmax and sums are float32. With SPLIT the partial sums and (max, sum) of the piece
     are stored for `reduce_kernel`, otherwise the result; with EIGHT also its 8-bit codes and scales.
@@ -298,6 +323,12 @@ def attention_kernel(
     q_offset = (first_row + token).to(tl.int64) * q_row + member * q_head
     q_tile = tl.load(q + q_offset[:, None] + d[None, :], mask=real[:, None] & real_d[None, :], other=0.0)
 
+    q_tail = q_tile
+    if TAIL:
+        t = tl.arange(0, TAIL_PAD)
+        in_tail = real[:, None] & (t < TAIL)[None, :]
+        q_tail = tl.load(q + q_offset[:, None] + (D + t)[None, :], mask=in_tail, other=0.0)
+
     # The tile's rows stand at position .. position + count - 1 and see keys from `begin` to before `end`.
     end = tl.where(count > 0, position + count, 0)
     row_position = position + token
@@ -309,9 +340,11 @@ def attention_kernel(
     if WINDOW == WITH_CHUNKS:
         oldest = row_position // window * window
         begin = tl.maximum(position, 0) // window * window // COLUMNS * COLUMNS
-    page_stride = kv_heads * PAGE * D
-    k_head, v_head = k + head * (PAGE * D), v + head * (PAGE * D)
-    scale_offset = head * PAGE
+    kv_head = head // PARTS
+    page_stride = kv_heads * PAGE * (D + TAIL)
+    k_head, v_head = k + kv_head * (PAGE * (D + TAIL)), v + kv_head * (PAGE * (D + TAIL))
+    scale_offset = kv_head * PAGE
+    heads = kv_heads * PARTS * GROUP
     table = tables + sequence.to(tl.int64) * table_row
 
     acc = tl.zeros((ROWS, D_PAD), tl.float32)
@@ -324,9 +357,9 @@ def attention_kernel(
             from_key = tl.maximum(begin, piece * FIXED_SPLIT)
             to_key = tl.minimum(end, (piece + 1) * FIXED_SPLIT)
             acc_b, top_b, total_b = attend(
-                q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
+                q_tile, q_tail, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
                 from_key, from_key, to_key, row_position, oldest, scale, cap, page_stride, kv_heads * PAGE, d,
-                ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
+                ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
             )  # fmt: skip
             acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
     else:
@@ -340,14 +373,14 @@ def attention_kernel(
         if not DECODING and not WINDOW:
             plain = tl.minimum((position + 1) // COLUMNS * COLUMNS, end)
         acc, top, total = attend(
-            q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
+            q_tile, q_tail, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
             from_key, plain, to_key, row_position, oldest, scale, cap, page_stride, kv_heads * PAGE, d,
-            ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
+            ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
         )  # fmt: skip
 
     stored = real[:, None] & real_d[None, :]
     if SPLIT:
-        place = ((first_row + token).to(tl.int64) * (kv_heads * GROUP) + member) * splits + split
+        place = ((first_row + token).to(tl.int64) * heads + member) * splits + split
         tl.store(out + place[:, None] * D + d[None, :], acc, mask=stored)
         tl.store(sums + place * 2, top, mask=real)
         tl.store(sums + place * 2 + 1, total, mask=real)
@@ -357,10 +390,10 @@ def attention_kernel(
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # a free row has no keys: its result is 0
         result = acc.to(out.dtype.element_ty)
         row_place = (first_row + token).to(tl.int64)
-        place = row_place * (kv_heads * GROUP) + member
+        place = row_place * heads + member
         tl.store(out + place[:, None] * D + d[None, :], result, mask=stored)
         if EIGHT:
             store_eight_heads(
-                numbers, scales, step, given, result, row_place, member, kv_heads * GROUP, real,
+                numbers, scales, step, given, result, row_place, member, heads, real,
                 ROWS, D, D_PAD, EIGHT, LARGEST, GIVEN,
             )  # fmt: skip

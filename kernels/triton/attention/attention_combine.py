@@ -40,7 +40,7 @@ def reduce_splits(
         FIXED=fixed,
         SINKS=sinks_H is not None,
         **result.constants(head_dim),
-        num_warps=4,
+        num_warps=max(4, power_of_two(head_dim) // 64),
         enable_fp_fusion=not fixed,
     )
 

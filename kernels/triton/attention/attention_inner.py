@@ -17,6 +17,7 @@ BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)
 @triton.jit
 def attend(
     q_tile: tl.tensor,
+    q_tail: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
     k_scale: tl.tensor,
@@ -37,6 +38,8 @@ def attend(
     PAGE: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -53,15 +56,15 @@ def attend(
     total = tl.zeros((ROWS,), tl.float32)
     for start in range(from_key, plain, COLUMNS):
         acc, top, total = step(
-            acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, oldest,
-            scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, False, WINDOW, CAPPED,
-            QUANTISED, PRECISION,
+            acc, top, total, q_tile, q_tail, k, v, k_scale, v_scale, table, start, to_key, row_position,
+            oldest, scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD,
+            False, WINDOW, CAPPED, QUANTISED, PRECISION,
         )  # fmt: skip
     for start in range(plain, to_key, COLUMNS):
         acc, top, total = step(
-            acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, oldest,
-            scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, True, WINDOW, CAPPED,
-            QUANTISED, PRECISION,
+            acc, top, total, q_tile, q_tail, k, v, k_scale, v_scale, table, start, to_key, row_position,
+            oldest, scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD,
+            True, WINDOW, CAPPED, QUANTISED, PRECISION,
         )  # fmt: skip
     return acc, top, total
 
@@ -72,6 +75,7 @@ def step(
     top: tl.tensor,
     total: tl.tensor,
     q_tile: tl.tensor,
+    q_tail: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
     k_scale: tl.tensor,
@@ -90,6 +94,8 @@ def step(
     PAGE: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_PAD: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -99,32 +105,33 @@ def step(
     """Add one tile of keys to the online softmax: rescale the sums to the new maximum, then add exp2(score -
     top) v.
 
-    Scores and sums are float32. 8-bit keys and values are scaled after the products, one scale a key.
+    Values are the first D numbers of keys where there is a TAIL. Scores and sums are float32. 8-bit keys and
+    values are scaled after the products, one scale a key.
     """
     key = start + tl.arange(0, COLUMNS)
+    real = key < to_key
     if MASKED:
-        real = key < to_key
         page = tl.load(table + key // PAGE, mask=real, other=0).to(tl.int64)
     else:
         page = tl.load(table + key // PAGE).to(tl.int64)
-    place = (page * page_stride + key % PAGE * D)[:, None] + d[None, :]
+    first = page * page_stride + key % PAGE * (D + TAIL)
+    place = first[:, None] + d[None, :]
     # Slots past the context are never read: they may hold anything, and 0 times NaN would be NaN.
-    if MASKED and D == D_PAD:
-        k_tile = tl.load(k + place, mask=real[:, None], other=0.0)
-        v_tile = tl.load(v + place, mask=real[:, None], other=0.0)
-    elif MASKED:
-        inside = real[:, None] & (d < D)[None, :]
-        k_tile = tl.load(k + place, mask=inside, other=0.0)
-        v_tile = tl.load(v + place, mask=inside, other=0.0)
-    elif D == D_PAD:
-        k_tile = tl.load(k + place)
-        v_tile = tl.load(v + place)
-    else:
-        k_tile = tl.load(k + place, mask=(d < D)[None, :], other=0.0)
-        v_tile = tl.load(v + place, mask=(d < D)[None, :], other=0.0)
+    k_tile = load_tile(k + place, real, d, MASKED, D, D_PAD)
+    v_tile = k_tile
+    if TAIL == 0:
+        v_tile = load_tile(v + place, real, d, MASKED, D, D_PAD)
 
     k_tile = convert_tile(k_tile, q_tile.dtype, QUANTISED)
     score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    if TAIL:
+        t = tl.arange(0, TAIL_PAD)
+        in_tail = (t < TAIL)[None, :]
+        if MASKED:
+            in_tail = in_tail & real[:, None]
+        tail = tl.load(k + first[:, None] + (D + t)[None, :], mask=in_tail, other=0.0)
+        tail = convert_tile(tail, q_tile.dtype, QUANTISED)
+        score = tl.dot(q_tail, tl.trans(tail), score, input_precision=PRECISION)
     if QUANTISED:
         scale_place = page * scale_stride + key % PAGE
         if MASKED:
@@ -154,6 +161,25 @@ def step(
     v_tile = convert_tile(v_tile, q_tile.dtype, QUANTISED)
     acc = tl.dot(weight.to(q_tile.dtype), v_tile, acc * keep[:, None], input_precision=PRECISION)
     return acc, new_top, total
+
+
+@triton.jit
+def load_tile(
+    place: tl.tensor,
+    real: tl.tensor,
+    d: tl.tensor,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+) -> tl.tensor:
+    """Load the first D numbers of keys or values, zeros beyond; with MASKED `real` rows only."""
+    if MASKED and D == D_PAD:
+        return tl.load(place, mask=real[:, None], other=0.0)
+    if MASKED:
+        return tl.load(place, mask=real[:, None] & (d < D)[None, :], other=0.0)
+    if D == D_PAD:
+        return tl.load(place)
+    return tl.load(place, mask=(d < D)[None, :], other=0.0)
 
 
 @triton.jit

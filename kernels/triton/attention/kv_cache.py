@@ -28,7 +28,18 @@ class TritonKVCache:
     v_scale: Tensor
     compute_dtype: torch.dtype
     is_windowed: bool = False
-    """See `KVShape`."""
+    latent: int = 0
+    """See `KVShape`. With latents `v` is `k`."""
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value."""
+        return self.latent or self.k.shape[-1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        pairs = [(self.k, self.v), (self.k_scale, self.v_scale)] if self.quantised else [(self.k, self.v)]
+        return [tensor for pair in pairs for tensor in (pair[:1] if self.latent else pair)]
 
     @property
     def quantised(self) -> bool:
@@ -53,12 +64,17 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> TritonKVCache:
     if shape.dtype == torch.float8_e4m3fn and not tiles.has_fp8(device):
         raise ValueError("fp8 keys and values need a GPU of compute capability 8.9 or newer: use int8")
     scales = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size)
-    k, v = (torch.empty(*scales, shape.head_dim, dtype=shape.dtype, device=device) for _ in "kv")
+
+    def make_pair(size: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        keys = torch.empty(size, dtype=dtype, device=device)
+        return [keys, keys if shape.latent else torch.empty_like(keys)]
+
+    k, v = make_pair((*scales, shape.head_dim), shape.dtype)
     # Unused scales are passed too. Each layer's begin at a multiple of 16 bytes: otherwise Triton would
     # compile another variant of the kernel.
     size = scales if shape.dtype in LARGEST else (shape.num_layers, 1, 1, 4)
-    k_scale, v_scale = (torch.empty(size, dtype=torch.float32, device=device) for _ in "kv")
-    return TritonKVCache(k, v, k_scale, v_scale, shape.compute_dtype, shape.is_windowed)
+    scales_pair = make_pair(size, torch.float32)
+    return TritonKVCache(k, v, *scales_pair, shape.compute_dtype, shape.is_windowed, shape.latent)
 
 
 def clear_blocks(cache: TritonKVCache, blocks: list[int]) -> None:
@@ -72,7 +88,7 @@ def copy_blocks(cache: TritonKVCache, pairs: list[tuple[int, int]]) -> None:
     pairs_P2 = torch.tensor(pairs, dtype=torch.int32)
     if cache.k.device.type == "cuda":
         pairs_P2 = pairs_P2.pin_memory().to(cache.k.device, non_blocking=True)
-    for tensor in (cache.k, cache.v, *((cache.k_scale, cache.v_scale) if cache.quantised else ())):
+    for tensor in cache.tensors:
         words = tensor.flatten(2).view(torch.int32)  # bytes are bytes: one kernel for all dtypes
         layers, blocks, size = words.shape
         copy_kernel[(len(pairs), layers)](words, pairs_P2, blocks * size, size, BLOCK=1024)

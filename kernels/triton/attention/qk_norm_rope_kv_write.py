@@ -17,7 +17,7 @@ from .attention_metadata import TritonAttentionMetadata
 from .kv_cache import LARGEST, TritonKVCache
 
 HEADS = 8
-"""Heads of one program."""
+"""Heads of one program, at most."""
 
 
 def rotate_and_write(
@@ -42,27 +42,28 @@ def write_kv(
     cache: TritonKVCache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: TritonAttentionMetadata
 ) -> None:
     kv_heads = cache.k.shape[2]
-    for source, written in ((k_TGD, 0), (v_TGD, kv_heads)):
+    for source, written in ((k_TGD, 0), (v_TGD, kv_heads))[: 1 if cache.latent else 2]:
         run(source, source, None, 0.0, None, cache, layer, plan.ragged.slots_T, 0, first=written)
 
 
 def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     rows, heads, head_dim = x_TnD.shape
+    at_once = min(HEADS, power_of_two(heads))
     assert x_TnD.stride()[1:] == (head_dim, 1)
     out = torch.empty((rows, heads, head_dim), dtype=x_TnD.dtype, device=x_TnD.device)
     if rows:
-        heads_kernel[(rows, triton.cdiv(heads, HEADS))](
+        heads_kernel[(rows, triton.cdiv(heads, at_once))](
             out, out, out, cos_TD, sin_TD, x_TnD, out, cos_TD, sin_TD, out, x_TnD.stride(0),
             cos_TD.stride(0), 0.0, heads, heads, heads, 1, 0, D=head_dim,
-            HALF_PAD=power_of_two(head_dim // 2), HEADS=HEADS, PAGE=1, NORM=False, ROTATE=True, WRITE=False,
-            QUANTISE=False, LARGEST=1.0, num_warps=warps_for(head_dim),
+            HALF_PAD=power_of_two(head_dim // 2), HEADS=at_once, PAGE=1, NORM=False, ROTATE=True, WRITE=False,
+            QUANTISE=False, LARGEST=1.0, num_warps=warps_for(head_dim, at_once),
         )  # fmt: skip
     return out
 
 
-def warps_for(head_dim: int) -> int:
+def warps_for(head_dim: int, heads: int) -> int:
     """Return the warps of a program, for two times four numbers a thread: 8 heads of 128 have four warps."""
-    return max(1, power_of_two(head_dim) * HEADS // 256)
+    return max(1, power_of_two(head_dim) * heads // 256)
 
 
 def run(
@@ -78,11 +79,12 @@ def run(
     first: int = 0,
 ) -> None:
     rows, heads, head_dim = x_TnD.shape
+    at_once = min(HEADS, power_of_two(heads))
     assert x_TnD.stride()[1:] == (head_dim, 1)
     if not rows:
         return
     cos_TD, sin_TD = angles or (cache.k_scale, cache.k_scale)
-    heads_kernel[(rows, triton.cdiv(heads, HEADS))](
+    heads_kernel[(rows, triton.cdiv(heads, at_once))](
         q_THD,
         cache.k[layer],
         cache.v[layer],
@@ -103,14 +105,14 @@ def run(
         cache.k.stride(1),
         D=head_dim,
         HALF_PAD=power_of_two(head_dim // 2),
-        HEADS=HEADS,
+        HEADS=at_once,
         PAGE=cache.k.shape[3],
         NORM=norm_nD is not None,
         ROTATE=angles is not None,
         WRITE=True,
         QUANTISE=cache.quantised,
         LARGEST=LARGEST.get(cache.k.dtype, 1.0),
-        num_warps=warps_for(head_dim),
+        num_warps=warps_for(head_dim, at_once),
     )
 
 

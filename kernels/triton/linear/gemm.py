@@ -245,3 +245,68 @@ def add_kernel(
     if BIAS:
         total += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
     tl.store(out + row * outputs + n, total.to(out.dtype.element_ty), mask=real)
+
+
+def linear_by_head(weight_HOI: Tensor, x_THI: Tensor, *, fixed: bool = False) -> Tensor:
+    """Implement `Ops.linear_by_head`. Inputs are few, so they are not split."""
+    (rows, heads, inputs), outputs = x_THI.shape, weight_HOI.shape[1]
+    assert x_THI.stride(2) == 1
+    out_THO = torch.empty((rows, heads, outputs), dtype=x_THI.dtype, device=x_THI.device)
+    if not rows:
+        return out_THO
+    tile = tile_by_head(rows, x_THI.element_size(), fixed=fixed)
+    heads_product_kernel[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, tile.rows), heads)](
+        out_THO,
+        x_THI,
+        weight_HOI,
+        rows,
+        outputs,
+        inputs,
+        x_THI.stride(0),
+        x_THI.stride(1),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        BLOCK=PLAIN_BLOCK // (2 if x_THI.dtype == torch.float32 else 1),
+        PRECISION="ieee" if x_THI.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out_THO
+
+
+def tile_by_head(rows: int, itemsize: int, *, fixed: bool) -> Tile:
+    if itemsize == 4:
+        return Tile(16, 32, 4, 2)
+    return Tile(64, 64, 4, 3) if fixed or rows > 16 else Tile(16, 64, 4, 4)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def heads_product_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    x_row: tl.tensor,
+    x_head: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Multiply a tile of one head's rows by its weights, with float32 sums.
+
+    Reference: `make_linear_by_head` in `kernels/reference/elementwise.py`.
+    """
+    head = tl.program_id(2).to(tl.int64)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    real_m, real_n = m < rows, n < outputs
+    own = weight + head * outputs * inputs
+    acc = sum_grouped(
+        x + head * x_head + m.to(tl.int64)[:, None] * x_row, real_m, own, own, own, n, real_n, 0,
+        tl.cdiv(inputs, BLOCK), outputs, inputs, ROWS, COLUMNS, BLOCK, 1, 0, 0, False, PRECISION,
+    )  # fmt: skip
+    place = (m.to(tl.int64)[:, None] * tl.num_programs(2) + head) * outputs + n[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=real_m[:, None] & real_n[None, :])

@@ -11,13 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DeviceError
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from llmbox.engine.planning.parallel_cost import rank_shape
-from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.support import KernelSite
 from support.families import (
     FAMILIES,
     make_family,
@@ -220,12 +218,14 @@ def test_sizes_of_known_models(
         assert shape.kv_bytes_per_token("bfloat16") == 2 * 2 * 61 * (512 + 64)
 
 
-def test_latent_attention_has_no_kernel_for_gpus() -> None:
-    plan = RunnablePlan("bfloat16", "bfloat16", "none", is_latent=True)
-    asked = EngineConfig(model_path="", name="")
-    with pytest.raises(DeviceError, match="latent attention of this model has no Triton kernel yet"):
-        require_runnable(plan, KernelSite(device="cuda"), asked)
-    require_runnable(plan, KernelSite(device="cpu"), asked)
+def test_a_gpu_stores_latents_once(tmp_path: Path) -> None:
+    shape = parse_config(make_family(tmp_path, "deepseek_v3")).shape()
+    asked = EngineConfig(model_path="", name="", max_running=1)
+    stored = {}
+    for device in ("cpu", "cuda"):
+        budget = MemoryBudget(device=device, available=8 << 30, native_kernels=device == "cpu")
+        stored[device] = estimate(shape, budget, asked).kv_bytes_per_token
+    assert stored["cpu"] >= 2 * stored["cuda"] == 2 * 2 * 40 * 4
 
 
 @pytest.mark.parametrize("arch", ["gpt_oss", "deepseek_v3", "granitemoe"])

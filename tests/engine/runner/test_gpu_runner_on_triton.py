@@ -22,6 +22,7 @@ FAMILY_SIZES = [
             "sliding_window": 10,
         },
     ),
+    ("deepseek_v2", {"num_hidden_layers": 2}),
     ("llama4_text", {"num_hidden_layers": 2, "moe_layers": [1], "attention_chunk_size": 9}),
     (
         "qwen3_5_text",

@@ -44,6 +44,25 @@ def test_attention_within_chunks(monkeypatch: pytest.MonkeyPatch, ops: Ops) -> N
     assert_near(step.attend(ops, -40), step.exact(-40))
 
 
+@pytest.mark.parametrize(
+    ("heads", "latent", "dtype", "kv_dtype"),
+    [(20, 64, torch.float32, None), (16, 32, torch.float16, None), (4, 32, torch.float32, torch.int8)],
+)
+def test_latents(
+    monkeypatch: pytest.MonkeyPatch, heads: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Keys of which a part is the value, and more heads than a tile has rows; split and whole."""
+    monkeypatch.setattr(attention_plan, "LEAST_SPLIT", 32)
+    monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
+    sizes = {"heads": (heads, 1), "head_dim": latent + 8, "latent": latent, "dtype": dtype}
+    step = PagedStep([(70, 1), (1, 1), (14, 4)], kv_dtype=kv_dtype, **sizes)
+    for fixed in (False, True):
+        found = step.attend(triton_ops(CPU, dtype, deterministic=fixed))
+        if kv_dtype is None:
+            assert_near(found, step.exact())
+        assert (found.double() - step.exact()).norm() / step.exact().norm() < 0.01
+
+
 def test_heads_of_512() -> None:
     step = PagedStep([(18, 1), (0, 3)], heads=(2, 1), head_dim=512, dtype=torch.float16)
     assert_near(step.attend(OPS, 7), step.exact(7))
@@ -96,15 +115,16 @@ def test_long_contexts_are_split(monkeypatch: pytest.MonkeyPatch, window: int | 
     assert_near(step.attend(OPS, window), step.exact(window))
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_one_row_one_result(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "latent"), [(None, 0), (20, 0), (None, 32)])
+def test_one_row_one_result(monkeypatch: pytest.MonkeyPatch, window: int | None, latent: int) -> None:
     """Alone or in a prompt, split or walked by one program: the same bits."""
     monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
-    prompt = PagedStep([(0, 75)], heads=(2, 1))
+    sizes = {"heads": (20, 1), "head_dim": 40, "latent": 32} if latent else {"heads": (2, 1)}
+    prompt = PagedStep([(0, 75)], **sizes)
     whole = prompt.attend(FIXED, window)
     assert_near(whole, prompt.exact(window))
     for position in (31, 32, 74):
-        alone = PagedStep([(position, 1), (5, 1)], heads=(2, 1), seed=1)
+        alone = PagedStep([(position, 1), (5, 1)], seed=1, **sizes)
         alone.q[0] = prompt.q[0][position : position + 1]
         alone.k[0], alone.v[0] = (x[: position + 1] for x in (prompt.k[0], prompt.v[0]))
         assert torch.equal(alone.attend(FIXED, window)[0], whole[position])
