@@ -118,10 +118,11 @@ def families(setting: Setting, dtype: torch.dtype) -> Checks:
         ("latents", None, {"heads": (128, 1), "head_dim": 576, "latent": 512}),
     )
     for name, window, options in cases:
+        sizes = options
         if setting.tiny:
-            options |= {"heads": (2, 1), "head_dim": min(64, options["head_dim"])}
-            options |= {"latent": 48} if "latent" in options else {}
-        step = PagedStep(sequences, dtype=dtype, device=setting.device, seed=setting.seed, **options)
+            latent = {"latent": 48} if "latent" in options else {}
+            sizes = options | {"heads": (2, 1), "head_dim": min(64, options["head_dim"])} | latent
+        step = PagedStep(sequences, dtype=dtype, device=setting.device, seed=setting.seed, **sizes)
         for deterministic in (False,) if setting.tiny else (False, True):
             ops = triton_ops(setting.device, dtype, deterministic=deterministic)
             error = distance(step.attend(ops, window), step.exact(window))

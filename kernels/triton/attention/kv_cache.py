@@ -65,16 +65,16 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> TritonKVCache:
         raise ValueError("fp8 keys and values need a GPU of compute capability 8.9 or newer: use int8")
     scales = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size)
 
-    def make_pair(size: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    def make_pair(size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         keys = torch.empty(size, dtype=dtype, device=device)
-        return [keys, keys if shape.latent else torch.empty_like(keys)]
+        return keys, keys if shape.latent else torch.empty_like(keys)
 
     k, v = make_pair((*scales, shape.head_dim), shape.dtype)
     # Unused scales are passed too. Each layer's begin at a multiple of 16 bytes: otherwise Triton would
     # compile another variant of the kernel.
     size = scales if shape.dtype in LARGEST else (shape.num_layers, 1, 1, 4)
-    scales_pair = make_pair(size, torch.float32)
-    return TritonKVCache(k, v, *scales_pair, shape.compute_dtype, shape.is_windowed, shape.latent)
+    k_scale, v_scale = make_pair(size, torch.float32)
+    return TritonKVCache(k, v, k_scale, v_scale, shape.compute_dtype, shape.is_windowed, shape.latent)
 
 
 def clear_blocks(cache: TritonKVCache, blocks: list[int]) -> None:

@@ -13,6 +13,7 @@ from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import ModelShape, SlidingShape
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
+from support.device_ranks import device_ranks
 from support.families import FAMILIES, make_family
 from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, hf_model, hf_tokens, load, run, tokens
@@ -100,10 +101,20 @@ def test_ranks_give_the_tokens_of_one(model: Path, expected: list[int]) -> None:
     assert tokens(bounded(model, **cut), [LONG, *OTHERS[:2]])["long"] == expected
 
 
+@pytest.mark.slow
+def test_ranks_that_launch_ahead_give_the_tokens_of_one(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")  # ranks are threads here
+    cut = {"tp": 2} if parse_config(model).shares_kv else {"pp": 2}
+    options = {"dtype": "float32", "token_budget": 64, "memory_bytes": 512 << 20}
+    with device_ranks(model, graphs=True, **cut, **options) as (engine, _):
+        assert engine._scheduler.kv_cache.windows is not None
+        assert tokens(engine, [LONG, *OTHERS[:2]])["long"] == expected
+
+
 def test_in_steps_that_are_launched_ahead(model: Path, expected: list[int]) -> None:
     """By the runner of GPUs, in a batch, cached, and as graphs."""
-    if parse_config(model).cpu_part:
-        pytest.skip("runs on CPUs only")
     capture = FakeCapture()
     engine = device_engine(model, dtype="float32", token_budget=64, max_running=9, capture=capture)
     while engine.prepare():
