@@ -235,6 +235,11 @@ class Ops:
     masked but still multiplied (0 * NaN). A backend that never reads masked slots does nothing here.
     """
 
+    block_tensors: Callable[[KVCache], list[Tensor]]
+    """(cache) -> all of its memory as tensors [layers, blocks, ...]: a block's bytes are `tensor[:, block]`
+    of each. They can be kept elsewhere and written back, to any block of a cache of the same shape.
+    """
+
     graph: Callable[[ForwardBody], ForwardBody]
     """(forward pass) -> the same function, recorded where the backend can record.
 

@@ -96,6 +96,11 @@ class Paths:
         return self.cache_dir / "repacked"
 
     @property
+    def kv_cache(self) -> Path:
+        """KV blocks that later loads and turns go on from."""
+        return self.cache_dir / "kv"
+
+    @property
     def keys_file(self) -> Path:
         """API keys, as hashes."""
         return self.data_dir / "keys.json"

@@ -271,12 +271,11 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
-    repacked_gb: float = key(
-        50.0,
-        "GB (10^9 bytes) of disk for weights as the CPU kernels pack them, mapped by the next load; 0: none.",
-        low=0,
-        high=1_000_000,
+    repacked_gb: float = key(50.0, "GB of disk for weights as the CPU kernels pack them.", low=0, high=1e6)
+    kv_disk_gb: float | None = key(
+        None, "GB of disk for KV blocks; auto: a fifth of what is free, at most 50.", low=0, high=1e6
     )
+    kv_key_share: float = key(0.5, "Share of cache.kv_disk_gb that one API key may take.", low=0.01, high=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

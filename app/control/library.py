@@ -32,6 +32,7 @@ from ..models.registry import Registry
 from ..services import Services
 from ..text.tokenizer.tokenizer import read_generation_defaults, read_template
 from ..util import formatting
+from .kv_cache import prune_kv_cache
 
 RETRY_DOWNLOAD = 10
 """Seconds until a client should ask again for a model that is being fetched."""
@@ -140,7 +141,9 @@ class Library:
             status = STATUS_OF_EXIT.get(error.exit, 400)
             code = "model_not_found" if status == 404 else "cannot_delete"
             raise ApiError(status, f"{error.what}: {error.why}", code, "models") from error
-        await asyncio.to_thread(PackedWeightCache(self._services.paths.repacked, 0).prune)
+        paths, settings = self._services.paths, self._services.settings.cache
+        await asyncio.to_thread(PackedWeightCache(paths.repacked, 0).prune)
+        await asyncio.to_thread(prune_kv_cache, paths, settings)
         return removed
 
     def _require_unused(self, found: Removable) -> None:

@@ -9,8 +9,8 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from setproctitle import setproctitle
@@ -23,6 +23,7 @@ from llmbox.kernels.cpu.isa import KERNEL_CACHE
 from ..config.loader import LoadedSettings
 from ..config.paths import Paths
 from ..config.settings import CacheSettings
+from ..control.kv_cache import claim_kv_cache
 from ..lifecycle.instance import InstanceLock, RunningDaemon
 from ..logging import setup as logs
 from ..models.load_request import ModelRequest
@@ -60,6 +61,8 @@ class DaemonOptions:
     parts: "Callable[[], DaemonParts] | None" = None
     """Replaces the composition of the daemon (tests)."""
     background: bool = False
+    kv_cache: Mapping[str, str] = field(default_factory=dict)
+    """Environment that gives engines the KV cache on disk (`app/control/kv_cache.py`)."""
 
 
 def run_daemon(plan: DaemonOptions) -> None:
@@ -76,11 +79,13 @@ def run_daemon(plan: DaemonOptions) -> None:
         if lock.leftover is not None:
             log.warning("an earlier daemon (pid %d) ended without cleaning up", lock.leftover.pid)
         log.info("llmbox %s, pid %d, listens on %s", __version__, running.pid, running.url)
-        first = _first_engine(plan)  # imports torch while this process imports the server
-        try:
-            _serve(plan, running, [*tcp, unix], None if tls is None else tls.context, first)
-        finally:
-            log.info("stopped")
+        with claim_kv_cache(plan.paths, settings.cache) as kv_cache:
+            plan = replace(plan, kv_cache=kv_cache)
+            first = _first_engine(plan)  # imports torch while this process imports the server
+            try:
+                _serve(plan, running, [*tcp, unix], None if tls is None else tls.context, first)
+            finally:
+                log.info("stopped")
 
 
 def _serve(
@@ -105,7 +110,7 @@ def _first_engine(plan: DaemonOptions) -> SpawnedProcess | None:
     if plan.parts is not None or not plan.models:
         return None
     try:
-        return spawn(with_caches(Launch(), plan.paths, plan.loaded.settings.cache))
+        return spawn(with_caches(Launch(env=plan.kv_cache), plan.paths, plan.loaded.settings.cache))
     except OSError:
         return None  # the load tries again and reports the reason
 

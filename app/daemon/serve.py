@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Final
@@ -130,7 +131,9 @@ async def serve_until_stopped(
     """
     settings = plan.loaded.settings
     status = StatusLine(running.url)
-    services = compose(settings, plan.paths, (plan.parts or real_parts)(), first, status.update)
+    parts = (plan.parts or real_parts)()
+    parts = replace(parts, launch=replace(parts.launch, env={**plan.kv_cache, **parts.launch.env}))
+    services = compose(settings, plan.paths, parts, first, status.update)
     control = DaemonController(services, running, plan.loaded, plan.reload, plan.begun_with, plan.checks)
     app = create_app(services, [*DIALECTS, admin_router, *_panel()])
     app.state.control = control

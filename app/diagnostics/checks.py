@@ -13,6 +13,7 @@ from typing import Literal
 from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.errors import EngineError, UnsupportedArchitecture
 from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.kv_store.folder import KVFolderUnusable
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.placement import describe_interconnect
 from llmbox.kernels.cpu.build import find_compiled, temporary_folder
@@ -21,6 +22,7 @@ from llmbox.kernels.cpu.isa import KERNEL_CACHE, Level, usable_levels
 from llmbox.kernels.cpu.prebuilt import find_prebuilt
 from llmbox.kernels.support import known_kernels
 
+from ..control.kv_cache import limit_bytes, open_kv_cache
 from ..daemon.listen import check_bind, holder_of
 from ..errors import CliError
 from ..lifecycle.instance import find_running
@@ -184,6 +186,25 @@ def check_disk(program: Program) -> Iterator[Finding]:
             yield Finding(f"disk ({name})", "ok", told)
 
 
+def check_kv_cache(program: Program) -> Iterator[Finding]:
+    """Check the KV cache on disk, which is left out where it cannot be used."""
+    try:
+        settings = program.settings().settings.cache
+    except CliError:
+        return  # check_config tells
+    most = limit_bytes(program.paths, settings)
+    if not most:
+        yield Finding("KV cache on disk", "ok", "off (cache.kv_disk_gb is 0)")
+        return
+    try:
+        folder = open_kv_cache(program.paths, settings)
+    except (KVFolderUnusable, OSError) as error:
+        yield Finding("KV cache on disk", "note", f"left out: {error}")
+        return
+    used = sum(usage.size for usage in folder.models()) if folder is not None else 0
+    yield Finding("KV cache on disk", "ok", f"{size(used)} of {size(most)} in {program.paths.kv_cache}")
+
+
 def check_config(program: Program) -> Iterator[Finding]:
     try:
         server = program.settings().settings.server
@@ -298,6 +319,7 @@ CHECKS: tuple[Callable[[Program], Iterator[Finding]], ...] = (
     check_files,
     check_folders,
     check_disk,
+    check_kv_cache,
     check_config,
     check_daemon,
     check_models,

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from ..errors import EngineError
 from ..ipc.messages import (
@@ -26,6 +26,14 @@ from .scheduler import Scheduler
 from .step import StepPlan
 
 log = logging.getLogger("llmbox.engine")
+
+IDLE_SECONDS: Final = 0.005
+"""Time for which the engine waits for the KV cache's threads where it has nothing else to do: so long may a
+message wait.
+"""
+CLOSE_SECONDS: Final = 3.0
+PROMPT_STEP: Final = 64
+"""Tokens of a step from which on its time tells how fast prompts are computed."""
 
 
 class Engine:
@@ -73,6 +81,12 @@ class Engine:
         except BaseException:
             self._discard(plan)
             raise
+        if (tiers := self._scheduler.kv_cache.tiers) is not None:
+            if plan.num_tokens >= PROMPT_STEP and not self._runner.depth:
+                tiers.note_computed(plan.num_tokens, self._clock() - started)
+            tiers.pump()
+            if tiers.is_reading and not (plan.rows or worked):
+                tiers.wait(IDLE_SECONDS)
         self._steps += bool(plan.rows)
         if plan.rows or worked:
             self._step_seconds += self._clock() - started
@@ -80,7 +94,18 @@ class Engine:
 
     def prepare(self) -> bool:
         """Do one piece of idle-time work that makes later steps faster. False once nothing is left to do."""
-        return self._runner.prepare()
+        if self._runner.prepare():
+            return True
+        tiers = self._scheduler.kv_cache.tiers
+        if tiers is None or not tiers.pump():
+            return False
+        tiers.wait_for_writer(IDLE_SECONDS)
+        return True
+
+    def close(self) -> None:
+        """Write the KV blocks that wait to be written, for `CLOSE_SECONDS` at most. No step follows."""
+        if (tiers := self._scheduler.kv_cache.tiers) is not None:
+            tiers.close(CLOSE_SECONDS)
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the token texts that grammars are compiled over; needed before the first request with a

@@ -51,6 +51,12 @@ class Request:
     """Prompt tokens in whole blocks that were looked up in the prefix cache at first admission."""
     prefix_end: PrefixMissReason | None = None
     """Reason why the prefix cache covered no more of the prompt."""
+    num_disk_blocks: int = 0
+    """Blocks of it that were read from disk before its admission (`KVTiers`)."""
+    num_disk: int = 0
+    """Tokens of `num_cached` that came from disk."""
+    disk_end: PrefixMissReason | None = None
+    """Reason why no more of it came from disk, where the disk had more."""
     scheduled_at: float | None = None
     """Clock at first admission, in seconds; None before it."""
     preemptions: int = 0

@@ -37,6 +37,7 @@ class WaitingQueue:
         self._present: dict[str, Request] = {}
         self._aside: dict[str, list[Request]] = {}
         self._standing_aside: set[str] = set()
+        """Forks, and requests that wait for blocks from disk."""
 
     def __len__(self) -> int:
         return len(self._present)
@@ -51,6 +52,16 @@ class WaitingQueue:
         self._present[request.request_id] = request
         self._aside.setdefault(sibling.request_id, []).append(request)
         self._standing_aside.add(request.request_id)
+
+    def hold(self, request: Request) -> None:
+        """Add a request that waits until `release`, outside the order too."""
+        self._present[request.request_id] = request
+        self._standing_aside.add(request.request_id)
+
+    def release(self, request: Request) -> None:
+        if self._is_present(request):
+            self._standing_aside.discard(request.request_id)
+            self.push(request)
 
     def awaited_siblings(self) -> list[str]:
         return list(self._aside)
@@ -124,8 +135,9 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Assert that every waiting request is in exactly one queue."""
-        forks = [fork for group in self._aside.values() for fork in group]
-        present = [fork.request_id for fork in forks if self._is_present(fork)]
+        forks = {fork.request_id for group in self._aside.values() for fork in group}
+        assert {name for name in forks if name in self._present} <= self._standing_aside
+        present = [name for name in self._standing_aside if name in self._present]
         for _, flows in self._flows.bands:
             for flow in flows:
                 queued = [entry[-1].request_id for entry in flow.heap if self._is_present(entry[-1])]

@@ -94,10 +94,12 @@ class Scheduler:
         sibling = self._sibling(request)
         self._requests[request.request_id] = request
         self._flows.enter(request)
-        if sibling is None or sibling.has_computed_prompt or self.config.batching == "static":
-            self._waiting.push(request)
-        else:
+        if sibling is not None and not sibling.has_computed_prompt and self.config.batching != "static":
             self._waiting.push_aside(request, sibling)
+        elif self.kv_cache.read_ahead(request):
+            self._waiting.hold(request)
+        else:
+            self._waiting.push(request)
 
     def abort(self, request_id: str) -> bool:
         """Remove a waiting or running request and free its blocks at once. False if there is none."""
@@ -114,6 +116,7 @@ class Scheduler:
             self._waiting.discard(request)
         self._flows.leave(request)
         self._waiting.end_fork_wait(request)
+        self.kv_cache.forget(request)
 
     def _sibling(self, request: Request) -> Request | None:
         """Return the request of the same `n > 1` call that `request` may share prompt blocks with."""
@@ -132,6 +135,8 @@ class Scheduler:
         second one.
         """
         plan = StepPlan()
+        for request in self.kv_cache.take_in():
+            self._waiting.release(request)
         self._grow_running()
         if self._waiting and self.config.batching == "continuous":
             self._displace()
@@ -305,8 +310,6 @@ class Scheduler:
         request.flow.running -= 1
         self.kv_cache.free(request, suspect=suspect)
 
-    # ------------------------------------------------------------------ update
-
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply the result of a step. Returns one output per request that got a token or ended.
 
@@ -374,8 +377,6 @@ class Scheduler:
         self.drafting.end(request)
         self._requeue(request, suspect=True)
         return []
-
-    # ------------------------------------------------------------------ proof
 
     def check(self) -> None:
         """Assert that every block is accounted for and every request is in exactly one queue."""

@@ -47,6 +47,7 @@ from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..sampling import Sampler
 from .drafting import draft_rows, load_draft_model
+from .kv_tiers import open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
 from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
@@ -62,6 +63,9 @@ KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class RankEngine:
     """One rank's loaded shard of the model."""
 
+    rotary: Rotary
+    kernels: tuple[str, ...]
+    """Names of the kernels and of their layout, by which the bits of keys and values may differ."""
     runner: CPUModelRunner | EncoderRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
     """Runner on a CPU, or a callable that creates the GPU runner after the rendezvous of all ranks."""
     plan: MemoryPlan
@@ -97,6 +101,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     plan = estimate(model.shape(config.context), memory_budget(device), config)
     layout = ParallelLayout(plan.tp, plan.pp)
     runner: Executor
+    local: object = None
     worker_pids: list[int] = []
     if layout.ranks == 1:
         share = load_rank(config, plan, SINGLE, weights_progress(progress))
@@ -110,7 +115,10 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    return Engine(make_scheduler(config, plan, share.draft_rows, share.draft_model), runner, info)
+    scheduler = make_scheduler(config, plan, share.draft_rows, share.draft_model)
+    if isinstance(local, CPUModelRunner | GPUModelRunner):
+        open_tiers(config, plan, share, local.block_memory(), scheduler.kv_cache)
+    return Engine(scheduler, runner, info)
 
 
 def load_rank(
@@ -145,11 +153,12 @@ def load_rank(
     weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
     model, measured = load_weights(model_config, weights, progress)
     rotary = Rotary(model_config, plan.context, device)
+    kernels = (ops.name, "" if ops.packing is None else ops.packing.layout)
     if model_config.is_bidirectional:
         vectors = _read_vectors(model_config, directory)
         context, size = plan.context, plan.block_size
         encoder = EncoderRunner(model, rotary, vectors, context=context, block_size=size)
-        return RankEngine(encoder, plan, ops.name, measured)
+        return RankEngine(rotary, kernels, encoder, plan, ops.name, measured)
     assert isinstance(model, Decoder)
     kv_shape, window_shape = cache_shapes(model_config, plan, layout, kv_dtype, dtype)
     states = None
@@ -159,7 +168,7 @@ def load_rank(
     if overlaps:
         parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
-        return RankEngine(make, plan, ops.name, measured)
+        return RankEngine(rotary, kernels, make, plan, ops.name, measured)
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)
     window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
@@ -177,7 +186,7 @@ def load_rank(
     draft = None
     if config.draft_path is not None:
         draft = load_draft_model(config, plan, model_config, threads, (dtype, kv_dtype), progress)
-    return RankEngine(runner, plan, ops.name, measured, rows, draft)
+    return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, draft)
 
 
 def encoder_options(config: EngineConfig) -> EngineConfig:

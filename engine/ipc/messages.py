@@ -24,6 +24,8 @@ PrefixMissReason = Literal[
     "evicted",
     "namespace",
     "state",
+    "late",
+    "damaged",
 ]
 """Reason why the prefix cache covered no more of a prompt.
 
@@ -36,6 +38,9 @@ PrefixMissReason = Literal[
     diverged          the blocks before were found, this one was never computed
     evicted           the block was cached and has been evicted
     namespace         another namespace (another key, another `cache_salt`) computed the same first block
+    state             the recurrent state at the end of the known blocks was not kept
+    late              the next block is on disk, which took too long to read it
+    damaged           the next block was on disk, and its file was damaged
 """
 
 
@@ -213,6 +218,8 @@ class RequestOutput:
     error_message: str | None = None
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache; sent with the first output."""
+    disk_tokens: int | None = None
+    """Tokens of `cached_tokens` that came from the KV cache on disk; sent with the first output."""
     looked_up_tokens: int | None = None
     """Prompt tokens looked up in the prefix cache: those in whole blocks before the last token; sent with the
     first output."""

@@ -64,6 +64,7 @@ class EngineProtocol(Protocol):
     def abort(self, request_id: str) -> RequestOutput | None: ...
     def step(self) -> StepOutputs: ...
     def prepare(self) -> bool: ...
+    def close(self) -> None: ...
     def stats(self) -> EngineStats: ...
     def blocks(self) -> BlockMap: ...
 
@@ -104,12 +105,14 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
         idle = channel.congested or not (engine.has_work or preparing)
         for message in channel.receive(block=idle):
             if isinstance(message, Shutdown):
+                engine.close()
                 return
             answer = _handle(engine, channel, message)
             if answer is not None:
                 outputs.append(answer)
         if engine.has_work and not channel.congested:
             step = engine.step()
+            preparing = True
             channel.send(StepOutputs(outputs=outputs + step.outputs, stats=step.stats))
         elif outputs:
             channel.send(StepOutputs(outputs=outputs, stats=engine.stats()))

@@ -10,12 +10,14 @@ from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..core.step import ScheduledRequest, StepPlan, StepResult
+from ..device.device import HostDevice
 from ..ipc.messages import TokenLogprobs
 from ..model.decoder import Decoder
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
+from .block_memory import DeviceBlockMemory, block_memory
 from .draft_verification import requests_with_nan, verify_drafts
 from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, sliding_table
 from .pooling import read_sums, sum_states
@@ -86,6 +88,11 @@ class CPUModelRunner:
         if batch.pooled:
             self._pool(hidden_RE, batch, result)
         return result
+
+    def block_memory(self) -> DeviceBlockMemory:
+        """Return access to the bytes of its KV blocks and recurrent states."""
+        window_cache = self._window_cache if self._has_window_blocks else None
+        return block_memory(self._ops, self._caches, window_cache, self._states, HostDevice())
 
     def _pool(self, hidden_RE: Tensor, batch: StepBatch, result: StepResult) -> None:
         count = sum(rows.count for rows in batch.pooled)

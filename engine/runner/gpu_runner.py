@@ -32,6 +32,7 @@ from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
 from ..sampling.device_state import DeviceRequestState
+from .block_memory import DeviceBlockMemory, block_memory
 from .cuda_graphs import DecodeGraphs, GraphCapture
 from .gpu_inputs import MixedStep, decode_inputs, mixed_inputs
 from .input_batch import begun_blocks, sliding_table
@@ -137,6 +138,11 @@ class GPUModelRunner:
             agree = self._rank.communicator.all_agree if self._rank.layout.ranks > 1 else None
             most = ceil_div(sizes.max_running, self.stages)
             self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, agree=agree)
+
+    def block_memory(self) -> DeviceBlockMemory:
+        """Return access to the bytes of its KV blocks and recurrent states."""
+        window_cache = self._window_cache if self._sizes.window_blocks else None
+        return block_memory(self._ops, self._caches, window_cache, self._states, self._device)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step on the device, capturing an urgent graph first."""

@@ -66,6 +66,7 @@ class CPUBackend:
             attention=self.attention,
             copy_blocks=self.copy_blocks,
             clear_blocks=self.clear_blocks,
+            block_tensors=CPUKVCache.block_tensors,
             graph=self.graph,
             host_callback=self.recorder.host_callback,
             scratch=self.recorder.scratch,

@@ -51,6 +51,7 @@ REFERENCE = Ops(
     attention=attention,
     copy_blocks=copy_blocks,
     clear_blocks=clear_blocks,
+    block_tensors=lambda cache: cache.tensors,
     graph=lambda body: body,
     kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
     recurrent=RECURRENT,

@@ -101,6 +101,7 @@ class TritonBackend:
             attention=self.attention,
             copy_blocks=kv_cache.copy_blocks,
             clear_blocks=kv_cache.clear_blocks,
+            block_tensors=lambda cache: cache.tensors,
             graph=same,
             kv_dtypes=frozenset(formats),
             row_invariant=self.fixed,

@@ -233,6 +233,9 @@ class FakeEngine:
     def prepare(self) -> bool:
         return False
 
+    def close(self) -> None:
+        return
+
     def _held(self) -> set[str]:
         limit = self._options.hold_at
         held = {name for name, s in self._running.items() if limit is not None and len(s.output) >= limit}

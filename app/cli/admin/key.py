@@ -187,6 +187,8 @@ def rotate(program: Program, name: str, *, as_json: bool) -> None:
 @pass_program
 def rm(program: Program, names: tuple[str, ...], *, yes: bool) -> None:
     """Revoke keys. Their stored answers (store: true) are erased."""
+    from ...control.kv_cache import purge_key
+
     store = _store(program)
     store.check()
     wanted = [store.get(name) for name in dict.fromkeys(names)]
@@ -195,6 +197,7 @@ def rm(program: Program, names: tuple[str, ...], *, yes: bool) -> None:
     require_consent(question, "nothing was revoked", yes=yes, as_json=False)
     for each in wanted:
         gone = store.remove(each.name)
+        purge_key(program.paths, program.settings().settings.cache, gone.id)
         output.say(f"{gone.name} ({gone.display}) is revoked.")
     _forget_stored(program)
 

@@ -1,5 +1,6 @@
 """`llmbox search`, `adopt`, `rm` and `df`: models on the hub and on this disk."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -159,11 +160,13 @@ def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> 
         answer = program.client.post("/admin/api/models/delete", {"models": refs}, timeout=600.0)
         removed: list[dict[str, Any]] = answer["removed"]
     else:
+        from ...control.kv_cache import prune_kv_cache
         from ...hub.remove import find_removable, remove
 
         found = [find_removable(ref, program.environ, program.names) for ref in refs]
         removed = [asdict(remove(each, program.registry)) for each in found]
         packed_weights(program).prune()
+        prune_kv_cache(program.paths, program.settings().settings.cache)
     if as_json:
         output.write_json("rm", {"removed": removed, "freed": sum(each["freed"] for each in removed)})
         return
@@ -192,20 +195,30 @@ def _what_goes(program: Program, refs: Sequence[str]) -> str:
 
 
 @click.command(cls=Command)
-@click.option("--prune", is_flag=True, help="Delete packed weights of models that are gone or changed.")
-@click.option("--prune-all", is_flag=True, help="Delete all packed weights; loads pack again.")
+@click.option(
+    "--prune", is_flag=True, help="Delete packed weights and KV cache of models that are gone or changed."
+)
+@click.option(
+    "--prune-all", is_flag=True, help="Delete all of both; loads pack again, prompts are computed again."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Names only.")
 @pass_program
 def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: bool) -> None:
-    """Show the disk space that models take, unfinished downloads and packed weights included."""
+    """Show the disk space of models, with unfinished downloads, packed weights and KV cache."""
+    from ...control.kv_cache import prune_kv_cache
     from ...hub.remove import disk_use, folder_size
     from ...hub.transfer import free_space
     from ...models.catalog import hub_cache
 
     packed = packed_weights(program)
-    freed = packed.prune(everything=prune_all) if prune or prune_all else None
+    freed = None
+    if prune or prune_all:
+        cache_settings = program.settings().settings.cache
+        freed = packed.prune(everything=prune_all)
+        freed += prune_kv_cache(program.paths, cache_settings, everything=prune_all)
     repacked = [repacked_row(entry) for entry in packed.entries()]
+    kv_cache = kv_cache_rows(program)
     taken = disk_use(program.environ, program.names)
     cache = hub_cache(program.environ)
     own = {
@@ -225,6 +238,7 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
                 "models_folder": str(cache),
                 "own": own,
                 "repacked": repacked,
+                "kv_cache": kv_cache,
                 "freed": freed,
             },
         )
@@ -263,9 +277,25 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
             ],
             right=(2,),
         )
+    if kv_cache:
+        output.write("")
+        output.table(
+            ("KV CACHE OF", "FORMAT", "BLOCKS", "SIZE", "LAST USED"),
+            [
+                (
+                    row["model"] or "?",
+                    row["format"] or "?",
+                    row["blocks"],
+                    formatting.size(row["size"]),
+                    formatting.clock(row["last_used"]),
+                )
+                for row in kv_cache
+            ],
+            right=(2, 3),
+        )
     output.write("")
     if freed is not None:
-        output.write(f"{formatting.size(freed)} of packed weights deleted")
+        output.write(f"{formatting.size(freed)} of packed weights and KV cache deleted")
     output.write(f"{formatting.size(total)} in models, {formatting.size(free)} free on the disk of {cache}")
     output.write(
         f"{formatting.size(own['state'])} of logs and state, "
@@ -278,6 +308,28 @@ def packed_weights(program: Program) -> "PackedWeightCache":
 
     gigabytes = program.settings().settings.cache.repacked_gb
     return PackedWeightCache(program.paths.repacked, int(gigabytes * 1e9))
+
+
+def kv_cache_rows(program: Program) -> list[dict[str, Any]]:
+    """List what the KV cache on disk takes; nothing where there is none, or it cannot be used."""
+    from llmbox.engine.kv_store.folder import KVFolderUnusable
+
+    from ...control.kv_cache import open_kv_cache
+
+    with contextlib.suppress(KVFolderUnusable, OSError):
+        folder = open_kv_cache(program.paths, program.settings().settings.cache)
+        return [
+            {
+                "model": usage.about.get("model"),
+                "format": usage.about.get("format"),
+                "blocks": usage.blocks,
+                "size": usage.size,
+                "last_used": usage.used,
+            }
+            for usage in ([] if folder is None else folder.models())
+            if usage.blocks
+        ]
+    return []
 
 
 def repacked_row(entry: "PackedCacheEntry") -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
         ("aliases and adopted folders", paths.registry_file),
         ("settings before llmbox share", paths.share_file),
         ("logs and request log", paths.state_dir),
-        ("compiled kernels and repacked weights", paths.cache_dir),
+        ("compiled kernels, repacked weights and KV cache", paths.cache_dir),
         ("sockets", paths.runtime_dir),
         *(
             (f"service ({'system' if each else 'user'})", unit_file(program, system=each))

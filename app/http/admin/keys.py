@@ -11,6 +11,7 @@ from litestar.params import FromPath, JSONBody
 from msgspec import Struct
 
 from ...control.controller import DaemonController
+from ...control.kv_cache import purge_key
 from ...errors import ApiError, CliError, Exit
 from ...security.key_store import KeyView, view
 from ...security.keys import ApiKey, KeyChange, KeySpec
@@ -105,6 +106,7 @@ def sign_in_link(request: Request[Any, Any, State]) -> SignInLink:
 async def revoke(services: Services, name: str) -> ApiKey:
     """Revoke a key and erase what it had stored. Raises ApiError."""
     gone = await changing(lambda: services.security.revoke(name))
+    await asyncio.to_thread(purge_key, services.paths, services.settings.cache, gone.id)
     try:
         await services.stored.erase_owners_but(services.security.keys.ids())
     except StoreError as error:

@@ -22,6 +22,7 @@ from .prefix_cache import extend_hashes, first_block_digest
 from .prefix_history import PrefixUses
 from .state_manager import StateManager
 from .state_pool import StatePool
+from .tiers import KVTiers
 from .window_manager import WindowManager
 
 
@@ -56,8 +57,10 @@ class KVCacheManager:
         self._premium_blocks = int(config.premium_share * pool.num_blocks)
         self._premium_held = 0
         self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.prefix_hits = self.disk_hits = 0
         self.uses = PrefixUses()
+        self.tiers: KVTiers | None = None
+        """Tiers behind the pools; set once the engine has them."""
         self.computed_by: list[str | None] = [None] * pool.num_blocks
         """Id of the request that last filled each block; meaningless for free blocks."""
 
@@ -95,7 +98,7 @@ class KVCacheManager:
         A recurrent state is only kept at the ends of blocks, and a window moves on: then forks share what the
         prefix cache has.
         """
-        shared, known = self._find_prefix(request)
+        shared, known = self.find_prefix(request)
         hits = computed = len(shared) * self.pool.block_size
         if self.states is not None or self.windows is not None:
             sibling = None
@@ -122,7 +125,7 @@ class KVCacheManager:
 
     def fits(self, request: Request) -> bool:
         """Return True if `allocate` would find blocks beside other requests, without a sibling's blocks."""
-        shared, _ = self._find_prefix(request)
+        shared, _ = self.find_prefix(request)
         return self._has_room(request, shared, self._admission_size(request) - len(shared), alone=False)
 
     def _admission_size(self, request: Request) -> int:
@@ -159,8 +162,13 @@ class KVCacheManager:
         for index in range(first, last):
             self.pool.cache_block(request.block_table[index], request.block_hashes[index])
             self.computed_by[request.block_table[index]] = request.request_id
+            if self.tiers is not None:
+                self.tiers.note_cached(request, "kv", request.block_hashes[index])
         if self.windows is not None:
             self.windows.cache_blocks(request, first, last)
+            if self.tiers is not None:
+                for block_hash in request.block_hashes[first:last]:
+                    self.tiers.note_cached(request, "window", block_hash)
 
     def prepare_row(self, row: ScheduledRequest) -> None:
         """Allocate what a scheduled row needs beside its block table."""
@@ -177,7 +185,9 @@ class KVCacheManager:
             if self.windows is not None:
                 self.windows.trim(row.request, end)
         if row.saves and self.states is not None:
-            self.states.apply_saves(row, valid=True)
+            for block_hash, is_turn_end in self.states.apply_saves(row, valid=True):
+                if self.tiers is not None:
+                    self.tiers.note_state(row.request, block_hash, is_turn_end=is_turn_end)
 
     def discard_row(self, row: ScheduledRequest) -> None:
         """Drop the states that a row saved: its step failed, or its request left since."""
@@ -188,6 +198,8 @@ class KVCacheManager:
         """Free the request's whole block table. `suspect`: its KV may be wrong, so its blocks leave the
         prefix cache.
         """
+        if self.tiers is not None:
+            (self.tiers.note_suspect if suspect else self.tiers.note_ended)(request)
         if suspect:
             self.pool.uncache(request.block_table)
         if self.states is not None:
@@ -199,6 +211,21 @@ class KVCacheManager:
         request.block_table = []
         request.num_computed = request.num_scheduled = request.num_pending = 0
         request.admissions += 1
+
+    def read_ahead(self, request: Request) -> bool:
+        """Begin to read blocks of a new request from disk. True: it is not to be queued until `take_in`
+        returns it.
+        """
+        return self.tiers is not None and self.tiers.begin(request)
+
+    def take_in(self) -> list[Request]:
+        """Cache the blocks that have arrived from disk; return the requests that wait for no more."""
+        return [] if self.tiers is None else self.tiers.poll()
+
+    def forget(self, request: Request) -> None:
+        """Stop reading for a request that is gone."""
+        if self.tiers is not None:
+            self.tiers.forget(request)
 
     def check(self, running: Sequence[Request]) -> None:
         """Assert that states and windows of running requests are accounted for."""
@@ -218,22 +245,28 @@ class KVCacheManager:
             max(request.num_tokens, request.num_prompt + request.params.max_tokens - 1)
         )
 
-    def _find_prefix(self, request: Request) -> tuple[list[int], int]:
+    def find_prefix(self, request: Request) -> tuple[list[int], int]:
         """Return cached blocks to share, and the number of cached blocks, which is larger where recurrent
         state, or the window of sliding layers, was not kept for all of them. Never blocks of all tokens,
         because the logits of the last one must be computed.
         """
-        if not self.pool.caching or _needs_all_rows(request):
+        usable = self.lookup_blocks(request)
+        if not usable:
             return [], 0
-        usable = self._usable_blocks(request)
         extend_hashes(request, self.pool.block_size, usable)
         blocks = self.pool.find(request.block_hashes[:usable])
         if self.windows is not None:
-            return blocks[: self.windows.usable(request.block_hashes[: len(blocks)])], len(blocks)
+            has = [self.windows.pool.has_prefix(each) for each in request.block_hashes[: len(blocks)]]
+            return blocks[: self.windows.usable(has)], len(blocks)
         if self.states is None:
             return blocks, len(blocks)
         with_state, _ = self.states.pool.find(request.block_hashes[: len(blocks)])
         return blocks[:with_state], len(blocks)
+
+    def lookup_blocks(self, request: Request) -> int:
+        """Return how many blocks of the request are looked up in the prefix cache."""
+        may_look = self.pool.caching and not _needs_all_rows(request)
+        return self._usable_blocks(request) if may_look else 0
 
     def _usable_blocks(self, request: Request) -> int:
         return (request.num_tokens - 1) // self.pool.block_size
@@ -248,6 +281,8 @@ class KVCacheManager:
         found = hits // size
         if found == usable:
             return "complete" if usable else "short"
+        if request.disk_end is not None:
+            return request.disk_end
         if self.pool.has_prefix(request.block_hashes[found]):
             return "evicted" if self.states is None else "state"
         first = first_block_digest(request, size) if found == 0 else None
@@ -277,12 +312,14 @@ class KVCacheManager:
         """Count prefix-cache hits, at first admission only: what a preempted request finds saved nothing."""
         if request.num_cached is None:
             request.num_cached = min(hits, request.num_prompt)
+            request.num_disk = min(request.num_disk_blocks * self.pool.block_size, request.num_cached)
             request.prefix_end = end = self._prefix_end(request, hits)
             if end not in {"off", "prompt_logprobs", "pooling"}:
                 whole = self._usable_blocks(request) * self.pool.block_size
                 request.num_prefix_lookup_tokens = min(whole, request.num_prompt)
             self.prefix_queries += request.num_prompt if self.pool.caching else 0
             self.prefix_hits += request.num_cached
+            self.disk_hits += request.num_disk
             if found := hits // self.pool.block_size:
                 self.uses.note(
                     request.block_hashes[found - 1], found, self.pool.block_size, request.request_id

@@ -115,13 +115,15 @@ class StateManager:
             self._written.remove(slot)
             self.pool.free(slot)
 
-    def apply_saves(self, row: ScheduledRequest, *, valid: bool) -> None:
+    def apply_saves(self, row: ScheduledRequest, *, valid: bool) -> list[tuple[bytes, bool]]:
         """Keep the states that a finished step saved, and go back to the one after the last accepted draft.
-        Free the slots if the row was not `valid`.
+        Free the slots if the row was not `valid`. Returns the hashes of the states kept of the prompt, and
+        whether they are at its end.
         """
+        kept: list[tuple[bytes, bool]] = []
         if not valid:
             self._free_saves(row)
-            return
+            return kept
         request, end = row.request, row.request.num_computed
         for position, slot in row.saves:
             self._written.remove(slot)
@@ -134,8 +136,11 @@ class StateManager:
                     self._move_on(request, block_hash)
                 is_end = position > request.num_prompt - 1 - self._block_size
                 self.pool.keep(slot, block_hash, is_end=is_end)
+                if position <= request.num_prompt:
+                    kept.append((block_hash, is_end))
             else:
                 self.pool.free(slot)
+        return kept
 
     def _is_kept(self, row: ScheduledRequest, position: int) -> bool:
         """Return True if a saved state is for the prefix cache, and its block is full and known there."""

@@ -26,23 +26,23 @@ class WindowManager:
         self.pool = pool
         self._window = window
 
-    def _first_needed(self, position: int) -> int:
+    def first_needed(self, position: int) -> int:
         """Return the index of the first block that a token at `position` may read."""
         return max(0, position - self._window + 1) // self.pool.block_size
 
-    def usable(self, hashes: Sequence[bytes]) -> int:
-        """Return the longest prefix in blocks whose window is cached."""
+    def usable(self, has: Sequence[bool]) -> int:
+        """Return the longest prefix in blocks whose window is among the blocks that `has` is true for."""
         longest = run = 0
-        for index, block_hash in enumerate(hashes):
-            run = run + 1 if self.pool.has_prefix(block_hash) else 0
-            needed = index + 1 - self._first_needed((index + 1) * self.pool.block_size)
+        for index, is_here in enumerate(has):
+            run = run + 1 if is_here else 0
+            needed = index + 1 - self.first_needed((index + 1) * self.pool.block_size)
             if run >= needed:
                 longest = index + 1
         return longest
 
     def allocate(self, request: Request, blocks: int) -> None:
         """Share the cached window of the first `blocks` blocks, which are `usable`."""
-        first = self._first_needed(blocks * self.pool.block_size)
+        first = self.first_needed(blocks * self.pool.block_size)
         shared = [self.pool.find((block_hash,))[0] for block_hash in request.block_hashes[first:blocks]]
         self.pool.touch(shared)
         request.window_begin, request.window_table = first, [0] * first + shared
@@ -58,7 +58,7 @@ class WindowManager:
         """Free the blocks that tokens from `position` on do not read. Steps in flight may read them: a step
         that writes to them runs later.
         """
-        first = min(self._first_needed(position), len(request.window_table))
+        first = min(self.first_needed(position), len(request.window_table))
         if first > request.window_begin:
             self.pool.free(request.window_table[request.window_begin : first])
             request.window_table[request.window_begin : first] = [0] * (first - request.window_begin)

@@ -38,6 +38,9 @@ void llmbox_cache_copy(const KVCache* cache, int from, int to) {
     for (int layer = 0; layer < cache->layers; layer++)
         memcpy(cache->block(layer, to), cache->block(layer, from), cache->block_bytes());
 }
+// The whole memory, [layers, blocks, bytes of a block].
+uint8_t* llmbox_cache_data(const KVCache* cache) { return cache->memory.data(); }
+int64_t llmbox_cache_block_bytes(const KVCache* cache) { return cache->block_bytes(); }
 void llmbox_cache_clear(const KVCache* cache, int block) {
     for (int layer = 0; layer < cache->layers; layer++) memset(cache->block(layer, block), 0, cache->block_bytes());
 }

@@ -104,6 +104,8 @@ TITLES = {
     "memory.spare_engine": "Spare engine process",
     "memory.load_on_request": "Load models on request",
     "cache.repacked_gb": "Size of the cache",
+    "cache.kv_disk_gb": "KV cache on disk",
+    "cache.kv_key_share": "Share of a key in it",
     "hub.bandwidth": "Bandwidth",
     "hub.files_at_once": "Files at once",
     "hub.pull_on_request": "Download models on request",

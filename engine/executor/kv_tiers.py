@@ -1,0 +1,101 @@
+"""Disk tier of an engine's prefix cache: opened beside the loaded model, or left out with the reason."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..config import EngineConfig
+from ..core.kv_cache.manager import KVCacheManager
+from ..core.kv_cache.tiers import KVTiers
+from ..errors import ModelError
+from ..kv_store import environment
+from ..kv_store.block_file import MODEL_BYTES
+from ..kv_store.folder import KVFolder, KVFolderUnusable
+from ..kv_store.store import BlockStore
+from ..model.rotary import Rotary
+from ..planning.memory_plan import MemoryPlan
+from ..runner.block_memory import DeviceBlockMemory
+from ..units import show_bytes
+from ..weights.packed_cache.key import PackKey
+
+log = logging.getLogger("llmbox.engine")
+
+_CODE = ("engine/model", "engine/model_config", "engine/weights", "kernels")
+"""Folders whose code decides the bits of keys and values, next to the kernels' own digest."""
+_PROBED = (1, 1000)
+"""Positions at which the tables of RoPE are compared: a context may change their frequencies."""
+
+
+class ComputedBy(Protocol):
+    """Parts of a rank that decide the bits of keys and values on this machine."""
+
+    @property
+    def rotary(self) -> Rotary: ...
+    @property
+    def kernels(self) -> Sequence[str]:
+        """Names of the kernels and of their layout."""
+        ...
+
+
+def open_tiers(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    computed: ComputedBy,
+    memory: DeviceBlockMemory,
+    kv_cache: KVCacheManager,
+) -> None:
+    """Set the tiers behind `kv_cache`. Where they are left out, the log has the reason."""
+    place = environment.read()
+    if place is None or not config.prefix_cache:
+        return
+    try:
+        folder = KVFolder(*place)
+        folder.open()
+        key = PackKey(
+            directory=Path(config.model_path),
+            dtype=plan.dtype,
+            quant=plan.quant,
+            layout="\0".join(computed.kernels),
+        )
+        about = {
+            "model": config.model_path,
+            "format": f"{plan.dtype if plan.quant == 'none' else plan.quant}, KV {plan.kv_dtype}",
+            "origins": [[origin.path, origin.size, origin.mtime_ns] for origin in key.origins()],
+        }
+        digest = fingerprint(key, plan, computed.rotary, memory)
+        store = BlockStore(folder, digest, about, make_buffer=memory.make_buffer)
+    except (KVFolderUnusable, ModelError, OSError) as error:
+        log.warning("the KV cache on disk is left out: %s", error)
+        return
+    log.info(
+        "KV cache on disk: %d blocks of this model, at most %s in all", store.num_blocks, show_bytes(place[1])
+    )
+    kv_cache.tiers = KVTiers(store, memory, kv_cache)
+
+
+def fingerprint(key: PackKey, plan: MemoryPlan, rotary: Rotary, memory: DeviceBlockMemory) -> bytes:
+    """Return the digest of all that the bytes of a block depend on, but its tokens. Raises ModelError and
+    OSError.
+    """
+    digest = hashlib.sha256()
+    shapes = plan.kv_dtype, plan.block_size, plan.window, sorted(memory.sizes.items())
+    for part in (key.digest(), _code(), *shapes):
+        digest.update(f"{part}\0".encode())
+    positions = torch.tensor([min(position, plan.context - 1) for position in _PROBED], device=memory.device)
+    for table in rotary.rows(positions):
+        digest.update(bytes(table.float().cpu().contiguous().view(torch.uint8).flatten().tolist()))
+    return digest.digest()[:MODEL_BYTES]
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the sources in `_CODE`."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(path for folder in _CODE for path in (root / folder).rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

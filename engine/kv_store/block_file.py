@@ -1,0 +1,91 @@
+"""File of one KV block or one recurrent state: a header, then the bytes as the kernels keep them.
+
+    header   magic, version, kind, bytes of the payload, digest of the model, address, two checksums
+    payload  as long as the header says, and as the reader expects
+
+A file appears by a rename and never changes. Nothing is synced: whatever a crash of the system tears is
+refused by its length or its checksums, and computed again.
+"""
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+BlockKind = Literal["kv", "window", "state"]
+KINDS: Final[tuple[BlockKind, ...]] = ("kv", "window", "state")
+MAGIC: Final = b"LLMBOXKV"
+VERSION: Final = 1
+ADDRESS_BYTES: Final = 20
+MODEL_BYTES: Final = 16
+_FIELDS: Final = struct.Struct(f"<8sHHIQ{MODEL_BYTES}s{ADDRESS_BYTES}s")
+_CHECKSUMS: Final = struct.Struct("<II")
+HEADER_BYTES: Final = _FIELDS.size + _CHECKSUMS.size
+
+
+class DamagedBlock(Exception):  # noqa: N818 - counted and computed again
+    """File is torn, changed, of another model or of another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAddress:
+    """Name of a block: keyed digests, which tell nothing without the folder's secret."""
+
+    owner: str
+    """Folder of the caller's key."""
+    digest: bytes
+    kind: BlockKind
+
+    @property
+    def file_name(self) -> str:
+        return self.digest.hex()
+
+
+def write_block(path: Path, part: Path, address: BlockAddress, model: bytes, payload: memoryview) -> None:
+    """Write the file at `path` by way of `part`, in the same folder. Raises OSError."""
+    fields = _FIELDS.pack(MAGIC, VERSION, KINDS.index(address.kind), 0, len(payload), model, address.digest)
+    header = fields + _checksums(fields, payload)
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            written = os.writev(handle, [header, payload])
+            whole = len(header) + len(payload)
+            while written < whole:  # interrupted, or more than one call writes
+                written += os.write(handle, payload[written - len(header) :])
+        finally:
+            os.close(handle)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_block(path: Path, address: BlockAddress, model: bytes, payload: memoryview) -> None:
+    """Read the file into `payload`, which has the expected length. Raises DamagedBlock and OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(handle).st_size != HEADER_BYTES + len(payload):
+            raise DamagedBlock("it is not as long as such a block")
+        header = bytearray(HEADER_BYTES)
+        count = os.readv(handle, [header, payload])
+        while count < HEADER_BYTES + len(payload):
+            more = os.readv(handle, [payload[max(0, count - HEADER_BYTES) :]])
+            if more == 0 or count < HEADER_BYTES:
+                raise DamagedBlock("it ends early")
+            count += more
+    finally:
+        os.close(handle)
+    fields = bytes(header[: _FIELDS.size])
+    expected = _FIELDS.pack(MAGIC, VERSION, KINDS.index(address.kind), 0, len(payload), model, address.digest)
+    if fields != expected:
+        raise DamagedBlock("it is of another block, model or version")
+    if bytes(header[_FIELDS.size :]) != _checksums(fields, payload):
+        raise DamagedBlock("its checksum differs")
+
+
+def _checksums(fields: bytes, payload: memoryview) -> bytes:
+    return _CHECKSUMS.pack(
+        zlib.crc32(payload, zlib.crc32(fields)), zlib.adler32(payload, zlib.adler32(fields))
+    )

@@ -1,0 +1,372 @@
+"""Folder of the KV cache on disk, shared by the engines of one daemon: `MODEL/OWNER/ADDRESS`, a file a block.
+
+    format   version of the folder
+    secret   random key of all addresses and owners
+    lock     held shared by whoever uses the folder in one daemon, see `KVFolder.claim`
+    usage    bytes of all files, changed under a lock of its own
+
+Blocks leave by last use (the file's time), whichever model and process wrote them: who reads a file that is
+gone computes its tokens.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from .block_file import ADDRESS_BYTES, BlockAddress, BlockKind
+from .environment import NETWORK, filesystem_of
+
+log = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+DISK_RESERVE: Final = 0.05
+"""Share of the disk that stays free."""
+SLACK: Final = 0.01
+"""Share of the limit that is freed at once."""
+TURN_END_SECONDS: Final = 86_400
+"""Time by which blocks at the ends of turns are kept longer than others."""
+TURN_END: Final = ".turn"
+PART: Final = ".part"
+ABOUT: Final = "about.json"
+_OWNER_DIGITS: Final = 16
+
+
+class KVFolderUnusable(Exception):  # noqa: N818 - the tier is left out
+    """Folder cannot serve as a cache; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """File of a block, as the folder lists it."""
+
+    path: Path
+    size: int
+    used_ns: int
+
+    @property
+    def owner(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def rank(self) -> int:
+        """Return the sort key of eviction, smallest first."""
+        kept = TURN_END_SECONDS * 10**9 if self.path.suffix == TURN_END else 0
+        return self.used_ns + kept
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDiskUsage:
+    """Disk that the blocks of one model in one format take."""
+
+    folder: Path
+    about: dict[str, Any]
+    """`model` (its directory), `format` and `origins`, as `KVFolder.add_model` got them; empty if damaged."""
+    blocks: int
+    size: int
+    used: float
+    """Unix time of the last use, in seconds."""
+
+
+class KVFolder:
+    """Layout, limit and owners of the folder at `root`. Errors of the disk are raised as OSError."""
+
+    def __init__(self, root: Path, most_bytes: int, key_share: float = 1.0) -> None:
+        """`key_share`: share of `most_bytes` that the blocks of one API key may take."""
+        self.root = root
+        self.most_bytes = most_bytes
+        self._key_share = key_share
+        self._secret = b""
+
+    # ------------------------------------------------------------------ begin
+
+    def open(self) -> None:
+        """Make or check the folder. Raises KVFolderUnusable."""
+        try:
+            self._open()
+        except OSError as error:
+            raise KVFolderUnusable(f"{self.root} cannot be used: {error.strerror or error}") from error
+
+    def _open(self) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.root.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise KVFolderUnusable(f"others can write to {self.root}: chmod 700 it")
+        if (kind := filesystem_of(self.root)) in NETWORK:
+            raise KVFolderUnusable(
+                f"{self.root} is on a network disk ({kind}): use a --data-dir on a local one"
+            )
+        with self._changing():
+            version = self._version()
+            if version > FORMAT:
+                raise KVFolderUnusable(
+                    f"{self.root} is of a newer llmbox (format {version}, this one knows {FORMAT}): "
+                    "upgrade, or remove it"
+                )
+            if version < FORMAT:
+                self._clear()
+            self._secret = self._read_secret()
+
+    def _version(self) -> int:
+        try:
+            return int((self.root / "format").read_text())
+        except FileNotFoundError:
+            return 0
+        except ValueError:
+            return 0
+
+    def _clear(self) -> None:
+        for child in self.root.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+        (self.root / "secret").unlink(missing_ok=True)
+        _replace(self.root / "format", f"{FORMAT}\n".encode())
+
+    def _read_secret(self) -> bytes:
+        """Return the secret. Blocks of another one cannot be found: they go with it."""
+        path = self.root / "secret"
+        with contextlib.suppress(FileNotFoundError):
+            secret = path.read_bytes()
+            if len(secret) == hashlib.blake2b.MAX_KEY_SIZE:
+                return secret
+        for child in self.root.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+        secret = os.urandom(hashlib.blake2b.MAX_KEY_SIZE)
+        _replace(path, secret)
+        return secret
+
+    def claim(self) -> int:
+        """Claim the folder for this daemon and its engines; return the descriptor that holds the claim.
+
+        Raises KVFolderUnusable where another daemon has it.
+        """
+        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise KVFolderUnusable(f"another daemon uses {self.root}: give this one a --data-dir") from None
+        return handle
+
+    # ------------------------------------------------------------------ names
+
+    def owner(self, tenant: str) -> str:
+        """Return the folder name of a caller."""
+        return self._digest(b"owner", tenant.encode()).hex()[:_OWNER_DIGITS]
+
+    def address(self, owner: str, kind: BlockKind, block_hash: bytes) -> BlockAddress:
+        return BlockAddress(owner, self._digest(kind.encode(), owner.encode() + block_hash), kind)
+
+    def _digest(self, purpose: bytes, data: bytes) -> bytes:
+        return hashlib.blake2b(data, key=self._secret, digest_size=ADDRESS_BYTES, person=purpose).digest()
+
+    def add_model(self, digest: bytes, about: dict[str, Any]) -> Path:
+        """Return the folder of a model's blocks, made if missing."""
+        folder = self.root / digest.hex()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not (folder / ABOUT).exists():
+            _replace(folder / ABOUT, json.dumps(about).encode())
+        return folder
+
+    # ------------------------------------------------------------------ room
+
+    def reserve(self, size: int, over: str = "") -> bool:
+        """Count `size` bytes that are to be written, after evicting what they displace. False: no room.
+
+        `over`: owner who is over the share of a key, and whose own oldest blocks go first.
+        """
+        with self._changing():
+            usage = self._usage()
+            room = self._room(usage)
+            if usage + size > room or over:
+                usage = self._evict(int(room * (1 - SLACK)) - size, over, size)
+                if usage + size > self._room(usage):
+                    self._set_usage(usage)
+                    return False
+            self._set_usage(usage + size)
+        return True
+
+    def release(self, size: int) -> None:
+        """Take back a reservation, or count a removed file."""
+        with self._changing():
+            self._set_usage(max(0, self._usage() - size))
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes that the blocks of one API key may take."""
+        return int(self.most_bytes * self._key_share)
+
+    def _room(self, usage: int) -> int:
+        """Return the bytes that all blocks may take, as the disk is now."""
+        disk = os.statvfs(self.root)
+        free = disk.f_bavail * disk.f_frsize - int(DISK_RESERVE * disk.f_blocks * disk.f_frsize)
+        return min(self.most_bytes, usage + free)
+
+    def _evict(self, most: int, over: str, size: int) -> int:
+        """Remove blocks until at most `most` bytes are left, and the owner `over` has room for `size` in its
+        share. Returns the bytes of the rest.
+        """
+        blocks = sorted(self.blocks(), key=lambda block: block.rank)
+        usage = sum(block.size for block in blocks)
+        own = [block for block in blocks if block.owner == over]
+        excess = sum(block.size for block in own) + size - int(self.key_bytes * (1 - SLACK))
+        for block in own:
+            if excess <= 0:
+                break
+            gone = _remove(block)
+            excess, usage = excess - gone, usage - gone
+        for block in blocks:
+            if usage <= most:
+                break
+            usage -= _remove(block)
+        return usage
+
+    def recount(self) -> dict[str, int]:
+        """Count all files anew, without leftovers of dead writers. Returns the bytes of each owner."""
+        owners: defaultdict[str, int] = defaultdict(int)
+        with self._changing():
+            horizon = time.time() - 60
+            for part in self.root.glob(f"*/*/*{PART}"):
+                with contextlib.suppress(OSError):
+                    if part.stat().st_mtime < horizon:
+                        part.unlink()
+            for block in self.blocks():
+                owners[block.owner] += block.size
+            self._set_usage(sum(owners.values()))
+        return owners
+
+    # ------------------------------------------------------------------ what people call
+
+    def blocks(self, model: Path | None = None) -> list[StoredBlock]:
+        """List the files of all blocks, or of one model's."""
+        found = []
+        for folder in [model] if model is not None else _folders(self.root):
+            for owner in _folders(folder):
+                with contextlib.suppress(OSError), os.scandir(owner) as entries:
+                    for entry in entries:
+                        if entry.name.endswith(PART):
+                            continue
+                        with contextlib.suppress(OSError):
+                            status = entry.stat(follow_symlinks=False)
+                            found.append(StoredBlock(Path(entry.path), status.st_size, status.st_mtime_ns))
+        return found
+
+    def models(self) -> list[ModelDiskUsage]:
+        """List what each model takes, least recently used first."""
+        found = []
+        for folder in _folders(self.root):
+            about: dict[str, Any] = {}
+            with contextlib.suppress(OSError, ValueError):
+                about = json.loads((folder / ABOUT).read_bytes())
+            blocks = self.blocks(folder)
+            used = max((block.used_ns for block in blocks), default=0) / 1e9
+            found.append(
+                ModelDiskUsage(folder, about, len(blocks), sum(block.size for block in blocks), used)
+            )
+        return sorted(found, key=lambda usage: usage.used)
+
+    def prune(self, *, everything: bool = False) -> int:
+        """Remove blocks of models that are gone or have changed, or all of them. Returns the bytes freed."""
+        if not self.root.is_dir():
+            return 0
+        freed = 0
+        for usage in self.models():
+            if everything or not _is_current(usage.about):
+                shutil.rmtree(usage.folder, ignore_errors=True)
+                freed += usage.size
+        with contextlib.suppress(OSError):
+            self.recount()
+        return freed
+
+    def purge(self, tenant: str) -> int:
+        """Remove all blocks of one caller. Returns the bytes freed."""
+        name = self.owner(tenant)
+        return self._remove_owners(lambda owner: owner == name)
+
+    def keep_owners(self, tenants: Collection[str]) -> int:
+        """Remove the blocks of all other callers. Returns the bytes freed."""
+        kept = {self.owner(tenant) for tenant in tenants}
+        return self._remove_owners(lambda owner: owner not in kept)
+
+    def _remove_owners(self, goes: Any) -> int:
+        freed = 0
+        for model in _folders(self.root):
+            for owner in _folders(model):
+                if goes(owner.name):
+                    freed += sum(block.size for block in self.blocks(model) if block.owner == owner.name)
+                    shutil.rmtree(owner, ignore_errors=True)
+        if freed:
+            self.recount()
+        return freed
+
+    # ------------------------------------------------------------------ files beside the blocks
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        handle = os.open(self.root / "usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def _usage(self) -> int:
+        try:
+            return int((self.root / "usage").read_text() or 0)
+        except ValueError:
+            return sum(block.size for block in self.blocks())
+
+    def _set_usage(self, size: int) -> None:
+        (self.root / "usage").write_text(f"{size}\n")
+
+
+def _is_current(about: dict[str, Any]) -> bool:
+    """Return True if the model's files are those that its blocks were computed with."""
+    origins = about.get("origins")
+    if not isinstance(origins, list):
+        return False
+    return all(_is_same(origin) for origin in origins)
+
+
+def _is_same(origin: Sequence[Any]) -> bool:
+    try:
+        path, size, mtime_ns = origin
+        status = Path(path).stat()
+    except (OSError, TypeError, ValueError):
+        return False
+    return (status.st_size, status.st_mtime_ns) == (size, mtime_ns)
+
+
+def _folders(path: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return [child for child in path.iterdir() if child.is_dir() and not child.is_symlink()]
+    return []
+
+
+def _remove(block: StoredBlock) -> int:
+    """Remove a file; return the bytes that are gone with it."""
+    try:
+        block.path.unlink()
+    except FileNotFoundError:
+        return block.size
+    except OSError:
+        return 0
+    return block.size
+
+
+def _replace(path: Path, data: bytes) -> None:
+    part = path.with_name(f"{path.name}{PART}")
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(handle, "wb") as stream:  # noqa: PTH123 - a descriptor
+        stream.write(data)
+    part.replace(path)

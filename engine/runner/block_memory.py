@@ -1,0 +1,102 @@
+"""Bytes of KV blocks and recurrent states, between the device and host memory (`core/kv_cache/tiers.py`)."""
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import KVCache, Ops
+from llmbox.kernels.recurrent import RecurrentState
+
+from ..checkpoint.tensor_io import bytes_of
+from ..device.device import Device, DeviceEvent
+from ..kv_store.block_file import BlockKind
+
+
+class DeviceBlockMemory:
+    """`BlockMemory` over the memory of one rank.
+
+    Copies are queued like steps: one reads what the steps launched before have written, and is read by those
+    launched after it. On a CPU they are done when the call returns.
+    """
+
+    def __init__(self, tensors: Mapping[BlockKind, Sequence[Tensor]], device: Device) -> None:
+        """`tensors`: [layers, blocks, ...] of each kind, contiguous; a block is `tensor[:, block]` of all."""
+        self._tensors = {kind: [each for each in parts if each.numel()] for kind, parts in tensors.items()}
+        self._device = device
+        self.sizes = {kind: sum(map(_block_bytes, parts)) for kind, parts in self._tensors.items()}
+        """Bytes of one block of each kind."""
+
+    @property
+    def device(self) -> torch.device:
+        return self._device.torch_device
+
+    def make_buffer(self, size: int) -> memoryview:
+        """Allocate host memory for copies, which lives as long as the view."""
+        memory = self._device.host_memory(size, torch.uint8)
+        view = bytes_of(memory)
+        view.obj.memory = memory  # type: ignore[attr-defined]
+        return view
+
+    def save(self, kind: BlockKind, index: int, into: memoryview) -> None:
+        if self.device.type == "cpu":
+            for at, host, size in self._runs(kind, index, into):
+                ctypes.memmove(host, at, size)
+        else:
+            for block, part in self._parts(kind, index, into):
+                self._device.copy(block, part)
+
+    def load(self, kind: BlockKind, index: int, data: memoryview) -> None:
+        if self.device.type == "cpu":
+            for at, host, size in self._runs(kind, index, data):
+                ctypes.memmove(at, host, size)
+        else:
+            for block, part in self._parts(kind, index, data):
+                self._device.copy(part, block)
+
+    def record(self) -> DeviceEvent:
+        return self._device.record()
+
+    def _runs(self, kind: BlockKind, index: int, data: memoryview) -> Iterator[tuple[int, int, int]]:
+        """Yield address on the device, address in `data` and bytes of each layer. torch would share a copy
+        among its threads, and wait for them where the cores are busy.
+        """
+        host = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
+        for tensor in self._tensors[kind]:
+            layers, blocks = tensor.shape[:2]
+            size = _block_bytes(tensor) // layers
+            for layer in range(layers):
+                yield tensor.data_ptr() + (layer * blocks + index) * size, host, size
+                host += size
+
+    def _parts(self, kind: BlockKind, index: int, data: memoryview) -> Iterator[tuple[Tensor, Tensor]]:
+        begin = 0
+        for tensor in self._tensors[kind]:
+            block, size = tensor[:, index], _block_bytes(tensor)
+            host = torch.frombuffer(data[begin : begin + size], dtype=torch.uint8)
+            yield block, host.view(block.dtype).view(block.shape)
+            begin += size
+
+
+def block_memory(
+    ops: Ops,
+    caches: Sequence[KVCache],
+    window_cache: KVCache | None,
+    states: RecurrentState | None,
+    device: Device,
+) -> DeviceBlockMemory:
+    """Return access to the memory of a runner. `window_cache`: with blocks of its own."""
+    tensors: dict[BlockKind, list[Tensor]] = {
+        "kv": [each for cache in caches for each in ops.block_tensors(cache)]
+    }
+    if window_cache is not None:
+        tensors["window"] = ops.block_tensors(window_cache)
+    if states is not None:
+        tensors["state"] = list(states.tensors)
+    return DeviceBlockMemory(tensors, device)
+
+
+def _block_bytes(tensor: Tensor) -> int:
+    """Return the bytes of one block."""
+    return tensor.numel() // tensor.shape[1] * tensor.element_size()

@@ -1,0 +1,200 @@
+"""Blocks on disk behind the prefix cache: the same tokens, from fewer computed ones."""
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from llmbox.engine.core.kv_cache.window_manager import pool_blocks
+from llmbox.engine.kv_store import store as store_module
+from support.fake_runner import expected_output
+from support.kv_tiers import SECONDS, TieredEngine, write_out
+from support.scheduling import make_request
+
+KINDS = {
+    "attention": {},
+    "hybrid": {"state_slots": 20},
+    "window": {"window": 5, "window_blocks": pool_blocks(5, 4, 8, 64)},
+}
+POOLS = {"roomy": {}, "tight": {"num_blocks": 13}, "overlap": {"depth": 1}, "drafts": {"draft_rows": 12}}
+
+
+def workload(seed, suffix=""):
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(9) for _ in range(length)] for length in (8, 13, 21)]
+    return [
+        make_request(
+            f"r{number}{suffix}",
+            rng.choice(prefixes) + [number] * rng.randrange(1, 12),
+            namespace=(tenant := rng.choice(["", "alice"])),
+            tenant=tenant,
+            max_tokens=rng.randrange(1, 20),
+            temperature=float(number % 2),
+            seed=number,
+        )
+        for number in range(10)
+    ]
+
+
+def serve(engine, requests):
+    """Run them and check each token; return the blocks that came from disk."""
+    for request in requests:
+        engine.add(request)
+    answers = engine.run()
+    for request in requests:
+        found = answers[request.request_id]
+        assert found.finish_reason in {"length", "stop"}
+        expected = expected_output(request.cache_namespace, request.prompt_ids, request.params)
+        assert found.token_ids == expected
+    return sum(answers[request.request_id].outputs[0].disk_tokens or 0 for request in requests)
+
+
+@pytest.fixture
+def engines():
+    opened = []
+
+    def start(root: Path, **options):
+        opened.append(TieredEngine(root, **options))
+        return opened[-1]
+
+    yield start
+    for engine in opened:
+        engine.tiers.close(SECONDS)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_engine_goes_on_from_the_blocks_of_the_last_one(tmp_path, engines, kind, pool):
+    options = KINDS[kind] | POOLS[pool]
+    for seed in range(3):
+        root = tmp_path / str(seed)
+        first = engines(root, **options)
+        serve(first, workload(seed))
+        first.close()
+        second = engines(root, **options)
+        assert serve(second, workload(seed, " again")) > 0
+        assert second.store.counters.damaged == 0
+
+
+def test_what_memory_evicted_comes_back_from_disk(tmp_path, engines):
+    engine = engines(tmp_path, num_blocks=12)
+    serve(engine, [make_request("long", range(100, 132))])
+    write_out(engine.tiers)
+    serve(engine, [make_request("other", range(200, 236))])
+    assert serve(engine, [make_request("again", range(100, 132))]) == 24
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_never_change_a_token(tmp_path, engines, kind):
+    rng, damaged = random.Random(kind), 0
+    for round_ in range(12):
+        root = tmp_path / str(round_)
+        first = engines(root, **KINDS[kind])
+        serve(first, workload(round_))
+        first.close()
+        hurt = [damage(rng, path) for path in first.store.folder.root.glob("*/*/*") if rng.random() < 0.3]
+        second = engines(root, **KINDS[kind])
+        serve(second, workload(round_, " again"))
+        assert second.store.counters.damaged <= len(hurt)
+        damaged += second.store.counters.damaged
+    assert damaged > 30
+
+
+def damage(rng: random.Random, path: Path) -> Path:
+    """Flip bits, cut, extend, zero or replace a file."""
+    data = bytearray(path.read_bytes())
+    match rng.randrange(6):
+        case 0 | 1:
+            for _ in range(rng.choice([1, 1, 2, 40])):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        case 2:
+            del data[rng.randrange(len(data)) :]
+        case 3:
+            data += rng.randbytes(rng.randrange(1, 40))
+        case 4:
+            start = rng.randrange(len(data))
+            data[start:] = bytes(len(data) - start)
+        case 5:
+            others = [each for each in path.parent.iterdir() if each != path]
+            data = bytearray(rng.choice(others).read_bytes() if others else b"")
+    path.write_bytes(data)
+    return path
+
+
+def test_blocks_of_another_key_are_neither_found_nor_told(tmp_path, engines):
+    engine = engines(tmp_path)
+    prompt = range(100, 140)
+    serve(engine, [make_request("owner", prompt, tenant="a", namespace="a/")])
+    engine.close()
+    second = engines(tmp_path)
+    probe = make_request("probe", prompt, tenant="b", namespace="b/")
+    assert serve(second, [probe]) == 0
+    assert second.store.counters.read_bytes == 0
+    assert serve(second, [make_request("owner again", prompt, tenant="a", namespace="a/")]) == 36
+
+
+def test_a_slow_disk_is_waited_for_to_a_limit(tmp_path, engines, monkeypatch):
+    first = engines(tmp_path)
+    serve(first, [make_request("a", range(100, 140))])
+    first.close()
+    now, go, real = [0.0], threading.Event(), store_module.read_block
+
+    def slow(*args):
+        assert go.wait(SECONDS)
+        real(*args)
+
+    monkeypatch.setattr(store_module, "read_block", slow)
+    engine = engines(tmp_path)
+    engine.tiers._clock = lambda: now[0]
+    request = make_request("b", range(100, 140))
+    engine.add(request)
+    assert not engine.scheduler.schedule().rows
+    now[0] = 1.0
+    assert not engine.scheduler.schedule().rows
+    engine.tiers.note_computed(64, 1e-4)  # computing is faster now, for requests that come later
+    now[0] = 1.05
+    assert engine.scheduler.schedule().rows
+    assert engine.tiers.counters.late == 1
+    (late,) = engine.scheduler.running
+    assert late.prefix_end == "late"
+    go.set()
+
+
+def test_an_aborted_request_reads_no_further(tmp_path, engines):
+    first = engines(tmp_path)
+    serve(first, [make_request("a", range(100, 140))])
+    first.close()
+    engine = engines(tmp_path)
+    engine.add(make_request("b", range(100, 140)))
+    engine.abort("b")
+    assert not engine.engine.has_work
+    engine.scheduler.check()
+    assert serve(engine, [make_request("c", range(100, 140))]) == 36
+
+
+def test_blocks_that_may_be_wrong_leave_the_disk_too(tmp_path, engines):
+    engine = engines(tmp_path)
+    request = make_request("bad", range(100, 140))
+    engine.runner.poisoned.add("bad")
+    engine.add(request)
+    engine.run()
+    assert engine.answers["bad"].finish_reason == "error"
+    engine.close()
+    assert not list(tmp_path.glob("*/*/*"))
+
+
+def test_a_resumed_request_computes_nothing_again(tmp_path, engines):
+    first = engines(tmp_path)
+    request = make_request("a", range(100, 140), max_tokens=30)
+    first.add(request)
+    for _ in range(13):
+        first.step()
+    write_out(first.tiers)
+    said = first.answers["a"].token_ids
+    second = engines(tmp_path)
+    second.add(make_request("a", range(100, 140), output=said, max_tokens=30))
+    second.run()
+    assert said + second.answers["a"].token_ids == expected_output("", request.prompt_ids, request.params)
+    computed = sum(row.num_tokens for plan in second.runner.plans for row in plan.rows)
+    assert computed <= 4 + 30 - len(said)

@@ -1,0 +1,96 @@
+"""KV cache on disk for tests: an engine over `FakeRunner` whose blocks go to files."""
+
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from llmbox.engine.core.kv_cache.tiers import KVTiers
+from llmbox.engine.kv_store.block_file import BlockKind
+from llmbox.engine.kv_store.folder import KVFolder
+from llmbox.engine.kv_store.store import BlockStore
+from support.fake_runner import FakeRunner
+from support.scheduling import Answer, FakeEngine
+
+MODEL = bytes(range(16))
+SECONDS = 20
+"""Longest wait for the threads of a store."""
+
+
+class NoEvent:
+    def wait(self) -> None:
+        return
+
+
+class FakeBlockMemory:
+    """Bytes of the numbers in a `FakeRunner`'s slots."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        block = 8 * runner.block_size
+        self.sizes: dict[BlockKind, int] = {"kv": block}
+        if runner.window:
+            self.sizes["window"] = block
+        if runner.states:
+            self.sizes["state"] = 8
+
+    def make_buffer(self, size: int) -> memoryview:
+        return memoryview(bytearray(size))
+
+    def save(self, kind: BlockKind, index: int, into: memoryview) -> None:
+        slots, count = self._slots(kind), self.sizes[kind] // 8
+        numbers = slots[index * count : (index + 1) * count]
+        into[:] = struct.pack(f"<{count}q", *(-1 if number is None else number for number in numbers))
+
+    def load(self, kind: BlockKind, index: int, data: memoryview) -> None:
+        slots, count = self._slots(kind), self.sizes[kind] // 8
+        slots[index * count : (index + 1) * count] = struct.unpack(f"<{count}q", data)
+
+    def record(self) -> NoEvent:
+        return NoEvent()
+
+    def _slots(self, kind: BlockKind) -> list[int | None]:
+        runner = self._runner
+        return {"kv": runner.slots, "window": runner.window_slots, "state": runner.states}[kind]
+
+
+def open_folder(root: Path, most_bytes: int = 1 << 30, **options: Any) -> KVFolder:
+    folder = KVFolder(root, most_bytes, **options)
+    folder.open()
+    return folder
+
+
+def open_store(root: Path, most_bytes: int = 1 << 30, **options: Any) -> BlockStore:
+    return BlockStore(open_folder(root, most_bytes), MODEL, {"origins": []}, **options)
+
+
+def write_out(tiers: KVTiers) -> None:
+    """Have everything written that waits."""
+    end = time.monotonic() + SECONDS
+    while tiers.pump():
+        tiers.wait_for_writer(1.0)
+        assert time.monotonic() < end
+    assert tiers.store.wait(SECONDS, lambda: tiers.store.has_written_all)
+
+
+class TieredEngine(FakeEngine):
+    """A `FakeEngine` whose cached blocks go to `root` and come from there."""
+
+    def __init__(self, root: Path, store: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        kv_cache = self.scheduler.kv_cache
+        self.store = open_store(root, **(store or {}))
+        self.tiers = kv_cache.tiers = KVTiers(self.store, FakeBlockMemory(self.runner), kv_cache)
+
+    def run(self, max_steps: int = 100_000) -> dict[str, Answer]:
+        end = time.monotonic() + SECONDS
+        while self.engine.has_work:
+            assert time.monotonic() < end
+            self.step()
+            self.scheduler.check()
+        assert self.scheduler.pool.num_used == 0
+        return self.answers
+
+    def close(self) -> None:
+        write_out(self.tiers)
+        self.tiers.close(SECONDS)
