@@ -32,6 +32,8 @@ FUNCTIONS: Final[dict[EncoderActivation, Callable[[Tensor], Tensor]]] = {
 }
 _QUERIES: Final = 256
 """Queries of a sliding window, or with a bias, that are computed at once, to bound memory."""
+_REMEMBERED: Final = 512
+"""Longest text whose biases are kept for the next layer."""
 _FARTHEST: Final = 128
 """Distance from which all share the last bucket of a learned bias (MPNet)."""
 _NO_WEIGHTS: Final = (
@@ -41,6 +43,10 @@ _NO_WEIGHTS: Final = (
 """Tensors of heads that predict words, poolers that no vector passes, and buffers."""
 
 
+ScoreBias = Callable[[int, int, int], Tensor]
+"""(rows L of a text, first query, one after the last) -> [H, queries, L], added to scores of attention."""
+
+
 def attend(
     q_THD: Tensor,
     k_TGD: Tensor,
@@ -48,10 +54,10 @@ def attend(
     lens: Sequence[int],
     scale: float,
     reach: int | None = None,
-    bias: Callable[[int], Tensor] | None = None,
+    bias: ScoreBias | None = None,
 ) -> Tensor:
     """Compute attention within each text, [T, HD]. `lens`: rows of each. `reach`: distance of the farthest
-    token that one sees. `bias`: [H, L, L], added to the scores of a text of L rows.
+    token that one sees.
     """
     heads, width = q_THD.shape[1:]
     out_TH = torch.empty(len(q_THD), heads * width, dtype=q_THD.dtype)
@@ -60,13 +66,12 @@ def attend(
         rows = slice(start, start + length)
         # New tensors have one alignment, whatever the place of the text in the step.
         q, k, v = (_by_head(x[rows], heads) for x in (q_THD, k_TGD, v_TGD))
-        added = None if bias is None else bias(length)
-        cut = added is None and (reach is None or length <= reach + 1)
+        cut = bias is None and (reach is None or length <= reach + 1)
         size = length if cut else _QUERIES
         for first in range(0, length, size):
             last = min(first + size, length)
             low, high = 0, length
-            mask = None if added is None else added[:, first:last]
+            mask = None if bias is None else bias(length, first, last)
             if reach is not None and not cut:
                 low, high = max(0, first - reach), min(length, last + reach)
                 distance = torch.arange(first, last).unsqueeze(1) - torch.arange(low, high)
@@ -124,10 +129,30 @@ class DistanceBias:
         self._zero = limit - 1
         self._values_HP = table[_bucket(distances, buckets)].T.to(weights.dtype).contiguous()
 
-    def __call__(self, length: int) -> Tensor:
-        """Return the bias [H, L, L] of queries and keys of a text."""
-        places = torch.arange(length)
-        return self._values_HP[:, places - places.unsqueeze(1) + self._zero]
+    def __call__(self, length: int, first: int, last: int) -> Tensor:
+        distances = torch.arange(length) - torch.arange(first, last).unsqueeze(1)
+        return self._values_HP[:, distances + self._zero]
+
+
+class AlibiBias:
+    """Bias of attention scores by minus the distance of two tokens, times a number of each head (ALiBi)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._slopes_H11 = torch.tensor(alibi_slopes(config.num_heads)).view(-1, 1, 1)
+        self._dtype = dtype
+
+    def __call__(self, length: int, first: int, last: int) -> Tensor:
+        distances = torch.arange(length) - torch.arange(first, last).unsqueeze(1)
+        return (-self._slopes_H11 * distances.abs()).to(self._dtype)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return powers of one number for heads that are a power of 2; for others those of the next lower power,
+    and between them every other one of the next higher.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    return slopes + [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)][: heads - power]
 
 
 def _bucket(distances: Tensor, buckets: int) -> Tensor:
@@ -169,7 +194,7 @@ class EncoderLayer:
             self.first = LayerNorm(weights, first, model, bias=norm)
         self.second = LayerNorm(weights, second, model, bias=norm)
 
-    def __call__(self, x_TE: Tensor, forward: ForwardContext, bias: Callable[[int], Tensor] | None) -> Tensor:
+    def __call__(self, x_TE: Tensor, forward: ForwardContext, bias: ScoreBias | None) -> Tensor:
         assert forward.layout is not None
         lens = forward.layout.query_lens
         if not self.config.is_pre_norm:
@@ -185,7 +210,7 @@ class EncoderLayer:
         x_TE: Tensor,
         forward: ForwardContext,
         lens: Sequence[int],
-        bias: Callable[[int], Tensor] | None,
+        bias: ScoreBias | None,
     ) -> Tensor:
         rows = self.ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
         qk_TnD, v_THD = rows[:, : 2 * self.heads], rows[:, 2 * self.heads :]
@@ -266,7 +291,11 @@ class Encoder:
         if config.type_rows:
             self.types_YE = weights.floats("model.embed_types.weight", config.type_rows, hidden)
         self.embed_norm = LayerNorm(weights, "model.embed_norm", model, bias=config.norm_bias)
-        self.bias = DistanceBias(weights, model, config.relative_buckets) if config.relative_buckets else None
+        self.bias: ScoreBias | None = None
+        if config.relative_buckets:
+            self.bias = DistanceBias(weights, model, config.relative_buckets)
+        elif config.has_alibi:
+            self.bias = AlibiBias(model, self.dtype)
         self.layers = [
             EncoderLayer(model, config, i, weights.at(f"model.layers.{i}"), ops)
             for i in range(model.num_layers)
@@ -300,13 +329,15 @@ class Encoder:
         return x_TE if rows_R is None else x_TE[rows_R]
 
 
-def _remembered(make: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    """Return `make` with the results of one step kept: all layers have the same biases."""
-    known: dict[int, Tensor] = {}
+def _remembered(make: ScoreBias) -> ScoreBias:
+    """Return `make` with the results of one step kept for short texts: all layers have the same biases."""
+    known: dict[tuple[int, int, int], Tensor] = {}
 
-    def find(length: int) -> Tensor:
-        if length not in known:
-            known[length] = make(length)
-        return known[length]
+    def find(length: int, first: int, last: int) -> Tensor:
+        if length > _REMEMBERED:
+            return make(length, first, last)
+        if (key := (length, first, last)) not in known:
+            known[key] = make(*key)
+        return known[key]
 
     return find

@@ -90,6 +90,8 @@ class EncoderConfig:
     down_bias: bool = True
     relative_buckets: int = 0
     """Buckets of distances with a learned bias of attention scores, in all layers the same; 0: none."""
+    has_alibi: bool = False
+    """True if attention scores fall with the distance of two tokens, in each head at a rate of its own."""
     has_stacked_qkv: bool = False
     has_stacked_mlp: bool = False
     """True if tensors are stacked in all checkpoints; others may be, under the same names."""

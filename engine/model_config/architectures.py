@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import UnsupportedArchitecture
 from .architecture import Architecture
 from .encoders.encoder import ENCODERS, encoder_name
+from .encoders.own_code import OWN_CODE_ENCODERS
 from .encoders.pooling import with_head
 from .families.gemma import GEMMA_MODELS
 from .families.gemma3n import GEMMA3N_MODELS
@@ -311,6 +312,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **HYBRIDS,
     **GEMMA_MODELS,
     **ENCODERS,
+    **OWN_CODE_ENCODERS,
     **GEMMA3N_MODELS,
     **GEMMA4_MODELS,
     **LLAMA4_AND_PHIMOE,

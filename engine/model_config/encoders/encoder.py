@@ -27,7 +27,7 @@ MAX_LABELS: Final = 1000
 
 # ---------------------------------------------------------------------- names of tensors
 
-_BERT_NAMES: Final = (
+BERT_NAMES: Final = (
     (r"^(bert|roberta|xlm_roberta|camembert|distilbert|mpnet|nomic_bert|gte|new|jina_embeddings_v3)\.", ""),
     (r"\.gamma$", ".weight"),
     (r"\.beta$", ".bias"),
@@ -53,7 +53,7 @@ _BERT_NAMES: Final = (
     (r"\.(output\.dense|ffn\.lin2|mlp\.fc2)\.", ".mlp.down_proj."),
     (r"^encoder\.relative_attention_bias\.", "model.relative_bias."),
 )  # fmt: skip
-_POOLED_HEAD: Final = ((r"^pooler\.dense\.", "head.dense."), (r"^classifier\.", "head.out_proj."))
+POOLED_HEAD: Final = ((r"^pooler\.dense\.", "head.dense."), (r"^classifier\.", "head.out_proj."))
 _ROBERTA_HEAD: Final = ((r"^classifier\.", "head."),)
 _DISTILBERT_HEAD: Final = ((r"^pre_classifier\.", "head.dense."), (r"^classifier\.", "head.out_proj."))
 _MODERN_NAMES: Final = (
@@ -74,14 +74,14 @@ _MODERN_NAMES: Final = (
 # ---------------------------------------------------------------------- rules
 
 
-def _activation(fields: Fields, key: str = "hidden_act") -> EncoderActivation:
+def read_activation(fields: Fields, key: str = "hidden_act") -> EncoderActivation:
     name = fields.text(key, "gelu")
     if name not in _ACTIVATIONS:
         raise fields.error(f"{key} {show(name)} is not supported, only {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
-def _head(fields: Fields, **parts: Any) -> ClassifierConfig | None:
+def read_head(fields: Fields, **parts: Any) -> ClassifierConfig | None:
     """Return the head of a `...ForSequenceClassification`; None for other classes."""
     named = fields.raw.get("architectures") or []
     names = [named] if isinstance(named, str) else named
@@ -94,7 +94,7 @@ def _head(fields: Fields, **parts: Any) -> ClassifierConfig | None:
     return ClassifierConfig(labels=labels, **parts)
 
 
-def _types(fields: Fields, default: int = 2) -> int:
+def count_types(fields: Fields, default: int = 2) -> int:
     return fields.integer("type_vocab_size", default) if fields.raw.get("type_vocab_size") != 0 else 0
 
 
@@ -103,23 +103,23 @@ def _bert(fields: Fields) -> EncoderConfig:
     if kind != "absolute":
         raise fields.error(f"position_embedding_type {show(kind)} is not supported, only 'absolute'")
     return EncoderConfig(
-        activation=_activation(fields),
+        activation=read_activation(fields),
         position_rows=fields.integer("max_position_embeddings"),
-        type_rows=_types(fields),
-        head=_head(fields),
-        renames=_BERT_NAMES + _POOLED_HEAD,
+        type_rows=count_types(fields),
+        head=read_head(fields),
+        renames=BERT_NAMES + POOLED_HEAD,
     )
 
 
 def _roberta(fields: Fields) -> EncoderConfig:
     offset = _offset(fields)
     return EncoderConfig(
-        activation=_activation(fields),
+        activation=read_activation(fields),
         position_rows=fields.integer("max_position_embeddings") + offset,
         position_offset=offset,
-        type_rows=_types(fields, 1),
-        head=_head(fields),
-        renames=_BERT_NAMES + _ROBERTA_HEAD,
+        type_rows=count_types(fields, 1),
+        head=read_head(fields),
+        renames=BERT_NAMES + _ROBERTA_HEAD,
     )
 
 
@@ -138,10 +138,10 @@ def _positions_after_padding(fields: Fields) -> Mapping[str, Any]:
 
 def _distilbert(fields: Fields) -> EncoderConfig:
     return EncoderConfig(
-        activation=_activation(fields),
+        activation=read_activation(fields),
         position_rows=fields.integer("max_position_embeddings"),
-        head=_head(fields, activation="relu"),
-        renames=_BERT_NAMES + _DISTILBERT_HEAD,
+        head=read_head(fields, activation="relu"),
+        renames=BERT_NAMES + _DISTILBERT_HEAD,
     )
 
 
@@ -151,12 +151,12 @@ def _mpnet(fields: Fields) -> EncoderConfig:
     if buckets < 4 or buckets % 4:
         raise fields.error(f"relative_attention_num_buckets {buckets} must be a multiple of 4")
     return EncoderConfig(
-        activation=_activation(fields),
+        activation=read_activation(fields),
         position_rows=fields.integer("max_position_embeddings") + offset,
         position_offset=offset,
         relative_buckets=buckets,
-        head=_head(fields),
-        renames=_BERT_NAMES + _ROBERTA_HEAD,
+        head=read_head(fields),
+        renames=BERT_NAMES + _ROBERTA_HEAD,
     )
 
 
@@ -166,7 +166,7 @@ def _modernbert(fields: Fields) -> EncoderConfig:
     if pooling not in {"cls", "mean"}:
         raise fields.error(f"classifier_pooling {show(pooling)} is not supported, only 'cls' and 'mean'")
     return EncoderConfig(
-        activation=_activation(fields, "hidden_activation"),
+        activation=read_activation(fields, "hidden_activation"),
         is_pre_norm=True,
         norm_bias=fields.flag("norm_bias", default=False),
         rotates=True,
@@ -175,9 +175,9 @@ def _modernbert(fields: Fields) -> EncoderConfig:
         down_bias=bias,
         has_stacked_qkv=True,
         has_stacked_mlp=True,
-        head=_head(
+        head=read_head(
             fields,
-            activation=_activation(fields, "classifier_activation"),
+            activation=read_activation(fields, "classifier_activation"),
             pooling=pooling,
             dense_bias=fields.flag("classifier_bias", default=False),
             has_norm=True,
@@ -188,14 +188,14 @@ def _modernbert(fields: Fields) -> EncoderConfig:
 
 def _nomic(fields: Fields) -> EncoderConfig:
     return EncoderConfig(
-        activation=_activation(fields),
-        type_rows=_types(fields),
+        activation=read_activation(fields),
+        type_rows=count_types(fields),
         rotates=True,
         is_gated=True,
         up_bias=False,
         down_bias=False,
-        head=_head(fields),
-        renames=_BERT_NAMES + _POOLED_HEAD,
+        head=read_head(fields),
+        renames=BERT_NAMES + POOLED_HEAD,
     )
 
 
@@ -211,25 +211,25 @@ def _refuse_other_nomic(fields: Fields) -> None:
             raise fields.error(f"{key} {show(fields.raw[key])} is not supported in a NomicBert, only {value}")
 
 
-def _gte(fields: Fields) -> EncoderConfig:
+def gte_encoder(fields: Fields) -> EncoderConfig:
     return EncoderConfig(
-        activation=_activation(fields),
-        type_rows=_types(fields, 1),
+        activation=read_activation(fields),
+        type_rows=count_types(fields, 1),
         rotates=True,
         is_gated=True,
         up_bias=False,
-        head=_head(fields),
-        renames=(*_BERT_NAMES, (r"\.mlp\.up_gate_proj\.", ".mlp.up_gate_proj."), *_POOLED_HEAD),
+        head=read_head(fields),
+        renames=(*BERT_NAMES, (r"\.mlp\.up_gate_proj\.", ".mlp.up_gate_proj."), *POOLED_HEAD),
     )
 
 
 def _jina_v3(fields: Fields) -> EncoderConfig:
     return EncoderConfig(
-        activation=_activation(fields),
-        type_rows=_types(fields, 1),
+        activation=read_activation(fields),
+        type_rows=count_types(fields, 1),
         rotates=True,
-        head=_head(fields),
-        renames=_BERT_NAMES + _ROBERTA_HEAD,
+        head=read_head(fields),
+        renames=BERT_NAMES + _ROBERTA_HEAD,
     )
 
 
@@ -269,7 +269,7 @@ def _no_rope(
     return (RopeConfig(rotary_dim=0),), (0,) * layers
 
 
-def _encoder(
+def encoder_entry(
     model_type: str, rule: EncoderRule, defaults: Mapping[str, Any], *, bias: bool = True, **others: Any
 ) -> Architecture:
     usual = {
@@ -286,17 +286,17 @@ def _encoder(
     )
 
 
-_GELU: Final = {"hidden_act": "gelu", "max_position_embeddings": 512, "layer_norm_eps": 1e-12}
-_ROBERTA: Final = {**_GELU, "pad_token_id": 1}
+GELU: Final = {"hidden_act": "gelu", "max_position_embeddings": 512, "layer_norm_eps": 1e-12}
+_ROBERTA: Final = {**GELU, "pad_token_id": 1}
 ENCODERS: Final[dict[str, Architecture]] = {
-    "BertModel": _encoder("bert", _bert, defaults=_GELU),
-    "RobertaModel": _encoder("roberta", _roberta, _ROBERTA, sizes=_positions_after_padding),
-    "XLMRobertaModel": _encoder("xlm-roberta", _roberta, _ROBERTA, sizes=_positions_after_padding),
-    "CamembertModel": _encoder("camembert", _roberta, _ROBERTA, sizes=_positions_after_padding),
-    "DistilBertModel": _encoder(
+    "BertModel": encoder_entry("bert", _bert, defaults=GELU),
+    "RobertaModel": encoder_entry("roberta", _roberta, _ROBERTA, sizes=_positions_after_padding),
+    "XLMRobertaModel": encoder_entry("xlm-roberta", _roberta, _ROBERTA, sizes=_positions_after_padding),
+    "CamembertModel": encoder_entry("camembert", _roberta, _ROBERTA, sizes=_positions_after_padding),
+    "DistilBertModel": encoder_entry(
         "distilbert",
         _distilbert,
-        defaults=_GELU,
+        defaults=GELU,
         aliases={
             "hidden_size": "dim",
             "num_attention_heads": "n_heads",
@@ -306,8 +306,8 @@ ENCODERS: Final[dict[str, Architecture]] = {
             "rms_norm_eps": "layer_norm_eps",
         },
     ),
-    "MPNetModel": _encoder("mpnet", _mpnet, _ROBERTA, sizes=_positions_after_padding),
-    "ModernBertModel": _encoder(
+    "MPNetModel": encoder_entry("mpnet", _mpnet, _ROBERTA, sizes=_positions_after_padding),
+    "ModernBertModel": encoder_entry(
         "modernbert",
         _modernbert,
         defaults={"hidden_activation": "gelu", "max_position_embeddings": 8192, "norm_eps": 1e-5},
@@ -316,7 +316,7 @@ ENCODERS: Final[dict[str, Architecture]] = {
         ropes=_modern_ropes,
         windows=_modern_windows,
     ),
-    "NomicBertModel": _encoder(
+    "NomicBertModel": encoder_entry(
         "nomic_bert",
         _nomic,
         own_code="modeling_hf_nomic_bert.NomicBertModel",
@@ -341,13 +341,13 @@ ENCODERS: Final[dict[str, Architecture]] = {
         ropes=one_rope,
         refuse=_refuse_other_nomic,
     ),
-    "GteModel": _encoder(
+    "GteModel": encoder_entry(
         "gte",
-        _gte,
-        defaults={**_GELU, "max_position_embeddings": 8192, "rope_theta": 160_000.0},
+        gte_encoder,
+        defaults={**GELU, "max_position_embeddings": 8192, "rope_theta": 160_000.0},
         ropes=one_rope,
     ),
-    "JinaEmbeddingsV3Model": _encoder(
+    "JinaEmbeddingsV3Model": encoder_entry(
         "jina_embeddings_v3",
         _jina_v3,
         defaults={

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
+from llmbox.engine.errors import ModelError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
-from support.encoder_models import ENCODERS, declare_vectors, make_encoder
+from support.encoder_models import ENCODERS, change_config, declare_vectors, make_encoder
 from support.real_engines import load, run
 from support.tiny_models import write_json
 
@@ -147,3 +150,125 @@ def test_types_of_pairs(tmp_path: Path) -> None:
     found = vectors(engine, requests)
     torch.testing.assert_close(found["pair"], expected, rtol=1e-5, atol=1e-5)
     assert not torch.equal(found["pair"], found["text"])
+
+
+def ntk(head_dim: int, theta: float, factor: float) -> torch.Tensor:
+    places = torch.arange(0, head_dim, 2) / head_dim
+    return (theta * factor) ** -places / factor ** (2 / head_dim)
+
+
+def test_gte_as_its_repository_has_it(tmp_path: Path) -> None:
+    """Stacked tensors under other names, and a RoPE of type ntk."""
+    model = make_encoder(tmp_path, "gte")
+    model.rotary_emb.inv_freq = ntk(16, 20000.0, 8.0)
+    theirs = load_file(tmp_path / "model.safetensors")
+    assert any(name.endswith("attention.qkv_proj.weight") for name in theirs)
+    change_config(
+        tmp_path,
+        architectures=["NewModel"],
+        model_type="new",
+        auto_map={"AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel"},
+        rope_parameters=None,
+        rope_theta=20000.0,
+        rope_scaling={"type": "ntk", "factor": 8.0},
+    )
+    found = vectors(load(tmp_path), [ask(name, ids) for name, ids in TEXTS.items()])
+    for name, ids in TEXTS.items():
+        torch.testing.assert_close(found[name], states(model, ids).mean(0), rtol=1e-5, atol=1e-5)
+
+
+JINA: dict[str, Any] = {
+    "architectures": ["JinaBertForMaskedLM"],
+    "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"},
+    "model_type": "bert",
+    "position_embedding_type": "alibi",
+    "feed_forward_type": "geglu",
+    "hidden_act": "gelu",
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+    "dtype": "float32",
+}
+SLOPES = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
+
+
+def make_jina(directory: Path) -> dict[str, torch.Tensor]:
+    generator, hidden, inner = torch.Generator().manual_seed(2), 48, 80
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (320, hidden),
+        "embeddings.token_type_embeddings.weight": (2, hidden),
+    }
+    norms = ["embeddings.LayerNorm"]
+    for layer in (f"encoder.layer.{number}." for number in range(2)):
+        for name in ("self.query", "self.key", "self.value", "output.dense"):
+            shapes |= {f"{layer}attention.{name}.weight": (hidden, hidden)}
+            shapes |= {f"{layer}attention.{name}.bias": (hidden,)}
+        norms += [f"{layer}attention.output.LayerNorm", f"{layer}mlp.layernorm"]
+        shapes |= {f"{layer}mlp.gated_layers.weight": (2 * inner, hidden)}
+        shapes |= {f"{layer}mlp.wo.weight": (hidden, inner), f"{layer}mlp.wo.bias": (hidden,)}
+    shapes |= {f"{name}.{part}": (hidden,) for name in norms for part in ("weight", "bias")}
+    weights = {n: torch.randn(s, generator=generator) * s[-1] ** -0.5 for n, s in shapes.items()}
+    weights |= {f"{name}.weight": 1 + weights[f"{name}.weight"] for name in norms}
+    save_file(weights, directory / "model.safetensors")
+    write_json(directory / "config.json", JINA)
+    return weights
+
+
+def jina_states(weights: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
+    """What jina's code computes, in plain torch."""
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, (48,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-12)
+
+    x = (
+        weights["embeddings.word_embeddings.weight"][ids]
+        + weights["embeddings.token_type_embeddings.weight"][0]
+    )
+    x = norm("embeddings.LayerNorm", x)
+    places = torch.arange(len(ids))
+    bias = -torch.tensor(SLOPES).view(-1, 1, 1) * (places - places.unsqueeze(1)).abs()
+    for layer in (f"encoder.layer.{number}." for number in range(2)):
+        names = (f"{layer}attention.self.{part}" for part in ("query", "key", "value"))
+        q, k, v = (linear(name, x).view(len(ids), 6, 8).transpose(0, 1) for name in names)
+        scores = (q @ k.transpose(1, 2) / 8**0.5 + bias).softmax(-1) @ v
+        out = linear(f"{layer}attention.output.dense", scores.transpose(0, 1).flatten(1))
+        x = norm(f"{layer}attention.output.LayerNorm", x + out)
+        gate, up = linear(f"{layer}mlp.gated_layers", x).chunk(2, 1)
+        x = norm(f"{layer}mlp.layernorm", x + linear(f"{layer}mlp.wo", functional.gelu(gate) * up))
+    return x
+
+
+def test_jina_v2(tmp_path: Path) -> None:
+    """Scores that fall with distance (ALiBi), also in a text of several parts."""
+    weights, engine = make_jina(tmp_path), load(tmp_path)
+    texts = {**TEXTS, "very long": [3 + 11 * i % 300 for i in range(600)]}
+    found = vectors(engine, [ask(name, ids) for name, ids in texts.items()])
+    for name, ids in texts.items():
+        torch.testing.assert_close(found[name], jina_states(weights, ids).mean(0), rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[name], vectors(engine, [ask(name, ids)])[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"position_embedding_type": "absolute"}, "position_embedding_type is not supported"),
+        ({"feed_forward_type": "original"}, "feed_forward_type 'original' is not supported, only geglu"),
+        (
+            {"architectures": ["NewModel"], "auto_map": None},
+            "position_embedding_type 'alibi' is not supported",
+        ),
+    ],
+)
+def test_other_code_is_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    make_jina(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelError, match=problem):
+        load(tmp_path)

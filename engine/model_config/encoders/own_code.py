@@ -1,0 +1,113 @@
+"""Encoders whose repositories bring Python code of their own, which is not run: GTE and jina v2."""
+
+from dataclasses import replace
+from typing import Any, Final
+
+from ..architecture import Architecture, EncoderConfig
+from ..fields import Fields, show
+from ..rope import RopeConfig, one_rope, raw_rope
+from .encoder import (
+    BERT_NAMES,
+    GELU,
+    POOLED_HEAD,
+    count_types,
+    encoder_entry,
+    gte_encoder,
+    read_activation,
+    read_head,
+)
+
+MAX_SCALING: Final = 1024.0
+_JINA_NAMES: Final = (
+    (r"\.mlp\.gated_layers\.", ".mlp.gate_up_proj."),
+    (r"\.mlp\.wo\.", ".mlp.down_proj."),
+    (r"\.mlp\.layernorm\.", ".post_feedforward_layernorm."),
+)
+
+
+def refuse_others(fields: Fields, usual: dict[str, Any]) -> None:
+    """Raise ModelError for values that the repository's code computes otherwise."""
+    for key, value in usual.items():
+        if fields.raw.get(key) not in (None, value):
+            raise fields.error(
+                f"{key} {show(fields.raw[key])} is not supported of this encoder, only {value}"
+            )
+
+
+def _refuse_other_gte(fields: Fields) -> None:
+    usual = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True}
+    refuse_others(fields, {**usual, "logn_attention_scale": False, "logn_attention_clip1": False})
+
+
+def ntk_rope(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE. Of type `ntk` its base is multiplied by a factor f, and its frequencies are divided by
+    f^(2 / head_dim), for texts of all lengths.
+    """
+    raw = raw_rope(fields)
+    if raw.get("rope_type", raw.get("type")) != "ntk":
+        return one_rope(fields, head_dim, positions, layers)
+    scaling = Fields(raw, f"{fields.where}: rope parameters")
+    factor = scaling.number("factor", 1.0)
+    if not 1.0 <= factor <= MAX_SCALING or scaling.raw.get("mixed_b") is not None:
+        raise scaling.error(
+            f"factor {factor} must be from 1 to {MAX_SCALING:.0f}, and mixed_b is not supported"
+        )
+    theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0)) * factor
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_scaling": None}
+    (rope,), layer_ropes = one_rope(
+        Fields({**fields.raw, **plain}, fields.where), head_dim, positions, layers
+    )
+    divisors = (factor ** (2 / head_dim),) * (head_dim // 2)
+    rope = replace(
+        rope,
+        rope_type="longrope",
+        original_context=positions,
+        short_factor=divisors,
+        long_factor=divisors,
+        attention_factor=1.0,
+    )
+    return (rope,), layer_ropes
+
+
+def _jina_v2(fields: Fields) -> EncoderConfig:
+    gated = {"geglu": "gelu", "reglu": "relu"}
+    kind = fields.text("feed_forward_type", "original")
+    if kind not in gated:
+        raise fields.error(f"feed_forward_type {show(kind)} is not supported, only {', '.join(gated)}")
+    return EncoderConfig(
+        activation=read_activation(Fields({"hidden_act": gated[kind]}, fields.where)),
+        type_rows=count_types(fields),
+        has_alibi=True,
+        is_gated=True,
+        up_bias=False,
+        has_stacked_mlp=True,
+        head=read_head(fields),
+        renames=(*_JINA_NAMES, *BERT_NAMES, *POOLED_HEAD),
+    )
+
+
+def _refuse_other_jina(fields: Fields) -> None:
+    if fields.text("position_embedding_type", "absolute") != "alibi":
+        raise fields.error("position_embedding_type is not supported of this encoder, only 'alibi'")
+
+
+OWN_CODE_ENCODERS: Final[dict[str, Architecture]] = {
+    "NewModel": encoder_entry(
+        "new",
+        gte_encoder,
+        defaults={**GELU, "max_position_embeddings": 8192},
+        ropes=ntk_rope,
+        refuse=_refuse_other_gte,
+        own_code="modeling.NewModel",
+    ),
+    "JinaBertModel": encoder_entry(
+        "jina_bert",
+        _jina_v2,
+        defaults={**GELU, "max_position_embeddings": 8192},
+        refuse=_refuse_other_jina,
+        own_code="modeling_bert.JinaBertModel",
+    ),
+}
+"""Encoders by the name of their class without a head."""
