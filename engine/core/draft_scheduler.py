@@ -18,6 +18,7 @@ from .kv_cache.manager import KVCacheManager
 from .ngram_proposer import NgramProposer
 from .request import Request
 from .step import SampledToken, ScheduledRequest, StepPlan
+from .suffix_store import SIZE, SuffixStores
 
 DraftMethod = Literal["ngram", "draft_model"]
 MIN_NGRAM_DRAFTS = 2
@@ -77,6 +78,7 @@ class DraftScheduler:
         self._kv_cache = kv_cache
         self._model = model
         self._length = DraftLength()
+        self._answers = SuffixStores()
         self._clock = clock
         self._from_model: set[Request] = set()
         """Requests whose drafts in the current step come from the draft model."""
@@ -137,6 +139,12 @@ class DraftScheduler:
         request.drafter.record_verification(drafted, accepted)
         self.counts["ngram"].add(drafted, accepted)
 
+    def remember(self, request: Request) -> None:
+        """Keep the answer of a request that has ended, for drafts of later ones."""
+        if self._rows and not request.pools:
+            answer = request.token_ids[max(0, request.num_prompt - SIZE) :]
+            self._answers.add(request.tenant, request.cache_namespace, answer)
+
     def end(self, request: Request) -> None:
         """Turn drafts off for this request."""
         assert request.drafter is not None
@@ -149,7 +157,8 @@ class DraftScheduler:
         if self._kv_cache.states is not None:
             most = min(most, self._kv_cache.states.pool.num_free)
         if request.drafter is None:
-            request.drafter = NgramProposer()
+            earlier = self._answers.find(request.tenant, request.cache_namespace)
+            request.drafter = NgramProposer(earlier)
         return 0 if request.drafter.has_ended else most
 
     def _propose(self, request: Request, most: int) -> list[int]:

@@ -9,6 +9,8 @@ whose drafts are rejected gets few of them.
 from collections.abc import Sequence
 from typing import Final
 
+from .suffix_store import SuffixStore
+
 SIZES: Final = (4, 2)
 """N-gram lengths to match, in order. A match of two tokens proposes one token at most."""
 AT_ONCE: Final = 4096
@@ -68,8 +70,10 @@ class NgramProposer:
     then on, with matches of four tokens three times as many.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: SuffixStore | None = None) -> None:
+        """`earlier`: answers of the same caller, where its own tokens have no match of the longest n-gram."""
         self._index = SuffixIndex()
+        self._earlier = earlier
         self._length = FIRST
         self._failures = 0
         self._rest = 0
@@ -88,7 +92,11 @@ class NgramProposer:
             return []
         if not self._index.catch_up(tokens):
             return []
-        return self._index.follow(tokens, min(most, self._length))
+        most = min(most, self._length)
+        found = self._index.follow(tokens, most)
+        if len(found) < min(most, 2) and self._earlier is not None:
+            return self._earlier.follow(tokens, most) or found
+        return found
 
     def record_verification(self, drafted: int, accepted: int) -> None:
         """Adapt the length and the rest to the verification of the last draft: `accepted` of `drafted`."""

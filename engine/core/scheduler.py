@@ -111,6 +111,7 @@ class Scheduler:
     def _remove(self, request: Request, *, suspect: bool = False) -> None:
         del self._requests[request.request_id]
         if request.request_id in self._running:
+            self.drafting.remember(request)
             self._stop_running(request, suspect=suspect)
         else:
             self._waiting.discard(request)
