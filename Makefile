@@ -36,6 +36,10 @@ nightly: .venv/dev ## long tests, then property tests with new examples; ROUNDS=
 	  LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -q -n 2 --dist worksteal -m property --hypothesis-seed=$$seed || exit 1; \
 	done
 
+# ARGS="--wheel dist/llmbox-….whl" takes a built one.
+newcomer: .venv/dev ## from a wheel and an empty home to a chat, in a terminal and a browser, timed
+	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m installed.newcomer $(ARGS)
+
 # Other people's programs from npm against this daemon; what is not in the cache folder yet is installed there.
 test-clients: .venv/dev ## programs of other people from npm against this daemon
 	LLMBOX_TEST_CLIENTS=1 $(BIN)/pytest tests/clients
@@ -66,6 +70,7 @@ bench: .venv/dev ## benchmarks of this tree; takes long, writes docs/performance
 	$(BIN)/python tests/bench/scenarios.py
 	$(BIN)/python tests/bench/burst.py --write
 	$(BIN)/python tests/bench/key_flood.py --write
+	$(BIN)/python tests/bench/panel_pages.py --write
 
 # A daemon, clients and a fault a minute; every parser. ARGS="--minutes 60" and ARGS="--seconds 3600"; results: docs/reliability.md.
 soak: .venv/dev ## a daemon, clients and a fault a minute; ARGS="--minutes 60"

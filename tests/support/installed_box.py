@@ -64,10 +64,13 @@ def checked(command: Sequence[object], **environ: str) -> str:
     return done.stdout
 
 
-def build_wheel(folder: Path) -> Path:
-    """Without compiled kernels, which take minutes: `tests/packaging/test_wheel.py` has a wheel with some."""
+def build_wheel(folder: Path, kernels: str = "none") -> Path:
+    """Without compiled kernels, which take minutes: `tests/packaging/test_wheel.py` has a wheel with some.
+
+    `kernels` names instruction sets to compile for.
+    """
     build = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT]
-    checked(build, LLMBOX_WHEEL_KERNELS="none")
+    checked(build, LLMBOX_WHEEL_KERNELS=kernels)
     return next(folder.glob("*.whl"))
 
 

@@ -1,6 +1,7 @@
 """Outermost ASGI layer: checks and headers of every request, whether or not a route exists for it."""
 
 import asyncio
+import gzip
 import logging
 import re
 import time
@@ -77,6 +78,11 @@ _UNTYPED_ROUTES = "/api/"
 """Prefix of Ollama's routes, whose clients and examples send no Content-Type. From a web page they need one,
 as all routes do.
 """
+_PACKED_ROUTES = "/admin"
+"""Prefix of routes whose answers are compressed."""
+_PACKED_TYPES = (b"text/html", b"application/json")
+_LEAST_PACKED = 1400
+"""Bytes; less fits into one packet as it is."""
 _MORE_HEADERS = "more_headers"
 _PAGE_REFERRER = (b"referrer-policy", b"same-origin")
 """Referrer policy of pages. Under no-referrer a browser would post our own forms with `Origin: null`, as if
@@ -187,6 +193,10 @@ class _RequestScope:
         self._body_done = False
         self._drain = drain
         self._head = scope["method"] == "HEAD"
+        accepted = self.headers.get(b"accept-encoding", b"")
+        self._packs = b"gzip" in accepted and scope["path"].startswith(_PACKED_ROUTES)
+        self._held: Any = None
+        """Start of an answer that waits for its body, to be sent compressed."""
         # A copy: the server looks at its own scope's method to leave out the body.
         self.scope: Any = {
             **scope,
@@ -217,10 +227,18 @@ class _RequestScope:
         if message["type"] == "http.response.start":
             self.started = True
             message["headers"] = self._with_own(list(message.get("headers", [])))
-        elif self._head:
+            if self._packs and is_packable(message["headers"]):
+                self._held = message
+                return
+        elif self._held is not None:
+            held, self._held = self._held, None
+            if not message.get("more_body", False):
+                held, message = pack(held, message)
+            await self._send(held)
+        if message["type"] == "http.response.body" and self._head:
             message = {"type": "http.response.body", "body": b"", "more_body": False}
             self._finished = True
-        elif not message.get("more_body", False):
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self._finished = True
         await self._send(message)
 
@@ -253,6 +271,27 @@ class _RequestScope:
         if self._drain.draining:
             headers.append((b"connection", b"close"))
         return headers
+
+
+def is_packable(headers: list[Header]) -> bool:
+    """Return whether an answer is a whole text worth compressing. Streams have no length."""
+    found = {name.lower(): value for name, value in headers}
+    return (
+        found.get(b"content-type", b"").startswith(_PACKED_TYPES)
+        and b"content-encoding" not in found
+        and int(found.get(b"content-length", b"0")) >= _LEAST_PACKED
+    )
+
+
+def pack(start: Any, body: Any) -> tuple[Any, Any]:
+    """Compress the one body of an answer. Cookies are SameSite=Strict: no other page can have a guess of its
+    own compressed together with a token.
+    """
+    packed = gzip.compress(body.get("body", b""), 5, mtime=0)
+    kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+    more = [(b"content-length", b"%d" % len(packed)), (b"content-encoding", b"gzip")]
+    headers = [*kept, *more, (b"vary", b"Accept-Encoding")]
+    return {**start, "headers": headers}, {**body, "body": packed}
 
 
 def _check_body(

@@ -2,15 +2,19 @@
 save them.
 """
 
+import asyncio
 import json
+import os
 from typing import Final
 
 from litestar import Response, get
+from litestar.params import FromQuery
 
 from llmbox.app.config.entries import find_price
 from llmbox.app.http.admin.models import describe_all
+from llmbox.app.models.catalog import on_disk
 
-from ..render import PanelRequest, page, panel_of
+from ..render import Panel, PanelRequest, page, panel_of
 
 SAMPLING: Final = (
     ("temperature", "Temperature"),
@@ -21,8 +25,14 @@ SAMPLING: Final = (
 """(API field, label) of each number that a conversation may set. Empty ones are left to the model."""
 
 
-@get("/chat", sync_to_thread=False, name="panel_chat")
-def chat_page(request: PanelRequest) -> Response[str]:
+async def _is_on_disk(panel: Panel, name: str) -> bool:
+    found = await asyncio.to_thread(on_disk, os.environ, panel.control.library.registry.read())
+    return any(each.servable and each.ref.name == name for each in found)
+
+
+@get("/chat", name="panel_chat")
+async def chat_page(request: PanelRequest, model: FromQuery[str] = "") -> Response[str]:
+    """Show the chat. `model` is the one to begin with; one that is on disk is loaded by the first message."""
     panel = panel_of(request)
     services = panel.control.services
     formats = {model.name: model.text.output_format for model in services.engines.models()}
@@ -31,6 +41,9 @@ def chat_page(request: PanelRequest) -> Response[str]:
         for each in describe_all(panel.control)
         if each.state in {"ready", "restarting"} and each.chat
     }
+    waits = bool(model) and model not in models and await _is_on_disk(panel, model)
+    if waits:
+        models = {model: False, **models}
     usage = services.settings.usage
     found = {name: find_price(usage.prices, name) for name in models}
     prices = {name: (price.input, price.output) for name, price in found.items() if price is not None}
@@ -39,6 +52,8 @@ def chat_page(request: PanelRequest) -> Response[str]:
         "chat.html",
         "chat",
         models=models,
+        chosen=model,
+        waits=waits,
         sampling=SAMPLING,
         url=panel.control.running.url,
         prices=json.dumps(prices),
