@@ -273,7 +273,7 @@ class _RequestScope:
         return headers
 
 
-def is_packable(headers: list[Header]) -> bool:
+def is_packable(headers: Iterable[Header]) -> bool:
     """Return whether an answer is a whole text worth compressing. Streams have no length."""
     found = {name.lower(): value for name, value in headers}
     return (

@@ -81,6 +81,7 @@ def test_a_model_is_found_downloaded_and_there(window: Window):
     page.get_by_role("button", name="Resume").click()
     window.panel.hub.go_on.set()
     page.locator(".state.ready").wait_for()
+    assert page.locator("a.button").get_attribute("href") == "/admin/chat?model=org/little"
     page.get_by_role("link", name="Installed").click()
     page.get_by_role("link", name="org/little").wait_for()
 

@@ -123,6 +123,16 @@ def test_pages_are_light(signed_in):
         assert size <= 60_000, (path, size, {file: sizes[file][1] for file in files})
 
 
+def test_a_chat_begins_with_the_model_of_its_link(signed_in):
+    page = signed_in.get("/admin/chat?model=builtin").text
+    assert "builtin is on this disk and not in memory yet: the first message loads it." in page
+    assert re.search(r"<option[^>]* selected>builtin</option>", page)
+    assert re.search(r"<option[^>]* selected>tiny</option>", signed_in.get("/admin/chat?model=tiny").text)
+    unknown = signed_in.get("/admin/chat?model=nobody%22%3E").text
+    assert "nobody" not in unknown
+    assert "not in memory yet" not in unknown
+
+
 def test_answers_of_the_panel_are_compressed_and_the_same(signed_in):
     for path in ("/admin/settings", "/admin/api/config"):
         plain = signed_in.get(path, headers={"accept-encoding": "identity"})
