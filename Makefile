@@ -63,7 +63,8 @@ metrics: .venv/dev ## size and shape of the code, and what one streamed chat pas
 screenshots: .venv/dev ## renew the pictures in README.md
 	$(BIN)/python packaging/screenshots.py
 
-pictures: .venv/dev ## pictures of every page of the panel into build/pictures
+pictures: .venv/dev ## llmbox top into docs/images, every page of the panel into build/pictures
+	$(BIN)/python packaging/top_pictures.py
 	$(BIN)/python packaging/panel_pictures.py $(ARGS)
 
 bench: .venv/dev ## benchmarks of this tree; takes long, writes docs/performance.md

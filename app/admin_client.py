@@ -3,10 +3,10 @@
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from .config.paths import Paths, socket_address
 from .errors import CliError, Exit
@@ -46,6 +46,10 @@ class Client:
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
+
+    @property
+    def log_file(self) -> str:
+        return str(self._paths.log_file)
 
     def is_up(self) -> bool:
         """Return whether a daemon answers. Never raises."""
@@ -207,3 +211,36 @@ class Stream:
                     data.append(value.removeprefix(" "))
         except (OSError, HTTPException) as error:
             raise CliError("the stream broke off", str(error), "llmbox status", Exit.UNREACHABLE) from error
+
+
+class AnswerPiece(NamedTuple):
+    """Piece of a streamed answer."""
+
+    is_thought: bool
+    text: str
+
+
+def stream_answer(
+    client: Client, body: Mapping[str, Any], opened: Callable[[Stream], object]
+) -> Iterator[AnswerPiece]:
+    """Stream an answer: to a chat if `body` has `messages`, else to a text to go on with.
+
+    `opened` gets the stream, to close it from another thread. Raises CliError.
+    """
+    is_chat = "messages" in body
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    with client.stream("POST", path, {**body, "stream": True}) as stream:
+        opened(stream)
+        for _, data in stream.events():
+            if data == "[DONE]":
+                return
+            chunk = json.loads(data)
+            if error := chunk.get("error"):
+                raise CliError("the answer broke off", error["message"], "ask again", log=client.log_file)
+            for choice in chunk["choices"]:
+                delta = choice["delta"] if is_chat else {"content": choice["text"]}
+                if thought := delta.get("reasoning_content"):
+                    yield AnswerPiece(True, thought)
+                if piece := delta.get("content"):
+                    yield AnswerPiece(False, piece)
+    raise CliError("the answer broke off", "the stream ended early", "llmbox status", Exit.UNREACHABLE)

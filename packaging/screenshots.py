@@ -1,14 +1,11 @@
-"""Renew the pictures of README.md: `llmbox top` and the panel of a daemon under load.
+"""Renew the picture of the panel in README.md: a daemon under load. `make pictures` draws `llmbox top`.
 
     make screenshots
 
 Needs the development environment and chromium. The daemon has a data folder and a port of its own.
 """
 
-import asyncio
 import json
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +18,6 @@ from typing import Any
 
 from panel_pictures import seed
 from playwright.sync_api import sync_playwright
-
-from llmbox.app.lifecycle.program import Program
-from llmbox.ui.tui.app import Dashboard
-from llmbox.ui.tui.data.api import LiveApi
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 QUESTIONS = (
@@ -53,7 +46,6 @@ def main() -> None:
             ]
             for client in clients:
                 client.start()
-            (IMAGES / "top.svg").write_text(asyncio.run(draw_top(Path(folder))), encoding="utf-8")
             save_panel(started["sign_in"], IMAGES / "panel.png")
             over.set()
             for client in clients:
@@ -72,15 +64,6 @@ def ask(url: str, question: str, over: threading.Event) -> None:
         urllib.request.urlopen(request, timeout=120).read()
 
 
-async def draw_top(folder: Path) -> str:
-    dashboard = Dashboard(LiveApi(Program(data_dir=folder).client), url="http://127.0.0.1:7411")
-    async with dashboard.run_test(size=(118, 34)) as pilot:
-        await pilot.pause(20.0)  # so that the curves have something to show
-        picture = dashboard.export_screenshot(title="llmbox top")
-    # Rich names fonts on a server; a picture fetches nothing.
-    return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
-
-
 def save_panel(link: str, target: Path) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
@@ -93,5 +76,4 @@ def save_panel(link: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TERM", "xterm-256color")
     main()

@@ -97,7 +97,7 @@ def compose(
         first=first,
     )
     metrics = Metrics(lambda: read_engines(engines), lambda: request_log.dropped)
-    telemetry = Telemetry(engines, events, request_log, parts.gpus)
+    telemetry = Telemetry(engines, events, request_log, parts.gpus, targets=settings.usage.targets)
     gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed)
     return Services(
         settings=settings,

@@ -5,6 +5,7 @@ own.
 import shlex
 from collections.abc import Iterator
 
+from ..util.formatting import span
 from .snapshot import NA, Alert, EngineSnapshot, GpuReading, Tick
 
 DISK_LOW = 1_000_000_000
@@ -26,7 +27,7 @@ def find_alerts(tick: Tick) -> tuple[Alert, ...]:
 def _engines(tick: Tick) -> Iterator[Alert]:
     if tick.cause and not any(e.state in {"failed", "restarting"} for e in tick.engines):
         level = "warning" if "loading" in tick.cause or "shutting" in tick.cause else "failure"
-        yield Alert(level=level, text=tick.cause)
+        yield Alert(level=level, text=tick.cause, fix="llmbox logs" if level == "failure" else "")
     for engine in tick.engines:
         if engine.state == "failed":
             yield Alert(
@@ -44,6 +45,7 @@ def _engines(tick: Tick) -> Iterator[Alert]:
             )
         if engine.state == "ready" and engine.kernels in SLOW_KERNELS:
             yield _slow(engine)
+        yield from _targets(engine)
 
 
 def _errors(tick: Tick) -> Iterator[Alert]:
@@ -73,6 +75,21 @@ def _slow(engine: EngineSnapshot) -> Alert:
         text=f"{engine.model}: PyTorch's slower kernels ({engine.kernels}) run",
         fix="load it with --dtype bfloat16" if half and engine.device == "cpu" else "llmbox doctor",
     )
+
+
+def _targets(engine: EngineSnapshot) -> Iterator[Alert]:
+    """Alerts of latency targets that the last two minutes' requests missed."""
+    model = shlex.quote(engine.model)
+    for name, value, target, fix in (
+        ("TTFT", engine.ttft_p95, engine.ttft_target, "send fewer or shorter prompts at once"),
+        ("TPOT", engine.tpot_p95, engine.tpot_target, "run fewer requests at once"),
+    ):
+        if value is not NA and target is not NA and value > target:
+            yield Alert(
+                level="warning",
+                text=f"{engine.model}: {name} p95 is {span(value)}, its target {span(target)}",
+                fix=f"{fix}; who asks: llmbox requests --model {model}",
+            )
 
 
 def _is_full(engine: EngineSnapshot) -> bool:

@@ -17,6 +17,7 @@ from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.roofline import decode_tokens_per_second
 from llmbox.kernels.quant_formats import QUANTS
 
+from ..config.entries import LatencyTarget
 from ..engines.supervisor import Supervisor
 from ..store.record import RequestRecord
 from .snapshot import NA, EngineSnapshot, ErrorRate, Gpus, Number
@@ -155,9 +156,15 @@ WINDOW_S: Final = 60.0
 class EngineReader:
     """Reader of all engines. Use it only from the daemon's event loop. Counters restart with their engine."""
 
-    def __init__(self, latencies: Latencies, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        latencies: Latencies,
+        clock: Callable[[], float] = time.monotonic,
+        find_target: Callable[[str], LatencyTarget | None] = lambda _: None,
+    ) -> None:
         self._latencies = latencies
         self._clock = clock
+        self._find_target = find_target
         self._looks: dict[str, deque[tuple[float, EngineStats]]] = {}
         self._shapes: dict[str, ModelShape | None] = {}
 
@@ -174,6 +181,7 @@ class EngineReader:
         info = supervisor.info
         blocks = stats.blocks_total or (info.num_blocks if info else 0)
         ttft, tpot = self._latencies.of(name)
+        target = self._find_target(name)
         described = EngineSnapshot(
             model=name,
             state=supervisor.state,
@@ -196,6 +204,8 @@ class EngineReader:
             ttft_p95=ttft.p95,
             tpot_p50=tpot.p50,
             tpot_p95=tpot.p95,
+            ttft_target=NA if target is None else target.ttft,
+            tpot_target=NA if target is None else target.tpot,
             draft_tokens=stats.draft_tokens,
             accepted_tokens=stats.accepted_tokens,
             preemptions=stats.preemptions,

@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from ..config.entries import LatencyTarget
 from ..engines.manager import EngineManager
 from ..events import Events
 from ..gateway.gateway import Gateway
@@ -129,6 +130,7 @@ class Poller:
         timeout: float = TIMEOUT_S,
         idle: float = IDLE_S,
         clock: Callable[[], float] = time.time,
+        find_target: Callable[[str], LatencyTarget | None] = lambda _: None,
     ) -> None:
         self.last = Tick(time=0.0)
         self._engines, self._gateway, self._events = engines, gateway, events
@@ -137,7 +139,7 @@ class Poller:
         self._gpus, self._host = gpus, host
         self._gpu_guard: TimedReader[Gpus] = TimedReader("telemetry-gpu", timeout)
         self._host_guard: TimedReader[Host] = TimedReader("telemetry-host", timeout)
-        self._engine_reader = EngineReader(latencies)
+        self._engine_reader = EngineReader(latencies, find_target=find_target)
         self._idle, self._clock = idle, clock
         self._wake = asyncio.Event()
         events.on_subscribe = self.wake

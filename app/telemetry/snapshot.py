@@ -129,6 +129,9 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     ttft_p95: Number = NA
     tpot_p50: Number = NA
     tpot_p95: Number = NA
+    ttft_target: Number = NA
+    tpot_target: Number = NA
+    """Latency target of the model (`usage.targets`), for its 95th percentiles."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Draft tokens that were accepted."""

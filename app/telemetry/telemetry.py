@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import msgspec
 
+from ..config.entries import find_target
 from ..config.paths import Paths
 from ..engines.manager import EngineManager
 from ..events import Events
@@ -80,8 +81,15 @@ class Telemetry:
     """Call `start` and `close` on the event loop; nothing runs before `start`."""
 
     def __init__(
-        self, engines: EngineManager, events: Events, store: RequestLog, gpus: GpuReader | None = None
+        self,
+        engines: EngineManager,
+        events: Events,
+        store: RequestLog,
+        gpus: GpuReader | None = None,
+        *,
+        targets: tuple[str, ...] = (),
     ) -> None:
+        """Create the parts. `targets`: latency targets, as in `usage.targets`."""
         self.history = History(store)
         self.marks = Annotations(store)
         self.blocks = BlockReader(engines)
@@ -90,6 +98,7 @@ class Telemetry:
         self.feed = RequestFeed(events, self.latencies, self.error_rates)
         self._engines, self._events = engines, events
         events.on_publish = self.marks.take
+        self.targets = targets
         self._gpus = gpus or GpuReader()
         self._log_feed: LogFeed | None = None
         self._task: asyncio.Task[None] | None = None
@@ -105,6 +114,7 @@ class Telemetry:
             self.error_rates,
             gpus=self._gpus,
             host=HostReader(paths.state_dir),
+            find_target=lambda model: find_target(self.targets, model),
         )
         self.feed.wake_poller = self.poller.wake
         self._log_feed = LogFeed(self._events, asyncio.get_running_loop())

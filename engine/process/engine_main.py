@@ -153,7 +153,7 @@ def _run(channel: Channel, load: Load) -> int:
         return EXIT_LOAD_FAILED
     # Objects made by loading live as long as the process: the garbage collector need not visit them.
     gc.freeze()
-    log.info("%s is ready after %.1f s", first.config.name, time.monotonic() - started)
+    log.info("ready after %.1f s", time.monotonic() - started)
     channel.send(Ready(info=engine.info))
     serve(engine, channel)
     channel.drain(1.0)

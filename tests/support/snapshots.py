@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from llmbox.app.admin_client import AnswerPiece
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.inspect.detail import as_curl, content_note, prefix_note
@@ -232,6 +233,10 @@ class FakeApi:
         self.table = answers() if table is None else table
         self.posted: list[tuple[str, Any]] = []
         self.refusal = ""
+        self.asked: list[Any] = []
+        self.pieces: list[tuple[bool, str] | None] = []
+        """Pieces of each answer; None waits for `stop`."""
+        self.asking, self.stopped = threading.Event(), threading.Event()
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         self._arrived = threading.Condition()
         self._closed = self._broken = False
@@ -247,6 +252,20 @@ class FakeApi:
             raise CliError(self.refusal)
         self.posted.append((path, body))
         return {}
+
+    def ask(self, body: Any) -> Iterator[AnswerPiece]:
+        self.asked.append(body)
+        if self.refusal:
+            raise CliError(self.refusal)
+        for piece in self.pieces:
+            if piece is None:
+                self.asking.set()
+                assert self.stopped.wait(30)
+                raise CliError("the stream broke off")
+            yield AnswerPiece(*piece)
+
+    def stop(self) -> None:
+        self.stopped.set()
 
     def push(self, kind: str, data: Any) -> None:
         with self._arrived:

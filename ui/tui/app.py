@@ -26,18 +26,22 @@ from .messages import (
     State,
     TickReceived,
 )
-from .rendering import ASCII, THEMES, UNICODE
+from .rendering import ASCII, UNICODE, wrap
+from .screens.alerts import AlertsScreen
 from .screens.base import View
 from .screens.bench import BenchScreen
+from .screens.chat import ChatScreen
 from .screens.logs import LogsScreen
 from .screens.memory import MemoryScreen
 from .screens.models import ModelsScreen
 from .screens.overview import OverviewScreen
 from .screens.requests import RequestsScreen
-from .widgets.dialogs import AskLine, Confirm, Help, KeyValueDialog
+from .themes import DARK, NAMES, OWN
+from .widgets.dialogs import AskLine, Choose, Confirm, Help, KeyValueDialog
 from .widgets.header import key_lines
 from .widgets.key_value import fact_lines, fit_lines, request_lines
 from .widgets.lines import LineWidget
+from .widgets.table import Grid
 
 SCREENS: tuple[type[View], ...] = (
     OverviewScreen,
@@ -46,11 +50,13 @@ SCREENS: tuple[type[View], ...] = (
     MemoryScreen,
     LogsScreen,
     BenchScreen,
+    ChatScreen,
+    AlertsScreen,
 )
 
 
 class Dashboard(App[None]):
-    """The Textual application: six screens over one `State`."""
+    """The Textual application: eight screens over one `State`."""
 
     TITLE = "llmbox"
     ENABLE_COMMAND_PALETTE = True
@@ -63,7 +69,7 @@ class Dashboard(App[None]):
             for number, screen in enumerate(SCREENS, 1)
         ),
         Binding("space", "pause", "Pause"),
-        Binding("t", "theme", "Theme"),
+        Binding("t", "themes", "Theme"),
         Binding("question_mark", "help", "Help", key_display="?"),
         Binding("q", "quit", "Quit"),
         Binding("ctrl+c", "quit", "Quit", show=False, system=True),
@@ -78,10 +84,13 @@ class Dashboard(App[None]):
         source: str = "",
         url: str = "",
         once: bool = False,
+        theme: str = DARK.name,
+        remember: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Create the dashboard.
 
         `source`: a word for the top bar, if this is not the live daemon. `once`: a replay, which ends.
+        `remember` gets the name of a theme that the user chooses.
         """
         super().__init__()
         self.api = api
@@ -90,9 +99,10 @@ class Dashboard(App[None]):
         self.paused = False
         self.glyphs = ASCII if ascii_only else UNICODE
         self._feed = Feed(api, self.post_message, once=once)
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = THEMES[0].name
+        for each in OWN:
+            self.register_theme(each)
+        self.theme = theme
+        self._remember = remember
         self.set_class(ascii_only, "-ascii")
 
     @property
@@ -125,8 +135,11 @@ class Dashboard(App[None]):
             and isinstance(self.screen, View)
         ):
             self.screen.ask()
-        elif message.kind != "log" or isinstance(self.screen, LogsScreen):
+        elif message.kind.startswith("download.") or (
+            message.kind == "log" and isinstance(self.screen, LogsScreen)
+        ):
             self._redraw()
+        # Requests are drawn with the next tick: there may be hundreds in a second.
 
     @on(Connected)
     def _connected(self) -> None:
@@ -236,6 +249,23 @@ class Dashboard(App[None]):
             return None
         return answer
 
+    def show_texts(self, title: str, texts: Mapping[str, str]) -> None:
+        """Open a dialog with texts under their names."""
+        lines = [
+            line for name, text in texts.items() if text
+            for line in (((name, "muted"),), *wrap(text, 68), ())
+        ]  # fmt: skip
+        self.push_screen(KeyValueDialog(title, lines[:-1]))
+
+    def show_model(self, name: str) -> None:
+        """Go to the screen of models, with the cursor on this one."""
+        self.switch_mode(ModelsScreen.TITLE)
+        self.call_later(self._select_model, name)
+
+    def _select_model(self, name: str) -> None:
+        if isinstance(self.screen, ModelsScreen):
+            self.screen.query_one(Grid).select(name)
+
     def show_facts(self, title: str, facts: Mapping[str, Any]) -> None:
         """Open a dialog with nested facts."""
         self.push_screen(KeyValueDialog(title, fact_lines(facts)))
@@ -258,10 +288,21 @@ class Dashboard(App[None]):
             if isinstance(screen, View):
                 screen.redraw()
 
-    def action_theme(self) -> None:
-        names = [theme.name for theme in THEMES]
-        self.theme = names[(names.index(self.theme) + 1) % len(names)] if self.theme in names else names[0]
-        self.screen.refresh(layout=True)
+    @work
+    async def action_themes(self) -> None:
+        """Choose a theme: each one is shown while the cursor is on it."""
+        before = self.theme
+        chosen = await self.push_screen_wait(Choose("Theme", NAMES, before, self._show_theme))
+        self._show_theme(chosen or before)
+        if chosen is not None:
+            self._remember(chosen)
+
+    def _show_theme(self, name: str) -> None:
+        self.theme = name
+        for screen in self.screen_stack:
+            screen.refresh(layout=True)
+            for widget in screen.walk_children(LineWidget):
+                widget.refresh()
 
     def action_help(self) -> None:
         lines = key_lines(self.screen.active_bindings.values(), self.get_key_display)

@@ -4,17 +4,28 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from llmbox.app.admin_client import Client
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.program import Command, Program, pass_program
+from llmbox.app.util.formatting import did_you_mean
+
+if TYPE_CHECKING:
+    from .data.api import Api
+
+SEED = 7
 
 
 @click.command(cls=Command)
-@click.option("--read-only", is_flag=True, help="Disable every action that changes something.")
+@click.option("--once", is_flag=True, help="Print an overview as plain text and exit.")
+@click.option("--json", "as_json", is_flag=True, help="With --once: print a JSON snapshot instead.")
+@click.option("--mock", is_flag=True, help="Show a demonstration with made-up data; needs no daemon.")
+@click.option("--seed", type=int, metavar="N", help=f"With --mock: which course of events (default {SEED}).")
+@click.option("--theme", metavar="NAME", help="Color theme, remembered; `t` chooses one on the screen.")
+@click.option("--read-only", is_flag=True, help="Disable every action that changes something, and the chat.")
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -38,13 +49,18 @@ from llmbox.app.lifecycle.program import Command, Program, pass_program
 def top(
     program: Program,
     *,
+    once: bool,
+    as_json: bool,
+    mock: bool,
+    seed: int | None,
+    theme: str | None,
     read_only: bool,
     record: Path | None,
     replay: Path | None,
     remote: str | None,
     key_file: Path | None,
 ) -> None:
-    """Watch this machine: devices, requests, models, memory, log. `?` shows the keys."""
+    """Watch this machine: devices, models, requests, memory, log; chat. `?` shows the keys."""
     if (remote is None) != (key_file is None):
         raise CliError(
             "--remote and --key-file go together",
@@ -52,45 +68,110 @@ def top(
             "over there: llmbox key add top --scope admin > FILE",
             Exit.USAGE,
         )
-    if record is not None and replay is not None:
-        raise CliError("--record and --replay exclude each other", "", "give one of them", Exit.USAGE)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    given = {"--once": once, "--mock": mock, "--record": record, "--replay": replay, "--remote": remote}
+    for pair in (
+        ("--record", "--replay"),
+        ("--mock", "--record"),
+        ("--mock", "--replay"),
+        ("--mock", "--remote"),
+        ("--once", "--record"),
+        ("--once", "--replay"),
+        ("--replay", "--remote"),
+    ):
+        if all(given[name] for name in pair):
+            raise CliError(f"{pair[0]} and {pair[1]} exclude each other", "", "give one of them", Exit.USAGE)
+    if as_json and not once:
         raise CliError(
-            "llmbox top needs a terminal", "stdin or stdout is not one", "llmbox stats --watch", Exit.USAGE
+            "--json goes with --once",
+            "",
+            "llmbox top --once --json, or llmbox stats --watch --json",
+            Exit.USAGE,
+        )
+    if seed is not None and not mock:
+        raise CliError("--seed goes with --mock", "", "llmbox top --mock --seed 3", Exit.USAGE)
+    if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise CliError(
+            "llmbox top needs a terminal",
+            "stdin or stdout is not one",
+            "llmbox top --once, or llmbox stats --watch",
+            Exit.USAGE,
         )
     if remote is not None and key_file is not None:
         from .data.api import RemoteClient  # noqa: PLC0415
 
-        _run(RemoteClient(program.paths, remote, key_file), read_only, record, replay)
+        client: Client = RemoteClient(program.paths, remote, key_file)
     else:
-        _run(program.client, read_only, record, replay)
-
-
-def _run(client: Client, read_only: bool, record: Path | None, replay: Path | None) -> None:
-    plain = os.environ.get("TERM") == "dumb"
-    if plain:
-        os.environ["NO_COLOR"] = "1"
-    from .app import Dashboard  # noqa: PLC0415
-    from .data.api import Api, LiveApi, Recorder, Replay  # noqa: PLC0415 - imports Textual: a quarter of a second
-
+        client = program.client
     with ExitStack() as stack:
-        api: Api = LiveApi(client) if replay is None else Replay(replay)
-        url = "" if replay is not None else _url(client)
-        if record is not None:
-            api = Recorder(api, stack.enter_context(_writable(record)))
-        Dashboard(
-            api,
-            read_only=read_only or replay is not None,
-            ascii_only=plain or "utf" not in (sys.stdout.encoding or "").lower(),
-            source="replay" if replay is not None else "recording" if record is not None else "",
-            url=url,
-            once=replay is not None,
-        ).run()
+        api, url = _open(
+            client, SEED if seed is None else seed, mock=mock, record=record, replay=replay, stack=stack
+        )
+        if once:
+            _print_once(api, as_json=as_json)
+            return
+        source = "demo" if mock else "replay" if replay else "recording" if record else ""
+        _run(api, program.paths.state_dir / "top.json", theme, source, url, read_only=read_only)
 
 
-def _url(client: Client) -> str:
-    """Return the daemon's URL. The daemon has to run at the start; later it may go and come back."""
-    return str(client.get("/admin/api/status")["url"])
+def _open(
+    client: Client, seed: int, *, mock: bool, record: Path | None, replay: Path | None, stack: ExitStack
+) -> "tuple[Api, str]":
+    """Return the API to read from, and the daemon's URL. The daemon has to run at the start; later it may go
+    and come back.
+    """
+    if os.environ.get("TERM") == "dumb":
+        os.environ["NO_COLOR"] = "1"  # before Textual is imported
+    from .data.api import LiveApi, Recorder, Replay  # noqa: PLC0415 - imports Textual: a quarter of a second
+
+    if mock:
+        from .data.mock import MockApi  # noqa: PLC0415
+
+        return MockApi(seed), ""
+    if replay is not None:
+        return Replay(replay), ""
+    api: Api = LiveApi(client)
+    url = str(api.get("status")["url"])
+    if record is not None:
+        api = Recorder(api, stack.enter_context(_writable(record)))
+    return api, url
+
+
+def _run(api: "Api", file: Path, theme: str | None, source: str, url: str, *, read_only: bool) -> None:
+    from .app import Dashboard  # noqa: PLC0415
+    from .themes import NAMES, read_choice, remember_choice  # noqa: PLC0415
+
+    if theme is not None:
+        if theme not in NAMES:
+            raise CliError(
+                f"there is no theme {theme}",
+                did_you_mean(theme, NAMES).rstrip(),
+                f"one of {', '.join(NAMES)}",
+                Exit.USAGE,
+            )
+        remember_choice(file, theme)
+    is_plain = os.environ.get("TERM") == "dumb"
+    Dashboard(
+        api,
+        read_only=read_only or source == "replay",
+        ascii_only=is_plain or "utf" not in (sys.stdout.encoding or "").lower(),
+        source=source,
+        url=url,
+        once=source == "replay",
+        theme=theme or read_choice(file),
+        remember=lambda name: remember_choice(file, name),
+    ).run()
+
+
+def _print_once(api: "Api", *, as_json: bool) -> None:
+    from .data.snapshot_report import read_snapshot, snapshot_json, snapshot_lines  # noqa: PLC0415
+
+    state = read_snapshot(api)
+    if as_json:
+        sys.stdout.write(snapshot_json(state) + "\n")
+        return
+    is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
+    for line in snapshot_lines(state, ascii_only=is_ascii):
+        sys.stdout.write(line + "\n")
 
 
 def _writable(path: Path) -> TextIO:

@@ -4,11 +4,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from textual.message import Message
 
-from llmbox.app.telemetry.snapshot import NA, Tick
+from llmbox.app.telemetry.snapshot import NA, Alert, Tick
 
 
 class TickReceived(Message):
@@ -86,14 +86,44 @@ class PromptUser(Message):
         self.title, self.hint, self.path, self.field, self.done = title, hint, path, field, done
 
 
-SPARK_S: Final = 120
+SPARK_S: Final = 600
 MOST_ENDED: Final = 500
 MOST_LOG: Final = 2000
 SPARKS: Final = (
     "tokens_out", "tokens_in", "running", "waiting", "ttft_p50", "ttft_p95", "kv_used", "prefix_hit",
-    "error_rate", "tpot_p95",
+    "error_rate", "tpot_p50", "tpot_p95",
 )  # fmt: skip
 MODEL_CHANGES: Final = "model."
+
+
+def alert_name(alert: Alert) -> str:
+    """Return what names an alert while its numbers change."""
+    return "".join(char for char in alert.text if not char.isdigit())
+
+
+class InFlightCounts(NamedTuple):
+    """Open requests by phase: the one source of such counts on all screens."""
+
+    running: int
+    """Requests in prefill or decode."""
+    queued: int
+
+    @property
+    def in_flight(self) -> int:
+        return self.running + self.queued
+
+    def __str__(self) -> str:
+        return f"{self.in_flight} in flight: {self.running} running, {self.queued} queued"
+
+
+def count_requests(tick: Tick | None, model: str | None = None) -> InFlightCounts:
+    """Count the open requests of one model, or of all."""
+    if tick is None:
+        return InFlightCounts(0, 0)
+    phases = [each.state != "queued" for each in tick.requests if model in {None, each.model}]
+    # A tick lists the oldest requests; those beyond its limit wait.
+    beyond = max(0, tick.totals.open_requests - len(tick.requests)) if model is None else 0
+    return InFlightCounts(sum(phases), len(phases) - sum(phases) + beyond)
 
 
 @dataclass(slots=True)
@@ -114,6 +144,8 @@ class State:
     log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LOG))
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Responses of the admin API, by the name of the `Fetch`."""
+    alerts_since: dict[str, float] = field(default_factory=dict)
+    """Unix time at which each alert, by its text without numbers, was first seen."""
     refused: dict[str, str] = field(default_factory=dict)
     """Reason why the last `Fetch` of that name failed."""
     clock: Callable[[], float] = time.monotonic
@@ -126,9 +158,29 @@ class State:
     def take_tick(self, tick: Tick) -> None:
         """Store a tick and append its values to the sparklines."""
         self.tick, self.tick_at, self.lost = tick, self.clock(), ""
+        counts = count_requests(tick)
+        phases = {"running": counts.running, "waiting": counts.queued}
         for name, values in self.sparks.items():
-            value = getattr(tick.totals, name)
+            value = phases.get(name, getattr(tick.totals, name))
             values.append(-1.0 if value is NA else float(value))
+        self._date_alerts()
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """Alerts of this moment, failures first: the daemon's alerts, and downloads that failed."""
+        found = list(self.tick.attention) if self.tick is not None else []
+        for each in self.answers.get("downloads", {}).get("downloads", []):
+            if each.get("state") == "failed":
+                error = each.get("error") or {}
+                fix = error.get("fix") or f"llmbox pull {each['model']}"
+                text = f"{each['model']}: download failed: {error.get('what', 'no reason is known')}"
+                found.append(Alert(level="failure", text=text, fix=fix))
+        return tuple(sorted(found, key=lambda each: each.level != "failure"))
+
+    def _date_alerts(self) -> None:
+        now = self.tick.time if self.tick is not None else 0.0
+        names = [alert_name(each) for each in self.alerts]
+        self.alerts_since = {name: self.alerts_since.get(name, now) for name in names}
 
     def take_event(self, kind: str, data: dict[str, Any]) -> None:
         """Store an event: a log line, an ended request, or the progress of a download."""

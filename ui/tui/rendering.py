@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from rich.cells import cell_len, set_cell_size
-from rich.style import Style
-from textual.theme import Theme
 
 from llmbox.app.telemetry.snapshot import NA, Number
 from llmbox.app.util import formatting
 from llmbox.app.util.formatting import printable
 
 Span = tuple[str, str]
-"""Text and its tone, a name in `theme.TONES`."""
+"""Text and its tone, a name in `themes.TONES`."""
 Line = tuple[Span, ...]
 
 DASH: Final = "-"
@@ -38,12 +36,18 @@ class Glyphs:
     warning: str = "▲"
     degree: str = "°C"
     dotted: str = "·"
+    tick: str = "┤"
+    side: str = "│"
+    corner: str = "└"
+    ascending: str = "▴"
+    descending: str = "▾"
 
 
 UNICODE: Final = Glyphs()
 ASCII: Final = Glyphs(
     bar="#", half="+", rest=".", sparks=".:-=+*%#", dot="*", rule="-", more="~", down="in ", up="out ",
-    cursor=">", warning="!", degree="C", dotted="|",
+    cursor=">", warning="!", degree="C", dotted="|", tick="|", side="|", corner="+", ascending="^",
+    descending="v",
 )  # fmt: skip
 
 
@@ -52,13 +56,24 @@ def clean(text: str) -> str:
     return printable(text).replace("\n", " ").replace("\t", " ")
 
 
-def fit(text: str, width: int, glyphs: Glyphs = UNICODE, *, right: bool = False) -> str:
-    """Fit text to exactly `width` cells: truncated with a mark, or padded."""
+def fit(text: str, width: int, glyphs: Glyphs = UNICODE, *, right: bool = False, middle: bool = False) -> str:
+    """Fit text to exactly `width` cells: cut at the end or in the `middle` with a mark, or padded."""
     size = cell_len(text)
     if size > width:
-        return set_cell_size(text, max(0, width - 1)) + glyphs.more if width > 0 else ""
+        if width <= 0:
+            return ""
+        tail = _last_cells(text, (width - 1) // 2) if middle else ""
+        return set_cell_size(text, width - 1 - cell_len(tail)) + glyphs.more + tail
     padding = " " * (width - size)
     return padding + text if right else text + padding
+
+
+def _last_cells(text: str, width: int) -> str:
+    """Return the end of the text, at most `width` cells."""
+    start = len(text)
+    while start > 0 and cell_len(text[start - 1 :]) <= width:
+        start -= 1
+    return text[start:]
 
 
 def line_width(line: Line) -> int:
@@ -85,20 +100,6 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: Glyphs) -> Line:
         left -= cells
     spans.append((glyphs.rest * left, "rule"))
     return tuple(spans)
-
-
-def spark(values: Sequence[float], width: int, glyphs: Glyphs, *, top: float | None = None) -> str:
-    """Draw a sparkline of the newest values, one a cell, from zero to the largest (or `top`). Missing values
-    are blank.
-    """
-    shown = list(values)[-width:]
-    high = top or max(shown, default=0.0)
-    steps = len(glyphs.sparks)
-    marks = [
-        " " if value < 0 else glyphs.sparks[min(steps - 1, int(value / high * steps)) if high > 0 else 0]
-        for value in shown
-    ]
-    return "".join(marks).rjust(width)
 
 
 # ------------------------------------------------------------------ numbers in words
@@ -163,82 +164,3 @@ def wrap(text: str, width: int) -> list[Line]:
         if rest:
             lines.append(rest)
     return [((line, ""),) for line in lines]
-
-
-DARK: Final = Theme(
-    name="llmbox-dark",
-    primary="#7aa2f7",
-    secondary="#9ece6a",
-    accent="#7dcfff",
-    foreground="#c8ccd4",
-    background="#14161b",
-    surface="#1a1d24",
-    panel="#22262f",
-    success="#8fbf7f",
-    warning="#e0b060",
-    error="#e8716f",
-    dark=True,
-)
-LIGHT: Final = Theme(
-    name="llmbox-light",
-    primary="#2b5fb8",
-    secondary="#3f7d2c",
-    accent="#0f7391",
-    foreground="#22262e",
-    background="#fbfbf9",
-    surface="#f2f2ee",
-    panel="#e6e6e0",
-    success="#3f7d2c",
-    warning="#96690a",
-    error="#b3302e",
-    dark=False,
-)
-THEMES: Final = (DARK, LIGHT)
-
-TONES: Final = (
-    "", "title", "strong", "muted", "rule", "good", "warn", "bad", "accent", "selected", "header",
-    "kv", "cached", "kvfree", "spark", "work", "others", "tab",
-)  # fmt: skip
-
-
-_made: dict[tuple[str, bool], dict[str, Style]] = {}
-
-
-def styles(theme: Theme, *, stale: bool = False) -> dict[str, Style]:
-    """Return the Rich style of every tone. `stale` greys all of them: nothing on the screen is current."""
-    key = theme.name, stale
-    if key not in _made:
-        _made[key] = _make(theme, stale=stale)
-    return _made[key]
-
-
-def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
-    back, grey = theme.background, "#7d828c" if theme.dark else "#6b6f76"
-    rule = "#343a46" if theme.dark else "#d2d2ca"
-    plain = Style(color=theme.foreground, bgcolor=back)
-    made = {
-        "": plain,
-        "title": plain + Style(bold=True),
-        "strong": plain + Style(bold=True),
-        "muted": plain + Style(color=grey),
-        "rule": plain + Style(color=rule),
-        "good": plain + Style(color=theme.success),
-        "warn": plain + Style(color=theme.warning),
-        "bad": plain + Style(color=theme.error, bold=True),
-        "accent": plain + Style(color=theme.primary),
-        "selected": plain + Style(bgcolor=theme.panel, bold=True),
-        "header": plain + Style(color=grey, bold=True),
-        "kv": plain + Style(color=theme.accent),
-        "cached": plain + Style(color="#4d7f95" if theme.dark else "#7fb2c2"),
-        "kvfree": plain + Style(color="#34474f" if theme.dark else "#c6dbe0"),
-        "spark": plain + Style(color="#4d659c" if theme.dark else "#8fabdc"),
-        "work": plain + Style(color=theme.secondary),
-        "others": plain + Style(color=theme.warning),
-        "tab": plain + Style(color=back, bgcolor=theme.primary, bold=True),
-    }
-    if not stale:
-        return made
-    return {
-        name: style if name == "tab" else Style(color=rule if name == "rule" else grey, bgcolor=style.bgcolor)
-        for name, style in made.items()
-    }

@@ -1,7 +1,6 @@
 """`llmbox run`: chat, or one answer. Only the answer goes to stdout."""
 
 import contextlib
-import json
 import os
 import stat
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from ...admin_client import AnswerPiece, stream_answer
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
@@ -77,7 +77,7 @@ class ChatSession:
     ) -> None:
         self._program = program
         self._chat = bool(model["chat"])
-        self._fixed = {"model": model["name"], "stream": True, **sampling}
+        self._fixed = {"model": model["name"], **sampling}
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[dict[str, str]] = []
 
@@ -113,32 +113,12 @@ class ChatSession:
             if pieces:
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
-    def _stream(self) -> Iterator[tuple[bool, str]]:
-        """Yield pieces of text, and whether each is reasoning."""
+    def _stream(self) -> Iterator[AnswerPiece]:
         if self._chat:
-            path = "/v1/chat/completions"
             body: dict[str, Any] = {"messages": self._system + self._messages}
         else:
-            path, body = "/v1/completions", {"prompt": self._messages[-1]["content"]}
-        with self._program.client.stream("POST", path, {**self._fixed, **body}) as stream:
-            for _, data in stream.events():
-                if data == "[DONE]":
-                    return
-                chunk = json.loads(data)
-                if error := chunk.get("error"):
-                    raise CliError(
-                        "the answer broke off",
-                        error["message"],
-                        "ask again",
-                        log=str(self._program.paths.log_file),
-                    )
-                for choice in chunk["choices"]:
-                    delta = choice["delta"] if self._chat else {"content": choice["text"]}
-                    if thought := delta.get("reasoning_content"):
-                        yield True, thought
-                    if piece := delta.get("content"):
-                        yield False, piece
-        raise CliError("the answer broke off", "the stream ended early", "llmbox status", Exit.UNREACHABLE)
+            body = {"prompt": self._messages[-1]["content"]}
+        return stream_answer(self._program.client, {**self._fixed, **body}, lambda _: None)
 
 
 class _Thoughts:

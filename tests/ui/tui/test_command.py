@@ -1,6 +1,7 @@
 """`llmbox top` as a program: no terminal, a real daemon in a pseudo-terminal, and a daemon that goes."""
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -96,6 +97,10 @@ def test_bad_flags(box: Box, terminal, tmp_path):
     for arguments, words in (
         (["--remote", "http://x"], "--key-file"),
         (["--replay", str(tmp_path / "none")], "does not exist"),
+        (["--json"], "--once --json"),
+        (["--seed", "3"], "--mock"),
+        (["--mock", "--remote", "http://x", "--key-file", "k"], "exclude each other"),
+        (["--once", "--record", str(tmp_path / "r")], "exclude each other"),
     ):
         result = box.run("top", *arguments)
         assert result.code == Exit.USAGE
@@ -109,6 +114,7 @@ def test_bad_flags(box: Box, terminal, tmp_path):
         (["--record", str(tmp_path)], "cannot be written"),
         (["--remote", "ftp://x", "--key-file", str(key)], "is no URL"),
         (["--remote", "http://127.0.0.1:1", "--key-file", str(key)], "holds no key"),
+        (["--mock", "--theme", "nrd"], "did you mean nord?"),
     ):
         child = terminal("top", *arguments)
         if "--record" in arguments:
@@ -130,13 +136,28 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
     until(lambda: len(box.api("requests")["in_flight"]) == 2)
     recording = tmp_path / "recording"
     child = terminal("top", "--record", str(recording))
-    until(lambda: "Live requests" in child.text and "2 in flight" in child.text)
-    child.press("3")
+    until(lambda: "Tokens/s" in child.text and "2 in flight" in child.text)
+    snapshot = json.loads(box.run("top", "--once", "--json").out)
+    assert snapshot["schema"] == "llmbox.top/1"
+    assert snapshot["requests"]["in_flight"] == len(snapshot["requests"]["live"]) == 2
+    assert snapshot["models"][0]["model"] == "tiny"
+    plain = box.run("top", "--once").out
+    assert "2 in flight" in plain
+    assert "\x1b" not in plain
+    child.press("\x1b[<0;36;1M\x1b[<0;36;1m")  # a click on the third tab
     until(lambda: "in memory" in child.text)
-    child.press("5")
+    child.press("7")
+    until(lambda: "Enter sends" in child.text)
+    child.press("Say it\r")
+    until(lambda: len(box.api("requests")["in_flight"]) == 3)
+    until(lambda: len(box.api("requests")["in_flight"]) == 3)
+    child.press("\x1b")
+    until(lambda: "Stopped." in child.text)
+    until(lambda: len(box.api("requests")["in_flight"]) == 2)
+    child.press("\x1b[<0;48;1M\x1b[<0;48;1m")  # the fifth tab
     until(lambda: "is ready" in child.text)
     child.press("2")
-    until(lambda: "by age" in child.text)
+    until(lambda: "sorted by age" in child.text)
     child.press("x")
     until(lambda: "Sure?" in child.text)
     child.press("y")

@@ -13,10 +13,10 @@ from llmbox.ui.tui.rendering import (
     rate,
     seconds,
     size,
-    spark,
     wrap,
 )
 from llmbox.ui.tui.screens.overview import gpu_lines
+from llmbox.ui.tui.widgets.charts import AXIS, AxisChart, Series, draw_chart, nice_top, thin
 from llmbox.ui.tui.widgets.key_value import request_lines
 from llmbox.ui.tui.widgets.request_rows import time_bar
 from support.snapshots import detail, record
@@ -37,12 +37,52 @@ def test_bars_fill_their_width_and_show_what_is_small():
     assert bar([(0.001, "kv")], 10, UNICODE)[0] == ("█", "kv")
 
 
-def test_sparks():
-    assert spark([], 4, UNICODE) == "    "
-    assert spark([0, 0], 4, UNICODE) == "  ▁▁"
-    assert spark([-1, 0, 50, 100], 4, UNICODE) == " ▁▅█"
-    assert spark([1, 2, 3, 4, 100], 1, ASCII) == "#"
-    assert spark([0.5], 1, UNICODE, top=1.0) == "▅"
+def test_names_are_cut_in_the_middle():
+    name = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+    assert fit(name, 20, middle=True) == "Qwen/Qwen3…ruct-2507"
+    assert fit(name, 40, middle=True) == name.ljust(40)
+    for width in range(12):
+        assert cell_len(fit("模型" * 9, width, middle=True)) == width
+
+
+def plot(values, width, height, **options):
+    glyphs = options.pop("glyphs", UNICODE)
+    chart = AxisChart("T", (), (Series(values, "kv"),), lambda value: f"{value:g}", **options)
+    return ["".join(text for text, _ in line) for line in draw_chart(chart, width, height, glyphs)]
+
+
+def test_charts_have_axes():
+    lines = plot([0.0] * 50 + [30.0, 60.0, 80.0, 100.0], 47, 6)
+    assert [line[:AXIS].strip() for line in lines[1:]] == ["100┤", "│", "50┤", "│", "└"]
+    assert lines[-1].endswith("───now")
+    assert "-0:30" in lines[-1]
+    assert [line[-2:] for line in lines[1:5]] == [" ⣸", "⢠⣿", "⣸⣿", "⣿⣿"]
+    assert all(line_width(((line, ""),)) == 47 for line in lines)
+
+
+def test_charts_leave_gaps_and_show_what_is_small():
+    assert [line[-2:] for line in plot([-1.0, -1.0, 0.001, 0.0], 20, 3, top=1.0)][1] == " ⡀"
+    assert plot([100.0, 0.0, 50.0], 20, 4, glyphs=ASCII)[1:3] == [
+        "   100|          #  ",
+        "      |          # #",
+    ]
+
+
+def test_a_target_is_a_line_where_nothing_is_drawn():
+    lines = plot([1.0, 1.0], 20, 6, top=4.0, target=3.0)
+    assert [("╌" in line) for line in lines] == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("value", "top"), [(0.0, 4.0), (3.9, 4.0), (41.0, 100.0), (100.0, 100.0), (101.0, 200.0), (0.3, 4.0)]
+)
+def test_the_top_of_an_axis_is_round(value, top):
+    assert nice_top(value, 4.0) == top
+
+
+def test_longer_ranges_average_over_intervals_that_stay():
+    assert thin([1.0, 3.0, -1.0, 5.0], 2, now=103) == [2.0, 5.0]
+    assert thin([3.0, -1.0, 5.0, 7.0], 2, now=104) == [3.0, 5.0, 7.0]
 
 
 def test_numbers():

@@ -44,7 +44,7 @@ def check(name: str, stage) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("number", range(1, 9))
 async def test_screen(stage, number, size):
     name = SCREENS[number - 1].__name__.removesuffix("Screen").lower()
     async with stage(size, ticks=tuple(tick(second) for second in range(5))) as scene:
@@ -88,6 +88,6 @@ async def test_request_detail(stage):
 
 async def test_light_theme(stage):
     async with stage((80, 24)) as scene:
-        await scene.press("t")
+        scene.app.theme = "llmbox-light"
         await scene.settled()
         check("light", scene)

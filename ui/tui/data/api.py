@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 from textual.message import Message
 
-from llmbox.app.admin_client import Client, Stream
+from llmbox.app.admin_client import AnswerPiece, Client, Stream, stream_answer
 from llmbox.app.config.paths import Paths
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.telemetry.snapshot import Tick
@@ -32,6 +32,14 @@ class Api(Protocol):
 
     def post(self, path: str, body: object) -> dict[str, Any]: ...
 
+    def ask(self, body: dict[str, Any]) -> Iterator[AnswerPiece]:
+        """Stream an answer: to a chat if `body` has `messages`, else to a text. `stop` ends it."""
+        ...
+
+    def stop(self) -> None:
+        """End the answer that is being streamed, called from another thread."""
+        ...
+
     def events(self) -> Iterator[Item]:
         """Yield events until the connection ends. A reconnection yields missed events first."""
         ...
@@ -45,6 +53,8 @@ class LiveApi:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._stream: Stream | None = None
+        self._answer: Stream | None = None
+        self._stopped = False
         self._last_id = "0"
 
     def get(self, path: str) -> dict[str, Any]:
@@ -52,6 +62,21 @@ class LiveApi:
 
     def post(self, path: str, body: object) -> dict[str, Any]:
         return self._client.post(f"/admin/api/{path}", body)
+
+    def ask(self, body: dict[str, Any]) -> Iterator[AnswerPiece]:
+        self._stopped = False
+
+        def opened(stream: Stream) -> None:
+            self._answer = stream
+            if self._stopped:
+                stream.close()
+
+        return stream_answer(self._client, body, opened)
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._answer is not None:
+            self._answer.close()
 
     def events(self) -> Iterator[Item]:
         headers = {"Last-Event-ID": self._last_id}
@@ -62,6 +87,7 @@ class LiveApi:
                 yield kind, json.loads(data)
 
     def close(self) -> None:
+        self.stop()
         if self._stream is not None:
             self._stream.close()
 
@@ -81,6 +107,13 @@ class Recorder:
 
     def post(self, path: str, body: object) -> dict[str, Any]:
         return self._api.post(path, body)
+
+    def ask(self, body: dict[str, Any]) -> Iterator[AnswerPiece]:
+        """Ask without recording: recordings hold no texts."""
+        return self._api.ask(body)
+
+    def stop(self) -> None:
+        self._api.stop()
 
     def events(self) -> Iterator[Item]:
         for kind, data in self._api.events():
@@ -118,6 +151,12 @@ class Replay:
 
     def post(self, path: str, body: object) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
         raise CliError("a replay changes nothing", path)
+
+    def ask(self, body: dict[str, Any]) -> Iterator[AnswerPiece]:  # noqa: ARG002 - as the protocol has it
+        raise CliError("a replay answers nothing", "it has no model")
+
+    def stop(self) -> None:
+        pass
 
     def events(self) -> Iterator[Item]:
         begun = time.monotonic()

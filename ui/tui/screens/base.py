@@ -1,4 +1,4 @@
-"""Base of the six screens: top bar, alert line, footer, filter, and the list for small terminals."""
+"""Base of the screens: top bar, alert line, footer, filter, and the list for small terminals."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -9,12 +9,13 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.types import CSSPathType
 from textual.widget import Widget
-from textual.widgets import Footer, Input
+from textual.widgets import Input
 
 from ..messages import Changed, Fetch, State
 from ..rendering import Glyphs
-from ..widgets.header import alert_line, bar_line, compact_lines
+from ..widgets.header import AlertLine, KeyFooter, TabBar, alert_line, compact_lines
 from ..widgets.lines import Lines
+from ..widgets.table import Grid
 
 if TYPE_CHECKING:
     from ..app import Dashboard
@@ -54,14 +55,14 @@ class View(Screen[None]):
         return self.dashboard.glyphs
 
     def compose(self) -> ComposeResult:
-        yield Lines(id="bar", of_now=True)
-        yield Lines(id="alert", of_now=True)
+        yield TabBar(id="bar", of_now=True)
+        yield AlertLine(id="alert", of_now=True)
         yield from self.body()
         yield Input(
-            placeholder="Filter: words that a row must contain; esc clears", id="filter", compact=True
+            placeholder="Filter: words that a row must contain. Esc clears it.", id="filter", compact=True
         )
         yield Lines(id="compact")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter(compact=True, show_command_palette=False)
 
     def body(self) -> Iterable[Widget]:
         raise NotImplementedError
@@ -93,6 +94,10 @@ class View(Screen[None]):
     def _changed(self) -> None:
         self.redraw()
 
+    @on(Grid.Sorted)
+    def _sorted(self) -> None:
+        self.redraw()
+
     def ask(self) -> None:
         if self.is_current:
             for fetch in self.wants():
@@ -105,8 +110,8 @@ class View(Screen[None]):
         self.set_class(small, "-small")
         self.set_class(self.size.height >= 32, "-tall")
         width = self.size.width
-        self.query_one("#bar", Lines).show([bar_line(self.dashboard, self.TITLE, width)])
-        self.query_one("#alert", Lines).show([alert_line(self.dashboard, width)])
+        self.query_one("#bar", TabBar).fill(self.dashboard, self.TITLE, width)
+        self.query_one("#alert", AlertLine).show([alert_line(self.dashboard, width)])
         if small:
             self.query_one("#compact", Lines).show(compact_lines(self.state, width, self.glyphs))
         else:

@@ -18,7 +18,7 @@ from .base import View
 RUNS = (
     Column("", 2),
     Column("WHEN", 16),
-    Column("MODEL", 0),
+    Column("MODEL", 0, middle=True),
     Column("STREAMS", 12, rank=1),
     Column("BEST OUT TOK/S", 14, right=True),
     Column("TTFT P50", 9, right=True, rank=2),
@@ -149,6 +149,7 @@ def _run_row(run: Mapping[str, Any], marked: bool) -> Row:
             (f"{best:.1f}", "strong"),
             (seconds(first), "muted"),
         ),
+        (marked, run["time"], run["model"], streams, best, first),
     )
 
 

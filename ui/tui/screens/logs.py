@@ -15,10 +15,11 @@ from ..widgets.table import Column, Grid, Row
 from .base import View
 
 COLUMNS = (
-    Column("TIME", 8),
-    Column("LEVEL", 8, rank=1),
-    Column("PART", 10, rank=2),
-    Column("MESSAGE", 0),
+    Column("TIME", 8, sortable=False),
+    Column("LEVEL", 8, rank=1, sortable=False),
+    Column("PART", 10, rank=3, sortable=False),
+    Column("MODEL", 20, rank=2, middle=True, sortable=False),
+    Column("MESSAGE", 0, sortable=False),
 )
 LEVELS = ("debug", "info", "warning", "error", "critical")
 TONES = {"warning": "warn", "error": "bad", "critical": "bad", "debug": "rule"}
@@ -94,17 +95,29 @@ class LogsScreen(View):
         self.dashboard.show_facts("log line", entry)
 
 
+def split_model(message: str) -> tuple[str, str]:
+    """Split a line of an engine, `MODEL | text`, into its model and its text without the model's name."""
+    model, mark, text = message.partition(" | ")
+    if not mark or not model or " " in model:
+        return "", message
+    for prefix in (f"{model}: ", f"{model} "):
+        text = text.removeprefix(prefix)
+    return model, text
+
+
 def _row(number: int, entry: dict[str, Any]) -> Row:
     level = str(entry["level"])
     stamp = time.strftime("%H:%M:%S", time.localtime(entry["time"])) if entry["time"] else ""
     tone = TONES.get(level, "")
-    message = clean(str(entry["message"])) + (" (with trace)" if entry.get("trace") else "")
+    model, text = split_model(str(entry["message"]))
+    message = clean(text) + (" (with trace)" if entry.get("trace") else "")
     return Row(
         str(number),
         (
             (stamp, "muted"),
             (clean(level), tone or "muted"),
             (clean(str(entry["component"])), "muted"),
+            (clean(model), "muted"),
             (message, tone),
         ),
     )

@@ -29,8 +29,8 @@ class MemoryScreen(View):
     AUTO_FOCUS = ""
     ASK_S = 2.0
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("down", "scroll(1)", "Down", show=False),
-        Binding("up", "scroll(-1)", "Up", show=False),
+        Binding("down", "scroll(1)", "Down", key_display="↓"),
+        Binding("up", "scroll(-1)", "Up", key_display="↑"),
         Binding("pagedown", "scroll(10)", "Further down", show=False),
         Binding("pageup", "scroll(-10)", "Further up", show=False),
     ]

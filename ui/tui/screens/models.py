@@ -9,20 +9,20 @@ from textual.widget import Widget
 
 from llmbox.app.telemetry.snapshot import ErrorRate
 
-from ..messages import Fetch, PromptUser, RunAction, State
+from ..messages import Fetch, PromptUser, RunAction, State, count_requests
 from ..rendering import DASH, clean, count, duration, heading, percent, size
 from ..widgets.lines import Lines
 from ..widgets.table import Column, Grid, Row
 from .base import View
 
 COLUMNS = (
-    Column("MODEL", 0),
+    Column("MODEL", 0, middle=True),
     Column("STATE", 22),
     Column("DEVICE", 7, rank=4),
     Column("WEIGHTS", 8, right=True, rank=1),
     Column("KV", 8, right=True, rank=2),
     Column("CONTEXT", 9, right=True, rank=3),
-    Column("OPEN", 5, right=True, rank=5),
+    Column("REQS", 5, right=True, rank=5),
     Column("TTL", 10, right=True, rank=6),
     Column("PIN", 4, rank=7),
     Column("ON DISK", 8, right=True, rank=8),
@@ -79,8 +79,8 @@ class ModelsScreen(View):
     def action_unload(self) -> None:
         if (name := self._chosen) is None:
             return
-        busy = int(find_model(self.state, name).get("open_requests") or 0)
-        hurt = f" {busy} open requests end with an error." if busy else ""
+        busy = count_requests(self.state.tick, name).in_flight
+        hurt = f" {busy} requests in flight end with an error." if busy else ""
         self.post_message(
             RunAction("models/unload", {"model": name}, f"{name} is unloaded.", f"Unload {name}?{hurt}")
         )
@@ -128,7 +128,11 @@ def model_rows(state: State) -> list[Row]:
     downloads = _items(state, "downloads", "downloads")
     seen = {str(model["name"]) for model in loaded}
     rates = {each.model: each for each in state.tick.error_rates} if state.tick else {}
-    rows = [_loaded(model, disk.get(str(model["name"])), rates.get(str(model["name"]))) for model in loaded]
+    rows = []
+    for model in loaded:
+        name = str(model["name"])
+        in_flight = count_requests(state.tick, name).in_flight
+        rows.append(_loaded(model, disk.get(name), rates.get(name), in_flight))
     for download in downloads:
         name = str(download.get("model") or download.get("name") or "")
         if name not in seen and str(download.get("state")) not in {"ready", "cancelled"}:
@@ -157,7 +161,9 @@ def _items(state: State, answer: str, name: str) -> list[Mapping[str, Any]]:
     return list(state.answers.get(answer, {}).get(name, []))
 
 
-def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None, rate: ErrorRate | None) -> Row:
+def _loaded(
+    model: Mapping[str, Any], disk: Mapping[str, Any] | None, rate: ErrorRate | None, in_flight: int
+) -> Row:
     info, progress = model.get("info") or {}, model.get("progress")
     state = str(model["state"])
     status = state
@@ -179,12 +185,15 @@ def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None, rate: Erro
             (size(info["weights_bytes"]) if info else DASH, ""),
             (size(info["kv_bytes"]) if info else DASH, ""),
             (count(info.get("context_window")), ""),
-            (count(model.get("open_requests", 0)), ""),
+            (count(in_flight), ""),
             (DASH if ttl is None else duration(ttl), "muted"),
             ("yes" if model.get("pinned") else DASH, "accent" if model.get("pinned") else "muted"),
             (size(disk["size"]) if disk else DASH, "muted"),
         ),
-    )
+        (str(model["name"]), status, _place(info), info.get("weights_bytes"), info.get("kv_bytes"),
+         info.get("context_window"), in_flight, ttl, bool(model.get("pinned")),
+         disk["size"] if disk else None),
+    )  # fmt: skip
 
 
 def _place(info: Mapping[str, Any]) -> str:
@@ -204,10 +213,18 @@ def _download(name: str, download: Mapping[str, Any]) -> Row:
     return Row(
         name,
         ((clean(name), ""), (f"{clean(state)}{share}", tone), *cells, (size(total) if total else DASH, "")),
+        _values(name, state, total or None),
+        group=1,
     )
 
 
 def _on_disk(name: str, model: Mapping[str, Any]) -> Row:
     cells = [(DASH, "rule")] * (len(COLUMNS) - 3)
     status = "on disk" if model.get("servable", True) else "no safetensors"
-    return Row(name, ((clean(name), ""), (status, "muted"), *cells, (size(model["size"]), "muted")))
+    shown = ((clean(name), ""), (status, "muted"), *cells, (size(model["size"]), "muted"))
+    return Row(name, shown, _values(name, status, model["size"]), group=2)
+
+
+def _values(name: str, state: str, on_disk: float | None) -> tuple[Any, ...]:
+    """Return what a model that is not in memory is sorted by."""
+    return name, state, *(None,) * (len(COLUMNS) - 3), on_disk

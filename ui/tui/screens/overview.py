@@ -1,15 +1,19 @@
-"""Screen 1: devices, main metrics of two minutes, and requests in flight."""
+"""Screen 1: devices, loaded models, charts, live and last requests, errors and events."""
 
-from collections.abc import Iterable
-from typing import ClassVar
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 from textual import on
+from textual.binding import Binding, BindingType
+from textual.containers import Container
 from textual.types import CSSPathType
 from textual.widget import Widget
 
-from llmbox.app.telemetry.snapshot import NA, GpuReading, Host, Number, Tick
+from llmbox.app.telemetry.alerts import FAILING
+from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, ErrorRate, GpuReading, Host, Number, Tick
 
-from ..messages import SPARKS, Fetch, State
+from ..messages import SPARKS, Fetch, State, count_requests
 from ..rendering import (
     DASH,
     Glyphs,
@@ -25,39 +29,93 @@ from ..rendering import (
     rate,
     seconds,
     size,
-    spark,
     unit,
 )
+from ..widgets.charts import chart_lines, chart_rows
 from ..widgets.lines import Lines, cut
-from ..widgets.request_rows import LIVE_COLUMNS, live_rows
-from ..widgets.table import Grid
+from ..widgets.request_rows import COLUMNS, request_rows
+from ..widgets.table import Column, Grid, Row
 from .base import View
 
 MOST_GPUS = 8
 _WARM = 85.0
 """Degrees Celsius from which a temperature is colored; the alert comes at `alerts.HOT`."""
+MODEL_COLUMNS = (
+    Column("MODEL", 0, middle=True, least=22),
+    Column("STATE", 10),
+    Column("DEVICE", 7, rank=7),
+    Column("RUN", 4, right=True),
+    Column("QUEUE", 6, right=True),
+    Column("TOK/S", 6, right=True),
+    Column("TTFT P95", 9, right=True, rank=2),
+    Column("TPOT P95", 9, right=True, rank=3),
+    Column("KV CACHE", 17, rank=1),
+    Column("PREFIX", 7, right=True, rank=4),
+    Column("WEIGHTS", 8, right=True, rank=8),
+    Column("CONTEXT", 7, right=True, rank=9),
+)
+_STATE_TONES = {"ready": "good", "loading": "warn", "restarting": "bad", "failed": "bad"}
+_RANGES = (1, 2, 5)
+"""Seconds a dot of the charts."""
 
 
 class OverviewScreen(View):
     TITLE = "Overview"
     CSS_PATH: ClassVar[CSSPathType | None] = ["../view.tcss", "overview.tcss"]
+    AUTO_FOCUS = "#requests"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r", "range", "Time range"),
+        Binding("tab", "app.focus_next", "Other list"),
+    ]
+    step = 1
+    """Seconds a dot of the charts."""
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="devices")
-        yield Lines(id="figures")
-        yield Lines(id="live-title")
-        yield Grid(LIVE_COLUMNS, "")
+        yield Lines(id="models-title")
+        yield Grid(MODEL_COLUMNS, "", id="models")
+        yield Lines(id="charts")
+        with Container(id="lower"):
+            with Container(id="left"):
+                yield Lines(id="requests-title")
+                yield Grid(COLUMNS, "", id="requests")
+            yield Lines(id="events")
 
     def draw(self) -> None:
         width, glyphs, state = self.size.width, self.glyphs, self.state
-        devices = device_lines(state.tick, width, glyphs)
+        tick = state.tick
+        is_wide = width >= 160
+        self.set_class(is_wide, "-wide")
+        devices = device_lines(tick, width, glyphs, tall=self.size.height)
         self._set_lines("#devices", devices)
-        self._set_lines("#figures", figure_lines(state, width, glyphs))
-        number = len(state.tick.requests) if state.tick else 0
-        note = f"{number} in flight" if number else ""
-        self.query_one("#live-title", Lines).show([heading(" Live requests", width - 1, glyphs, note)])
-        rows = live_rows(state.tick.requests) if state.tick else []
-        self.query_one(Grid).show(rows, empty=empty_hint(state.tick))
+        models = model_rows(tick, glyphs)
+        note = f"{len(models)} loaded" if models else ""
+        self.query_one("#models-title", Lines).show([heading(" Models", width - 1, glyphs, note)])
+        grid = self.query_one("#models", Grid)
+        grid.styles.height = 1 + max(1, min(len(models), 3 if self.size.height < 32 else 6))
+        grid.show(models, empty=NO_MODEL if tick else "")
+        room = self.size.height - 3 - len(devices) - 2 - grid.styles.height.value  # type: ignore[union-attr]
+        charts = self._charts(width, int(room))
+        left = width * 2 // 3 if is_wide else width
+        title = heading(" Requests", left - 1, glyphs, str(count_requests(tick)) if tick else "")
+        self.query_one("#requests-title", Lines).show([title])
+        rows = request_rows(tick.requests, list(state.ended), tick.time) if tick else []
+        self.query_one("#requests", Grid).show(rows, empty=empty_hint(tick))
+        number = int(room) - len(charts) if is_wide else 0 if room - len(charts) < 12 else 4
+        self._set_lines("#events", event_lines(state, width - left if is_wide else width, number, glyphs))
+
+    def _charts(self, width: int, room: int) -> list[Line]:
+        """Draw the charts, anew only if what they show has changed."""
+        state = self.state
+        drawn = state.tick, width, room, self.step, "past" in state.answers
+        if drawn != self._drawn:
+            self._drawn = drawn
+            self._chart_lines = chart_lines(state, width, *chart_rows(room), self.glyphs, self.step)
+            self._set_lines("#charts", self._chart_lines)
+        return self._chart_lines
+
+    _drawn: tuple[object, ...] = ()
+    _chart_lines: list[Line]
 
     def _set_lines(self, name: str, lines: list[Line]) -> None:
         widget = self.query_one(name, Lines)
@@ -68,36 +126,99 @@ class OverviewScreen(View):
     def wants(self) -> Iterable[Fetch]:
         if "past" not in self.state.answers and self.state.tick is not None:
             yield Fetch("past", f"telemetry?step=1&series={','.join(SPARKS)}")
+        if "history" not in self.state.answers:
+            yield Fetch("history", "requests?limit=300")
+        yield Fetch("marks", "marks?since=0&limit=50")
 
-    @on(Grid.Chosen)
-    def _detail(self, event: Grid.Chosen) -> None:
+    def action_range(self) -> None:
+        """Show a longer time in the charts, or the shortest again."""
+        self.step = _RANGES[(_RANGES.index(self.step) + 1) % len(_RANGES)]
+        self.redraw()
+
+    @on(Grid.Chosen, "#requests")
+    def _show_request(self, event: Grid.Chosen) -> None:
         self.dashboard.show_request(event.key)
+
+    @on(Grid.Chosen, "#models")
+    def _show_model(self, event: Grid.Chosen) -> None:
+        self.dashboard.show_model(event.key)
+
+
+NO_MODEL = "No model is loaded. Press 3, choose one and press l, or run: llmbox load builtin"
 
 
 def empty_hint(tick: Tick | None) -> str:
-    if tick is None:
+    if tick is None or not tick.engines:
         return ""
-    if not tick.engines:
-        return "No model is loaded. Press 3, choose one and press l, or run: llmbox load builtin"
-    if not tick.totals.requests:
-        return f"No requests yet. Try: llmbox run {clean(tick.engines[0].model)} hello"
-    return "No requests in flight. Finished ones are on screen 2."
+    return f"No requests yet. Press 7 to chat, or run: llmbox run {clean(tick.engines[0].model)} hello"
+
+
+# ------------------------------------------------------------------ models
+
+
+def model_rows(tick: Tick | None, glyphs: Glyphs) -> list[Row]:
+    """Return a row for each loaded or loading model."""
+    return [] if tick is None else [_model_row(tick, engine, glyphs) for engine in tick.engines]
+
+
+def _model_row(tick: Tick, engine: EngineSnapshot, glyphs: Glyphs) -> Row:
+    counts = count_requests(tick, engine.model)
+    total = engine.blocks_total
+    live = engine.blocks_live / total if total else 0.0
+    cached = engine.blocks_cached / total if total else 0.0
+    share = percent(live) if total else DASH
+    shares = bar([(live, "kv"), (cached, "cached")], 10, glyphs) if total else ()
+    failing = next((each for each in tick.error_rates if each.model == engine.model and each.failed), None)
+    state = f"{percent(failing.rate)} fail" if failing and engine.state == "ready" else engine.state
+    return Row(
+        engine.model,
+        (
+            (clean(engine.model), "strong"),
+            (state, _fail_tone(failing) if failing else _STATE_TONES.get(engine.state, "")),
+            (clean(engine.device) or DASH, "muted"),
+            (count(counts.running), ""),
+            (count(counts.queued), "warn" if counts.queued else "muted"),
+            (count(engine.tokens_out), "strong"),
+            (seconds(engine.ttft_p95), _late(engine.ttft_p95, engine.ttft_target)),
+            (seconds(engine.tpot_p95), _late(engine.tpot_p95, engine.tpot_target)),
+            (share, "kv"),
+            (percent(engine.prefix_hit), "muted"),
+            (size(engine.weights_bytes) if engine.weights_bytes else DASH, "muted"),
+            (count(engine.context_window) if engine.context_window else DASH, "muted"),
+        ),
+        (engine.model, state, engine.device, counts.running, counts.queued, *(
+            None if value is NA else value for value in (engine.tokens_out, engine.ttft_p95, engine.tpot_p95)
+        ), live, None if engine.prefix_hit is NA else engine.prefix_hit, engine.weights_bytes,
+         engine.context_window),
+        {8: (*shares, (fit(share, 6, glyphs, right=True), "kv"))},
+    )  # fmt: skip
+
+
+def _fail_tone(rate: ErrorRate) -> str:
+    return "bad" if rate.rate >= FAILING else "warn"
+
+
+def _late(value: Number, target: Number) -> str:
+    return "warn" if value is not NA and target is not NA and value > target else ""
 
 
 # ------------------------------------------------------------------ devices
 
 
-def device_lines(tick: Tick | None, width: int, glyphs: Glyphs) -> list[Line]:
+def device_lines(tick: Tick | None, width: int, glyphs: Glyphs, *, tall: int) -> list[Line]:
+    """Draw GPUs and the host. `tall`: rows of the terminal; small ones have no second lines."""
     lines = [heading(" Devices", width - 1, glyphs)]
     if tick is None:
         return [*lines, ((" waiting for the first reading", "muted"),)]
     if tick.gpus.problem:
         lines.append(cut(((f" {glyphs.warning} {clean(tick.gpus.problem)}", "warn"),), width, glyphs))
     for gpu in tick.gpus.devices[:MOST_GPUS]:
-        lines += [cut(line, width, glyphs) for line in gpu_lines(gpu, width, glyphs)]
+        drawn = gpu_lines(gpu, width, glyphs)
+        lines += [cut(line, width, glyphs) for line in (drawn if tall >= 45 else drawn[:1])]
     if len(tick.gpus.devices) > MOST_GPUS:
         lines.append(((f" {len(tick.gpus.devices) - MOST_GPUS} more GPUs: screen 4", "muted"),))
-    return [*lines, *(cut(line, width, glyphs) for line in host_lines(tick.host, width, glyphs))]
+    host = host_lines(tick.host, width, glyphs)
+    return [*lines, *(cut(line, width, glyphs) for line in (host if tall >= 32 else host[:1]))]
 
 
 def gpu_lines(gpu: GpuReading, width: int, glyphs: Glyphs) -> list[Line]:
@@ -185,42 +306,44 @@ def _used(gpu: GpuReading) -> float:
     return max(0.0, known(gpu.memory_total) - known(gpu.memory_free))
 
 
-# ------------------------------------------------------------------ figures
+# ------------------------------------------------------------------ errors and events
 
 
-def figure_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
-    """Draw the metrics in two columns of name, value and sparkline."""
-    lines = [heading(" Last two minutes", width - 1, glyphs)]
-    if state.tick is None:
-        return lines
-    totals = state.tick.totals
-    nothing = not totals.requests and not totals.open_requests
-    figures = [
-        ("tokens/s out", "tokens_out", "-" if nothing else count(totals.tokens_out), None),
-        ("TTFT p50", "ttft_p50", seconds(totals.ttft_p50), None),
-        ("tokens/s in", "tokens_in", "-" if nothing else count(totals.tokens_in), None),
-        ("TTFT p95", "ttft_p95", seconds(totals.ttft_p95), None),
-        ("running", "running", count(totals.running), None),
-        ("KV in use", "kv_used", percent(totals.kv_used), 1.0),
-        ("waiting", "waiting", count(totals.waiting), None),
-        ("prefix hits", "prefix_hit", percent(totals.prefix_hit), 1.0),
-        ("failed", "error_rate", percent(totals.error_rate), 1.0),
-        ("TPOT p95", "tpot_p95", seconds(totals.tpot_p95), None),
-    ]
-    half = width // 2
-    cells = min(60, half - 26)
-    drawn = []
-    for label, name, value, top in figures:
-        tone = _tone(name, getattr(totals, name))
-        line = spark(list(state.sparks[name]), cells, glyphs, top=top)
-        drawn.append(((f" {label:<13}", "muted"), (f"{value:>9}  ", tone), (line, "spark"), (" ", "")))
-    for left, right in zip(drawn[::2], drawn[1::2], strict=True):
-        gap = half - sum(len(text) for text, _ in left)
-        lines.append((*left, (" " * gap, ""), *right))
+def event_lines(state: State, width: int, number: int, glyphs: Glyphs) -> list[Line]:
+    """Draw errors of requests with loads, evictions, refusals and restarts, newest first."""
+    if number < 2 or state.tick is None:
+        return []
+    failed = [row for row in state.ended if int(row["http_status"]) >= 400]
+    found: list[tuple[float, Line]] = [(_ended_at(row), _error_line(row)) for row in failed]
+    for mark in state.answers.get("marks", {}).get("marks", []):
+        tone = {"load": "good", "restart": "bad", "failure": "bad"}.get(str(mark["kind"]), "warn")
+        line: Line = (
+            (f"{mark['kind']:<8} ", tone),
+            (clean(str(mark["model"])), ""),
+            (f" {clean(str(mark['text']))}", "muted"),
+        )
+        found.append((float(mark["time"]), line))
+    found.sort(key=lambda each: -each[0])
+    recent = [int(row["http_status"]) for row in failed if _ended_at(row) > state.tick.time - 300]
+    broken = sum(status >= 500 for status in recent)
+    note = f"last 5 min: {broken} failed (5xx), {len(recent) - broken} rejected (4xx)"
+    lines = [heading(" Errors and events", width - 1, glyphs, note)]
+    for at, line in found[: number - 1]:
+        stamp = time.strftime("%H:%M:%S", time.localtime(at))
+        lines.append(cut(((f" {stamp} ", "muted"), *line), width - 1, glyphs))
+    if not found:
+        lines.append(((" Nothing failed, was loaded or evicted yet.", "muted"),))
     return lines
 
 
-def _tone(name: str, value: Number) -> str:
-    if name == "error_rate" and known(value) > 0:
-        return "bad"
-    return "warn" if name == "waiting" and known(value) else "strong"
+def _ended_at(row: Mapping[str, Any]) -> float:
+    return float(row["created"]) + float(row["e2e_s"] or 0.0)
+
+
+def _error_line(row: Mapping[str, Any]) -> Line:
+    status = int(row["http_status"])
+    return (
+        (f"{status:<8} ", "bad" if status >= 500 else "warn"),
+        (clean(str(row["model"])) or DASH, ""),
+        (f" {clean(str(row['error_code']))}", "muted"),
+    )

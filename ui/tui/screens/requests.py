@@ -8,10 +8,10 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from ..messages import Fetch, RunAction
+from ..messages import Fetch, RunAction, count_requests
 from ..rendering import heading
 from ..widgets.lines import Lines
-from ..widgets.request_rows import COLUMNS, SORTS, all_rows
+from ..widgets.request_rows import COLUMNS, SORTS, request_rows
 from ..widgets.table import Grid
 from .base import View
 
@@ -24,7 +24,6 @@ class RequestsScreen(View):
         Binding("y", "copy", "Copy as curl"),
         Binding("o", "sort", "Sort"),
     ]
-    sort = "age"
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="title", classes="line")
@@ -36,10 +35,10 @@ class RequestsScreen(View):
 
     def draw(self) -> None:
         tick = self.state.tick
-        live = tick.requests if tick else ()
-        rows = all_rows(live, list(self.state.ended), self.sort, tick.time if tick else 0.0)
+        rows = request_rows(tick.requests if tick else (), list(self.state.ended), tick.time if tick else 0.0)
         shown = [row for row in rows if self.matches(*(text for text, _ in row.cells))]
-        note = f"{len(live)} in flight, {len(shown)} of {len(rows)} shown, by {self.sort}"
+        hidden = f"; {len(shown)} of {len(rows)} match the filter" if len(shown) < len(rows) else ""
+        note = f"{count_requests(tick)}{hidden}; sorted by {self._sort}"
         self.query_one("#title", Lines).show([heading(" Requests", self.size.width - 1, self.glyphs, note)])
         self.query_one(Grid).show(shown, empty=self._empty(bool(rows)))
 
@@ -58,9 +57,18 @@ class RequestsScreen(View):
     def _detail(self, event: Grid.Chosen) -> None:
         self.dashboard.show_request(event.key)
 
+    @property
+    def _sort(self) -> str:
+        column = self.query_one(Grid).sort_column
+        return "age" if column is None else COLUMNS[column].title
+
     def action_sort(self) -> None:
-        self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
-        self.redraw()
+        """Go to the next order."""
+        grid = self.query_one(Grid)
+        now = None if grid.sort_column is None else COLUMNS[grid.sort_column].title
+        wanted = SORTS[(SORTS.index(now) + 1) % len(SORTS)] if now in SORTS else None
+        titles = [column.title for column in COLUMNS]
+        grid.sort_by(None if wanted is None else titles.index(wanted))
 
     def action_cancel(self) -> None:
         chosen = self.query_one(Grid).selected

@@ -1,14 +1,16 @@
 """Modal dialogs: a question, a text input, details to read, the keys."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.content import Content
 from textual.screen import ModalScreen, ScreenResultType
-from textual.widgets import Input
+from textual.widget import Widget
+from textual.widgets import Input, OptionList
 
 from ..rendering import Line, clean, wrap
 from .lines import Lines, cut
@@ -23,7 +25,7 @@ class Dialog(ModalScreen[ScreenResultType]):
             box.border_title = self.heading
             yield from self.body()
 
-    def body(self) -> Iterable[Lines | Input]:
+    def body(self) -> Iterable[Widget]:
         raise NotImplementedError
 
     def on_mount(self) -> None:
@@ -115,3 +117,33 @@ class Help(KeyValueDialog):
     """Help on keys, built from the active bindings so that it is always correct."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "leave", "Back", show=False)]
+
+
+class Choose(Dialog[str | None]):
+    """Choice of one of several names. `preview` is called with the name under the cursor."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Back")]
+
+    def __init__(
+        self, title: str, names: Sequence[str], now: str, preview: Callable[[str], None] | None = None
+    ) -> None:
+        self.heading = title
+        super().__init__()
+        self.names, self.now, self.preview = names, now, preview
+
+    def body(self) -> Iterable[OptionList]:
+        options = OptionList(*(Content(clean(name)) for name in self.names), compact=True)
+        options.highlighted = self.names.index(self.now) if self.now in self.names else 0
+        yield options
+
+    @on(OptionList.OptionHighlighted)
+    def _highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        if self.preview is not None:
+            self.preview(self.names[event.option_index])
+
+    @on(OptionList.OptionSelected)
+    def _selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(self.names[event.option_index])
+
+    def action_leave(self) -> None:
+        self.dismiss(None)

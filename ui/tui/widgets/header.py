@@ -1,43 +1,98 @@
-"""Header of two lines (screens and health, then the first alert), key help, and the compact view."""
+"""Header of two lines (screens and health, then the first alert), footer, key help, and the compact view."""
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
 
-from ..rendering import Line, Span, clean, duration, line_width
-from .lines import cut
+from textual.app import App, ComposeResult
+from textual.binding import ActiveBinding, Binding
+from textual.events import Click
+from textual.widgets import Footer
+from textual.widgets._footer import FooterKey
+
+from ..messages import State, count_requests
+from ..rendering import Glyphs, Line, Span, clean, count, duration, line_width, percent, seconds
+from .lines import Lines, cut
 
 if TYPE_CHECKING:
     from ..app import Dashboard
-from collections.abc import Callable, Iterable
 
-from textual.app import App
-from textual.binding import ActiveBinding, Binding
-
-from ..messages import State
-from ..rendering import Glyphs, count, percent, seconds
-
-TITLES = ("Overview", "Requests", "Models", "Memory", "Logs", "Bench & Doctor")
-SHORT = ("Over", "Req", "Mod", "Mem", "Log", "Bench")
+TITLES: Final = ("Overview", "Requests", "Models", "Memory", "Logs", "Bench & Doctor", "Chat", "Alerts")
+_SHORT: Final = ("Over", "Req", "Mod", "Mem", "Log", "Bench", "Chat", "Alert")
+_TABS: Final = ((TITLES, " {number} {name} "), (_SHORT, " {number} {name} "), (_SHORT, " {number} {name}"))
+"""Names and forms of the tabs, the widest first."""
 
 
-def bar_line(app: "Dashboard", title: str, width: int) -> Line:
-    left: list[Span] = [(" llmbox ", "strong"), *_health(app), ("  ", "")]
+class TabBar(Lines):
+    """First line of every screen. A click on a tab opens its screen."""
+
+    def fill(self, app: "Dashboard", title: str, width: int) -> None:
+        line, self._tabs = bar_line(app, title, width)
+        self.show([line])
+
+    def on_click(self, event: Click) -> None:
+        for begin, end, title in self._tabs:
+            if begin <= event.x < end:
+                self.app.switch_mode(title)
+
+    _tabs: tuple[tuple[int, int, str], ...] = ()
+    """First column, column behind the last one, and screen of each tab."""
+
+
+class AlertLine(Lines):
+    """Second line of every screen. A click opens the list of alerts."""
+
+    def on_click(self) -> None:
+        self.app.switch_mode("Alerts")
+
+
+class KeyFooter(Footer):
+    """Footer that leaves out what all screens have where it would not fit."""
+
+    SPARE: Final = ("pause", "themes", "app.focus_next", "quit", "range")
+
+    def compose(self) -> ComposeResult:
+        keys = list(super().compose())
+
+        def width() -> int:
+            return sum(
+                len(key.key_display) + len(key.description) + 2 for key in keys if isinstance(key, FooterKey)
+            )
+
+        for action in self.SPARE:
+            if width() <= self.screen.size.width:
+                break
+            keys = [key for key in keys if not (isinstance(key, FooterKey) and key.action == action)]
+        yield from keys
+
+
+def bar_line(app: "Dashboard", title: str, width: int) -> tuple[Line, tuple[tuple[int, int, str], ...]]:
+    """Draw the first line, and say where its tabs are."""
+    name = " llmbox " if width >= 100 else " "
+    left: list[Span] = [(name, "strong"), *_health(app), (" " if width < 100 else "  ", "")]
     right = _right(app)
-    room = width - line_width(tuple(left)) - line_width(right) - 1
-    tabs = next(
-        (tabs for tabs in (_tabs(TITLES, title), _tabs(SHORT, title)) if line_width(tabs) <= room), ()
-    )
-    if not tabs:
-        tabs = ((f"{TITLES.index(title) + 1} {title}", "tab"),) if room > len(title) + 3 else ()
-    gap = max(0, width - line_width((*left, *tabs)) - line_width(right))
-    return cut((*left, *tabs, (" " * gap, ""), *right), width, app.glyphs)
-
-
-def _tabs(names: tuple[str, ...], title: str) -> Line:
+    begin = line_width(tuple(left))
+    room = width - begin - line_width(right)
+    for names, form in _TABS:
+        texts = [form.format(number=at, name=each) for at, each in enumerate(names, 1)]
+        if sum(map(len, texts)) <= room:
+            break
+    else:
+        text = f" {TITLES.index(title) + 1} {title} "
+        texts = ["" if each != title else text if len(text) <= room else "" for each in TITLES]
     spans: list[Span] = []
-    for number, (name, full) in enumerate(zip(names, TITLES, strict=True), 1):
-        spans.append((f" {number} {name} ", "tab" if full == title else "muted"))
-    return tuple(spans)
+    places = []
+    for full, text in zip(TITLES, texts, strict=True):
+        tone = "tab" if full == title else "bad" if full == "Alerts" and _has_failure(app.state) else "muted"
+        spans.append((text, tone))
+        places.append((begin, begin + len(text), full))
+        begin += len(text)
+    gap = max(0, width - begin - line_width(right))
+    return cut((*left, *spans, (" " * gap, ""), *right), width, app.glyphs), tuple(places)
+
+
+def _has_failure(state: State) -> bool:
+    return any(each.level == "failure" for each in state.alerts)
 
 
 def _health(app: "Dashboard") -> list[Span]:
@@ -73,14 +128,16 @@ def alert_line(app: "Dashboard", width: int) -> Line:
         return cut(((f" {glyphs.warning} {clean(text)}", "bad"),), width, glyphs)
     if state.tick is None:
         return ((" waiting for the first reading", "muted"),)
-    found = state.tick.attention
+    found = state.alerts
     if not found:
         return ((" no alerts", "muted"),)
     first = found[0]
-    more = f"  (+{len(found) - 1} more)" if len(found) > 1 else ""
+    more = f"  +{len(found) - 1}: press 8" if len(found) > 1 else ""
     fix = f"  {glyphs.rule} {clean(first.fix)}" if first.fix else ""
     tone = "bad" if first.level == "failure" else "warn"
-    return cut(((f" {glyphs.warning} {clean(first.text)}", tone), (fix + more, "muted")), width, glyphs)
+    room = max(0, width - len(more) - 1)
+    line = cut(((f" {glyphs.warning} {clean(first.text)}", tone), (fix, "muted")), room, glyphs)
+    return (*line, (more, tone))
 
 
 _TEXTUALS = ("scroll_", "page_", "app.focus_", "screen.copy_", "help_quit")
@@ -128,11 +185,11 @@ def compact_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
         return [cut(((f"{glyphs.warning} daemon gone", "bad"),), width, glyphs)]
     if tick is None:
         return [(("waiting", "muted"),)]
-    totals = tick.totals
+    totals, counts = tick.totals, count_requests(tick)
     facts: list[tuple[str, str]] = [
         ("out", f"{count(totals.tokens_out)} tok/s"),
         ("in", f"{count(totals.tokens_in)} tok/s"),
-        ("requests", f"{totals.running} run, {totals.waiting} wait"),
+        ("requests", f"{counts.running} running, {counts.queued} queued"),
         ("failed", percent(totals.error_rate)),
         ("TTFT p95", seconds(totals.ttft_p95)),
         ("KV", percent(totals.kv_used)),
@@ -142,7 +199,7 @@ def compact_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
     facts += [(engine.state, engine.model) for engine in tick.engines]
     lines: list[tuple[Span, ...]] = [
         ((f"{glyphs.warning} {clean(each.text)}", "bad" if each.level == "failure" else "warn"),)
-        for each in tick.attention
+        for each in state.alerts
     ]
     lines += [((f"{name:<9}", "muted"), (clean(text), "")) for name, text in facts]
     lines += [((f"{request.id}", ""), (f" {request.state}", "muted")) for request in tick.requests]

@@ -10,7 +10,8 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from ..rendering import UNICODE, Glyphs, Line, Span, clean, count, fit, styles
+from ..rendering import UNICODE, Glyphs, Line, Span, clean, count, fit
+from ..themes import styles
 
 
 class LineWidget(Widget):

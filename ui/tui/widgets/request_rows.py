@@ -10,73 +10,38 @@ from llmbox.app.gateway.request_events import LiveRequest
 from ..rendering import DASH, Glyphs, Line, bar, clean, count, seconds
 from .table import Column, Row
 
-LIVE_COLUMNS = (
-    Column("ID", 20),
-    Column("AGE", 7, right=True),
-    Column("MODEL", 0, rank=2),
+COLUMNS = (
+    Column("ID", 16, middle=True),
+    Column("AGE", 9, right=True),
+    Column("KEY", 13, rank=9, middle=True),
+    Column("MODEL", 0, middle=True, least=18),
     Column("STATE", 9),
-    Column("PROMPT", 14, right=True, rank=4),
+    Column("PROMPT", 14, right=True, rank=7),
     Column("OUTPUT", 7, right=True),
     Column("TOK/S", 6, right=True, rank=1),
-    Column("TTFT", 7, right=True, rank=3),
+    Column("TTFT", 7, right=True, rank=6),
+    Column("END", 16, rank=8),
 )
-COLUMNS = (
-    Column("ID", 20),
-    Column("AGE", 10, right=True),
-    Column("KEY", 10, rank=9),
-    Column("MODEL", 0, rank=4),
-    Column("STATE", 10),
-    Column("PROMPT", 13, right=True, rank=5),
-    Column("OUTPUT", 7, right=True),
-    Column("TOK/S", 6, right=True, rank=3),
-    Column("TTFT", 7, right=True, rank=2),
-    Column("END", 16, rank=1),
-)
-SORTS = ("age", "model", "state", "output", "tok/s", "ttft")
+SORTS = (None, "MODEL", "STATE", "PROMPT", "OUTPUT", "TOK/S", "TTFT")
+"""Columns that the sort key goes through; None: newest requests first."""
 
 
-def live_rows(requests: Sequence[LiveRequest]) -> list[Row]:
-    return [
-        Row(
-            request.id,
-            (
-                (clean(request.id), ""),
-                (_age(request.age), "muted"),
-                (clean(request.model), ""),
-                _state(request.state),
-                (_prompt(request.prompt_tokens, request.cached_tokens), "muted"),
-                (count(request.output_tokens), ""),
-                (_speed(request.tokens_per_second), "strong"),
-                (seconds(request.ttft), "muted"),
-            ),
-        )
-        for request in requests
-    ]
-
-
-def all_rows(
-    live: Sequence[LiveRequest], ended: Sequence[Mapping[str, Any]], sort: str, now: float
-) -> list[Row]:
-    """Return rows of requests in flight, then of ended ones; each part in the order of `sort`, largest
-    first.
-    """
+def request_rows(live: Sequence[LiveRequest], ended: Sequence[Mapping[str, Any]], now: float) -> list[Row]:
+    """Return rows of requests in flight, oldest first, then of ended ones, newest first."""
     waiting: Counter[str] = Counter()
-    entries = []
+    rows = []
     for request in live:
         position = ""
         if request.state == "queued":
             waiting[request.model] += 1
             position = str(waiting[request.model])
-        entries.append((_live_key(request, sort), _live(request, position)))
+        rows.append(_live(request, position))
     gone = {request.id for request in live}
-    rest = [(_ended_key(row, sort), _ended(row, now)) for row in ended if row["id"] not in gone]
-    if sort != "age":
-        entries.sort(key=lambda each: each[0], reverse=True)
-        rest.sort(key=lambda each: each[0], reverse=True)
-    return [row for _, row in entries] + [row for _, row in rest]
+    return rows + [_ended(row, now) for row in ended if row["id"] not in gone]
 
 
 def _live(request: LiveRequest, position: str) -> Row:
+    end = f"resumed {request.resumes}x" if request.resumes else ""
     return Row(
         request.id,
         (
@@ -89,31 +54,37 @@ def _live(request: LiveRequest, position: str) -> Row:
             (count(request.output_tokens), ""),
             (_speed(request.tokens_per_second), "strong"),
             (seconds(request.ttft), "muted"),
-            (f"resumed {request.resumes}x" if request.resumes else "", "warn"),
+            (end, "warn"),
         ),
-    )
+        (request.id, request.age, request.key, request.model, request.state, request.prompt_tokens,
+         request.output_tokens, request.tokens_per_second, request.ttft, end),
+    )  # fmt: skip
 
 
 def _ended(row: Mapping[str, Any], now: float) -> Row:
     status = int(row["http_status"])
     tone = "bad" if status >= 500 else "warn" if status >= 400 else "muted"
     tpot = row["tpot_s"]
-    end = row["error_code"] or row["finish_reasons"]
+    speed, end = 1 / tpot if tpot else None, str(row["error_code"] or row["finish_reasons"])
+    age = now - float(row["created"])
     return Row(
         str(row["id"]),
         (
             (clean(str(row["id"])), "muted"),
-            (_ago(now - float(row["created"])), "muted"),
+            (_ago(age), "muted"),
             (clean(str(row["key"])) or DASH, "muted"),
             (clean(str(row["model"])), "muted"),
             (str(status), tone),
             (_prompt(row["prompt_tokens"], row["cached_tokens"]), "muted"),
             (count(row["output_tokens"]), "muted"),
-            (_speed(1 / tpot if tpot else None), "muted"),
+            (_speed(speed), "muted"),
             (seconds(row["ttft_s"]), "muted"),
-            (clean(str(end)), tone),
+            (clean(end), tone),
         ),
-    )
+        (str(row["id"]), age, str(row["key"]), str(row["model"]), str(status), row["prompt_tokens"],
+         row["output_tokens"], speed, row["ttft_s"], end),
+        group=1,
+    )  # fmt: skip
 
 
 def time_bar(detail: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line]:
@@ -133,27 +104,6 @@ def time_bar(detail: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line
         (f"decode {seconds(decode)}", "accent"),
     )
     return [bar(shares, width, glyphs), legend]
-
-
-def _live_key(request: LiveRequest, sort: str) -> Any:
-    return {
-        "model": request.model,
-        "state": request.state,
-        "output": request.output_tokens,
-        "tok/s": request.tokens_per_second or 0.0,
-        "ttft": request.ttft or 0.0,
-    }.get(sort, request.age)
-
-
-def _ended_key(row: Mapping[str, Any], sort: str) -> Any:
-    tpot = row["tpot_s"]
-    return {
-        "model": row["model"],
-        "state": row["http_status"],
-        "output": row["output_tokens"],
-        "tok/s": 1 / tpot if tpot else 0.0,
-        "ttft": row["ttft_s"] or 0.0,
-    }.get(sort, row["created"])
 
 
 def _state(state: str, position: str = "") -> tuple[str, str]:

@@ -1,0 +1,193 @@
+"""Mouse, themes, alerts, and what all screens have: counts of one source, footers with their keys."""
+
+import json
+
+import msgspec
+import pytest
+from textual.widgets import OptionList
+
+from llmbox.app.telemetry.alerts import find_alerts
+from llmbox.app.telemetry.snapshot import Alert, Tick
+from llmbox.ui.tui.app import SCREENS
+from llmbox.ui.tui.messages import State
+from llmbox.ui.tui.screens.logs import split_model
+from llmbox.ui.tui.themes import DARK, NAMES, TONES, read_choice, remember_choice, styles
+from llmbox.ui.tui.widgets.dialogs import Choose, KeyValueDialog
+from llmbox.ui.tui.widgets.header import TITLES
+from llmbox.ui.tui.widgets.table import Grid
+from support.snapshots import engine, failing_tick, live_request, tick
+
+
+async def test_a_click_on_a_tab_opens_its_screen(stage):
+    for size in ((80, 24), (120, 40)):
+        async with stage(size) as scene:
+            for screen, word in zip(SCREENS[1:4], ("2 Req", "3 Mod", "4 Mem"), strict=True):
+                await scene.pilot.click("#bar", offset=(scene.text.splitlines()[0].index(word) + 1, 0))
+                await scene.pilot.pause()
+                assert isinstance(scene.app.screen, screen)
+            await scene.pilot.click("#alert", offset=(3, 0))
+            await scene.pilot.pause()
+            assert scene.app.screen.TITLE == "Alerts"
+
+
+async def test_a_click_on_a_row_opens_it(stage):
+    async with stage((120, 40)) as scene:
+        await scene.press("2")
+        await scene.settled()
+        await scene.pilot.click(Grid, offset=(5, 1))
+        await scene.until(lambda: isinstance(scene.app.screen, KeyValueDialog))
+        assert scene.app.screen.heading == "req-1"
+
+
+async def test_a_click_on_a_model_of_the_overview_goes_to_it(stage):
+    async with stage((120, 40)) as scene:
+        await scene.pilot.click("#models", offset=(5, 1))
+        await scene.until(lambda: scene.app.screen.TITLE == "Models")
+        await scene.settled()
+        assert scene.app.screen.query_one(Grid).selected == "qwen3-8b"
+
+
+async def test_a_click_on_a_header_sorts_turns_and_ends(stage):
+    async with stage((120, 40)) as scene:
+        await scene.press("2")
+        await scene.settled()
+        grid = scene.app.screen.query_one(Grid)
+        given = [row.key for row in grid.rows]
+        at = next(line for line in scene.text.splitlines() if "OUTPUT" in line).index("OUTPUT")
+
+        async def outputs() -> list[int]:
+            await scene.pilot.click(Grid, offset=(at, 0))
+            await scene.pilot.pause()
+            return [row.values[6] for row in grid.rows[:15]]
+
+        assert (found := await outputs()) == sorted(found, reverse=True)
+        assert "▾OUTPUT" in scene.text
+        assert (found := await outputs()) == sorted(found)
+        assert [row.group for row in grid.rows] == sorted(row.group for row in grid.rows)
+        await outputs()
+        assert [row.key for row in grid.rows] == given
+
+
+async def test_every_footer_shows_the_keys_of_its_screen(stage):
+    words = {
+        "Overview": "Time range", "Requests": "Cancel", "Models": "Pull", "Memory": "Down", "Logs": "Level",
+        "Bench & Doctor": "Mark", "Chat": "Model", "Alerts": "Copy",
+    }  # fmt: skip
+    async with stage((80, 24)) as scene:
+        for number, title in enumerate(TITLES, 1):
+            await scene.press("escape", str(number))
+            await scene.until(lambda title=title: words[title] in scene.text.splitlines()[-1])
+            assert title == "Chat" or "Help" in scene.text.splitlines()[-1]
+
+
+async def test_all_screens_count_the_same_requests(stage):
+    requests = tuple(live_request(n, state="queued" if n > 2 else "decode", n=4) for n in range(1, 6))
+    one = tick(0, requests=requests)
+    busy = msgspec.structs.replace(one, totals=msgspec.structs.replace(one.totals, open_requests=5))
+    async with stage((120, 40), ticks=(busy,)) as scene:
+        assert scene.text.count("5 in flight: 2 running, 3 queued") == 1
+        assert "running 2 queued 3" in scene.text
+        await scene.press("2")
+        assert "5 in flight: 2 running, 3 queued" in scene.text
+        await scene.press("3")
+        await scene.settled()
+        assert scene.app.screen.query_one(Grid).rows[0].cells[6][0] == "5"
+
+
+# ------------------------------------------------------------------ themes
+
+
+async def test_a_theme_is_chosen_with_a_preview_and_remembered(stage, tmp_path):
+    remembered: list[str] = []
+    async with stage((80, 24), remember=remembered.append) as scene:
+        await scene.press("t")
+        await scene.until(lambda: isinstance(scene.app.screen, Choose))
+        await scene.press("down")
+        await scene.until(lambda: scene.app.theme == NAMES[1])
+        await scene.press("escape")
+        await scene.until(lambda: scene.app.theme == NAMES[0])
+        assert remembered == []
+        await scene.press("t")
+        await scene.until(lambda: isinstance(scene.app.screen, Choose))
+        scene.app.screen.query_one(OptionList).highlighted = NAMES.index("nord")
+        await scene.press("enter")
+        await scene.until(lambda: remembered == ["nord"])
+        assert scene.app.theme == "nord"
+        for name in NAMES:
+            assert styles(scene.app.get_theme(name)).keys() == set(TONES)
+            assert styles(scene.app.get_theme(name), stale=True).keys() == set(TONES)
+
+
+def test_the_remembered_theme_survives_what_is_not_one(tmp_path):
+    file = tmp_path / "top.json"
+    assert read_choice(file) == DARK.name
+    remember_choice(file, "dracula")
+    assert read_choice(file) == "dracula"
+    for text in ('{"theme": "none such"}', "[]", "{", '{"theme": 3}'):
+        file.write_text(text)
+        assert read_choice(file) == DARK.name
+    remember_choice(tmp_path / "no" / "folder", "nord")
+
+
+# ------------------------------------------------------------------ alerts and logs
+
+
+async def test_alerts_are_listed_with_what_to_do(stage):
+    async with stage((120, 40), ticks=(failing_tick(),)) as scene:
+        error = {"what": "org/typo was not found", "why": "", "fix": ""}
+        failed = {"model": "org/typo", "state": "failed", "done": 0, "total": 0, "error": error}
+        scene.api.table["downloads"] = {"downloads": [failed]}
+        await scene.press("8")
+        await scene.settled()
+        await scene.until(lambda: "2 failures, 1 warning" in scene.text)
+        assert "llmbox unload qwen3-8b" in scene.text
+        assert "llmbox pull org/typo" in scene.text
+        await scene.press("y")
+        assert scene.app.clipboard == "llmbox unload qwen3-8b"
+        await scene.press("down", "enter")
+        await scene.until(lambda: isinstance(scene.app.screen, KeyValueDialog))
+        await scene.settled()
+        assert "what to do" in scene.text
+
+
+def test_an_alert_keeps_its_time_while_its_numbers_change():
+    state = State()
+    for at, number in ((100.0, 3), (200.0, 5)):
+        state.take_tick(Tick(time=at, attention=(Alert(level="warning", text=f"m: {number} of 9 failed"),)))
+    assert list(state.alerts_since.values()) == [100.0]
+    state.take_tick(Tick(time=300.0))
+    assert state.alerts_since == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "found"),
+    [
+        ({"ttft_target": 0.5}, ["qwen3-8b: TTFT p95 is 930 ms, its target 500 ms"]),
+        ({"tpot_p95": 0.03, "tpot_target": 0.02}, ["qwen3-8b: TPOT p95 is 30 ms, its target 20 ms"]),
+        ({"ttft_target": 1.0}, []),
+        ({}, []),
+    ],
+)
+def test_a_missed_target_is_an_alert(facts, found):
+    alerts = find_alerts(Tick(time=0.0, engines=(engine(**facts),)))
+    assert [each.text for each in alerts] == found
+    assert all("llmbox requests --model qwen3-8b" in each.fix for each in alerts)
+
+
+@pytest.mark.parametrize(
+    ("message", "split"),
+    [
+        ("qwen3 | ready after 9 s", ("qwen3", "ready after 9 s")),
+        ("qwen3 | qwen3 is ready", ("qwen3", "is ready")),
+        ("qwen3 is ready", ("", "qwen3 is ready")),
+        ("a b | c", ("", "a b | c")),
+        (" | c", ("", " | c")),
+    ],
+)
+def test_a_log_line_does_not_repeat_its_model(message, split):
+    assert split_model(message) == split
+
+
+def test_a_choice_file_is_small_json(tmp_path):
+    remember_choice(tmp_path / "top.json", "nord")
+    assert json.loads((tmp_path / "top.json").read_text()) == {"theme": "nord"}
