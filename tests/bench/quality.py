@@ -2,26 +2,33 @@
 
     python -P tests/bench/quality.py [MODEL_DIR [TEXT]]
     python -P tests/bench/quality.py --formats-of-gpus
+    python -P tests/bench/quality.py --published
 
 Each row is one format of the weights and one of keys and values. The defaults are the built-in model and its
 held-out questions with their answers, as one text. Of the built-in model the same questions are also asked
 greedily. Blank lines divide a text into sequences of their own.
 
 The formats that run on GPUs only are measured by what they mean in plain torch, on the built-in model;
-`make gpu-check` measures the same with the kernels.
+`make gpu-check` measures the same with the kernels. With `--published` weights are rounded to nearest into
+the formats of other tools, and read as these publish them.
 """
 
 import argparse
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpu import quality as formats_of_gpus
 from gpu.report import Report
+from llmbox.engine.checkpoint.formats.registry import read_weight_format
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
 from support.builtin_model import ASSETS, IN_SCOPE, ROOT, answers, is_right, user
+from support.format_styles import STYLES
+from support.published_formats import publish
 
 TEXT = ROOT / "packaging/builtin_model/perplexity.txt"
 ROWS = (
@@ -45,7 +52,11 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", default=ASSETS)
     parser.add_argument("text", type=Path, nargs="?", default=TEXT)
     parser.add_argument("--formats-of-gpus", action="store_true")
+    parser.add_argument("--published", action="store_true")
     options = parser.parse_args()
+    if options.published:
+        measure_published(options.model.resolve(), options.text)
+        return
     if options.formats_of_gpus:
         formats_of_gpus.table(Report(float("inf")), formats_of_gpus.in_plain_torch)
         return
@@ -65,6 +76,22 @@ def measure(model: Path, text: Path) -> None:
             f"| {quant} | {engine.info.kv_dtype} | {found:.3f} ({found / plain - 1:+.2%}) | {shown} |",
             flush=True,
         )
+
+
+def measure_published(model: Path, text: Path) -> None:
+    sequences = sequences_of(model, text.read_text(encoding="utf-8"))
+    plain = perplexity(load_engine(config_for(model, None), lambda _: None), sequences)
+    print("| format | in memory | perplexity |\n| --- | --- | --- |")
+    print(f"| unquantized | bfloat16 | {plain:.3f} |", flush=True)
+    for name, style in STYLES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            published = shutil.copytree(model, Path(folder) / "model")
+            publish(published, style.entry, style.store, others=style.others)
+            label = read_weight_format(style.entry).label
+            engine = load_engine(config_for(published, None), lambda _: None)
+            found = perplexity(engine, sequences)
+        held = "dequantized" if engine.info.quant == "none" else engine.info.quant
+        print(f"| {name}: {label} | {held} | {found:.3f} ({found / plain - 1:+.2%}) |", flush=True)
 
 
 def right(engine: Engine) -> int:

@@ -1,8 +1,9 @@
 """Every published format gives the weights of its own library to the last bit, and the tokens of these."""
 
+import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,190 +18,20 @@ from llmbox.engine.checkpoint.formats.weight_format import form_of
 from llmbox.engine.errors import ParallelError
 from llmbox.engine.executor import build as loader
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.weights.decoders import decode
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import Kind, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.weight_packing import QuantizedWeight
+from support.format_styles import FLOAT32_SCALES, STYLES, Style
 from support.fp8_checkpoint import PLANNED_WITHOUT_KERNELS
-from support.published_formats import (
-    Stored,
-    awq,
-    bnb4,
-    bnb8,
-    compressed,
-    compressed_entry,
-    eetq,
-    gptq,
-    hqq,
-    publish,
-    scheme_of,
-    torchao_bytes,
-    torchao_int4,
-    torchao_tiles,
-)
+from support.published_formats import Stored, awq, gptq, publish
 from support.rank_threads import load_threads
 from support.real_engines import ask, hf_model, hf_tokens, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 99}
-
-
-@dataclass(frozen=True)
-class Style:
-    entry: dict[str, Any]
-    store: Callable[[Tensor], Stored]
-    others: dict[str, Callable[[Tensor], Stored]] = field(default_factory=dict)
-    """Stores of linears with these parts in their names."""
-
-
-def gptq_style(bits: int = 4, group: int = 128, *, v2: bool = False, **more: Any) -> Style:
-    entry = {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group or -1,
-        "sym": more.get("symmetric", True),
-    }
-    entry |= {"desc_act": more.get("order", False), "checkpoint_format": "gptq_v2" if v2 else "gptq"}
-    return Style(entry, partial(gptq, bits=bits, group=group, version=2 if v2 else 1, **more))
-
-
-def compressed_style(scheme: dict[str, Any], form: str = "pack-quantized") -> Style:
-    return Style(compressed_entry(scheme, form), partial(compressed, scheme=scheme, form=form))
-
-
-def float4(group: int) -> dict[str, Any]:
-    strategy = "group" if group == 32 else "tensor_group"
-    return {"weights": {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group}}
-
-
-def hqq_style(bits: int = 4, group: int = 64, axis: int = 1) -> Style:
-    rule = {"nbits": bits, "group_size": group, "axis": axis, "channel_wise": True, "view_as_float": False}
-    entry = {
-        "quant_method": "hqq",
-        "quant_config": {"weight_quant_params": rule},
-        "skip_modules": ["lm_head"],
-    }
-    return Style(entry, partial(hqq, bits=bits, group=group, axis=axis))
-
-
-def torchao_style(config: str, store: Callable[[Tensor], Stored], **data: Any) -> Style:
-    rule = {"_type": config, "_version": 2, "_data": data}
-    return Style({"quant_method": "torchao", "quant_type": {"default": rule}}, store)
-
-
-def intx(bits: int, mapping: str = "SYMMETRIC") -> dict[str, Any]:
-    return {
-        "weight_dtype": {"_type": "torch.dtype", "_data": f"int{bits}"},
-        "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": 32}},
-        "mapping_type": {"_type": "MappingType", "_data": mapping},
-        "intx_packing_format": {"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
-    }
-
-
-PER_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
-TILES = {"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"}
-ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
-BNB = {"quant_method": "bitsandbytes"}
-
-
-def mixed(*groups: tuple[list[str], dict[str, Any], str]) -> dict[str, Any]:
-    """`config_groups` of compressed-tensors: targets, scheme and format of each."""
-    found = [compressed_entry(scheme, form) for _, scheme, form in groups]
-    told = {
-        f"group_{number}": {**entry["config_groups"]["group_0"], "targets": targets, "format": form}
-        for number, (entry, (targets, _, form)) in enumerate(zip(found, groups, strict=True))
-    }
-    return {**found[0], "format": "mixed-precision", "config_groups": told}
-
-
-FOUR, EIGHT = scheme_of(4, 128), scheme_of(8)
-FP8_ROWS = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
-FLOAT32_SCALES = {"bnb-int8", "torchao-int8", "mixed-4-8"}
-"""Styles whose scales the kernels round to float16."""
-STYLES = {
-    "awq-g128": Style(AWQ | {"group_size": 128}, awq),
-    "awq-g64": Style(AWQ | {"group_size": 64}, partial(awq, group=64)),
-    "awq-g32": Style(AWQ | {"group_size": 32}, partial(awq, group=32)),
-    "gptq-4": gptq_style(),
-    "gptq-4-asym": gptq_style(symmetric=False),
-    "gptq-4-asym-v2": gptq_style(symmetric=False, v2=True),
-    "gptq-4-g32-act-order": gptq_style(group=32, order=True),
-    "gptq-4-channel": gptq_style(group=0),
-    "gptq-2": gptq_style(bits=2, group=64, symmetric=False),
-    "gptq-3": gptq_style(bits=3, symmetric=False),
-    "gptq-8": gptq_style(bits=8),
-    "gptq-8-asym": gptq_style(bits=8, group=32, symmetric=False),
-    "auto-round": Style(
-        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
-        | {"packing_format": "auto_round:auto_gptq", "data_type": "int"},
-        gptq,
-    ),
-    "w4a16-g128": compressed_style(scheme_of(4, 128)),
-    "w4a16-g32-asym": compressed_style(scheme_of(4, 32, symmetric=False)),
-    "w4a16-channel": compressed_style(scheme_of(4)),
-    "w3a16-g128": compressed_style(scheme_of(3, 128)),
-    "w8a16-g128": compressed_style(scheme_of(8, 128)),
-    "w8a8": compressed_style(scheme_of(8) | {"input_activations": ROWS}, "int-quantized"),
-    "w8a8-asym": compressed_style(
-        scheme_of(8, symmetric=False) | {"input_activations": ROWS}, "int-quantized"
-    ),
-    "mxfp4": compressed_style(float4(32), "mxfp4-pack-quantized"),
-    "nvfp4": compressed_style(float4(16), "nvfp4-pack-quantized"),
-    "bnb-nf4": Style(BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, bnb4),
-    "bnb-nf4-nested": Style(
-        BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, partial(bnb4, nested=True)
-    ),
-    "bnb-fp4": Style(BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, partial(bnb4, kind="fp4")),
-    "torchao-int8": torchao_style(
-        "Int8WeightOnlyConfig", torchao_bytes, group_size=None, granularity=PER_ROW
-    ),
-    "torchao-intx-4": torchao_style(
-        "IntxWeightOnlyConfig", partial(torchao_bytes, bits=4, group=32), **intx(4)
-    ),
-    "torchao-intx-4-asym": torchao_style(
-        "IntxWeightOnlyConfig",
-        partial(torchao_bytes, bits=4, group=32, symmetric=False),
-        **intx(4, "ASYMMETRIC"),
-    ),
-    "torchao-int4": torchao_style("Int4WeightOnlyConfig", torchao_int4, group_size=32),
-    "torchao-int4-tiles": torchao_style(
-        "Int4WeightOnlyConfig", torchao_tiles, group_size=32, int4_packing_format=TILES
-    ),
-    "eetq": Style({"quant_method": "eetq", "weights": "int8", "modules_to_not_convert": ["lm_head"]}, eetq),
-    "hqq-4": hqq_style(),
-    "hqq-8": hqq_style(bits=8),
-    "hqq-3": hqq_style(bits=3),
-    "hqq-2-axis-0": hqq_style(bits=2, axis=0),
-    "hqq-1": hqq_style(bits=1),
-    "mixed-4-8": Style(
-        mixed((["Linear"], FOUR, "pack-quantized"), (["re:.*down_proj$"], EIGHT, "int-quantized")),
-        partial(compressed, scheme=FOUR, form="pack-quantized"),
-        {"down_proj": partial(compressed, scheme=EIGHT, form="int-quantized")},
-    ),
-    "mixed-fp8-nvfp4": Style(
-        mixed(
-            (["re:.*self_attn.*"], FP8_ROWS, "float-quantized"),
-            (["Linear"], float4(16), "nvfp4-pack-quantized"),
-        ),
-        partial(compressed, scheme=float4(16), form="nvfp4-pack-quantized"),
-        {"self_attn": partial(compressed, scheme=FP8_ROWS, form="float-quantized")},
-    ),
-    "gptq-dynamic": Style(
-        gptq_style().entry | {"dynamic": {r"+:.*\.down_proj": {"bits": 8, "group_size": 32}, "-:.*x": {}}},
-        gptq,
-        {"down_proj": partial(gptq, bits=8, group=32)},
-    ),
-    "auto-round-by-layer": Style(
-        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
-        | {"packing_format": "auto_round:auto_gptq", "data_type": "int"}
-        | {"extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}, "lm_head": {"bits": 16}}},
-        gptq,
-        {"layers.0.mlp.down_proj": partial(gptq, bits=8)},
-    ),
-    "bnb-int8": Style(BNB | {"load_in_8bit": True}, bnb8),
-}
 
 
 def make(folder: Path, style: Style, **overrides: Any) -> tuple[Path, dict[str, Tensor]]:
@@ -257,6 +88,34 @@ def test_scales_of_mxfp4_below_float16_are_kept(tmp_path: Path) -> None:
     for rows in (1, 3, 256):  # widened in registers, and in memory
         got = torch.cat([mlp.ops.linear(mlp.down, part) for part in torch.eye(256).split(rows)]).T
         assert torch.equal(got, weight)
+
+
+INTS = [
+    (name, group, mapping) for name in ("int3", "int4", "int8") for group in (32, 128) for mapping in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("name", "group", "mapping"), [("", 0, 1), *INTS])
+def test_torchao_writes_what_is_read(name: str, group: int, mapping: int) -> None:
+    """Where torchao is installed; it runs on a CPU."""
+    pytest.importorskip("torchao", reason="needs torchao: pip install torchao")
+    from torchao.core.config import config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
+    from torchao.quantization.quant_primitives import MappingType
+
+    config: Any = Int8WeightOnlyConfig()
+    if group:
+        config = IntxWeightOnlyConfig(getattr(torch, name), PerGroup(group), MappingType(mapping))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
+    quantize_(model, config)
+    stored, _ = flatten_tensor_state_dict(model.state_dict())
+    form = read_weight_format(
+        {"quant_method": "torchao", "quant_type": {"default": json.loads(json.dumps(config_to_dict(config)))}}
+    )
+    tensors = {name.removeprefix("0"): tensor for name, tensor in stored.items()}
+    weight = decode(form, tensors, 64, 256).floats()
+    assert torch.equal(weight.bfloat16(), model[0].weight.dequantize().bfloat16())
 
 
 @pytest.mark.parametrize("name", STYLES)
