@@ -182,9 +182,13 @@ class EncoderLayer:
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
         self.qkv = attention.linear(parts, hidden, bias=model.qkv_bias)
         self.output = attention.linear({"o_proj": hidden}, hidden, bias=model.o_bias)
-        ups = dict.fromkeys(("gate_proj", "up_proj") if config.is_gated else ("up_proj",), ffn)
-        self.up = mlp.linear(ups, hidden, bias=config.up_bias)
-        self.down = mlp.linear({"down_proj": hidden}, ffn, bias=config.down_bias)
+        self.experts = None
+        if config.has_experts(number):
+            self.experts = EncoderExperts(model, config, mlp, ops)
+        else:
+            ups = dict.fromkeys(("gate_proj", "up_proj") if config.is_gated else ("up_proj",), ffn)
+            self.up = mlp.linear(ups, hidden, bias=config.up_bias)
+            self.down = mlp.linear({"down_proj": hidden}, ffn, bias=config.down_bias)
         first, second = "post_attention_layernorm", "post_feedforward_layernorm"
         if config.is_pre_norm:
             first, second = "input_layernorm", "post_attention_layernorm"
@@ -222,6 +226,8 @@ class EncoderLayer:
         return self.ops.linear(self.output, out)
 
     def _mlp(self, x_TE: Tensor, lens: Sequence[int]) -> Tensor:
+        if self.experts is not None:
+            return self.experts(x_TE, lens)
         rows = self.ops.linear(self.up, x_TE)
         activation = self.config.activation
         if self.config.is_gated and activation in {"silu", "gelu_tanh"}:
@@ -236,6 +242,38 @@ class EncoderLayer:
             else:
                 out.copy_(FUNCTIONS[activation](text))
         return self.ops.linear(self.down, out_TF)
+
+
+class EncoderExperts:
+    """Experts, of which each row passes the best by a softmax. A bias is added to their sum (nomic v2)."""
+
+    def __init__(self, model: ModelConfig, config: EncoderConfig, weights: Weights, ops: Ops) -> None:
+        self.ops, self.activation, self.per_token = ops, config.activation, config.experts[1]
+        whole, names = ShardSlice.whole, [f"experts.{expert}" for expert in range(config.experts[0])]
+        hidden, ffn = whole(model.hidden_size), whole(model.intermediate_size)
+        for stack, part in (("w1", "up"), ("w2", "down")):
+            weights.split(f"experts.{stack}", {f"{name}.{part}": ffn.total for name in names})
+        self.router = weights.router("router.layer", whole(len(names)), hidden)
+        self.ups = [weights.linear({f"{name}.up": ffn}, hidden, bias=False) for name in names]
+        self.downs = [
+            weights.linear({f"{name}.down": ffn}, hidden, bias=False, transposed=True) for name in names
+        ]
+        self.bias_E = weights.vector("experts.bias", model.hidden_size)
+
+    def __call__(self, x_TE: Tensor, lens: Sequence[int]) -> Tensor:
+        out_TE, logits_TX = torch.zeros_like(x_TE), self.ops.logits(self.router, x_TE).float()
+        parts = (torch.split(rows, list(lens)) for rows in (x_TE, logits_TX, out_TE))
+        for text_LE, logits_LX, out_LE in zip(*parts, strict=True):
+            best = logits_LX.softmax(1).topk(self.per_token, 1)
+            for number, (up, down) in enumerate(zip(self.ups, self.downs, strict=True)):
+                rows, places = (best.indices == number).nonzero(as_tuple=True)
+                if not len(rows):
+                    continue
+                inner = FUNCTIONS[self.activation](self.ops.linear(up, text_LE[rows]))
+                weights_L1 = best.values[rows, places].unsqueeze(1).to(x_TE.dtype)
+                out_LE[rows] += self.ops.linear(down, inner) * weights_L1
+            out_LE.add_(self.bias_E)
+        return out_TE
 
 
 def _split_stacks(weights: Weights, config: ModelConfig) -> None:

@@ -92,12 +92,19 @@ class EncoderConfig:
     """Buckets of distances with a learned bias of attention scores, in all layers the same; 0: none."""
     has_alibi: bool = False
     """True if attention scores fall with the distance of two tokens, in each head at a rate of its own."""
+    experts: tuple[int, int] = (0, 0)
+    """Experts of a layer, and those that each token selects; 0: there are none."""
+    experts_every: int = 2
+    """Layers after which experts come again, from the second layer on; others have an MLP."""
     has_stacked_qkv: bool = False
     has_stacked_mlp: bool = False
     """True if tensors are stacked in all checkpoints; others may be, under the same names."""
     head: ClassifierConfig | None = None
     renames: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement) for names of tensors, applied in order."""
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts[0] > 0 and layer % self.experts_every == 1
 
     def rename(self, name: str) -> str:
         for pattern, replacement in self.renames:
@@ -111,7 +118,9 @@ class EncoderConfig:
         attention = 4 * hidden * hidden + hidden * (3 * config.qkv_bias + config.o_bias)
         ups = 1 + self.is_gated
         mlp = (1 + ups) * hidden * ffn + ups * ffn * self.up_bias + hidden * self.down_bias
-        layers = config.num_layers * (attention + mlp + 2 * norm * hidden)
+        sparse = sum(map(self.has_experts, range(config.num_layers)))
+        experts = self.experts[0] * (2 * hidden * ffn + hidden) + hidden
+        layers = config.num_layers * (attention + mlp + 2 * norm * hidden) + sparse * (experts - mlp)
         others = norm * hidden + self.relative_buckets * config.num_heads
         if (head := self.head) is not None:
             others += hidden * (hidden + head.dense_bias + norm * head.has_norm) + head.labels * (hidden + 1)

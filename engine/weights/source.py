@@ -189,18 +189,20 @@ class Weights:
         bias: bool,
         experts: bool = False,
         order: tuple[int, ...] | None = None,
+        transposed: bool = False,
     ) -> PackedLinear:
         """Request one linear that stacks the named ones: {name: rows}.
 
-        `experts`: pack for `Ops.pack_experts`. `order`: as in `WeightRequest`. The results of a row-parallel
-        linear are all-reduced, so only the rank with the first inputs has the bias.
+        `experts`: pack for `Ops.pack_experts`. `order`, `transposed`: as in `WeightRequest`. The results of a
+        row-parallel linear are all-reduced, so only the rank with the first inputs has the bias.
         """
         full = {self._full(name): rows for name, rows in outputs.items()}
         if bias and inputs.start > 0:
             bias = False
             for name in full:
                 self._source.skip(f"{name}.bias")
-        asked = WeightRequest("experts" if experts else "linear", full, inputs, bias, order)
+        kind: Kind = "experts" if experts else "linear"
+        asked = WeightRequest(kind, full, inputs, bias, order, transposed)
         if self._mixed_layers and is_fine(asked.name, self._mixed_layers):
             asked = replace(asked, kind="head")
         return self._source.packed(asked)

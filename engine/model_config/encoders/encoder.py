@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..architecture import Architecture, ClassifierConfig, EncoderActivation, EncoderConfig, EncoderRule
 from ..fields import Fields, show
+from ..moe import selected_of
 from ..rope import RopeConfig, one_rope, parse_rope
 from ..sliding_window import Windows, layer_types
 
@@ -187,24 +188,37 @@ def _modernbert(fields: Fields) -> EncoderConfig:
 
 
 def _nomic(fields: Fields) -> EncoderConfig:
+    """Read a NomicBert. Version 2 has an MLP without gates, and experts in every other layer."""
+    experts, every = (0, 0), fields.integer("moe_every_n_layers", 0)
+    if every and fields.raw.get("num_experts"):
+        experts = selected_of(fields, "num_experts", "moe_top_k")
+    if experts[0] and every < 2:
+        raise fields.error(f"moe_every_n_layers {every} is not supported, only 2 and more")
     return EncoderConfig(
         activation=read_activation(fields),
         type_rows=count_types(fields),
         rotates=True,
-        is_gated=True,
-        up_bias=False,
-        down_bias=False,
+        is_gated=fields.text("hidden_act") != "gelu",
+        up_bias=fields.flag("mlp_fc1_bias", default=False),
+        down_bias=fields.flag("mlp_fc2_bias", default=False),
+        experts=experts,
+        experts_every=every or 2,
         head=read_head(fields),
-        renames=BERT_NAMES + POOLED_HEAD,
+        renames=((r"\.experts\.mlp\.w([12])$", r".experts.w\1.weight"), *BERT_NAMES, *POOLED_HEAD),
     )
+
+
+def _nomic_sizes(fields: Fields) -> Mapping[str, Any]:
+    bias = fields.flag("qkv_proj_bias", default=False)
+    return {"rms_norm_eps": fields.number("layer_norm_eps"), "attention_bias": bias}
 
 
 def _refuse_other_nomic(fields: Fields) -> None:
     """Refuse options of the repository's own code that are computed otherwise."""
     usual = {
         "prenorm": False, "use_rms_norm": False, "parallel_block": False, "rotary_emb_interleaved": False,
-        "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None, "num_experts": 0, "qkv_proj_bias": False,
-        "mlp_fc1_bias": False, "mlp_fc2_bias": False,
+        "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None, "num_shared_experts": 0,
+        "expert_choice_router": False, "moe_normalize_expert_weights": False,
     }  # fmt: skip
     for key, value in usual.items():
         if fields.raw.get(key) not in (None, value):
@@ -336,7 +350,7 @@ ENCODERS: Final[dict[str, Architecture]] = {
             "layer_norm_eps": "layer_norm_epsilon",
             "rope_theta": "rotary_emb_base",
         },
-        sizes=lambda fields: {"rms_norm_eps": fields.number("layer_norm_eps")},
+        sizes=_nomic_sizes,
         bias=False,
         ropes=one_rope,
         refuse=_refuse_other_nomic,

@@ -1,6 +1,7 @@
 """Encoders: vectors and scores of transformers, and the same bits alone and in a batch."""
 
 from array import array
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.sampling_params import SamplingParams
 from support.encoder_models import ENCODERS, change_config, declare_vectors, make_encoder
 from support.real_engines import load, run
@@ -177,6 +180,119 @@ def test_gte_as_its_repository_has_it(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], states(model, ids).mean(0), rtol=1e-5, atol=1e-5)
 
 
+NOMIC_V2: dict[str, Any] = {
+    "architectures": ["NomicBertModel"],
+    "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+    "model_type": "nomic_bert",
+    "activation_function": "gelu",
+    "vocab_size": 320,
+    "n_embd": 48,
+    "n_inner": 80,
+    "n_layer": 4,
+    "n_head": 6,
+    "n_positions": 2048,
+    "layer_norm_epsilon": 1e-5,
+    "rotary_emb_base": 10000,
+    "type_vocab_size": 1,
+    "num_experts": 8,
+    "moe_top_k": 2,
+    "moe_every_n_layers": 2,
+    "dtype": "float32",
+} | dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), True)
+
+
+def make_nomic_v2(directory: Path) -> dict[str, torch.Tensor]:
+    hidden, inner, norms = 48, 80, ["emb_ln"]
+    linears: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (320, hidden),
+        "embeddings.token_type_embeddings.weight": (1, hidden),
+    }
+    for number in range(4):
+        layer = f"encoder.layers.{number}."
+        linears |= {f"{layer}attn.Wqkv": (3 * hidden, hidden), f"{layer}attn.out_proj": (hidden, hidden)}
+        norms += [f"{layer}norm1", f"{layer}norm2"]
+        if number % 2:
+            shapes |= {f"{layer}mlp.experts.mlp.w{part}": (8 * inner, hidden) for part in (1, 2)}
+            shapes |= {f"{layer}mlp.router.layer.weight": (8, hidden), f"{layer}mlp.experts.bias": (hidden,)}
+        else:
+            linears |= {f"{layer}mlp.fc1": (inner, hidden), f"{layer}mlp.fc2": (hidden, inner)}
+    return write_encoder(directory, NOMIC_V2, shapes, linears, norms)
+
+
+def write_encoder(
+    directory: Path,
+    config: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    linears: dict[str, tuple[int, int]],
+    norms: list[str],
+) -> dict[str, torch.Tensor]:
+    """Write random weights: `linears` and `norms` have biases."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = shapes | {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    shapes |= {f"{name}.{part}": (48,) for name in norms for part in ("weight", "bias")}
+    weights = {n: torch.randn(s, generator=generator) * s[-1] ** -0.5 for n, s in shapes.items()}
+    weights |= {f"{name}.weight": 1 + weights[f"{name}.weight"] for name in norms}
+    save_file(weights, directory / "model.safetensors")
+    write_json(directory / "config.json", config)
+    return weights
+
+
+class PlainEncoder:
+    """What the repositories' code computes, in plain torch."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], eps: float) -> None:
+        self.weights, self.eps = weights, eps
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (self.weights[f"{name}.{part}"] for part in ("weight", "bias"))
+        return functional.layer_norm(x, (48,), weight, bias, self.eps)
+
+    def embed(self, norm: str, ids: list[int]) -> torch.Tensor:
+        words = self.weights["embeddings.word_embeddings.weight"][ids]
+        return self.norm(norm, words + self.weights["embeddings.token_type_embeddings.weight"][0])
+
+    def nomic(self, ids: list[int]) -> torch.Tensor:
+        x, inv = self.embed("emb_ln", ids), 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+        angles = torch.arange(len(ids)).unsqueeze(1) * inv
+        cos, sin = (turn(torch.cat((angles, angles), 1)) for turn in (torch.cos, torch.sin))
+        for layer in (f"encoder.layers.{number}." for number in range(4)):
+            q, k, v = self.linear(f"{layer}attn.Wqkv", x).view(len(ids), 3, 6, 8).permute(1, 2, 0, 3)
+            q, k = (each * cos + torch.cat((-each[..., 4:], each[..., :4]), -1) * sin for each in (q, k))
+            out = functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
+            x = self.norm(f"{layer}norm1", x + self.linear(f"{layer}attn.out_proj", out))
+            x = self.norm(f"{layer}norm2", x + self.nomic_mlp(f"{layer}mlp.", x))
+        return x
+
+    def nomic_mlp(self, at: str, x: torch.Tensor) -> torch.Tensor:
+        if f"{at}fc1.weight" in self.weights:
+            return self.linear(f"{at}fc2", functional.gelu(self.linear(f"{at}fc1", x)))
+        w1, w2 = (self.weights[f"{at}experts.mlp.w{part}"].view(8, 80, 48) for part in (1, 2))
+        best = self.linear(f"{at}router.layer", x).softmax(1).topk(2, 1)
+        rows = []
+        for row, share, experts in zip(x, best.values, best.indices, strict=True):
+            each = [functional.gelu(row @ w1[expert].T) @ w2[expert] for expert in experts]
+            rows.append((torch.stack(each) * share.unsqueeze(1)).sum(0))
+        return torch.stack(rows) + self.weights[f"{at}experts.bias"]
+
+
+def test_nomic_v2_with_experts(tmp_path: Path) -> None:
+    theirs, engine = PlainEncoder(make_nomic_v2(tmp_path), 1e-5), load(tmp_path)
+    size = sum(prod(entry.shape) for entry in list_tensors(tmp_path).values())
+    assert parse_config(tmp_path).num_parameters == size
+    found = vectors(engine, [ask(name, ids) for name, ids in TEXTS.items()])
+    for name, ids in TEXTS.items():
+        torch.testing.assert_close(found[name], theirs.nomic(ids).mean(0), rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[name], vectors(engine, [ask(name, ids)])[name])
+    change_config(tmp_path, expert_choice_router=True)
+    with pytest.raises(ModelError, match="expert_choice_router True is not supported in a NomicBert"):
+        load(tmp_path)
+
+
 JINA: dict[str, Any] = {
     "architectures": ["JinaBertForMaskedLM"],
     "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"},
@@ -198,51 +314,33 @@ SLOPES = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
 
 
 def make_jina(directory: Path) -> dict[str, torch.Tensor]:
-    generator, hidden, inner = torch.Generator().manual_seed(2), 48, 80
+    hidden, inner, norms = 48, 80, ["embeddings.LayerNorm"]
+    linears: dict[str, tuple[int, int]] = {}
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (320, hidden),
         "embeddings.token_type_embeddings.weight": (2, hidden),
     }
-    norms = ["embeddings.LayerNorm"]
     for layer in (f"encoder.layer.{number}." for number in range(2)):
-        for name in ("self.query", "self.key", "self.value", "output.dense"):
-            shapes |= {f"{layer}attention.{name}.weight": (hidden, hidden)}
-            shapes |= {f"{layer}attention.{name}.bias": (hidden,)}
+        parts = ("self.query", "self.key", "self.value", "output.dense")
+        linears |= {f"{layer}attention.{name}": (hidden, hidden) for name in parts}
+        linears |= {f"{layer}mlp.wo": (hidden, inner)}
         norms += [f"{layer}attention.output.LayerNorm", f"{layer}mlp.layernorm"]
         shapes |= {f"{layer}mlp.gated_layers.weight": (2 * inner, hidden)}
-        shapes |= {f"{layer}mlp.wo.weight": (hidden, inner), f"{layer}mlp.wo.bias": (hidden,)}
-    shapes |= {f"{name}.{part}": (hidden,) for name in norms for part in ("weight", "bias")}
-    weights = {n: torch.randn(s, generator=generator) * s[-1] ** -0.5 for n, s in shapes.items()}
-    weights |= {f"{name}.weight": 1 + weights[f"{name}.weight"] for name in norms}
-    save_file(weights, directory / "model.safetensors")
-    write_json(directory / "config.json", JINA)
-    return weights
+    return write_encoder(directory, JINA, shapes, linears, norms)
 
 
 def jina_states(weights: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
-    """What jina's code computes, in plain torch."""
-
-    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, (48,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-12)
-
-    x = (
-        weights["embeddings.word_embeddings.weight"][ids]
-        + weights["embeddings.token_type_embeddings.weight"][0]
-    )
-    x = norm("embeddings.LayerNorm", x)
-    places = torch.arange(len(ids))
+    of = PlainEncoder(weights, 1e-12)
+    x, places = of.embed("embeddings.LayerNorm", ids), torch.arange(len(ids))
     bias = -torch.tensor(SLOPES).view(-1, 1, 1) * (places - places.unsqueeze(1)).abs()
     for layer in (f"encoder.layer.{number}." for number in range(2)):
         names = (f"{layer}attention.self.{part}" for part in ("query", "key", "value"))
-        q, k, v = (linear(name, x).view(len(ids), 6, 8).transpose(0, 1) for name in names)
+        q, k, v = (of.linear(name, x).view(len(ids), 6, 8).transpose(0, 1) for name in names)
         scores = (q @ k.transpose(1, 2) / 8**0.5 + bias).softmax(-1) @ v
-        out = linear(f"{layer}attention.output.dense", scores.transpose(0, 1).flatten(1))
-        x = norm(f"{layer}attention.output.LayerNorm", x + out)
-        gate, up = linear(f"{layer}mlp.gated_layers", x).chunk(2, 1)
-        x = norm(f"{layer}mlp.layernorm", x + linear(f"{layer}mlp.wo", functional.gelu(gate) * up))
+        out = of.linear(f"{layer}attention.output.dense", scores.transpose(0, 1).flatten(1))
+        x = of.norm(f"{layer}attention.output.LayerNorm", x + out)
+        gate, up = of.linear(f"{layer}mlp.gated_layers", x).chunk(2, 1)
+        x = of.norm(f"{layer}mlp.layernorm", x + of.linear(f"{layer}mlp.wo", functional.gelu(gate) * up))
     return x
 
 
