@@ -79,6 +79,7 @@ class TokenStream:
                     scheduled_at=None,
                     cached_tokens=None,
                     looked_up_tokens=None,
+                    disk_tokens=None,
                     prefix_end=None,
                     prompt_logprobs=None,
                 )

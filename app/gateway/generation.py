@@ -118,6 +118,8 @@ class TokenUsage:
     cached_tokens: int = 0
     looked_up_tokens: int = 0
     """Prompt tokens looked up in the prefix cache."""
+    disk_tokens: int = 0
+    """Tokens of `cached_tokens` that came from disk."""
     output_tokens: int = 0
 
 

@@ -180,6 +180,7 @@ class OpenRequest:
             resumes=self.resumes,
             looked_up_tokens=self.usage.looked_up_tokens,
             prefix_end=self.prefix_end,
+            disk_tokens=self.usage.disk_tokens,
         )
 
     def _delta(self, sequence: ChoiceStream, output: RequestOutput) -> Delta:
@@ -228,6 +229,7 @@ class OpenRequest:
             self._prefix_ends[sequence.index] = output.prefix_end
             self.usage.cached_tokens += output.cached_tokens or 0
             self.usage.looked_up_tokens += output.looked_up_tokens or 0
+            self.usage.disk_tokens += output.disk_tokens or 0
         if not output.token_ids:
             return
         self._limits.note_token()

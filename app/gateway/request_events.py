@@ -28,7 +28,9 @@ class LiveRequest:
     resumes: int
     looked_up_tokens: int = 0
     prefix_end: str = ""
-    """Reason of `RequestRecord.prefix_end`. Both fields are known from the first token on."""
+    """Reason of `RequestRecord.prefix_end`."""
+    disk_tokens: int = 0
+    """Tokens of `cached_tokens` that came from disk. These three are known from the first token on."""
 
 
 class RequestObserver(Protocol):

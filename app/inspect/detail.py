@@ -142,6 +142,8 @@ _MORE = {
     "new": "No prompt that begins like this one had been computed.",
     "namespace": "Another key, or another cache_salt, had computed the same beginning. "
     "KV blocks are never shared between keys.",
+    "late": "More of it is on disk, which took too long to read it, so it was computed.",
+    "damaged": "More of it was on disk, in a file that was damaged. It was removed and computed again.",
     "state": "More of it is in the KV cache, but the recurrent state there was not kept. It is kept "
     "now, so that the next prompt goes on from here.",
 }
@@ -156,6 +158,8 @@ _BRIEF = {
     "evicted": "evicted",
     "namespace": "another key's",
     "state": "no state kept there",
+    "late": "disk too slow",
+    "damaged": "damaged on disk",
 }
 
 
@@ -165,7 +169,9 @@ def prefix_note(request: RequestRecord | LiveRequest) -> str:
         return ""
     ends = request.prefix_end.split(",")
     looked_up, found = request.looked_up_tokens, request.cached_tokens
-    share = f"Of {_tokens(request.prompt_tokens)} of prompt {looked_up} were looked up, {found} found. "
+    share = f"Of {_tokens(request.prompt_tokens)} of prompt {looked_up} were looked up, {found} found"
+    disk = request.disk_tokens
+    share += f" ({found - disk} in memory, {disk} on disk). " if disk else ". "
     if len(ends) > 1:
         counts = Counter(_BRIEF.get(end, end) for end in ends)
         each = ", ".join(f"{count} {words}" for words, count in counts.most_common())

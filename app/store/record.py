@@ -56,6 +56,8 @@ class RequestRecord:
     """Reason why the prefix cache had no more: one `PrefixMissReason` per prompt, comma separated. Empty
     without a first token.
     """
+    disk_tokens: int = 0
+    """Tokens of `cached_tokens` that came from the KV cache on disk."""
     output_hash: str = ""
     """Keyed hash of the answer's token ids (`app/gateway/choice_stream.py`); empty where there is none."""
     fingerprint: str = ""

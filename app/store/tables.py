@@ -33,6 +33,7 @@ class RequestRow(SQLModel, table=True):
     client: str
     looked_up_tokens: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
     prefix_end: str = Field(default="", sa_column_kwargs={"server_default": ""})
+    disk_tokens: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
     output_hash: str = Field(default="", sa_column_kwargs={"server_default": ""})
     fingerprint: str = Field(default="", sa_column_kwargs={"server_default": ""})
     tier: str = Field(default="", sa_column_kwargs={"server_default": ""})

@@ -173,10 +173,12 @@ class Engine:
             output_tokens=scheduler.output_tokens,
             prefix_queries=kv_cache.prefix_queries,
             prefix_hits=kv_cache.prefix_hits,
+            disk_hits=kv_cache.disk_hits,
             preemptions=scheduler.preemptions,
             slots_used=scheduler.slots_used,
             step_seconds=self._step_seconds,
             **scheduler.drafting.stats(),
+            **({} if kv_cache.tiers is None else kv_cache.tiers.stats()),
         )
 
     def blocks(self) -> BlockMap:

@@ -247,6 +247,16 @@ class EngineStats:
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
+    disk_hits: int = 0
+    """Tokens of `prefix_hits` that came from the KV cache on disk."""
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_damaged: int = 0
+    """Blocks on disk whose file was damaged."""
+    disk_late: int = 0
+    """Requests that no longer waited for the disk."""
+    disk_skipped: int = 0
+    """Blocks that were not written: evicted before, or refused by the disk."""
     preemptions: int = 0
     slots_used: int = 0
     """KV slots that hold a token; the rest of the `blocks_used * block_size` slots is waste."""

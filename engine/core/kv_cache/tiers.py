@@ -189,6 +189,17 @@ class KVTiers:
             for buffer in copies.loaded:
                 self.store.give_back(buffer)
 
+    def stats(self) -> dict[str, int]:
+        """Return the fields of `EngineStats` about the disk."""
+        files = self.store.counters
+        return {
+            "disk_written_bytes": files.written_bytes,
+            "disk_read_bytes": files.read_bytes,
+            "disk_damaged": files.damaged,
+            "disk_late": self.counters.late,
+            "disk_skipped": self.counters.passed + files.refused,
+        }
+
     def close(self, seconds: float) -> None:
         """Write what waits, for `seconds` at most."""
         end = self._clock() + seconds

@@ -69,3 +69,9 @@ def test_what_is_there_needs_no_note_unless_it_was_cut():
     )
     note = content_note(record(content="kept"), cut, 7.0, foreign=False)
     assert note == "Of the prompt 1 of 9,000 bytes were kept (requests.content_bytes)."
+
+
+def test_tokens_from_disk_are_told_apart():
+    note = prefix_note(record(prefix_end="complete", looked_up_tokens=96, cached_tokens=96, disk_tokens=64))
+    assert "96 were looked up, 96 found (32 in memory, 64 on disk)." in note
+    assert "disk" in prefix_note(record(prefix_end="late", looked_up_tokens=96))
