@@ -27,6 +27,7 @@ from ..hub.model_info import SearchResult, search
 from ..hub.remove import Removable, Removed, find_removable, remove
 from ..hub.repo_files import Hub
 from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
+from ..models.gguf_folders import weights_of
 from ..models.recommended import full_name, recommended
 from ..models.registry import Registry
 from ..services import Services
@@ -150,8 +151,10 @@ class Library:
         engines = self._services.engines
         paths = [model.path for model in engines.models()]
         paths += [Path(supervisor.config.model_path) for supervisor in engines.loading()]
-        place = found.folder.resolve()
-        if any(path.resolve().is_relative_to(place) for path in paths):
+        places = [found.folder.resolve()]
+        if found.repo is not None and found.files:
+            places = [path.resolve() for name in found.files for path in found.repo.linked(name)]
+        if any(weights_of(path).is_relative_to(place) for path in paths for place in places):
             raise ApiError(
                 409, f"{found.name} is in memory. Unload it first: llmbox unload {found.name}", "model_busy"
             )

@@ -15,8 +15,8 @@ from llmbox.engine.checkpoint.files import read_regular
 from llmbox.engine.gguf.reader import PART, is_gguf
 
 from ..errors import CliError, Exit
-from ..models.catalog import check_name, not_a_folder
-from ..models.gguf_folders import folder_of
+from ..models.catalog import WEIGHT_SUFFIXES, check_name, not_a_folder
+from ..models.gguf_folders import folder_of, is_projector
 from .errors import Stopped
 
 MOST_MANIFEST = 1_000_000
@@ -238,6 +238,22 @@ class Repo:
         self.snapshot(commit).rename(gone)
         shutil.rmtree(gone)
         return self._sweep()
+
+    def linked(self, name: str) -> list[Path]:
+        """Return the file of this name in each snapshot that has it."""
+        found = (self.snapshot(commit) / PurePosixPath(name) for commit in self.revisions())
+        return [path for path in found if path.is_symlink()]
+
+    def delete_files(self, names: Iterable[str]) -> int:
+        """Delete these files of all snapshots, or all of the repository if no weights are left. Returns the
+        bytes freed.
+        """
+        for name in names:
+            for path in self.linked(name):
+                path.unlink()
+        left = (path for commit in self.revisions() for path in self.snapshot(commit).rglob("*"))
+        has_weights = any(each.suffix in WEIGHT_SUFFIXES and not is_projector(each.name) for each in left)
+        return self._sweep() if has_weights else self.delete()
 
     def drop(self, etags: Iterable[str]) -> int:
         """Delete the files of an abandoned download: its partial files, and blobs that no snapshot uses.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import CliError, Exit
 from ..models.catalog import BUILTIN, HUB_ID, commit_of, hub_cache
+from ..models.gguf_folders import quantizations
 from ..models.recommended import full_name
 from ..models.registry import NameLookup, Registry
 from .cache_layout import INCOMPLETE, Repo, repositories
@@ -21,6 +22,16 @@ class Removable:
     repo: Repo | None
     commit: str | None = None
     """Commit, where one revision only is removed."""
+    files: tuple[str, ...] = ()
+    """Files of a repository of GGUF files, where one quantization only is removed."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        if self.repo is None or not self.files:
+            return folder_size(self.folder)
+        found = {path.resolve() for name in self.files for path in self.repo.linked(name)}
+        return sum(path.stat().st_size for path in found if path.exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +62,13 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
             "llmbox ls",
             Exit.USAGE,
         )
-    if match["quantization"] is not None:
-        raise CliError(
-            f"{name} is not deleted alone",
-            "files of a repository are deleted together",
-            f"llmbox rm {match['repo']}",
-        )
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
         repo = Repo(cache, match["repo"])
         if not repo.folder.is_dir():
+            continue
+        if (wanted := match["quantization"]) is not None:
+            if files := _files_of(repo, wanted):
+                return Removable(name, repo.folder, repo, files=files)
             continue
         if match["revision"] is None:
             return Removable(name, repo.folder, repo)
@@ -67,6 +76,17 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
         if commit is not None and repo.snapshot(commit).is_dir():
             return Removable(name, repo.folder, repo, commit)
     raise _not_found(name)
+
+
+def _files_of(repo: Repo, wanted: str) -> tuple[str, ...]:
+    """Return the files of one quantization, in all snapshots."""
+    names = {
+        path.relative_to(repo.snapshot(commit)).as_posix()
+        for commit in repo.revisions()
+        for path in repo.snapshot(commit).rglob("*.gguf")
+    }
+    models = quantizations(names).get(wanted.upper(), [])
+    return tuple(name for parts in models for name in parts)
 
 
 def _not_found(name: str) -> CliError:
@@ -83,7 +103,12 @@ def remove(found: Removable, registry: Registry) -> Removed:
         if found.repo is None:
             registry.forget_directory(found.name)
             return Removed(found.name, 0, forgotten=True)
-        freed = found.repo.delete() if found.commit is None else found.repo.delete_revision(found.commit)
+        if found.files:
+            freed = found.repo.delete_files(found.files)
+        elif found.commit is None:
+            freed = found.repo.delete()
+        else:
+            freed = found.repo.delete_revision(found.commit)
     except OSError as error:
         raise CliError(
             f"cannot delete {found.name}", error.strerror or str(error), "look at the folder's owner and mode"

@@ -83,6 +83,12 @@ def folder_of(file: Path, home: Path) -> Path:
         ) from None
 
 
+def weights_of(folder: Path) -> Path:
+    """Return where the weights of a loaded model's folder lie: the GGUF file that it links to, or itself."""
+    link = folder / LINK
+    return link.resolve() if link.is_symlink() else folder.resolve()
+
+
 def _make(file: Path, place: Path) -> Path:
     from ..text.tokenizer.gguf_tokenizer import write_tokenizer  # noqa: PLC0415 - the library is slow to import
 

@@ -179,7 +179,7 @@ def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> 
 
 def _what_goes(program: Program, refs: Sequence[str]) -> str:
     """Build the question, with the bytes that are freed. Raises CliError for a model that is not there."""
-    from ...hub.remove import find_removable, folder_size
+    from ...hub.remove import find_removable
 
     parts = []
     for ref in dict.fromkeys(refs):
@@ -189,7 +189,7 @@ def _what_goes(program: Program, refs: Sequence[str]) -> str:
         elif found.commit is not None:
             parts.append(f"delete {found.name}, with the files that no other revision uses")
         else:
-            parts.append(f"delete {found.name} ({formatting.size(folder_size(found.folder))})")
+            parts.append(f"delete {found.name} ({formatting.size(found.size)})")
     words = "; ".join(parts)
     return f"{words[0].upper()}{words[1:]}?"
 

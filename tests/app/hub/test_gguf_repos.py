@@ -12,10 +12,11 @@ from llmbox.app.hub.download import DownloadSettings
 from llmbox.app.hub.download_queue import Downloads
 from llmbox.app.hub.errors import HubError, Retries
 from llmbox.app.hub.model_info import local_facts, remote_facts
+from llmbox.app.hub.remove import find_removable, remove
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import check_name, describe, on_disk, resolve
-from llmbox.app.models.gguf_folders import quantizations
-from llmbox.app.models.registry import NameLookup
+from llmbox.app.models.gguf_folders import quantizations, weights_of
+from llmbox.app.models.registry import NameLookup, Registry
 from llmbox.engine.gguf.folder import gguf_of
 from support.gguf_models import q4_k_m, write_gguf
 from support.hub_stub import StubHub, StubRepo, stub_hub
@@ -111,3 +112,26 @@ async def test_one_quantization_is_fetched_found_and_listed(tmp_path: Path, hub:
     assert await pull(hub, cache, f"{REPO}:Q4_K_M") is None
     listed = {model.ref.name for model in on_disk(environ, names)}
     assert {f"{REPO}:Q4_K_M", f"{REPO}:Q8_0"} <= listed
+
+
+async def test_one_quantization_is_deleted_and_the_last_one_takes_the_rest(
+    tmp_path: Path, hub: StubHub, files: dict[str, bytes]
+) -> None:
+    cache = tmp_path / "hub"
+    names, environ = NameLookup(gguf_home=tmp_path / "gguf"), {"HF_HUB_CACHE": str(cache)}
+    for wanted in ("Q8_0", "Q4_K_M"):
+        assert await pull(hub, cache, f"{REPO}:{wanted}") is None
+    with pytest.raises(CliError, match="not among the models"):
+        find_removable(f"{REPO}:Q3_K_S", environ, names)
+    eight, four = (find_removable(f"{REPO}:{wanted}", environ, names) for wanted in ("q8_0", "Q4_K_M"))
+    size = sum(len(data) for name, data in files.items() if "Q8_0" in name)
+    assert eight.size == size
+    loaded = resolve(f"{REPO}:Q4_K_M", environ, names).path
+    assert weights_of(loaded) == four.repo.linked(four.files[0])[0].resolve()
+    registry = Registry(tmp_path / "models.json")
+    assert remove(eight, registry).freed == size
+    assert {model.ref.name for model in on_disk(environ, names)} == {f"{REPO}:Q4_K_M"}
+    assert resolve(f"{REPO}:Q4_K_M", environ, names).path == loaded
+    remove(four, registry)
+    assert on_disk(environ, names) == []
+    assert not four.folder.exists()
