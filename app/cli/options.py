@@ -16,6 +16,22 @@ DAEMON_KEYS = ("server.host", "server.port", "server.tls", "server.tls_certifica
 MODEL_KEYS = tuple(name for name in schema() if name.startswith("model."))
 
 
+class NetworkOption(click.Option):
+    """Option of the section `server`."""
+
+    heading = "Network"
+
+
+class ModelOption(click.Option):
+    """Option of the section `model`."""
+
+    heading = "Model"
+
+
+OPTION_KINDS: dict[str, type[click.Option]] = {"server": NetworkOption, "model": ModelOption}
+"""Kinds by section. `Command` prints those of a heading together, after the command's own options."""
+
+
 def daemon_options(function: F) -> F:
     return _add(function, DAEMON_KEYS)
 
@@ -72,7 +88,13 @@ def _add(function: F, names: tuple[str, ...]) -> F:
 def _option(row: SettingSpec) -> Callable[[F], F]:
     if row.kind is bool:
         off = flag(row.name).replace("--", "--no-", 1)
-        return click.option(f"{flag(row.name)}/{off}", parameter(row.name), default=None, help=row.doc)
+        names = (f"{flag(row.name)}/{off}", parameter(row.name))
+        return click.option(
+            *names, default=None, help=row.doc, cls=OPTION_KINDS.get(row.section, click.Option)
+        )
     kind = click.Choice(row.choices) if row.choices else None
     metavar = None if row.choices else {int: "N", float: "X", str: "TEXT"}[row.kind]
-    return click.option(flag(row.name), parameter(row.name), type=kind, metavar=metavar, help=row.doc)
+    names = (flag(row.name), parameter(row.name))
+    return click.option(
+        *names, type=kind, metavar=metavar, help=row.doc, cls=OPTION_KINDS.get(row.section, click.Option)
+    )

@@ -168,6 +168,17 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         self.params += location_options()
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Print the command's own options first, then those with a heading under it."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        for option in options:
+            if (line := option.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(option, "heading", "Options"), []).append(line)
+        for title, lines in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(lines)
+
 
 PARTS = ("torch", "litestar", "uvicorn", "tokenizers", "huggingface-hub")
 

@@ -20,18 +20,44 @@ from .. import output
 
 @click.command(cls=Command)
 @click.argument("model", default="builtin")
-@click.option("--url", help="Another server, as http://host:port; default is the local daemon.")
-@click.option("--key", envvar="LLMBOX_BENCH_KEY", default="", help="API key for --url.")
 @click.option(
-    "--concurrency", default="1,4,16", show_default=True, help="Levels to measure, comma separated."
+    "--url", metavar="URL", help="Another server, as http://host:port; default is the local daemon."
 )
-@click.option("--requests", "per_level", default=0, help="Requests a level; default 4 a stream, at least 8.")
-@click.option("--prompt", default=128, show_default=True, help="Prompt tokens.")
-@click.option("--output", "output_tokens", default=128, show_default=True, help="Output tokens.")
-@click.option("--scenario", type=click.Choice(["load", *SCENARIOS, "all"]), default="load", show_default=True)
+@click.option("--key", metavar="KEY", envvar="LLMBOX_BENCH_KEY", default="", help="API key for --url.")
+@click.option(
+    "--concurrency",
+    metavar="N,N",
+    default="1,4,16",
+    show_default=True,
+    help="Levels to measure, comma separated.",
+)
+@click.option(
+    "--requests",
+    "per_level",
+    metavar="N",
+    default=0,
+    help="Requests a level; default 4 a stream, at least 8.",
+)
+@click.option("--prompt", metavar="N", default=128, show_default=True, help="Prompt tokens.")
+@click.option("--output", "output_tokens", metavar="N", default=128, show_default=True, help="Output tokens.")
+@click.option(
+    "--scenario",
+    type=click.Choice(["load", *SCENARIOS, "all"]),
+    default="load",
+    show_default=True,
+    help="What to measure: a load, or two settings beside each other.",
+)
 @click.option("--scale", type=click.Choice(list(SCALES)), default="full", help="Workload size of a scenario.")
-@click.option("--rounds", default=5, show_default=True, help="Rounds of a scenario, interleaved.")
-@click.option("--ids", default="300:1500", show_default=True, help="Range of token ids for prompts.")
+@click.option(
+    "--rounds", metavar="N", default=5, show_default=True, help="Rounds of a scenario, interleaved."
+)
+@click.option(
+    "--ids",
+    metavar="FIRST:LAST",
+    default="300:1500",
+    show_default=True,
+    help="Range of token ids for prompts.",
+)
 @click.option(
     "--compare",
     "earlier",

@@ -65,7 +65,7 @@ def vacuum(program: Program) -> None:
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @pass_program
 def backup(program: Program, file: Path | None) -> None:
-    """Copy it to FILE as it is at this moment, also while the daemon writes. Prints FILE."""
+    """Copy the database to FILE as it is now, also while the daemon writes. Prints FILE."""
     path = _present(program)
     target = file or path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.db")
     if target.exists():

@@ -222,14 +222,16 @@ class SinceParam(click.ParamType[float]):
 @click.option(
     "--since", type=SinceParam(), metavar="AGE", help="Only requests newer than 90s, 15m, 2h or 7d."
 )
-@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Most rows.")
+@click.option(
+    "--limit", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True, help="Most rows."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with -f one for each request.")
 @click.option("-q", "--quiet", is_flag=True, help="Ids only.")
 @click.pass_context
 def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: bool, **filters: Any) -> None:
-    """Read the request log, follow it, show one request, replay it, cancel it, erase.
+    """Read and follow the request log; show, replay, cancel or erase requests.
 
-    Rows hold metadata. What was asked and answered is kept only for keys made with --log-content (see show).
+    Rows hold metadata. Prompts and answers are kept only for keys made with --log-content (see show).
     """
     if context.invoked_subcommand is not None:
         return

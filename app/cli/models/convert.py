@@ -109,7 +109,9 @@ WORST_SHOWN = 5
     is_flag=True,
     help="Calibrate (GPTQ) on text that the model writes itself: slower, closer to the original.",
 )
-@click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores.")
+@click.option(
+    "--threads", metavar="N", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def quantize(
@@ -208,7 +210,9 @@ TOKENIZER_FILES = (
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Take tokenizer and chat template of this folder instead of the file's.",
 )
-@click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores.")
+@click.option(
+    "--threads", metavar="N", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def import_gguf(
@@ -223,8 +227,8 @@ def import_gguf(
 ) -> None:
     """Convert a GGUF FILE (llama.cpp, Ollama, LM Studio) to a model folder.
 
-    Done once: the folder holds safetensors and the file's tokenizer and chat template, and needs the file no
-    more. Of a model in several files name the first. See docs/models.md for what can be read.
+    The folder holds safetensors with the file's tokenizer and chat template; the file is not needed
+    afterwards. For a model split over several files, name the first. See docs/models.md for what can be read.
     """
     _require_file(file)
     try:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("text", required=False)
-@click.option("--limit", type=click.IntRange(1, 50), default=15, show_default=True, help="Most results.")
+@click.option(
+    "--limit", metavar="N", type=click.IntRange(1, 50), default=15, show_default=True, help="Most results."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Names only.")
 @pass_program

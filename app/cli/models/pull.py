@@ -34,7 +34,7 @@ USUAL_RATE = 10e6
 @click.option("--wait/--no-wait", default=True, help="Wait until the download ends (default).")
 @click.option("--list", "show_list", is_flag=True, help="Show all downloads instead.")
 @click.option("--pause", "act", flag_value="pause", help="Pause the download of REF.")
-@click.option("--resume", "act", flag_value="resume", help="Go on with it.")
+@click.option("--resume", "act", flag_value="resume", help="Resume the download of REF.")
 @click.option("--cancel", "act", flag_value="cancel", help="Cancel the download of REF and delete its files.")
 @click.option(
     "--dismiss", "act", flag_value="dismiss", help="Remove a failed or finished download from the list."

@@ -26,8 +26,15 @@ HISTORY_LINES = 1000
 @click.argument("model")
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]...")
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
-@click.option("--temperature", type=click.FloatRange(0, 2), metavar="X")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="X")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 2), metavar="X", help="0 always takes the likeliest token."
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="X",
+    help="Sample from the likeliest tokens that together have this probability.",
+)
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Longest answer.")
 @click.option("--seed", type=int, metavar="N", help="Same seed, same answer.")
 @click.option("--yes", is_flag=True, help="Fetch the model without asking, if it is not on this disk.")

@@ -70,7 +70,13 @@ FOLLOW_INTERVAL = 0.2
 @click.command(cls=Command)
 @click.option("-f", "--follow", is_flag=True, help="Follow: print new lines.")
 @click.option(
-    "-n", "--lines", type=click.IntRange(0), default=100, show_default=True, help="Last lines shown."
+    "-n",
+    "--lines",
+    type=click.IntRange(0),
+    metavar="N",
+    default=100,
+    show_default=True,
+    help="Last lines shown.",
 )
 @click.option(
     "--component", metavar="NAME", help="Only one component: daemon, engines, http, gateway, store…"

@@ -1,8 +1,10 @@
 """Commands that need no daemon, run in this process."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from llmbox.app.cli.options import as_arguments
@@ -182,3 +184,33 @@ def test_the_data_dir_may_come_from_the_environment_and_a_flag_goes_over_it(
     assert path("config", "path", "--data-dir", str(tmp_path / "b")) == str(tmp_path / "b" / "config.toml")
     monkeypatch.setenv("LLMBOX_CONFIG", str(tmp_path / "own.toml"))
     assert path("config", "path") == str(tmp_path / "own.toml")
+
+
+def test_the_help_of_up_begins_with_its_own_options(llmbox):
+    _, out, _ = llmbox("up", "--help")
+    own, _, rest = out.partition("\nNetwork:\n")
+    network, _, model = rest.partition("\nModel:\n")
+    assert "--open" in own
+    assert "--data-dir" in own
+    assert "--port" in network
+    assert "--ctx" in model
+    assert "--ctx" not in own
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_does_and_what_it_takes(name: str):
+    def commands(command: click.Command) -> Iterator[click.Command]:
+        yield command
+        if isinstance(command, click.Group):
+            for each in command.commands.values():
+                yield from commands(each)
+
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    for command in commands(found):
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.hidden:
+                record = option.get_help_record(click.Context(command))
+                assert record is not None
+                assert record[1].strip(), (command.name, option.name)
+                assert "RANGE" not in record[0], (command.name, record[0])
