@@ -320,9 +320,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """Architectures by the class name in `architectures` of config.json."""
 MISSING: dict[str, str] = {
+    "ApertusForCausalLM": "the activation xIELU",
     "DeepseekV32ForCausalLM": "attention to the tokens that an indexer selects",
     "GlmMoeDsaForCausalLM": "attention to the tokens that an indexer selects",
     "JambaForCausalLM": "layers of Mamba 1",
+    "Lfm3ForCausalLM": "gates of whole heads, and sliding windows beside short convolutions",
     "MambaForCausalLM": "layers of Mamba 1",
     "Zamba2ForCausalLM": "attention that several layers share, with adapters of their own",
 }
