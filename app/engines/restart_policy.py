@@ -142,13 +142,14 @@ class Watchdog:
         self._watched = watched
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
-        self._got_message = True
+        self.got_message = True
+        """Set by the owner for each message; cleared every tick."""
         self._silent = self._unused = 0
         self._seconds: float | None = None
 
     def watch(self) -> None:
         if self._timer is None:
-            self._got_message = True
+            self.got_message = True
             self._arm()
 
     def rest(self) -> None:
@@ -157,13 +158,10 @@ class Watchdog:
             self._timer = None
         self._silent = self._unused = 0
 
-    def note_message(self) -> None:
-        self._got_message = True
-
     @property
     def silence(self) -> float:
         """Seconds of silence that readiness should report; 0 while it answers."""
-        if self._got_message or self._silent < self._limits.unready_ticks:
+        if self.got_message or self._silent < self._limits.unready_ticks:
             return 0.0
         return self._silent * self._limits.tick
 
@@ -172,8 +170,8 @@ class Watchdog:
 
     def _tick(self) -> None:
         self._arm()
-        if self._got_message:
-            self._got_message = False
+        if self.got_message:
+            self.got_message = False
             self._silent = self._unused = 0
             self._seconds = None
             return

@@ -327,7 +327,7 @@ class Supervisor:
     # ------------------------------------------------------------------ messages
 
     def _receive(self, message: ToDaemon) -> None:
-        self._watchdog.note_message()
+        self._watchdog.got_message = True
         match message:
             case StepOutputs():
                 self.stats = message.stats

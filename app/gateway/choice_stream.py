@@ -74,7 +74,7 @@ class ChoiceStream:
         reason = output.finish_reason
         if reason is not None and not self._stopped:
             text += self._rest()
-        if self._stopped:
+        if (self._stops is not None or self._calls is not None) and self._stopped:
             reason = "stop"
             self.stream.cancel()
             if self._repeats_calls and REPEATS_CALLS not in self._remarks:

@@ -60,6 +60,7 @@ class Box:
                 if not name.startswith("LLMBOX_") or name == KERNEL_CACHE
             },
             "HF_HOME": str(folder / "hf"),
+            "LLMBOX_MEMORY_SPARE_ENGINE": "false",
             "LLMBOX_SERVER_PORT": "0",
             "TERM": "dumb",
         }

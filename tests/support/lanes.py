@@ -49,9 +49,9 @@ def nightly(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
-def ends_in_the_suite(values: Sequence[T]) -> list[Any]:
-    """Parameters of a test: the first and the last of `values` in the suite, the others each night."""
-    return [nightly(each) if each in values[1:-1] else each for each in values]
+def first_in_the_suite(values: Sequence[T]) -> list[Any]:
+    """Parameters of a test: the first of `values` in the suite, the others each night."""
+    return [nightly(each) if number else each for number, each in enumerate(values)]
 
 
 @cache

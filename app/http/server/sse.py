@@ -135,14 +135,24 @@ class EventStream:
             drain.register_endless(self._end)
             if drain.draining:
                 self._end()
+        self._timer = self._loop.call_later(self._options.first_comment, self._keep_alive)
         try:
-            await self._write(send)
+            while not self._gone and not self._ended:
+                if self._buffer:
+                    await self._flush(send)
+                else:
+                    self._wake = self._loop.create_future()
+                    await self._wake
+                    self._wake = None
+            if not self._gone:
+                await self._finish(send)
         except asyncio.CancelledError:
             if not (drain and drain.expired):
                 raise
             self._error = shutting_down()
             await self._finish(send)
         finally:
+            self._timer.cancel()
             if drain:
                 drain.unregister_endless(self._end)
             await self._close(pump, watch)
@@ -168,22 +178,6 @@ class EventStream:
         self._gone = True
         pump.cancel()
         self._notify()
-
-    async def _write(self, send: Send) -> None:
-        self._timer = self._loop.call_later(self._options.first_comment, self._keep_alive)
-        try:
-            while not self._gone:
-                if self._ended:
-                    await self._finish(send)
-                    return
-                if self._buffer:
-                    await self._flush(send)
-                else:
-                    self._wake = self._loop.create_future()
-                    await self._wake
-                    self._wake = None
-        finally:
-            self._timer.cancel()
 
     async def _flush(self, send: Send) -> None:
         body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
