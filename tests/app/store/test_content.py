@@ -129,12 +129,15 @@ async def test_purge_takes_damaged_files_along(log):
 
 
 def test_content_leaves_before_its_row_and_without_traffic(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.trimming._FIRST_S", 0.3)
-    log = RequestLog(tmp_path / "requests.db", Retention(rows_days=30, content_days=7))
+    keep = Retention(rows_days=30, content_days=7)
+    log = RequestLog(tmp_path / "requests.db", keep)
     log.start()
     log.write(record(created=time.time() - 8 * 86400), draft())
-    log.flush()
+    log.close()
     assert SECRET.encode() in bytes_of(tmp_path)
+    monkeypatch.setattr("llmbox.app.store.trimming._FIRST_S", 0.3)
+    log = RequestLog(tmp_path / "requests.db", keep)
+    log.start()
     deadline = time.monotonic() + 60
     while SECRET.encode() in bytes_of(tmp_path):
         assert time.monotonic() < deadline
