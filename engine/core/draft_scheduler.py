@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from .draft_length import DraftLength
 from .kv_cache.manager import KVCacheManager
-from .ngram_proposer import NgramProposer
+from .ngram_proposer import SIZE, NgramProposer, SuffixStores
 from .request import Request
 from .step import SampledToken, ScheduledRequest, StepPlan
-from .suffix_store import SIZE, SuffixStores
 
 DraftMethod = Literal["ngram", "draft_model"]
 MIN_NGRAM_DRAFTS = 2

@@ -1,15 +1,17 @@
 """N-gram proposer: draft tokens looked up in a request's own tokens, after an earlier copy of its last
-n-gram.
+n-gram, and in earlier answers to the same caller.
 
 Answers repeat text: a quoted passage, the code to change, the names of fields (Saxena, "Prompt Lookup
 Decoding", 2023). A draft costs only the rows that verify it (`runner/draft_verification.py`), and a request
-whose drafts are rejected gets few of them.
+whose drafts are rejected gets few of them. Agents and forms get nearly the same answer again without having
+it in the prompt (Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
+2024). What one caller's drafts cost never depends on another's texts.
 """
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
-
-from .suffix_store import SuffixStore
 
 SIZES: Final = (4, 2)
 """N-gram lengths to match, in order. A match of two tokens proposes one token at most."""
@@ -23,6 +25,19 @@ REST: Final = 4
 """Tokens without drafts after the first failure; doubled with each failure in a row."""
 LONGEST_REST: Final = 64
 """Maximum tokens without drafts after a failure."""
+
+
+SIZE: Final = 4
+"""Length of the n-grams that are looked for in earlier answers."""
+RING: Final = 1 << 16
+"""Tokens kept of the last answers of one caller: 256 KiB."""
+SLOTS: Final = 1 << 17
+"""Slots of the hash table: 512 KiB. An n-gram replaces another one with the same slot."""
+STORES: Final = 20
+"""Callers whose answers are kept, the last ones: 15 MiB in all."""
+LONGEST: Final = 8192
+"""Tokens kept of one answer, its last ones: about 6 ms to index."""
+_SUFFIX_END: Final = -1
 
 
 class SuffixIndex:
@@ -59,6 +74,66 @@ class SuffixIndex:
                     found.append(found[place - len(tokens)])
                 return found
         return []
+
+
+class SuffixStore:
+    """Answers of one caller: a ring of the last ones, and a hash table of their n-grams, both of fixed size."""
+
+    def __init__(self) -> None:
+        self._tokens = array("i", [_SUFFIX_END]) * RING
+        self._places = array("i", [-1]) * SLOTS
+        """Position in the ring after the latest n-gram of each slot."""
+        self._next = 0
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Keep an answer."""
+        answer = answer[-LONGEST:]
+        if len(answer) <= SIZE:
+            return
+        if self._next + len(answer) + 1 > RING:
+            self._tokens[self._next :] = array("i", [_SUFFIX_END]) * (RING - self._next)
+            self._next = 0
+        start = self._next
+        self._tokens[start : start + len(answer) + 1] = array("i", [*answer, _SUFFIX_END])
+        for end in range(SIZE, len(answer)):
+            self._places[_slot(answer[end - SIZE : end])] = start + end
+        self._next = start + len(answer) + 1
+
+    def follow(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return up to `most` tokens that followed the last n-gram of `tokens` in an answer."""
+        last = tokens[-SIZE:]
+        place = self._places[_slot(last)]
+        if place < 0 or self._tokens[place - SIZE : place].tolist() != list(last):
+            return []
+        found = self._tokens[place : place + most].tolist()
+        return found[: found.index(_SUFFIX_END)] if _SUFFIX_END in found else found
+
+
+class SuffixStores:
+    """Stores of the callers that were here last."""
+
+    def __init__(self) -> None:
+        self._stores: OrderedDict[tuple[str, str], SuffixStore] = OrderedDict()
+
+    def find(self, tenant: str, namespace: str) -> SuffixStore | None:
+        return self._stores.get((tenant, namespace))
+
+    def add(self, tenant: str, namespace: str, answer: Sequence[int]) -> None:
+        """Keep an answer of a caller, and forget the caller that was here longest ago where there are too
+        many.
+        """
+        if len(answer) <= SIZE:
+            return
+        key = tenant, namespace
+        store = self._stores.setdefault(key, SuffixStore())
+        self._stores.move_to_end(key)
+        if len(self._stores) > STORES:
+            self._stores.popitem(last=False)
+        store.add(answer)
+
+
+def _slot(ngram: Sequence[int]) -> int:
+    return hash(tuple(ngram)) % SLOTS
 
 
 class NgramProposer:

@@ -2,9 +2,9 @@
 
 import random
 
-from llmbox.engine.core import suffix_store
+from llmbox.engine.core import ngram_proposer
+from llmbox.engine.core.ngram_proposer import LONGEST, RING, STORES, SuffixStore, SuffixStores
 from llmbox.engine.core.step import SampledToken, StepResult
-from llmbox.engine.core.suffix_store import LONGEST, RING, STORES, SuffixStore, SuffixStores
 from support.scheduling import make_request, make_scheduler, step
 
 
@@ -108,5 +108,5 @@ def test_without_rows_for_drafts_nothing_is_kept():
 
 
 def test_all_stores_together_take_16_megabytes():
-    each = 4 * (suffix_store.RING + suffix_store.SLOTS)
+    each = 4 * (ngram_proposer.RING + ngram_proposer.SLOTS)
     assert STORES * each <= 16 << 20
