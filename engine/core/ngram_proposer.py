@@ -77,7 +77,7 @@ class SuffixIndex:
 
 
 class SuffixStore:
-    """Answers of one caller: a ring of the last ones, and a hash table of their n-grams, both of fixed size."""
+    """Answers of one caller: a ring of the last ones, and a hash table of their n-grams."""
 
     def __init__(self) -> None:
         self._tokens = array("i", [_SUFFIX_END]) * RING
