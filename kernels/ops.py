@@ -309,6 +309,13 @@ class Ops:
     q_THD.
     """
 
+    attend_texts: Callable[[Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor] | None = None
+    """Attention in both directions within whole texts, or None, where torch computes it text by text:
+
+    (q_THD, k_TGD, v_TGD, starts_N1 of the texts in int32, scale, reach) -> [T, HD]. `reach`: distance of the
+    farthest token that one sees; None: all of its text.
+    """
+
     best_of: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """Argmax: (logits_RV of `logits`, or a float32 copy) -> largest logit and its lowest id, per row.
 

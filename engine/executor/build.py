@@ -157,7 +157,9 @@ def load_rank(
     if model_config.is_bidirectional:
         vectors = _read_vectors(model_config, directory)
         context, size = plan.context, plan.block_size
-        encoder = EncoderRunner(model, rotary, vectors, context=context, block_size=size)
+        encoder = EncoderRunner(model, rotary, vectors, context=context, block_size=size, device=device)
+        if device.type == "cuda":
+            encoder.warm_up(ops.warmup_batch_sizes, plan.token_budget)
         return RankEngine(rotary, kernels, encoder, plan, ops.name, measured)
     assert isinstance(model, Decoder)
     kv_shape, window_shape = cache_shapes(model_config, plan, layout, kv_dtype, dtype)

@@ -1,7 +1,7 @@
 """Encoders: models whose tokens attend to those after them too, so that a text is computed at once.
 
-Linears run over all rows of a step, everything else over one text at a time, because torch may compute a row
-differently in a tensor of another shape: so a text has the same bits alone and in a batch.
+Linears run over all rows of a step. On CPUs everything else runs over one text at a time, because torch may
+compute a row differently in a tensor of another shape: so a text has the same bits alone and in a batch.
 
 T rows of the step, L rows of one text, E hidden, F feed-forward, H heads, G kv heads, D head dim.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as torch_functional
 
+from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import Ops
 
 from ..errors import ModelError
@@ -48,19 +49,21 @@ ScoreBias = Callable[[int, int, int], Tensor]
 
 
 def attend(
+    ops: Ops,
+    layout: BatchLayout,
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    lens: Sequence[int],
     scale: float,
     reach: int | None = None,
     bias: ScoreBias | None = None,
 ) -> Tensor:
-    """Compute attention within each text, [T, HD]. `lens`: rows of each. `reach`: distance of the farthest
-    token that one sees.
-    """
+    """Compute attention within each text, [T, HD]. `reach`: distance of the farthest token that one sees."""
+    if ops.attend_texts is not None and bias is None:
+        return ops.attend_texts(q_THD, k_TGD, v_TGD, layout.query_starts_N1, scale, reach)
+    lens = layout.query_lens
     heads, width = q_THD.shape[1:]
-    out_TH = torch.empty(len(q_THD), heads * width, dtype=q_THD.dtype)
+    out_TH = torch.empty(len(q_THD), heads * width, dtype=q_THD.dtype, device=q_THD.device)
     start = 0
     for length in lens:
         rows = slice(start, start + length)
@@ -74,7 +77,10 @@ def attend(
             mask = None if bias is None else bias(length, first, last)
             if reach is not None and not cut:
                 low, high = max(0, first - reach), min(length, last + reach)
-                distance = torch.arange(first, last).unsqueeze(1) - torch.arange(low, high)
+                queries, keys = (
+                    torch.arange(*span, device=q_THD.device) for span in ((first, last), (low, high))
+                )
+                distance = queries.unsqueeze(1) - keys
                 mask = distance.abs() <= reach
             part = torch_functional.scaled_dot_product_attention(
                 q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], attn_mask=mask, scale=scale
@@ -105,7 +111,7 @@ class BidirectionalAttention(Attention):
         qk_TnD = ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
         q_THD, k_TGD, v_TGD = qk_TnD[:, : self.heads], qk_TnD[:, self.heads :], rows[:, rotated:]
         reach = None if self.window is None else self.window // 2
-        out = attend(q_THD, k_TGD, v_TGD, forward.layout.query_lens, self.scale, reach)
+        out = attend(ops, forward.layout, q_THD, k_TGD, v_TGD, self.scale, reach)
         return self.rank.row_parallel_linear(ops, self.output, out, x_TE.shape[1])
 
 
@@ -127,22 +133,23 @@ class DistanceBias:
         limit = config.max_position_embeddings
         distances = torch.arange(1 - limit, limit)
         self._zero = limit - 1
-        self._values_HP = table[_bucket(distances, buckets)].T.to(weights.dtype).contiguous()
+        places_P = _bucket(distances, buckets).to(table.device)
+        self._values_HP = table[places_P].T.to(weights.dtype).contiguous()
 
     def __call__(self, length: int, first: int, last: int) -> Tensor:
-        distances = torch.arange(length) - torch.arange(first, last).unsqueeze(1)
+        distances = _distances(length, first, last, self._values_HP.device)
         return self._values_HP[:, distances + self._zero]
 
 
 class AlibiBias:
     """Bias of attention scores by minus the distance of two tokens, times a number of each head (ALiBi)."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._slopes_H11 = torch.tensor(alibi_slopes(config.num_heads)).view(-1, 1, 1)
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._slopes_H11 = torch.tensor(alibi_slopes(config.num_heads), device=device).view(-1, 1, 1)
         self._dtype = dtype
 
     def __call__(self, length: int, first: int, last: int) -> Tensor:
-        distances = torch.arange(length) - torch.arange(first, last).unsqueeze(1)
+        distances = _distances(length, first, last, self._slopes_H11.device)
         return (-self._slopes_H11 * distances.abs()).to(self._dtype)
 
 
@@ -153,6 +160,11 @@ def alibi_slopes(heads: int) -> list[float]:
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     return slopes + [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)][: heads - power]
+
+
+def _distances(length: int, first: int, last: int, device: torch.device) -> Tensor:
+    """Return the distance of each key of a text from each query of `first` to `last` - 1."""
+    return torch.arange(length, device=device) - torch.arange(first, last, device=device).unsqueeze(1)
 
 
 def _bucket(distances: Tensor, buckets: int) -> Tensor:
@@ -203,38 +215,35 @@ class EncoderLayer:
         lens = forward.layout.query_lens
         if not self.config.is_pre_norm:
             assert self.first is not None
-            x_TE = self.first(x_TE + self._attend(x_TE, forward, lens, bias))
+            x_TE = self.first(x_TE + self._attend(x_TE, forward, bias))
             return self.second(x_TE + self._mlp(x_TE, lens))
         normed_TE = x_TE if self.first is None else self.first(x_TE)
-        x_TE = x_TE + self._attend(normed_TE, forward, lens, bias)
+        x_TE = x_TE + self._attend(normed_TE, forward, bias)
         return x_TE + self._mlp(self.second(x_TE), lens)
 
-    def _attend(
-        self,
-        x_TE: Tensor,
-        forward: ForwardContext,
-        lens: Sequence[int],
-        bias: ScoreBias | None,
-    ) -> Tensor:
+    def _attend(self, x_TE: Tensor, forward: ForwardContext, bias: ScoreBias | None) -> Tensor:
+        assert forward.layout is not None
         rows = self.ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
         qk_TnD, v_THD = rows[:, : 2 * self.heads], rows[:, 2 * self.heads :]
         if self.config.rotates:
             qk_TnD = self.ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
         q_THD, k_THD = qk_TnD[:, : self.heads], qk_TnD[:, self.heads :]
         reach = None if self.window is None else self.window // 2
-        out = attend(q_THD, k_THD, v_THD, lens, self.head_dim**-0.5, reach, bias)
+        out = attend(self.ops, forward.layout, q_THD, k_THD, v_THD, self.head_dim**-0.5, reach, bias)
         return self.ops.linear(self.output, out)
 
     def _mlp(self, x_TE: Tensor, lens: Sequence[int]) -> Tensor:
         if self.experts is not None:
             return self.experts(x_TE, lens)
         rows = self.ops.linear(self.up, x_TE)
+        if rows.device.type != "cpu":
+            lens = [len(rows)]
         activation = self.config.activation
         if self.config.is_gated and activation in {"silu", "gelu_tanh"}:
             return self.ops.linear(self.down, self.ops.gate_mul(rows, activation))
-        out_TF = (
-            rows if not self.config.is_gated else torch.empty(len(rows), rows.shape[1] // 2, dtype=rows.dtype)
-        )
+        out_TF = rows
+        if self.config.is_gated:
+            out_TF = torch.empty(len(rows), rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
         for text, out in zip(torch.split(rows, list(lens)), torch.split(out_TF, list(lens)), strict=True):
             if self.config.is_gated:
                 gate, up = text.chunk(2, dim=1)
@@ -333,7 +342,7 @@ class Encoder:
         if config.relative_buckets:
             self.bias = DistanceBias(weights, model, config.relative_buckets)
         elif config.has_alibi:
-            self.bias = AlibiBias(model, self.dtype)
+            self.bias = AlibiBias(model, self.dtype, self.embed_norm.weight_E.device)
         self.layers = [
             EncoderLayer(model, config, i, weights.at(f"model.layers.{i}"), ops)
             for i in range(model.num_layers)

@@ -317,6 +317,8 @@ class Planner:
         """Return the maximum number of CUDA graphs to reserve memory for."""
         if self.budget.device == "cpu" or not self.config.cuda_graphs or self.config.overlap is False:
             return 0
+        if self.shape.is_bidirectional:
+            return 0
         return len(capture_sizes(ceil_div(self.max_running, self.stages)))
 
     @property

@@ -66,10 +66,10 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             else "load with --quant none, or another checkpoint"
         )
         raise DeviceError(f"{reason}: {instead}")
-    if plan.is_bidirectional and (site.device == "cuda" or plan.ranks > 1 or config.overlap):
+    if plan.is_bidirectional and (plan.ranks > 1 or config.overlap):
         raise DeviceError(
-            "models that attend in both directions run on CPUs only, on one rank, one step at a time: load "
-            "with --device cpu and without --tp, --pp and --overlap"
+            "models that attend in both directions run on one rank, one step at a time: load without --tp, "
+            "--pp and --overlap"
         )
     if reason := why_no_kv_dtype(plan.kv_dtype, site):
         raise DeviceError(f"{reason}: use --kv-dtype int8, as small")

@@ -4,6 +4,7 @@ L rows of a text, E hidden.
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch.nn import functional as torch_functional
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry, read_header
 from ..checkpoint.tensor_io import DTYPES, bytes_of, read_fully, refuse_non_finite
+from ..core.request import Request
 from ..core.step import ScheduledRequest, StepPlan, StepResult
 from ..errors import ModelError
 from ..model.decoder import Decoder
@@ -21,6 +23,7 @@ from ..model.encoder import Encoder
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..model_config.encoders.pooling import DenseActivation, DenseLayer, EncoderPooling, EncoderVectors
+from ..sampling_params import SamplingParams
 from .input_batch import StepBatch, build_batch
 from .pooling import PooledRows, read_sums, sum_states
 
@@ -82,7 +85,7 @@ def pool_states(states_LE: Tensor, pooling: EncoderPooling) -> Tensor:
 
 
 class EncoderRunner:
-    """Runner of one encoder on a CPU."""
+    """Runner of one encoder. States come to the host, where they are pooled."""
 
     def __init__(
         self,
@@ -92,20 +95,24 @@ class EncoderRunner:
         *,
         context: int,
         block_size: int,
+        device: torch.device,
     ) -> None:
         self._model = model
         self._pooling = vectors.pooling
         self._dense = [VectorDense(layer) for layer in vectors.dense]
-        self._block_size = block_size
+        self._block_size, self._context, self._device = block_size, context, device
+        self._has_classifier = isinstance(model, Encoder) and model.classifier is not None
         self._has_types = isinstance(model, Encoder) and model.encoder.type_rows > 1
         # All positions at once: torch may compute a cosine differently in a tensor of another length.
-        self._cos_APD, self._sin_APD = rotary.rows(torch.arange(context))
+        self._cos_APD, self._sin_APD = rotary.rows(torch.arange(context, device=device))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step, whose rows are whole texts."""
-        batch = build_batch(plan.rows, self._block_size, torch.device("cpu"))
+        batch = build_batch(plan.rows, self._block_size, self._device)
         states_TE = self._model.hidden(self._forward(batch, plan.rows), None)
+        if not self._has_classifier:
+            states_TE = states_TE.cpu()
         result = StepResult()
         texts = torch.split(states_TE, [row.num_tokens for row in plan.rows])
         for row, states_LE in zip(plan.rows, texts, strict=True):
@@ -119,7 +126,7 @@ class EncoderRunner:
         if row.request.params.pooling == "classify":
             assert isinstance(self._model, Encoder)
             assert self._model.classifier is not None
-            return self._model.classifier(states_LE)
+            return self._model.classifier(states_LE).cpu()
         vector = pool_states(states_LE, self._pooling)
         for dense in self._dense:
             vector = dense(vector)
@@ -135,7 +142,22 @@ class EncoderRunner:
             {},
             layout=batch.ragged,
         )
-        return replace(forward, types_T=_token_types(rows)) if self._has_types else forward
+        types_T = _token_types(rows) if self._has_types else None
+        return forward if types_T is None else replace(forward, types_T=types_T.to(self._device))
+
+    def warm_up(self, row_counts: Sequence[int], most: int) -> None:
+        """Run texts of so many rows, at most `most`, which compiles the kernels of a GPU."""
+        params = SamplingParams(max_tokens=0, pooling="classify" if self._has_classifier else "embed")
+        for count in (*(each for each in row_counts if each < most), most):
+            lens = [self._context] * (count // self._context) + [count % self._context]
+            texts = [
+                Request(request_id=f"trial {n}", prompt_ids=[0] * length, params=params)
+                for n, length in enumerate(lens)
+                if length
+            ]
+            for text in texts:
+                text.block_table = [0] * -(-text.num_prompt // self._block_size)
+            self.execute(StepPlan([ScheduledRequest(text, 0, text.num_prompt, False) for text in texts]))
 
 
 def _token_types(rows: list[ScheduledRequest]) -> Tensor | None:

@@ -19,6 +19,7 @@ from .attention import attention, kv_cache
 from .attention import qk_norm_rope_kv_write as heads
 from .attention.attention_metadata import TritonAttentionMetadata, plan_attention
 from .attention.softcap import softcap
+from .attention.text_attention import attend_texts
 from .linear import linear
 from .linear.fused_activation_quant import FusedActivationQuant
 from .linear.fused_moe import experts
@@ -106,6 +107,7 @@ class TritonBackend:
             kv_dtypes=frozenset(formats),
             row_invariant=self.fixed,
             rotate_and_write=heads.rotate_and_write,
+            attend_texts=attend_texts,
             sample=sample,
             count_last_tokens=count_last_tokens,
             prepare_decode_inputs=prepare_decode_inputs,

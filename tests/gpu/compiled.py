@@ -24,6 +24,7 @@ from gpu.variants import (
     rows,
     sampling,
     sums_and_norms,
+    texts,
     whole_linears,
     zeros,
 )
@@ -47,6 +48,7 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         yield "attention", partial(attention, heads=(64, 8), head_dim=64, window=128, sinks=True)
         yield "attention", partial(attention, heads=(8, 1), head_dim=512, blocks=(128,))
         yield "latents", latents
+        yield "texts", texts
         yield "rows", gemma_rows
         yield "rows", given_rows
         yield "rows", partial(heads_apart, 128)
@@ -139,6 +141,9 @@ def attentions(fp8: bool) -> Iterator[Group]:
                 name = f"attention KV {kv_dtype} window {window}{', fixed' * fixed}"
                 options = {"window": window, "deterministic": fixed, "blocks": (4, 30, 128)}
                 yield name, partial(attention, kv_dtype, **options)
+    for dtype in (BF16, F16, F32):
+        for head_dim in (64, 80, 128, 256):
+            yield f"texts {head_dim} {dtype}", partial(texts, head_dim, dtype)
     for fixed in (False, True):
         options = {"heads": (40, 8), "window": -8192, "deterministic": fixed}
         yield f"attention within chunks{', fixed' * fixed}", partial(attention, **options)

@@ -44,6 +44,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
     groups = (
         attention,
         families,
+        texts,
         long_prompts,
         invariance,
         heads,
@@ -135,6 +136,25 @@ def families(setting: Setting, dtype: torch.dtype) -> Checks:
     yield Check(
         name_of("linears by head", dtype), distance(ops.linear_by_head(stack, x), exact), LIMIT[dtype]
     )
+
+
+def texts(setting: Setting, dtype: torch.dtype) -> Checks:
+    """Attention of encoders, in both directions, against float64."""
+    lens = [1, 9, 17] if setting.tiny else [1, 500, 33, 128, 8]
+    q, k, v = (setting.randn(sum(lens), 4 if setting.tiny else 12, 64, dtype=dtype) for _ in "qkv")
+    starts = torch.tensor([0, *lens], device=setting.device).cumsum(0).int()
+    ops = triton_ops(setting.device, dtype)
+    assert ops.attend_texts is not None
+    for reach in (None, 8):
+        exact = []
+        for text in zip(*(torch.split(x.double(), lens) for x in (q, k, v)), strict=True):
+            scores = torch.einsum("qhd,khd->hqk", *text[:2]) / 8
+            place = torch.arange(len(text[0]), device=setting.device)
+            far = (place - place.unsqueeze(1)).abs() > (len(place) if reach is None else reach)
+            weights = scores.masked_fill(far, -torch.inf).softmax(-1)
+            exact.append(torch.einsum("hqk,khd->qhd", weights, text[2]).flatten(1))
+        found = ops.attend_texts(q, k, v, starts, 0.125, reach)
+        yield Check(name_of("texts", dtype, reach), distance(found, torch.cat(exact)), LIMIT[dtype])
 
 
 def long_prompts(setting: Setting, dtype: torch.dtype) -> Checks:

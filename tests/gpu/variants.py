@@ -96,6 +96,15 @@ def latents(
     ops.rms_norm(zeros(3, 1, 1536, dtype=dtype), zeros(1, 1536, dtype=dtype), 1e-6)
 
 
+def texts(head_dim: int = 64, dtype: torch.dtype = BF16) -> None:
+    """Attention of encoders, with and without a window."""
+    ops = triton_ops(CPU, dtype)
+    assert ops.attend_texts is not None
+    q, k, v = zeros(30, 36, head_dim, dtype=dtype).split(12, 1)
+    for reach in (None, 64):
+        ops.attend_texts(q, k, v, zeros(3, dtype=I32), 0.1, reach)
+
+
 def linears(
     quant: str | None,
     rows: Sequence[int],

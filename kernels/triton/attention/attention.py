@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..linear.gemm_inner import owner_of_tile
 from ..linear.quantize_activations import RowFormat, Rows8
 from ..linear.tile_config import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 from . import attention_metadata as attention_plan
@@ -298,14 +299,7 @@ def attention_kernel(
         head = tl.program_id(1)
         split = 0
         base = tl.load(starts + decoding_sequences)
-        low = 0
-        high = sequences
-        while high - low > 1:  # the last sequence whose tiles start at or before ours
-            middle = (low + high) // 2
-            if (tl.load(starts + decoding_sequences + middle) - base) // TOKENS + middle <= tile:
-                low = middle
-            else:
-                high = middle
+        low = owner_of_tile(starts + decoding_sequences, sequences, tile, TOKENS)
         sequence = decoding_sequences + low
         start = tl.load(starts + sequence)
         rows = tl.load(starts + sequence + 1) - start

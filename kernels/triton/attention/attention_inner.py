@@ -151,16 +151,21 @@ def step(
             seen = seen & (key[None, :] >= oldest[:, None])
         score = tl.where(seen, score, float("-inf"))
 
-    new_top = tl.maximum(top, tl.max(score, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: the row has seen no key yet
-    weight = tl.exp2(score - shift[:, None])
-    keep = tl.exp2(top - shift)
+    new_top, weight, keep = weigh(score, top)
     total = total * keep + tl.sum(weight, 1)
     if QUANTISED:
         weight = weight * v_scales[None, :]
     v_tile = convert_tile(v_tile, q_tile.dtype, QUANTISED)
     acc = tl.dot(weight.to(q_tile.dtype), v_tile, acc * keep[:, None], input_precision=PRECISION)
     return acc, new_top, total
+
+
+@triton.jit
+def weigh(score: tl.tensor, top: tl.tensor) -> tl.tensor:
+    """Return the new maximum of each row, exp2 of the scores less it, and the factor of earlier sums."""
+    new_top = tl.maximum(top, tl.max(score, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: the row has seen no key yet
+    return new_top, tl.exp2(score - shift[:, None]), tl.exp2(top - shift)
 
 
 @triton.jit

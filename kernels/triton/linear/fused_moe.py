@@ -18,7 +18,7 @@ from ...reference.moe import route, weigh
 from ..act_and_mul import gate_rows
 from . import tile_config as tiles
 from .gemm import PLAIN_BLOCK, STEP, Grouped
-from .gemm_inner import sum_grouped
+from .gemm_inner import owner_of_tile, sum_grouped
 from .gemm_w8a8 import BLOCK, sum_fp8, sum_int8
 from .linear import (
     DenseLinear,
@@ -195,14 +195,7 @@ def experts_kernel(
     Reference: `make_experts` in `kernels/reference/moe.py`.
     """
     tile = tl.program_id(0)
-    low = 0
-    high = experts
-    while high - low > 1:  # the last expert whose tiles start at or before ours
-        middle = (low + high) // 2
-        if tl.load(starts + middle) // ROWS + middle <= tile:
-            low = middle
-        else:
-            high = middle
+    low = owner_of_tile(starts, experts, tile, ROWS)
     start = tl.load(starts + low)
     end = tl.load(starts + low + 1)
     first = start + (tile - (start // ROWS + low)) * ROWS

@@ -5,6 +5,24 @@ import triton.language as tl
 
 
 @triton.jit
+def owner_of_tile(starts: tl.tensor, count: tl.tensor, tile: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """Return which of `count` runs of rows has this tile of ROWS rows: the last one whose tiles start at or
+    before it. Run n has the rows starts[n] .. starts[n + 1] - 1, counted from starts[0]; its tiles start at
+    (starts[n] - starts[0]) // ROWS + n, so the last ones of a run may be empty.
+    """
+    base = tl.load(starts)
+    low = 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (tl.load(starts + middle) - base) // ROWS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
 def sum_grouped(
     x_rows: tl.tensor,
     real_m: tl.tensor,

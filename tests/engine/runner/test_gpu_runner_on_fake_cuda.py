@@ -3,9 +3,13 @@ CUDA: memory that is counted, copies that are late, graphs that record, kernels 
 """
 
 import logging
+from array import array
 
 import pytest
 
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.sampling_params import SamplingParams
+from support.encoder_models import make_encoder
 from support.fake_cuda import Card, fake_cuda
 from support.real_engines import ask, load, run
 from support.tiny_models import make_tiny_model
@@ -31,6 +35,29 @@ def requests():
 
 def drawn(outputs):
     return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.mark.parametrize(("kind", "end"), [("modernbert", "ForSequenceClassification"), ("mpnet", "Model")])
+def test_encoders(tmp_path, monkeypatch, kind, end):
+    """Texts within reach and beyond, rerankers, and attention with a bias, which torch computes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    make_encoder(tmp_path, kind, end)
+    pooling = "embed" if end == "Model" else "classify"
+    params = SamplingParams(max_tokens=0, pooling=pooling)
+    texts = [
+        AddRequest(request_id=str(count), prompt_ids=[3 + 7 * i for i in range(count)], params=params)
+        for count in (1, 5, 33)
+    ]
+    options = {"dtype": "float32", "token_budget": 16}
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    expected = run(load(tmp_path, **options), texts)
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    with fake_cuda(Card(multiprocessors=2)):
+        engine = load(tmp_path, device="cuda", memory_bytes=None, **options)
+        assert (engine.info.device, engine.info.backend) == ("cuda", "triton")
+        found = run(engine, texts)
+    for name, (output,) in found.items():
+        assert array("f", output.vector) == pytest.approx(array("f", expected[name][0].vector), abs=1e-5)
 
 
 @pytest.mark.slow

@@ -97,10 +97,25 @@ def fake_cuda(card: Card | None = None, *, nvml: bool = True, blank: bool = Fals
         _clear_caches()
         stack.callback(_clear_caches)
         driver: Any = _Driver(card) if nvml else FakeNvml([], init_error="NVMLError_LibraryNotFound")
-        stack.enter_context(mock.patch.dict(sys.modules, {"pynvml": driver}))
+        stack.enter_context(_in_place_of("pynvml", driver))
         stack.enter_context(mock.patch("llmbox.engine.hardware.machine.torch_has_cuda", return_value=True))
         stack.enter_context(operations)
         yield operations
+
+
+@contextmanager
+def _in_place_of(name: str, module: Any) -> Iterator[None]:
+    """Only this entry: `mock.patch.dict` would also forget modules that were imported meanwhile, and a second
+    import makes their classes anew.
+    """
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
 
 
 class _Driver(FakeNvml):
