@@ -46,7 +46,7 @@ NAMES: Final = (
 
 TONES: Final = (
     "", "title", "strong", "muted", "rule", "good", "warn", "bad", "accent", "selected", "header",
-    "kv", "cached", "kvfree", "spark", "work", "others", "tab",
+    "kv", "cached", "kvfree", "work", "others", "tab",
 )  # fmt: skip
 
 _made: dict[tuple[str, bool], dict[str, Style]] = {}
@@ -90,7 +90,6 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
         "kv": on_ground(accent),
         "cached": on_ground(back.blend(accent, 0.5)),
         "kvfree": on_ground(back.blend(accent, 0.22)),
-        "spark": on_ground(back.blend(primary, 0.5)),
         "work": on_ground(color("secondary")),
         "others": on_ground(color("warning")),
         "tab": on_ground(back, bold=True, ground=primary),

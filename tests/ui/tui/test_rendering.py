@@ -68,6 +68,15 @@ def test_charts_leave_gaps_and_show_what_is_small():
     ]
 
 
+def test_a_second_series_is_a_line():
+    series = (Series([1.0] * 8, "kv"), Series([2.0, 2.0, 4.0, 4.0, 4.0, 1.5, 1.5, 1.5], "work"))
+    chart = AxisChart("T", (), series, lambda value: f"{value:g}", top=4.0)
+    upper, lower = draw_chart(chart, 20, 4, UNICODE)[1:3]
+    assert upper[2:] == (("⡏⢱", "work"), (" ", ""))
+    assert lower[2:] == (("⣭⣤⣼⣶", "kv"),), "the first series is filled and keeps its color"
+    assert draw_chart(chart, 20, 4, ASCII)[1][2] == ("---", "work")
+
+
 def test_a_target_is_a_line_where_nothing_is_drawn():
     lines = plot([1.0, 1.0], 20, 6, top=4.0, target=3.0)
     assert [("╌" in line) for line in lines] == [False, False, True, False, False, False]

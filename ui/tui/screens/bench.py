@@ -61,7 +61,7 @@ class BenchScreen(View):
     def draw(self) -> None:
         width = self.size.width - 1
         runs = self._runs()
-        title = heading(" Bench", width, self.glyphs, "m marks, two marked runs are compared")
+        title = heading(" Bench", width, self.glyphs, "press m on two runs to compare them")
         self.query_one("#title", Lines).show([title])
         self.query_one("#runs", Grid).show([_run_row(run, str(run["time"]) in self.marked) for run in runs])
         chosen = [run for key in self.marked for run in runs if str(run["time"]) == key]

@@ -17,7 +17,7 @@ from .base import View
 COLUMNS = (
     Column("TIME", 8, sortable=False),
     Column("LEVEL", 8, rank=1, sortable=False),
-    Column("PART", 10, rank=3, sortable=False),
+    Column("COMPONENT", 10, rank=3, sortable=False),
     Column("MODEL", 20, rank=2, middle=True, sortable=False),
     Column("MESSAGE", 0, sortable=False),
 )
@@ -30,7 +30,7 @@ class LogsScreen(View):
     FILTERS = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("v", "level", "Level"),
-        Binding("c", "component", "Part"),
+        Binding("c", "component", "Component"),
         Binding("F", "follow", "Follow"),
     ]
     level = "debug"
@@ -57,11 +57,11 @@ class LogsScreen(View):
             and self.component in {"", entry["component"]}
             and self.matches(entry["message"], entry["component"], entry["level"])
         ]
-        part = f", part {self.component}" if self.component else ""
+        part = f", component {self.component}" if self.component else ""
         following = ", following" if self.query_one(Grid).follow else ""
-        note = f"{len(rows)} lines, {self.level} and worse{part}{following}"
+        note = f"{len(rows)} lines, level {self.level} and above{part}{following}"
         self.query_one("#title", Lines).show([heading(" Log", self.size.width - 1, self.glyphs, note)])
-        empty = "Nothing matches. Press v for other levels, c for other parts, esc to clear the filter."
+        empty = "Nothing matches. Press v for other levels, c for other components, esc to clear the filter."
         self.query_one(Grid).show(rows, empty=empty if self.state.log else "The log is empty.")
 
     # ------------------------------------------------------------------ keys

@@ -7,6 +7,7 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
+from llmbox.app.telemetry.alerts import FAILING
 from llmbox.app.telemetry.snapshot import ErrorRate
 
 from ..messages import Fetch, PromptUser, RunAction, State, count_requests
@@ -16,7 +17,7 @@ from ..widgets.table import Column, Grid, Row
 from .base import View
 
 COLUMNS = (
-    Column("MODEL", 0, middle=True),
+    Column("MODEL", 0, middle=True, least=24),
     Column("STATE", 22),
     Column("DEVICE", 7, rank=4),
     Column("WEIGHTS", 8, right=True, rank=1),
@@ -180,7 +181,7 @@ def _loaded(
         str(model["name"]),
         (
             (clean(str(model["name"])), "strong"),
-            (clean(status), "bad" if failing else TONES.get(state, "")),
+            (clean(status), fail_tone(rate) if rate is not None and failing else TONES.get(state, "")),
             (clean(_place(info)), ""),
             (size(info["weights_bytes"]) if info else DASH, ""),
             (size(info["kv_bytes"]) if info else DASH, ""),
@@ -194,6 +195,10 @@ def _loaded(
          info.get("context_window"), in_flight, ttl, bool(model.get("pinned")),
          disk["size"] if disk else None),
     )  # fmt: skip
+
+
+def fail_tone(rate: ErrorRate) -> str:
+    return "bad" if rate.rate >= FAILING else "warn"
 
 
 def _place(info: Mapping[str, Any]) -> str:

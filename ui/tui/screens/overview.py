@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, ClassVar
 
 from textual import on
@@ -10,8 +11,7 @@ from textual.containers import Container
 from textual.types import CSSPathType
 from textual.widget import Widget
 
-from llmbox.app.telemetry.alerts import FAILING
-from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, ErrorRate, GpuReading, Host, Number, Tick
+from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, GpuReading, Host, Number, Tick
 
 from ..messages import SPARKS, Fetch, State, count_requests
 from ..rendering import (
@@ -36,6 +36,7 @@ from ..widgets.lines import Lines, cut
 from ..widgets.request_rows import COLUMNS, request_rows
 from ..widgets.table import Column, Grid, Row
 from .base import View
+from .models import fail_tone
 
 MOST_GPUS = 8
 _WARM = 85.0
@@ -55,6 +56,8 @@ MODEL_COLUMNS = (
     Column("CONTEXT", 7, right=True, rank=9),
 )
 _STATE_TONES = {"ready": "good", "loading": "warn", "restarting": "bad", "failed": "bad"}
+_MOST_ENDED = 60
+"""Ended requests in the list; screen 2 has more."""
 _RANGES = (1, 2, 5)
 """Seconds a dot of the charts."""
 
@@ -99,7 +102,8 @@ class OverviewScreen(View):
         left = width * 2 // 3 if is_wide else width
         title = heading(" Requests", left - 1, glyphs, str(count_requests(tick)) if tick else "")
         self.query_one("#requests-title", Lines).show([title])
-        rows = request_rows(tick.requests, list(state.ended), tick.time) if tick else []
+        ended = list(islice(state.ended, _MOST_ENDED))
+        rows = request_rows(tick.requests, ended, tick.time) if tick else []
         self.query_one("#requests", Grid).show(rows, empty=empty_hint(tick))
         number = int(room) - len(charts) if is_wide else 0 if room - len(charts) < 12 else 4
         self._set_lines("#events", event_lines(state, width - left if is_wide else width, number, glyphs))
@@ -144,7 +148,7 @@ class OverviewScreen(View):
         self.dashboard.show_model(event.key)
 
 
-NO_MODEL = "No model is loaded. Press 3, choose one and press l, or run: llmbox load builtin"
+NO_MODEL = "No model is loaded. Press 3 to load one, or run: llmbox load builtin"
 
 
 def empty_hint(tick: Tick | None) -> str:
@@ -174,7 +178,7 @@ def _model_row(tick: Tick, engine: EngineSnapshot, glyphs: Glyphs) -> Row:
         engine.model,
         (
             (clean(engine.model), "strong"),
-            (state, _fail_tone(failing) if failing else _STATE_TONES.get(engine.state, "")),
+            (state, fail_tone(failing) if failing else _STATE_TONES.get(engine.state, "")),
             (clean(engine.device) or DASH, "muted"),
             (count(counts.running), ""),
             (count(counts.queued), "warn" if counts.queued else "muted"),
@@ -192,10 +196,6 @@ def _model_row(tick: Tick, engine: EngineSnapshot, glyphs: Glyphs) -> Row:
          engine.context_window),
         {8: (*shares, (fit(share, 6, glyphs, right=True), "kv"))},
     )  # fmt: skip
-
-
-def _fail_tone(rate: ErrorRate) -> str:
-    return "bad" if rate.rate >= FAILING else "warn"
 
 
 def _late(value: Number, target: Number) -> str:

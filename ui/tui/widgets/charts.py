@@ -11,12 +11,8 @@ from ..rendering import Glyphs, Line, Span, count, fit, line_width, percent, sec
 
 AXIS = 7
 """Cells of the labels of the vertical axis, with its line."""
-_LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
-_RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
-"""Dots of a Braille cell filled from the bottom up, by their number."""
-_BRAILLE = tuple(
-    tuple(chr(0x2800 + left + right) if left + right else " " for right in _RIGHT) for left in _LEFT
-)
+_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
+"""Dots of the left and the right column of a Braille cell, from the bottom up."""
 _STEPS = (1.0, 2.0, 4.0, 10.0)
 """Round tops of an axis; their halves are round too."""
 
@@ -31,7 +27,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class AxisChart:
-    """Chart of one unit: the first series is filled, a second one is drawn where it is higher."""
+    """Chart of one unit: the first series is filled, others are lines."""
 
     title: str
     legend: Line
@@ -83,7 +79,7 @@ def draw_chart(chart: AxisChart, width: int, height: int, glyphs: Glyphs, step: 
         is_labelled = row == rows - 1 or (rows >= 4 and 2 * (row + 1) == rows)
         text = chart.form(high * (row + 1) / rows) if is_labelled else ""
         label = fit(text, AXIS - 1, glyphs, right=True) + (glyphs.tick if is_labelled else glyphs.side)
-        drawn = [_cells(each, row * dots, glyphs) for each in levels]
+        drawn = [_cells(each, row * dots, glyphs, is_line=at > 0) for at, each in enumerate(levels)]
         lines.append(((label, "muted"), *_plot_row(chart, drawn, glyphs, is_target=row == target)))
     return [*lines, _time_axis(width, step, glyphs)]
 
@@ -103,12 +99,14 @@ def _plot_row(chart: AxisChart, drawn: Sequence[str], glyphs: Glyphs, *, is_targ
 
 
 def _merge(marks: Sequence[str], tones: Sequence[str]) -> Span | None:
-    """Put the cells of all series into one. It has the tone of the first, if that fills half of it."""
+    """Put the cells of all series into one, which has the tone of the first series drawn in it."""
     drawn = [(mark, tone) for mark, tone in zip(marks, tones, strict=True) if mark != " "]
-    if len(drawn) < 2 or not drawn[0][0] > "\u2800":
+    if len(drawn) < 2 or drawn[0][0] < "\u2800":
         return drawn[0] if drawn else None
-    dots = [ord(mark) - 0x2800 for mark, _ in drawn]
-    return chr(0x2800 + (dots[0] | dots[1])), drawn[0 if dots[0].bit_count() >= 4 else 1][1]
+    dots = 0
+    for mark, _ in drawn:
+        dots |= ord(mark) - 0x2800
+    return chr(0x2800 + dots), drawn[0][1]
 
 
 def _levels(values: Sequence[float], number: int, levels: int, high: float) -> list[int]:
@@ -117,12 +115,26 @@ def _levels(values: Sequence[float], number: int, levels: int, high: float) -> l
     return [0] * (number - len(filled)) + filled
 
 
-def _cells(levels: Sequence[int], below: int, glyphs: Glyphs) -> str:
+def _cells(levels: Sequence[int], below: int, glyphs: Glyphs, *, is_line: bool) -> str:
     """Draw one row of a series. `below`: dots in the rows below it."""
     if glyphs.bar == "#":
-        return "".join("#" if each >= below + 2 else "." if each > below else " " for each in levels)
-    filled = [min(4, max(0, each - below)) for each in levels]
-    return "".join(_BRAILLE[left][right] for left, right in zip(filled[::2], filled[1::2], strict=True))
+        full, half = ("-", "-") if is_line else ("#", ".")
+        marks = [full if each >= below + 2 else half if each > below else " " for each in levels]
+        return "".join(
+            " " if is_line and each > below + 2 else mark for each, mark in zip(levels, marks, strict=True)
+        )
+    made = []
+    for at in range(0, len(levels), 2):
+        dots = 0
+        for side in (0, 1):
+            top = levels[at + side]
+            before = levels[at + side - 1] if at + side else top
+            first = (min(top, before + 1) if before else top) if is_line else 1
+            last = max(top, before - 1) if is_line and top else top
+            for dot in range(max(first, below + 1), min(last, below + 4) + 1):
+                dots |= _DOTS[side][dot - below - 1]
+        made.append(chr(0x2800 + dots) if dots else " ")
+    return "".join(made)
 
 
 def _time_axis(width: int, step: int, glyphs: Glyphs) -> Line:
@@ -133,6 +145,8 @@ def _time_axis(width: int, step: int, glyphs: Glyphs) -> Line:
     every = next((each for each in (15, 30, 60, 120, 300) if each / seconds >= 14), 600)
     for age in range(0, cells * seconds, every):
         label = "now" if not age else f"-{age // 60}:{age % 60:02d}"
+        if glyphs.bar == "#":
+            label = f" {label} "
         end = cells - age // seconds
         begin = end - len(label)
         if begin >= 1:
@@ -224,8 +238,8 @@ def overview_charts(state: State, width: int, glyphs: Glyphs, step: int) -> list
         ),
         AxisChart(
             "TTFT",
-            pair("ttft_p50", "ttft_p95", seconds, "p50", "p95", "accent", "spark"),
-            (series("ttft_p50", "accent"), series("ttft_p95", "spark")),
+            pair("ttft_p50", "ttft_p95", seconds, "p50", "p95", "accent", ""),
+            (series("ttft_p50", "accent"), series("ttft_p95", "")),
             _short_time,
             0.01,
             target=target("ttft_target"),
@@ -233,23 +247,23 @@ def overview_charts(state: State, width: int, glyphs: Glyphs, step: int) -> list
         AxisChart(
             "In flight",
             requests,
-            (series("waiting", "warn"), series("running", "good")),
+            (series("running", "good"), series("waiting", "warn")),
             _short_count,
             4.0,
         ),
         AxisChart("Failed", failed, (series("error_rate", "bad"),), _short_share, 0.01),
         AxisChart(
             "TPOT",
-            pair("tpot_p50", "tpot_p95", seconds, "p50", "p95", "accent", "spark"),
-            (series("tpot_p50", "accent"), series("tpot_p95", "spark")),
+            pair("tpot_p50", "tpot_p95", seconds, "p50", "p95", "accent", ""),
+            (series("tpot_p50", "accent"), series("tpot_p95", "")),
             _short_time,
             0.001,
             target=target("tpot_target"),
         ),
         AxisChart(
             "KV cache",
-            pair("kv_used", "prefix_hit", percent, "in use", "prefix hits", "kv", "spark"),
-            (series("kv_used", "kv"), series("prefix_hit", "spark")),
+            pair("kv_used", "prefix_hit", percent, "in use", "prefix hits", "kv", ""),
+            (series("kv_used", "kv"), series("prefix_hit", "")),
             _short_share,
             top=1.0,
         ),

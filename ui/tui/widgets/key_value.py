@@ -10,11 +10,11 @@ from .request_rows import time_bar
 _MOST_SHOWN = 4000
 """Most characters shown of a prompt and of an answer."""
 _WORDS = {
-    "id": "request", "n": "answers", "stream": "streamed", "prompt_tokens": "prompt tokens",
-    "cached_tokens": "of them cached", "output_tokens": "output tokens", "ttft": "first token after",
-    "ttft_s": "first token after", "tpot_s": "per token", "e2e_s": "in all", "queue_s": "in the queue",
-    "tokens_per_second": "tokens/s", "http_status": "status", "finish_reasons": "ended by",
-    "error_code": "error", "tier": "class", "params": "parameters", "resumes": "resumed",
+    "id": "request", "n": "choices", "stream": "streamed", "prompt_tokens": "prompt tokens",
+    "cached_tokens": "cached prompt tokens", "output_tokens": "output tokens", "ttft": "TTFT",
+    "ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end-to-end latency", "queue_s": "time in queue",
+    "tokens_per_second": "tokens/s", "http_status": "HTTP status", "finish_reasons": "finish reason",
+    "error_code": "error", "tier": "priority class", "params": "parameters", "resumes": "resumed",
 }  # fmt: skip
 """Labels of a request's fields."""
 _IN_WORDS = {"seq", "prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content"}

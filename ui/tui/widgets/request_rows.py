@@ -16,7 +16,7 @@ COLUMNS = (
     Column("KEY", 13, rank=9, middle=True),
     Column("MODEL", 0, middle=True, least=18),
     Column("STATE", 9),
-    Column("PROMPT", 14, right=True, rank=7),
+    Column("PROMPT", 15, right=True, rank=7),
     Column("OUTPUT", 7, right=True),
     Column("TOK/S", 6, right=True, rank=1),
     Column("TTFT", 7, right=True, rank=6),
