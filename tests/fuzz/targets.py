@@ -32,6 +32,7 @@ from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.ipc import messages
 from llmbox.engine.ipc.codec import FrameReader, TransportError
+from llmbox.engine.kv_store.block_file import BlockAddress, DamagedBlock, read_block, write_block
 from llmbox.engine.model_config.config import parse_config
 from support.tiny_models import tiny_config
 from support.tokenizers_zoo import byte_level
@@ -96,6 +97,43 @@ def check_gguf(content: bytes) -> None:
     (file := folder() / "x.gguf").write_bytes(content)
     with contextlib.suppress(ModelError):
         read_gguf(file)
+
+
+KV_MODEL, KV_BLOCK = bytes(range(16)), bytes(number * 7 % 251 for number in range(4096))
+
+
+@cache
+def kv_file(number: int) -> bytes:
+    """A block's file; that of another block for each number but 0."""
+    where = BlockAddress("owner", bytes([number]) * 20, "kv")
+    payload = memoryview(bytes(byte ^ number for byte in KV_BLOCK))
+    write_block(folder() / "made.kv", folder() / "made.part", where, KV_MODEL, payload)
+    return (folder() / "made.kv").read_bytes()
+
+
+def check_kv_block(damages: list[tuple[str, int, int]]) -> None:
+    """Damage a block's file step by step: it is refused, or it has the content that was written."""
+    content = bytearray(kv_file(0))
+    for how, place, value in damages:
+        at = place % (len(content) + 1)
+        match how:
+            case "flip" if content:
+                content[at - 1] ^= 1 << value % 8
+            case "cut":
+                del content[at:]
+            case "insert":
+                content[at:at] = bytes([value])
+            case "zero":
+                content[at : at + 16 * value] = bytes(len(content[at : at + 16 * value]))
+            case "move":
+                content[at:] = content[at + value :] + content[at : at + value]
+            case "mix":  # a write of another block that was torn
+                content[at:] = kv_file(value % 3)[at:]
+    (file := folder() / "x.kv").write_bytes(content)
+    found = bytearray(len(KV_BLOCK))
+    with contextlib.suppress(DamagedBlock):
+        read_block(file, BlockAddress("owner", bytes(20), "kv"), KV_MODEL, memoryview(found))
+        assert found == KV_BLOCK, "wrong keys and values would be served"
 
 
 def _safetensors(header: Any, data: int) -> bytes:
@@ -254,6 +292,18 @@ GRAMMAR = (
 
 TARGETS = {
     "http": Target(st.binary(max_size=300) | HTTP.map(str.encode), check_http),
+    "kv_block": Target(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["flip", "cut", "insert", "zero", "move", "mix"]),
+                st.integers(0, 5000),
+                st.integers(0, 255),
+            ),
+            min_size=1,
+            max_size=6,
+        ),
+        check_kv_block,
+    ),
     "json": Target(
         st.binary(max_size=200)
         | pieces("{", "}", "[", "]", '"a"', ":", ",", "1", "1e999", "NaN", '"\\ud800"', "9" * 4400).map(

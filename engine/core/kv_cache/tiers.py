@@ -29,8 +29,10 @@ LEAST_SECONDS: Final = 1.0
 """Time that a request waits for the disk, however few tokens it saves."""
 WAIT_SHARE: Final = 0.5
 """Share of the time that its tokens took to compute, for which it waits otherwise."""
-FIRST_RATE: Final = 500.0
+FIRST_RATE: Final = 100.0
 """Prompt tokens computed a second, until some were measured."""
+QUIET_SECONDS: Final = 5.0
+"""Time without a block from disk after which a request waits no longer."""
 SMALL_STATE_BLOCKS: Final = 16
 """KV blocks whose bytes a recurrent state may take to be written at every place where it is kept."""
 
@@ -85,6 +87,8 @@ class _Reading:
     job: ReadJob
     items: list[tuple[BlockKind, bytes]]
     deadline: float
+    heard: float
+    """Time of the last block."""
 
 
 @dataclass(slots=True)
@@ -97,9 +101,7 @@ class _Copies:
 
 
 class KVTiers:
-    """Moves blocks between the pools of a `KVCacheManager` and a `BlockStore`. All calls are the engine's
-    thread's.
-    """
+    """Moves blocks between the pools of a `KVCacheManager` and a `BlockStore`, on the engine's thread."""
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class KVTiers:
         saved = sum(kind == "kv" for kind, _ in items) * self._kv_cache.pool.block_size
         limit = LEAST_SECONDS + WAIT_SHARE * saved / self._rate
         job = self.store.read(wanted)
-        self._reading[request.request_id] = _Reading(request, job, items, min(deadline, now + limit))
+        self._reading[request.request_id] = _Reading(request, job, items, min(deadline, now + limit), now)
         return True
 
     def _missing(self, request: Request) -> list[tuple[BlockKind, bytes]]:
@@ -263,7 +265,8 @@ class KVTiers:
         """Return the longest prefix, of `end` blocks at most, whose state or window is known too."""
         kv_cache = self._kv_cache
         if kv_cache.windows is not None:
-            has = [self._has_window(request, block_hash) for block_hash in hashes[:end]]
+            pool = kv_cache.windows.pool
+            has = [pool.has_prefix(each) or self._has(request, "window", each) for each in hashes[:end]]
             return kv_cache.windows.usable(has)
         if kv_cache.states is None:
             return end
@@ -299,6 +302,7 @@ class KVTiers:
         loaded: list[memoryview] = []
         for reading in list(self._reading.values()):
             has_room = True
+            reading.heard = now if reading.job.arrived else reading.heard
             while left > 0 and has_room and reading.job.arrived:
                 position, outcome, data = reading.job.arrived.popleft()
                 if data is None:
@@ -307,7 +311,7 @@ class KVTiers:
                 has_room = self._take_in(reading.request, *reading.items[position], data)
                 loaded.append(data)
                 left -= len(data)
-            is_late = now > reading.deadline
+            is_late = now > min(reading.deadline, reading.heard + QUIET_SECONDS)
             is_ended = reading.job.is_ended and not reading.job.arrived
             if (is_ended or is_late or not has_room) and self._end(reading, is_late=is_late and not is_ended):
                 done.append(reading.request)
@@ -369,10 +373,8 @@ class KVTiers:
 
     def wait(self, seconds: float) -> None:
         """Wait until a block has arrived from disk."""
-        readings = list(self._reading.values())
-        self.store.wait(
-            seconds, lambda: any(reading.job.arrived or reading.job.is_ended for reading in readings)
-        )
+        jobs = [reading.job for reading in self._reading.values()]
+        self.store.wait(seconds, lambda: any(job.arrived or job.is_ended for job in jobs))
 
     # ------------------------------------------------------------------ where blocks are
 
@@ -384,9 +386,6 @@ class KVTiers:
 
     def _has(self, request: Request, kind: BlockKind, block_hash: bytes) -> bool:
         return self.store.has(self._address(request, kind, block_hash))
-
-    def _has_window(self, request: Request, block_hash: bytes) -> bool:
-        return self._pool("window").has_prefix(block_hash) or self._has(request, "window", block_hash)
 
     def _pool(self, kind: BlockKind) -> BlockPool:
         windows = self._kv_cache.windows
