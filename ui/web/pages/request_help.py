@@ -3,12 +3,15 @@
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlencode
 
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.http.admin.schema import ModelStatus
 from llmbox.app.store.record import RequestRecord
+from llmbox.engine.errors import EngineError
+from llmbox.engine.model_config.config import parse_config
 
 from ..render import Panel
 
@@ -85,14 +88,24 @@ def _find(record: RequestRecord, model: ModelStatus | None) -> list[Remedy]:
 
 
 def _lengthen(record: RequestRecord, model: ModelStatus | None) -> list[Remedy]:
-    """Offer to load the model with twice its context."""
+    """Offer to load the model with twice its context, or with as much as it was made for."""
     if model is None or model.info is None:
         return _load(record, model)
-    wanted = 2 * model.info.context_window
+    wanted = min(2 * model.info.context_window, _context_limit(model))
+    if wanted <= model.info.context_window:
+        return [Remedy(label="Find a model with a longer context", page="/admin/models/discover")]
     query = urlencode({"ref": model.ref, "ctx": wanted})
     plan = Remedy(label=f"Plan {wanted:,} tokens of context", page=f"/admin/models/show?{query}")
     name, ref = shlex.quote(model.name), shlex.quote(model.ref)
     return [plan, Remedy(command=f"llmbox unload {name} && llmbox load {ref} --ctx {wanted}")]
+
+
+def _context_limit(model: ModelStatus) -> int:
+    """Return the context that a model was made for; 0 if its files cannot be read any more."""
+    try:
+        return parse_config(Path(model.path)).context_limit
+    except EngineError:
+        return 0
 
 
 def _make_room(record: RequestRecord, model: ModelStatus | None) -> list[Remedy]:
