@@ -23,6 +23,7 @@ ANSWERS = {
     "thinker": "<think>\nhm, 你好\n</think>\n\nYes.",
     "caller": f"<think>\nhm\n</think>\n\nLet me look.\n{CALL}\n{CALL}",
     "plain": "<think>no</think>",
+    "looper": f"{CALL}\n" * 6,
 }
 ASKED = [{"role": "user", "content": "hello"}]
 WEATHER = {"name": "weather", "description": "of <|im_end|> a city", "parameters": {"type": "object"}}
@@ -100,6 +101,18 @@ def test_calls_of_tools(client):
     assert (whole["content"], whole["reasoning"], whole["reason"]) == ("Let me look.", "hm", "tool_calls")
     assert [call[0] for call in whole["calls"]] == [0, 1]
     assert [call[2:] for call in whole["calls"]] == [["weather", '{"city": "Köln"}']] * 2
+
+
+def test_the_same_call_again_and_again_ends_the_answer(client):
+    answer = ask(client, "looper", tools=TOOLS)
+    calls = len(answer.choices[0].message.tool_calls)
+    assert 4 <= calls < 6
+    assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("tool_calls", None)
+    assert any("repeated the same tool calls" in warning for warning in answer.warnings)
+    whole = streamed(client, "looper", tools=TOOLS)
+    assert (len(whole["calls"]), whole["reason"]) == (calls, "tool_calls")
+    unbound = {"tools": TOOLS, "extra_body": {"thinking_loop_detection": False}}
+    assert len(streamed(client, "looper", **unbound)["calls"]) == 6
 
 
 def test_one_call_at_a_time_and_none(client):
