@@ -9,6 +9,7 @@ torch lacks only `Tensor.numpy()`.
 """
 
 import gc
+import logging
 import os
 import sys
 import warnings
@@ -18,6 +19,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Self, cast
+
+log = logging.getLogger(__name__)
 
 
 class StubFinder:
@@ -216,3 +219,15 @@ def import_torch() -> None:
             del sys.modules[_NUMPY]
         if collects:
             gc.enable()
+
+
+def import_torch_or_restart() -> None:
+    """Import torch; where the light import fails, start this program again with all of torch."""
+    try:
+        import_torch()
+    except Exception as error:
+        if WHOLE in os.environ:
+            raise
+        log.warning("torch cannot be imported in part, all of it is imported instead: %r", error)
+        os.environ[WHOLE] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this program once more

@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -43,7 +42,7 @@ from ..ipc.messages import (
     ToEngine,
     Vocabulary,
 )
-from ..light_torch import WHOLE, import_torch
+from ..light_torch import import_torch_or_restart
 
 EXIT_OK: Final = 0
 EXIT_LOAD_FAILED: Final = 3
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     gc.disable()  # until the imports are done: their objects stay for good
     try:
         if load is None:
-            _import_torch(options.fd)
+            _import_torch()
         channel = _adopt(options.fd)
         return _run(channel, load or _import_engine(channel))
     except DaemonGone:
@@ -169,18 +168,10 @@ def _first_message(channel: Channel) -> ToEngine:
     return message
 
 
-def _import_torch(fd: int) -> None:
+def _import_torch() -> None:
     """Import torch before `Start` arrives; import it in full where the light import fails."""
     name_gpus()
-    try:
-        import_torch()
-    except Exception as error:
-        if WHOLE in os.environ:
-            raise
-        log.warning("torch cannot be imported in part, all of it is imported instead: %r", error)
-        os.environ[WHOLE] = "1"
-        os.set_inheritable(fd, True)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this program once more
+    import_torch_or_restart()
 
 
 def _import_engine(channel: Channel) -> Load:

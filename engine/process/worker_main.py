@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from setproctitle import setproctitle
 
-from ..light_torch import import_torch
+from ..light_torch import import_torch_or_restart
 
 if __name__ == "__main__":
-    import_torch()  # before the modules below import all of it
+    import_torch_or_restart()  # before the modules below import all of it
 
 from ..config import EngineConfig
 from ..core.executor_interface import ModelRunner

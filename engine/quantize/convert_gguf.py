@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ..light_torch import import_torch
+from ..light_torch import import_torch_or_restart
 
 if __name__ == "__main__":
-    import_torch()
+    import_torch_or_restart()
 
 import torch
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..light_torch import import_torch
+from ..light_torch import import_torch_or_restart
 
 if __name__ == "__main__":
-    import_torch()
+    import_torch_or_restart()
 
 import torch
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.engine import light_torch
 from llmbox.engine.light_torch import WHOLE
 from support.tiny_models import make_tiny_model
 
@@ -106,6 +107,23 @@ def test_all_of_it_where_it_was_imported_before_or_a_gpu_is_there_or_it_is_asked
         "print(hasattr(sys.modules['torch._meta_registrations'], 'meta_mm'))"
     )
     assert told == "True"
+
+
+def test_a_program_starts_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines, workers and quantizations alike."""
+
+    def fail() -> None:
+        raise RuntimeError("I want torch.fx")
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(light_torch, "import_torch", fail)
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setenv(WHOLE, "")
+    monkeypatch.delenv(WHOLE)
+    light_torch.import_torch_or_restart()
+    assert started == [[sys.executable, *sys.orig_argv[1:]]]
+    with pytest.raises(RuntimeError, match=r"torch\.fx"):
+        light_torch.import_torch_or_restart()
 
 
 def test_a_torch_that_needs_all_of_it_is_imported_in_a_second_try(tmp_path: Path) -> None:

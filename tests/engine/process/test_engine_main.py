@@ -143,8 +143,8 @@ def test_a_message_out_of_turn_is_an_error(ends):
 def test_gpus_are_named_before_torch_could_start_cuda(monkeypatch):
     done = []
     monkeypatch.setattr(process, "name_gpus", lambda: done.append("named"))
-    monkeypatch.setattr(process, "import_torch", lambda: done.append("torch"))
-    process._import_torch(-1)
+    monkeypatch.setattr(process, "import_torch_or_restart", lambda: done.append("torch"))
+    process._import_torch()
     assert done == ["named", "torch"]
 
 
