@@ -17,6 +17,22 @@ FOUR_FUSED_LANES = ("-mfma",)
 LIBM = "state of a scan"
 """Lines that depend on `exp` and `log1p` of the C library, whose last bit differs between machines."""
 
+LIBCPP = (
+    "-D_LIBCPP_ABI_NAMESPACE=__1",
+    "-D_LIBCPP_ABI_VERSION=1",
+    "-D_LIBCPP_ASSERTION_SEMANTIC_DEFAULT=_LIBCPP_ASSERTION_SEMANTIC_IGNORE",
+    "-D_LIBCPP_HARDENING_MODE=_LIBCPP_HARDENING_MODE_NONE",
+    "-D_LIBCPP_HAS_LOCALIZATION",
+    "-D_LIBCPP_HAS_MONOTONIC_CLOCK",
+    "-D_LIBCPP_HAS_MUSL_LIBC=0",
+    "-D_LIBCPP_HAS_THREADS=1",
+    "-D_LIBCPP_HAS_UNICODE",
+    "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=0",
+    "-D_LIBCPP_HAS_WIDE_CHARACTERS",
+    "-D_LIBCPP_PSTL_BACKEND_SERIAL",
+)
+"""Settings of the C++ library's headers that Zig brings."""
+
 PRODUCTS = """
 #include "quantized/quant_panels.h"
 #include <cstdio>
@@ -100,3 +116,25 @@ def test_every_operation_has_the_bits_of_the_portable_kernels(tmp_path: Path) ->
     run(*compiling.find_compiler(), *FLAGS, *FOUR_FUSED_LANES, driver, "-o", tmp_path / "here")
     here = run(tmp_path / "here", "digests").splitlines()
     assert [line for line in here if LIBM not in line] == [line for line in portable if LIBM not in line]
+
+
+@pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)
+def test_the_sources_are_valid_for_macos(level: Level, tmp_path: Path) -> None:
+    """Parsed and checked against the system's headers. Nothing is linked or run."""
+    zig = pytest.importorskip("ziglang", reason="needs headers of macOS: pip install ziglang")
+    place = Path(zig.__file__).parent
+    whole = tmp_path / "all.cpp"
+    whole.write_text("".join(f'#include "{path}"\n' for path in sorted(compiling.SOURCES.rglob("*.cpp"))))
+    headers = ("libcxx/include", "include", "libc/include/any-darwin-any")
+    folders = [word for each in headers for word in ("-isystem", place / "lib" / each)]
+    target = (
+        "--no-default-config",
+        "-target",
+        "aarch64-apple-macosx15.0.0-unknown",
+        "-nostdinc",
+        "-nostdinc++",
+    )
+    run(
+        *(place / "zig", "clang", "-fsyntax-only", whole, *target, *LIBCPP, *folders, *FLAGS[:1], *FLAGS[4:]),
+        *level.flags,
+    )
