@@ -179,7 +179,7 @@ class Widens:
 
 
 @pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["awq-g64", "gptq-4-asym", "w4a16-channel", "mxfp4", "bnb-nf4", "nvfp4"])
+@pytest.mark.parametrize("name", ["awq-g64", "gptq-4-asym", "mixed-4-8", "mxfp4", "bnb-nf4", "nvfp4"])
 def test_ranks_answer_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: dict[str, int]
 ) -> None:
@@ -205,7 +205,7 @@ def test_inputs_in_another_order_are_not_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
-@pytest.mark.parametrize("name", ["awq-g128", "gptq-4-g32-act-order", "mxfp4"])
+@pytest.mark.parametrize("name", ["mixed-4-8", "gptq-4-g32-act-order", "mxfp4"])
 def test_packed_weights_are_taken_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -213,7 +213,8 @@ def test_packed_weights_are_taken_up_again(
     monkeypatch.setenv("LLMBOX_REPACKED", str(tmp_path / "repacked"))
     monkeypatch.setenv("LLMBOX_REPACKED_GB", "1")
     model = make_tiny_model(tmp_path / "model", tokenizer=False, **SIZES)
-    publish(model, STYLES[name].entry, STYLES[name].store, keeps=("layers.0.mlp",))
+    style = STYLES[name]
+    publish(model, style.entry, style.store, keeps=("layers.0.mlp",), others=style.others)
     request = [ask("a", range(5, 40), 8)]
     wanted = tokens(load(model), request)
     for thread in threading.enumerate():
