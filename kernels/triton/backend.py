@@ -30,7 +30,7 @@ from .linear.scaled_mm_choice import ScaledMMSelector
 from .linear.tile_config import ROW_COUNTS, has_fp8
 from .linear.weight_packing import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
 from .prepare_decode import prepare_decode_inputs
-from .recurrent import RECURRENT
+from .recurrent import recurrent_ops
 from .sampling.penalties import count_last_tokens
 from .sampling.sample import sample
 
@@ -112,7 +112,7 @@ class TritonBackend:
             count_last_tokens=count_last_tokens,
             prepare_decode_inputs=prepare_decode_inputs,
             warmup_batch_sizes=ROW_COUNTS,
-            recurrent=RECURRENT,
+            recurrent=recurrent_ops(fixed=self.fixed),
             stored=None if self.quant is None else self,
         )
 

@@ -1,8 +1,25 @@
 """Triton kernels of recurrent layers."""
 
-from ...recurrent import RecurrentOps
+import torch
+from torch import Tensor
+
+from ...recurrent import RecurrentOps, ScanShape, ScanWeights
+from .chunked_scan import CHUNK, chunked_scan
 from .gates import gated_norm, mul_add, sigmoid_mul, silu_mul
 from .scan import scan
-from .short_conv import short_conv
+from .short_conv import StatePlace, short_conv
 
-RECURRENT = RecurrentOps(short_conv, scan, gated_norm, sigmoid_mul, silu_mul, mul_add)
+
+def recurrent_ops(*, fixed: bool) -> RecurrentOps:
+    """Return the operations. `fixed`: a state's bits never depend on how its sequence was cut into steps."""
+    return RecurrentOps(short_conv, scan if fixed else _scan, gated_norm, sigmoid_mul, silu_mul, mul_add)
+
+
+def _scan(rows: Tensor, gates: Tensor, weights: ScanWeights, shape: ScanShape, *place: *StatePlace) -> Tensor:
+    """Scan prompts chunk by chunk where states are saved at the ends of chunks, else row by row. In float32
+    too: tensor cores do not multiply it in full.
+    """
+    layout = place[2]
+    by_chunks = len(rows) > len(layout.query_lens) and layout.block_size % CHUNK == 0
+    is_wide = rows.dtype == torch.float32
+    return (chunked_scan if by_chunks and not is_wide else scan)(rows, gates, weights, shape, *place)

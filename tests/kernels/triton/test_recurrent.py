@@ -1,11 +1,16 @@
 """Triton's recurrent layers, against the reference, and bit by bit however the rows of a sequence are cut."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 
+from gpu.checks import LIMIT, distance
 from llmbox.kernels.recurrent import ScanShape, copy_states
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.recurrent.chunked_scan import chunked_scan
 from support.numbers import TOLERANCE
 from support.recurrent_layers import Layer, fresh_state, layout_of
 
@@ -23,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # n
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_as_the_reference(kind: str, dtype: torch.dtype) -> None:
     """Prompts beside each other, decoding, a step that goes on from a saved state, rows that fill up."""
-    layer, ops = Layer(kind, dtype, SHAPES), triton_ops(CPU, dtype)
+    layer, ops = Layer(kind, dtype, SHAPES), triton_ops(CPU, dtype, deterministic=True)
     steps = [
         layout_of([(0, 6), (0, 1)], [3, 0], [{2: 1, 6: 6}, {}]),
         layout_of([(6, 7), (1, 2), (0, 1)], [3, 0, -1], [{7: 2}, {2: -1}, {}]),
@@ -37,6 +42,47 @@ def test_as_the_reference(kind: str, dtype: torch.dtype) -> None:
         for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
             torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4, equal_nan=True)
             assert mine[0].isnan().all(), "another layer's state"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("delta", torch.float16), ("kda", torch.float32), ("ssm", torch.float16)]
+)
+def test_prompts_chunk_by_chunk(kind: str, dtype: torch.dtype) -> None:
+    """Whole chunks and parts of some, from a state in the middle of one too; a state saved at an end."""
+    layer, ops = Layer(kind, dtype, SHAPES), triton_ops(CPU, dtype)
+    assert ops.recurrent is not None
+    ops = replace(ops, recurrent=replace(ops.recurrent, scan=chunked_scan))
+    steps = [
+        layout_of([(0, 20), (0, 1)], [3, 0], [{16: 1}, {}]),
+        layout_of([(20, 21), (16, 18), (0, 2)], [3, 1, -1]),
+    ]
+    ours, theirs = fresh_state(layer), fresh_state(layer)
+    for layout in steps:
+        rows, gates = layer.rows(int(layout.query_starts_N1[-1]))
+        exact = layer.apply(REFERENCE, rows, gates, theirs, layout)
+        assert distance(layer.apply(ops, rows, gates, ours, layout), exact) < LIMIT[dtype]
+        written = (state.memory_LSHAB[1, [0, 1, 3]] for state in (ours, theirs))
+        assert distance(*written) < LIMIT[dtype]
+        for slots in (ours.memory_LSHAB[0], ours.memory_LSHAB[1, [2, 4, 5, 6]]):
+            assert slots.isnan().all(), "written beside its place"
+
+
+def test_prompts_of_models_in_16_bits_go_by_chunks() -> None:
+    """But not with --deterministic, nor where blocks, and so saved states, end within chunks."""
+    layer = Layer("delta", torch.float16, SHAPES)
+    with mock.patch("llmbox.kernels.triton.recurrent.chunked_scan") as by_chunks:
+        for fixed, dtype, end, block_size in (
+            (False, torch.float16, 2, 16),
+            (True, torch.float16, 2, 16),
+            (False, torch.float32, 2, 16),
+            (False, torch.float16, 1, 16),
+            (False, torch.float16, 2, 8),
+        ):
+            rows, gates = (each.to(dtype) for each in layer.rows(end))
+            layout = replace(layout_of([(0, end)], [0]), block_size=block_size)
+            ops = triton_ops(CPU, dtype, deterministic=fixed)
+            layer.apply(ops, rows, gates, fresh_state(layer), layout)
+    assert by_chunks.call_count == 1
 
 
 @KINDS
