@@ -149,8 +149,10 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
     child.press("7")
     until(lambda: "Enter sends" in child.text)
     child.press("Say it\r")
-    until(lambda: len(box.api("requests")["in_flight"]) == 3)
-    until(lambda: len(box.api("requests")["in_flight"]) == 3)
+    until(lambda: "ijij" in child.text)  # tokens 72 and 73
+    assert len(box.api("requests")["in_flight"]) == 3
+    until(lambda: "ijij" in child.text)  # tokens 72 and 73
+    assert len(box.api("requests")["in_flight"]) == 3
     child.press("\x1b")
     until(lambda: "Stopped." in child.text)
     until(lambda: len(box.api("requests")["in_flight"]) == 2)
