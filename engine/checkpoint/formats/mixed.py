@@ -48,7 +48,10 @@ class MixedFormat:
 
     @property
     def label(self) -> str:
-        return " and ".join(dict.fromkeys(form.label for form in self.forms))
+        """Name for the user: all formats, with what they are in memory where that is not `quant`."""
+        smallest = self.quant
+        beside = {form: f" [{form.quant or 'dequantized'}]" for form in self.forms if form.quant != smallest}
+        return " and ".join(dict.fromkeys(form.label + beside.get(form, "") for form in self.forms))
 
     @property
     def quant(self) -> str | None:

@@ -125,6 +125,13 @@ def test_configs_name_the_format(name: str) -> None:
     assert form.quant is None or form.quant.startswith(("w4a16", "w8a16", "mxfp4"))
 
 
+def test_a_mix_names_what_its_formats_are_in_memory() -> None:
+    mixed, floats = (read_weight_format(STYLES[f"mixed-{name}"].entry) for name in ("4-8", "fp8-nvfp4"))
+    assert (mixed.quant, floats.quant) == ("w4a16-g128", None)
+    assert mixed.label.endswith("(8-bit, one scale an output) [w8a16-g128]")
+    assert floats.label == "compressed-tensors FP8 and NVFP4 (compressed-tensors)"
+
+
 def test_layers_that_are_kept_wide_are_counted(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, tokenizer=False, **SIZES)
     publish(model, STYLES["awq-g128"].entry, awq, keeps=("layers.0.mlp",))
