@@ -14,7 +14,7 @@ from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import HUB_ID
-from ...models.recommended import full_name
+from ...models.recommended import full_name, short_names
 from ...util import formatting
 from .. import output
 from ..output import require_consent
@@ -72,6 +72,8 @@ def pull(
         if act != "resume":
             return
     else:
+        if find_running(program.paths) is None:
+            _check_name(ref)  # a typo needs no daemon
         _start_daemon_if_needed(program, {})
         found = program.client.post("/admin/api/downloads", {"model": ref, "anyway": anyway})["download"]
     if not wait:
@@ -82,6 +84,17 @@ def pull(
     except KeyboardInterrupt:
         output.say(f"\nThe download continues in the daemon. Stop it: llmbox pull --cancel {ref}")
         raise
+
+
+def _check_name(ref: str) -> None:
+    if HUB_ID.fullmatch(full_name(ref)) is not None:
+        return
+    meant = formatting.nearest(ref.lower(), sorted(short_names()))
+    raise CliError(
+        f"{ref[:200]!r} is not a model of the hub",
+        "a model is org/name, org/name@revision or, of GGUF files, org/name:Q4_K_M; or a short name",
+        f"did you mean {meant}? " * bool(meant) + "short names: llmbox search",
+    )
 
 
 def fetch_missing(program: Program, models: Sequence[str], flags: Mapping[str, Scalar], *, yes: bool) -> None:

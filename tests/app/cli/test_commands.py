@@ -214,3 +214,10 @@ def test_every_option_says_what_it_does_and_what_it_takes(name: str):
                 assert record is not None
                 assert record[1].strip(), (command.name, option.name)
                 assert "RANGE" not in record[0], (command.name, record[0])
+
+
+def test_a_typo_in_pull_is_told_before_a_daemon_is_started(llmbox, tmp_path: Path):
+    code, _, err = llmbox("pull", "lama3.2:1b")
+    assert (code, "did you mean llama3.2:1b?" in err) == (Exit.FAILED, True)
+    assert "Starting" not in err
+    assert not (tmp_path / "data").exists()
