@@ -82,7 +82,8 @@ def main() -> int:
     share = options.seconds / len(names)
     lines = [fuzz(name, options.streams, share, str(options.seed)) for name in names]
     if options.write:
-        command = f"python -P -m fuzz.output_streams --streams {options.streams} --seed {options.seed}"
+        bound = "" if options.seconds == float("inf") else f" --seconds {options.seconds:g}"
+        command = f"python -P -m fuzz.output_streams --streams {options.streams}{bound} --seed {options.seed}"
         told = f"{time.strftime('%Y-%m-%d', time.gmtime())}: `{command}`"
         renew("streams", "\n".join([told, "", "```text", *lines, "```"]))
     return 1 if any("FAILED" in line for line in lines) else 0
