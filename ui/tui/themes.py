@@ -120,6 +120,7 @@ def read_choice(file: Path) -> str:
 def remember_choice(file: Path, name: str) -> None:
     """Write the choice for the next start. A folder that cannot be written loses it."""
     with suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = file.with_suffix(".new")
         fresh.write_text(json.dumps({"theme": name}) + "\n", encoding="utf-8")
         fresh.replace(file)

@@ -126,7 +126,9 @@ def test_the_remembered_theme_survives_what_is_not_one(tmp_path):
     for text in ('{"theme": "none such"}', "[]", "{", '{"theme": 3}'):
         file.write_text(text)
         assert read_choice(file) == DARK.name
-    remember_choice(tmp_path / "no" / "folder", "nord")
+    remember_choice(tmp_path / "new" / "top.json", "nord")
+    assert read_choice(tmp_path / "new" / "top.json") == "nord"
+    remember_choice(file / "top.json", "nord")  # below a file: it is lost
 
 
 # ------------------------------------------------------------------ alerts and logs
