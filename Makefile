@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help up down test test-fast test-installed test-clients check format docs metrics screenshots pictures bench soak fuzz fuzz-streams nightly gpu-check gpu-compile bench-peers release clean
+.PHONY: help up down test test-fast test-installed newcomer test-clients check format docs metrics screenshots pictures bench soak fuzz fuzz-streams nightly gpu-check gpu-compile bench-peers release clean
 up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
