@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.estimator import estimate
+from llmbox.engine.planning.memory_plan import MemoryBudget
+from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
+from llmbox.kernels.support import KernelSite
 from support.device_ranks import device_ranks
 from support.families import make_family
 from support.lanes import nightly
@@ -68,6 +74,16 @@ def test_preempted_requests_and_few_slots(model: Path, expected: dict[str, list[
     assert tokens(engine, REQUESTS) == expected
     assert engine.stats().preemptions > 0
     engine._scheduler.check()
+
+
+def test_a_plan_for_a_gpu_has_slots_and_may_run(model: Path) -> None:
+    config = EngineConfig(model_path=str(model), name="tiny")
+    budget = MemoryBudget(device="cuda", available=8 << 30, cores=2)
+    read = parse_config(model)
+    plan = estimate(read.shape(), budget, config)
+    assert plan.state_slots >= plan.max_running + 24
+    assert plan.total_bytes <= plan.budget_bytes
+    require_runnable(RunnablePlan.of(plan, read), KernelSite(device="cuda", capability=(9, 0)), config)
 
 
 @pytest.mark.usefixtures("_plain_kernels")
