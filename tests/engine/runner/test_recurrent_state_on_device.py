@@ -31,7 +31,9 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", nightly("lfm2"), nightly("granitemoehybrid")])
+@pytest.fixture(
+    scope="module", params=["qwen3_5_text", nightly("lfm2"), nightly("kimi_linear"), nightly("falcon_h1")]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family(tmp_path_factory.mktemp(request.param), request.param, max_position_embeddings=512)
 
