@@ -40,6 +40,8 @@ class Kernel:
     """Whether it has Hopper's own tensor core instructions."""
     cubin: int
     """Bytes of machine code."""
+    loop: int
+    """Instructions of the longest loop of a recurrent layer; 0 for other kernels."""
 
     @property
     def fits(self) -> bool:
@@ -115,7 +117,7 @@ def names(target: int, *, few: bool) -> list[str]:
 def compile_group(target: int, number: int, few: bool) -> list[Kernel] | Broken:
     """Triton knows of one target only at a time."""
     from gpu import compiled
-    from support.triton_compile import compiling, resources
+    from support.triton_compile import compiling, longest_loop, resources
 
     capability = divmod(target, 10)
     name, work = list((compiled.few if few else compiled.every)(capability))[number]
@@ -125,10 +127,14 @@ def compile_group(target: int, number: int, few: bool) -> list[Kernel] | Broken:
     except Exception as error:  # noqa: BLE001 - compilers have many; the others still say something
         traceback.print_exc()
         return Broken(target, name, f"{type(error).__name__}: {str(error)[:300]}")
-    return [facts(target, name, kernel, *resources(kernel)) for kernel in kernels]
+    has_loop = name.startswith("recurrent")
+    return [
+        facts(target, name, kernel, *resources(kernel), longest_loop(kernel) if has_loop else 0)
+        for kernel in kernels
+    ]
 
 
-def facts(target: int, group: str, kernel: Any, registers: int, spilled: int) -> Kernel:
+def facts(target: int, group: str, kernel: Any, registers: int, spilled: int, loop: int) -> Kernel:
     return Kernel(
         target=target,
         group=group,
@@ -139,6 +145,7 @@ def facts(target: int, group: str, kernel: Any, registers: int, spilled: int) ->
         spilled=spilled,
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
         cubin=len(kernel.asm["cubin"]),
+        loop=loop,
     )
 
 

@@ -83,5 +83,24 @@ def resources(kernel: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def longest_loop(kernel: Any) -> int:
+    """Instructions of the longest loop in the machine code, which is what a row or a chunk costs a warp."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", told, re.MULTILINE)
+    places = {int(address, 16): number for number, (address, _) in enumerate(lines)}
+    longest = 0
+    for number, (_, instruction) in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", instruction)
+        start = places.get(int(jump[1], 16), number) if jump else number
+        longest = max(longest, number - start + 1 if start < number else 0)
+    return longest
+
+
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)

@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[3]
 MOST_SPILLED = 64
 """Bytes a thread. A few registers' worth goes to the first cache; more is a tile that is too large."""
 
+LONGEST_LOOP = {"scan_kernel": 900, "scan_chunks_kernel": 600}
+"""Instructions of a warp for a row, and for a chunk of 16 rows: the time of a prompt follows from them."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [90, nightly(80), nightly(89)])
@@ -41,6 +44,8 @@ def test_every_kernel_compiles_and_fits(tmp_path: Path, target: int) -> None:
     assert declared == set(by_name)
     if target != 90:
         return
+    for name, most in LONGEST_LOOP.items():
+        assert 0 < max(kernel["loop"] for kernel in by_name[name]) <= most, name
     # Prompts and products of many rows must reach Hopper's own tensor core instructions.
     for name in ("attention_kernel", "product_kernel", "int8_kernel", "fp8_kernel", "experts_kernel"):
         assert any(kernel["wgmma"] for kernel in by_name[name]), name
