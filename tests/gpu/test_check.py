@@ -15,6 +15,7 @@ from gpu import (
     fp8_products,
     kernel_speed,
     little_kernels,
+    recurrent,
     sampler_speed,
     sdpa_rule,
     sections,
@@ -189,7 +190,7 @@ def test_a_section_out_of_time_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernel_speed, "all_work", lambda: iter([None, None]))
     monkeypatch.setattr(sdpa_rule, "pair", None)  # not called
     sections.kernels(report, {})
-    left = 2 + len(list(little_kernels.all_work()))
+    left = 2 + len(list(recurrent.all_work(torch.device("cpu")))) + len(list(little_kernels.all_work()))
     assert f"out of time: {left} more" in report.lines[-1]
 
 
