@@ -13,7 +13,7 @@ from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS
-from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight
+from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight, scale_dtype
 from support.gguf_models import random_blocks
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,7 +32,9 @@ def blocks_of(kind: str, outputs: int, inputs: int) -> tuple[BlockWeight | Quant
     weights = dequantize(raw, gguf.GGMLQuantizationType[kind]).astype(np.float32).reshape(outputs, inputs)
     weight = unpack_rows(kind, torch.from_numpy(raw), outputs)
     if isinstance(weight, QuantizedWeight):
-        weight = QuantizedWeight(weight.quant, weight.codes_OI, weight.scales_OG.half())
+        weight = QuantizedWeight(
+            weight.quant, weight.codes_OI, weight.scales_OG.to(scale_dtype(weight.quant))
+        )
     return weight, torch.from_numpy(weights)
 
 

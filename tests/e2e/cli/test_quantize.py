@@ -86,7 +86,7 @@ def test_packed_weights_are_shown_and_deleted(box: Box) -> None:
     assert {row["model"]: row["useless"] for row in told["repacked"]} == {str(kept): False, str(gone): True}
     assert told["repacked"][0]["format"] == "torch.bfloat16, avx2"
     shown = box.run("df", "--prune")
-    assert "of packed weights deleted" in shown.out
+    assert "of packed weights and KV cache deleted" in shown.out
     assert str(kept) in shown.out
     assert str(gone) not in shown.out
     assert box.run("df", "--prune-all", "--json").json["repacked"] == []

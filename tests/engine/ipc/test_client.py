@@ -56,7 +56,7 @@ async def test_load_serve_and_end(tmp_path):
     outputs = [o for x in inbox.messages if isinstance(x, m.StepOutputs) for o in x.outputs]
     tokens = [token for output in outputs for token in output.token_ids]
     assert tokens == expected_tokens(message.prompt_ids, message.params)[: len(tokens)]
-    assert any("is ready" in line for line in inbox.lines)
+    assert any("ready after" in line for line in inbox.lines)
 
 
 async def test_one_message_a_step(tmp_path):
