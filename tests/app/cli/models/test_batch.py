@@ -46,7 +46,11 @@ def run(client, tmp_path):
         program = Program(data_dir=tmp_path / "data")
         program.__dict__["client"] = client
         return click.testing.CliRunner().invoke(
-            batch.batch, [*map(str, words)], obj=program, standalone_mode=False
+            batch.batch,
+            [*map(str, words)],
+            obj=program,
+            standalone_mode=False,
+            help_option_names=["-h", "--help"],  # click keeps the option of a command's first call
         )
 
     return running
