@@ -4,6 +4,7 @@ The index is the one that pip or uv would ask: from their variables and pip's co
 """
 
 import configparser
+import http.client
 import json
 import os
 import re
@@ -32,6 +33,7 @@ _TIMEOUT: Final = 20.0
 _LARGEST: Final = 20_000_000
 """Bytes of an answer."""
 _RELEASE = re.compile(r"\d+(\.\d+)*")
+_YANKED = re.compile(r"""(?:^|[\s"'])data-yanked(?![\w-])""", re.IGNORECASE)
 _FILE = re.compile(r"llmbox-(\d[^-]*?)(?:-.*\.whl|\.tar\.gz)")
 
 
@@ -111,10 +113,10 @@ def _fetch(index: str) -> str:
         with error:
             why = "it has no package llmbox" if error.code == 404 else f"it answers {error.code}"
         raise _failed(shown, why, "check the index, or name another: PIP_INDEX_URL=URL") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         fix = "check the network, or name an index that can be reached: PIP_INDEX_URL=URL"
-        raise _failed(shown, str(reason), fix) from None
+        raise _failed(shown, str(reason) or type(error).__name__, fix) from None
     return body.decode("utf-8", "replace")
 
 
@@ -125,7 +127,8 @@ def newest_release(page: str, index: str) -> str:
     except msgspec.ValidationError:
         files = []  # JSON of another kind
     except msgspec.DecodeError:
-        files = re.findall(r"<a\s[^>]*>\s*([^<]+?)\s*</a>", page)
+        links = re.findall(r"<a\s([^>]*)>\s*([^<]+?)\s*</a>", page)
+        files = [name for attributes, name in links if not _YANKED.search(attributes)]
     versions = [found[1] for file in files if (found := _FILE.fullmatch(unquote(file)))]
     releases = [each for each in versions if _RELEASE.fullmatch(each)]
     if not releases:

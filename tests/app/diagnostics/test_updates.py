@@ -2,6 +2,7 @@
 
 import base64
 import json
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -98,6 +99,7 @@ def test_a_password_goes_to_the_index_and_is_not_shown(index):
         ({"PIP_INDEX_URL": "http://127.0.0.1:1/simple"}, "refused"),
         ({"PIP_INDEX_URL": "file:///simple"}, "not an http or https URL"),
         ({"PIP_INDEX_URL": "http://[bad/simple"}, ""),
+        ({"PIP_INDEX_URL": "http://127.0.0.1:1/a b"}, "control characters"),
     ],
 )
 def test_without_the_index_there_is_a_clear_error(environ, why):
@@ -119,6 +121,33 @@ def test_yanked_files_are_no_release():
         "files": [{"filename": "llmbox-9.0.tar.gz", "yanked": "broken"}, {"filename": "llmbox-8.0.tar.gz"}]
     }
     assert newest_release(json.dumps(page), "http://127.0.0.1") == "8.0"
+
+
+@pytest.mark.parametrize("mark", ["data-yanked", 'data-yanked=""', 'data-yanked="broken: a &gt; b"'])
+def test_links_to_yanked_files_are_no_release(mark):
+    _, page = as_html("llmbox-8.0.tar.gz")
+    page += f'<a href="../a" {mark}>llmbox-9.0.tar.gz</a> <a {mark} href="../b">llmbox-9.1.tar.gz</a>'
+    assert newest_release(page, "http://127.0.0.1") == "8.0"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"not http\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n<a"]
+)
+def test_an_answer_that_is_no_http_is_a_clear_error(answer):
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(CliError) as raised:
+            check_for_update({"PIP_INDEX_URL": f"http://127.0.0.1:{listener.getsockname()[1]}/simple"})
+        thread.join(10)
+    assert raised.value.exit == Exit.UNREACHABLE
+    assert raised.value.why
 
 
 def test_the_index_is_that_of_pip_and_uv(tmp_path, monkeypatch):
