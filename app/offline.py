@@ -231,6 +231,7 @@ async def _start(folder: Path, request: ModelRequest) -> tuple[Services, Any]:
     settings = Settings(memory=replace(MemorySettings(), spare_engine=False))
     paths = replace(find_paths(), data_dir=folder, state_dir=folder, runtime_dir=folder)
     services = compose(settings, paths, real_parts())
+    services.request_log.discard_all()
     try:
         await services.engines.load(request.config(settings.model))
     except BaseException:

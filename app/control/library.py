@@ -152,8 +152,8 @@ class Library:
         paths = [model.path for model in engines.models()]
         paths += [Path(supervisor.config.model_path) for supervisor in engines.loading()]
         places = [found.folder.resolve()]
-        if found.repo is not None and found.files:
-            places = [path.resolve() for name in found.files for path in found.repo.linked(name)]
+        if found.links:
+            places = [link.resolve() for link in found.links]
         if any(weights_of(path).is_relative_to(place) for path in paths for place in places):
             raise ApiError(
                 409, f"{found.name} is in memory. Unload it first: llmbox unload {found.name}", "model_busy"

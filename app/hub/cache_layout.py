@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -239,21 +239,23 @@ class Repo:
         shutil.rmtree(gone)
         return self._sweep()
 
-    def linked(self, name: str) -> list[Path]:
-        """Return the file of this name in each snapshot that has it."""
-        found = (self.snapshot(commit) / PurePosixPath(name) for commit in self.revisions())
-        return [path for path in found if path.is_symlink()]
-
-    def delete_files(self, names: Iterable[str]) -> int:
-        """Delete these files of all snapshots, or all of the repository if no weights are left. Returns the
-        bytes freed.
+    def delete_files(self, links: Sequence[Path]) -> int:
+        """Delete these files of snapshots, with the blobs that no other file is; all of the repository if
+        nothing but small files is left, and no download. Returns the bytes freed.
         """
-        for name in names:
-            for path in self.linked(name):
-                path.unlink()
+        blobs = {link.resolve() for link in links}
+        for link in links:
+            link.unlink(missing_ok=True)
+        used, freed = self._used(), 0
+        for blob in blobs:
+            if blob.name not in used and blob.parent == (self.folder / "blobs").resolve():
+                freed += blob.stat().st_size
+                blob.unlink()
         left = (path for commit in self.revisions() for path in self.snapshot(commit).rglob("*"))
         has_weights = any(each.suffix in WEIGHT_SUFFIXES and not is_projector(each.name) for each in left)
-        return self._sweep() if has_weights else self.delete()
+        if has_weights or any(path.name not in used for path in (self.folder / "blobs").iterdir()):
+            return freed
+        return freed + self.delete()
 
     def drop(self, etags: Iterable[str]) -> int:
         """Delete the files of an abandoned download: its partial files, and blobs that no snapshot uses.

@@ -1,13 +1,14 @@
 """Deletion of models from this disk, and their disk use."""
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CliError, Exit
 from ..models.catalog import BUILTIN, HUB_ID, commit_of, hub_cache
-from ..models.gguf_folders import quantizations
+from ..models.gguf_folders import choose_quantization, quantizations
 from ..models.recommended import full_name
 from ..models.registry import NameLookup, Registry
 from .cache_layout import INCOMPLETE, Repo, repositories
@@ -22,16 +23,15 @@ class Removable:
     repo: Repo | None
     commit: str | None = None
     """Commit, where one revision only is removed."""
-    files: tuple[str, ...] = ()
-    """Files of a repository of GGUF files, where one quantization only is removed."""
+    links: tuple[Path, ...] = ()
+    """Files in the snapshots of a repository of GGUF files, where one quantization only is removed."""
 
     @property
     def size(self) -> int:
         """Bytes of the files."""
-        if self.repo is None or not self.files:
+        if not self.links:
             return folder_size(self.folder)
-        found = {path.resolve() for name in self.files for path in self.repo.linked(name)}
-        return sum(path.stat().st_size for path in found if path.exists())
+        return sum(path.stat().st_size for path in {link.resolve() for link in self.links} if path.exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
         repo = Repo(cache, match["repo"])
         if not repo.folder.is_dir():
             continue
-        if (wanted := match["quantization"]) is not None:
-            if files := _files_of(repo, wanted):
-                return Removable(name, repo.folder, repo, files=files)
+        if match["quantization"] is not None:
+            if (found := _quantization_in(repo, match, name)) is not None:
+                return found
             continue
         if match["revision"] is None:
             return Removable(name, repo.folder, repo)
@@ -78,15 +78,21 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
     raise _not_found(name)
 
 
-def _files_of(repo: Repo, wanted: str) -> tuple[str, ...]:
-    """Return the files of one quantization, in all snapshots."""
-    names = {
-        path.relative_to(repo.snapshot(commit)).as_posix()
-        for commit in repo.revisions()
-        for path in repo.snapshot(commit).rglob("*.gguf")
-    }
-    models = quantizations(names).get(wanted.upper(), [])
-    return tuple(name for parts in models for name in parts)
+def _quantization_in(repo: Repo, match: re.Match[str], name: str) -> Removable | None:
+    """Find the files of one quantization, in all snapshots or in that of the revision. Raises CliError where
+    several models of a snapshot are of it.
+    """
+    commits = repo.revisions()
+    if match["revision"] is not None:
+        commits = tuple(each for each in commits if each == commit_of(repo.folder, match["revision"]))
+    found = list[Path]()
+    for commit in commits:
+        snapshot = repo.snapshot(commit)
+        names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]
+        if match["quantization"].upper() in quantizations(names):
+            files = choose_quantization(repo.name, names, match["quantization"])
+            found += [snapshot / file for file in files]
+    return Removable(name, repo.folder, repo, links=tuple(found)) if found else None
 
 
 def _not_found(name: str) -> CliError:
@@ -103,8 +109,8 @@ def remove(found: Removable, registry: Registry) -> Removed:
         if found.repo is None:
             registry.forget_directory(found.name)
             return Removed(found.name, 0, forgotten=True)
-        if found.files:
-            freed = found.repo.delete_files(found.files)
+        if found.links:
+            freed = found.repo.delete_files(found.links)
         elif found.commit is None:
             freed = found.repo.delete()
         else:

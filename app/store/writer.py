@@ -70,16 +70,23 @@ class RequestLog:
         """Set by readers that wait for the file to be open."""
         self._opened = threading.Event()
         self._said_dropped = -_SAY_DROPPED_EVERY_S
+        self._discards = False
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def discard_all(self) -> None:
+        """Keep nothing of what is written from now on; in place of `start`."""
+        self._discards = True
 
     def write(self, record: RequestRecord, content: ContentDraft | None = None) -> None:
         """Queue one row. Never blocks; drops and counts it when the queue is full.
 
         Content for which there is no room is left out; `record.content` then says so.
         """
+        if self._discards:
+            return
         if content is not None and not self._room.take(content.size):
             record, content = replace(record, content="dropped"), None
         try:

@@ -198,6 +198,8 @@ class DraftScheduler:
 
     def _add(self, plan: StepPlan, place: int, drafts: list[int], running: int) -> int:
         """Add the drafts that have KV slots to a row of the plan; return their number."""
+        if self._kv_cache.states is not None:  # drafts of other requests have taken some meanwhile
+            drafts = drafts[: self._kv_cache.states.pool.num_free]
         drafts = drafts[: self._slots(plan.rows[place].request, len(drafts), running)]
         if not drafts:
             return 0

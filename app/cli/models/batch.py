@@ -1,11 +1,12 @@
 """`llmbox batch`: answer a file of requests, and go on where an interrupted run stopped."""
 
+import fcntl
 import json
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -26,6 +27,8 @@ ROUTE_OF_FIELD: Final = {
     "input": "/v1/embeddings",
 }
 """Route of a line that is a request's body, by the field that it has."""
+BEGINNING: Final = b'{"custom_id": '
+"""Beginning of every line of OUTPUT."""
 BUSY: Final = (429, 503)
 """Statuses after which a request is sent again."""
 MOST_TRIES: Final = 8
@@ -69,9 +72,11 @@ def batch(
     output.say(f"{len(lines)} requests, {len(lines) - len(left)} answered before.")
     if not left:
         return Exit.OK
+    served = dict[str, str]()
     for name in {line.body["model"] for line in left}:
         fetch_missing(program, [name], {}, yes=yes)
-        ensure_loaded(program, name)
+        served[name] = ensure_loaded(program, name)["name"]  # of a directory: the API knows no paths
+    left = [replace(line, body={**line.body, "model": served[line.body["model"]]}) for line in left]
     return _answer_all(program, left, target, parallel)
 
 
@@ -116,7 +121,9 @@ def _bad(number: int, why: str) -> CliError:
 
 
 def repair(target: Path) -> set[str]:
-    """Return the ids that OUTPUT has, and cut off a line that an interrupted run left unfinished."""
+    """Return the ids that OUTPUT has, and cut off a line that an interrupted run left unfinished. Raises
+    CliError for a file of other content.
+    """
     if not target.exists():
         return set()
     done: set[str] = set()
@@ -126,16 +133,19 @@ def repair(target: Path) -> set[str]:
             try:
                 done.add(json.loads(text)["custom_id"])
             except (ValueError, KeyError, TypeError):
-                if text.endswith(b"\n"):
+                if text.endswith(b"\n") or not text.startswith(BEGINNING[: len(text)]):
                     raise CliError(
                         f"{target} is no output of llmbox batch",
                         f"after {len(done)} answers it has a line without a custom_id",
                         "name another file",
                         Exit.USAGE,
                     ) from None
-                break
+                file.truncate(whole)
+                return done
             whole += len(text)
-        file.truncate(whole)
+            if not text.endswith(b"\n"):
+                file.seek(whole)
+                file.write(b"\n")
     return done
 
 
@@ -173,6 +183,7 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
     stopping = threading.Event()
     try:
         with target.open("a", encoding="utf-8") as answers, errors.open("w", encoding="utf-8") as failures:
+            _lock(answers, target)
             files = ResultFiles(answers, failures, len(lines))
             with ThreadPoolExecutor(parallel) as pool:
                 tasks = [pool.submit(_answer, program, line, files, stopping) for line in lines]
@@ -183,6 +194,8 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
                     stopping.set()
                     for task in tasks:
                         task.cancel()
+                    running = sum(task.running() for task in tasks)
+                    output.say(f"\nStopping after the {running} requests that are being answered.")
                     raise
     except KeyboardInterrupt:
         output.say(f"\nStopped. The same command goes on: {files.written - files.failed} more are answered.")
@@ -195,6 +208,19 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
     if files.failed:
         output.say(f"{files.failed} failed: {errors}")
     return Exit.FAILED if files.failed else Exit.OK
+
+
+def _lock(answers: IO[str], target: Path) -> None:
+    """Make sure that no other run writes to OUTPUT. Raises CliError."""
+    try:
+        fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise CliError(
+            f"another llmbox batch writes to {target}",
+            "both would ask for the same lines",
+            "wait for its end, or name another file",
+            Exit.CONFLICT,
+        ) from None
 
 
 def _answer(program: Program, line: BatchLine, files: ResultFiles, stopping: threading.Event) -> None:

@@ -1,6 +1,7 @@
 """Repositories of GGUF files on a hub on loopback: one quantization is chosen, fetched and served."""
 
 import asyncio
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,7 +128,7 @@ async def test_one_quantization_is_deleted_and_the_last_one_takes_the_rest(
     size = sum(len(data) for name, data in files.items() if "Q8_0" in name)
     assert eight.size == size
     loaded = resolve(f"{REPO}:Q4_K_M", environ, names).path
-    assert weights_of(loaded) == four.repo.linked(four.files[0])[0].resolve()
+    assert weights_of(loaded) == four.links[0].resolve()
     registry = Registry(tmp_path / "models.json")
     assert remove(eight, registry).freed == size
     assert {model.ref.name for model in on_disk(environ, names)} == {"builtin", f"{REPO}:Q4_K_M"}
@@ -135,3 +136,37 @@ async def test_one_quantization_is_deleted_and_the_last_one_takes_the_rest(
     remove(four, registry)
     assert {model.ref.name for model in on_disk(environ, names)} == {"builtin"}
     assert not four.folder.exists()
+
+
+def cached(cache: Path, commit: str, **contents: bytes) -> None:
+    """Put files into a snapshot of a cache; underscores stand for dots."""
+    repo = cache / "models--org--tiny-GGUF"
+    snapshot, blobs = repo / "snapshots" / commit, repo / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        digest = hashlib.sha256(content).hexdigest()
+        (blobs / digest).write_bytes(content)
+        (snapshot / f"{name}.gguf").symlink_to(f"../../blobs/{digest}")
+
+
+def test_deletion_of_a_quantization_takes_nothing_else(tmp_path: Path) -> None:
+    environ, names, registry = (
+        {"HF_HUB_CACHE": str(tmp_path)},
+        NameLookup(),
+        Registry(tmp_path / "models.json"),
+    )
+    old, new = "a" * 40, "c" * 40
+    cached(tmp_path, old, tiny_Q4_0=b"old four")
+    cached(tmp_path, new, tiny_Q4_0=b"new four", tiny_Q8_0=b"eight", big_Q8_0=b"big eight")
+    blobs = tmp_path / "models--org--tiny-GGUF/blobs"
+    (blobs / "half.incomplete").write_bytes(b"half")
+    (blobs / "part").write_bytes(b"finished part of a download")
+    with pytest.raises(CliError, match="ambiguous"):
+        find_removable(f"{REPO}:Q8_0", environ, names)
+    assert remove(find_removable(f"{REPO}:Q4_0@{old}", environ, names), registry).freed == len("old four")
+    assert (blobs.parent / "snapshots" / new / "tiny_Q4_0.gguf").read_bytes() == b"new four"
+    for link in (blobs.parent / "snapshots" / new).glob("*_Q8_0.gguf"):
+        link.unlink()
+    assert remove(find_removable(f"{REPO}:Q4_0", environ, names), registry).freed == len("new four")
+    assert {"half.incomplete", "part"} <= {path.name for path in blobs.iterdir()}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from llmbox.engine.core.draft_scheduler import ModelDrafts
 from llmbox.engine.core.step import SampledToken, StepResult
 from llmbox.engine.ipc.messages import TokenLogprobs
 from support.scheduling import make_request, make_scheduler, play_model, step
@@ -159,3 +160,26 @@ def test_a_failure_with_drafts_is_tried_again_without():
     assert not plan.rows[0].drafts
     (output,) = scheduler.update(plan, StepResult(failed={"a": "NaN"}))
     assert output.error_message == "NaN"
+
+
+class AnyDrafts:
+    """A draft model that proposes as many tokens as it may."""
+
+    def propose(self, wanted):
+        return ModelDrafts([[90] * most for _, most in wanted], 1, len(wanted))
+
+
+def test_drafts_of_a_model_take_no_more_states_than_are_free():
+    """Of each draft the state before it is kept, to go back to: without a slot it would be lost."""
+    scheduler = make_scheduler(draft_rows=16, state_slots=5, cache=False)
+    scheduler.drafting._model = AnyDrafts()
+    requests = [make_request(name, 8, max_tokens=20) for name in ("a", "b")]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler, token_id=1)
+    step(scheduler, token_id=2)
+    plan = scheduler.schedule()
+    assert 0 < sum(len(row.drafts) for row in plan.rows) <= 3
+    for row in plan.rows:
+        assert {position for position, _ in row.saves} >= set(range(row.start + 1, row.end))
+    play_model(scheduler, plan)

@@ -1,5 +1,6 @@
 """`llmbox batch`: every line once, whatever interrupts it."""
 
+import fcntl
 import json
 import threading
 from pathlib import Path
@@ -35,7 +36,7 @@ class FakeClient:
 def client(monkeypatch):
     made = FakeClient()
     monkeypatch.setattr(batch, "fetch_missing", lambda *_, **__: None)
-    monkeypatch.setattr(batch, "ensure_loaded", lambda *_: {})
+    monkeypatch.setattr(batch, "ensure_loaded", lambda _, name: {"name": name.rpartition("/")[2]})
     monkeypatch.setattr(batch, "LONGEST_PAUSE", 0.0)
     return made
 
@@ -147,3 +148,34 @@ def test_other_files_are_not_written_over(run, tmp_path):
     other = write(tmp_path / "out", {"name": "precious"})
     assert "is no output of llmbox batch" in run(source, other).exception.what
     assert json.loads(other.read_text()) == {"name": "precious"}
+
+
+@pytest.mark.parametrize("content", ['{"important": 1}', "hf_abcdef", '{"custom_id": "1"}\nnotes'])
+def test_a_file_without_a_last_newline_is_not_emptied(run, tmp_path, content):
+    source = write(tmp_path / "in", {"prompt": "x", "model": "m"})
+    (tmp_path / "out").write_text(content)
+    assert "is no output of llmbox batch" in run(source, tmp_path / "out").exception.what
+    assert (tmp_path / "out").read_text() == content
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(run, client, tmp_path):
+    source = write(tmp_path / "in", {"prompt": "x"}, {"prompt": "y"})
+    run(source, tmp_path / "out", "--model", "m")
+    (tmp_path / "out").write_text((tmp_path / "out").read_text().splitlines()[0])
+    client.asked.clear()
+    run(source, tmp_path / "out", "--model", "m")
+    assert len(client.asked) == 1
+    assert set(read(tmp_path / "out")) == {"1", "2"}
+
+
+def test_a_directory_is_asked_for_by_the_name_it_is_served_under(run, client, tmp_path):
+    source = write(tmp_path / "in", {"prompt": "x"})
+    run(source, tmp_path / "out", "--model", "/models/tiny")
+    assert [each["model"] for each in client.asked] == ["tiny"]
+
+
+def test_two_runs_do_not_write_to_one_file(run, tmp_path):
+    source = write(tmp_path / "in", {"prompt": "x", "model": "m"})
+    with (tmp_path / "out").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "another llmbox batch" in run(source, tmp_path / "out").exception.what
