@@ -13,7 +13,7 @@ from typing import Any, Final
 import psutil
 
 from ..config.settings import ServerSettings
-from ..http.server.sockets import is_loopback
+from ..http.server.sockets import BRIDGES, is_loopback
 from ..lifecycle.instance import RunningDaemon
 
 log = logging.getLogger("llmbox.daemon")
@@ -29,7 +29,8 @@ def announced_addresses(host: str) -> list[str]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = [
         each.address.partition("%")[0]
-        for addresses in psutil.net_if_addrs().values()
+        for name, addresses in psutil.net_if_addrs().items()
+        if not name.startswith(BRIDGES)
         for each in addresses
         if each.family == family
     ]

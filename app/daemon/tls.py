@@ -69,7 +69,9 @@ def machine_names(host: str) -> list[str]:
     """Names and addresses by which clients may call this machine."""
     import psutil  # noqa: PLC0415 - 30 ms that a start without TLS need not wait for
 
-    found = ["localhost", "127.0.0.1", "::1", socket.gethostname(), f"{socket.gethostname()}.local"]
+    machine = socket.gethostname()
+    announced = f"{machine.partition('.')[0]}.local"  # by mDNS, which knows no domain
+    found = ["localhost", "127.0.0.1", "::1", machine, f"{machine}.local", announced]
     for addresses in psutil.net_if_addrs().values():
         found += [
             each.address.partition("%")[0]

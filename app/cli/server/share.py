@@ -23,6 +23,7 @@ from ...config.loader import load_settings, read_file, remove_value, set_value
 from ...config.schema import schema
 from ...config.settings import Scalar
 from ...errors import CliError, Exit
+from ...http.server.sockets import BRIDGES
 from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util.atomic_file import write_whole
@@ -35,8 +36,6 @@ CHANGED = ("server.host", "server.tls", "server.mdns")
 """Settings that sharing writes."""
 START_TIMEOUT = 600.0
 """Seconds for the models that were in memory to be there again."""
-_BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "podman", "lxc")
-"""Interfaces of containers and virtual machines: no phone reaches their addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ def lan_addresses() -> list[NetworkAddress]:
     found = [
         NetworkAddress(each.address, name)
         for name, addresses in psutil.net_if_addrs().items()
-        if name in up and not name.startswith(_BRIDGES)
+        if name in up and not name.startswith(BRIDGES)
         for each in addresses
         if each.family == socket.AF_INET and _is_for_others(each.address)
     ]
@@ -162,7 +161,7 @@ def _ask_choices(found: Sequence[NetworkAddress], tls: bool | None, mdns: bool |
         question = "Encrypt with HTTPS? Browsers warn once, as the certificate is made on this machine"
         tls = click.confirm(question, default=True, err=True)
     if mdns is None:
-        question = f"Announce it on the network as “llmbox on {socket.gethostname()}”"
+        question = f"Announce it on the network as “llmbox on {socket.gethostname().partition('.')[0]}”"
         mdns = click.confirm(question, default=False, err=True)
     return tls, mdns
 

@@ -38,6 +38,7 @@ class HostList:
             *_ALWAYS,
             self._machine,
             f"{self._machine}.local",
+            f"{self._machine.partition('.')[0]}.local",  # the name that mDNS announces
             *(name for name in self._configured if not _has_port(name)),
         }
         if port is not None:

@@ -21,6 +21,8 @@ BACKLOG = 4096
 """Connections that the kernel keeps until they are accepted; net.core.somaxconn bounds it."""
 _LOOPBACK = {"127.0.0.1": "::1", "localhost": "::1"}
 _FREE_PORT_TRIES = 20
+BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "podman", "lxc")
+"""First letters of interfaces of containers and virtual machines: no other device reaches their addresses."""
 
 
 class PortInUse(LlmboxError):  # noqa: N818 - named for what the user reads

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from types import SimpleNamespace
 
 import pytest
 import zeroconf
@@ -101,6 +102,14 @@ async def test_a_missing_package_is_a_line_in_the_log(monkeypatch, caplog):
     monkeypatch.setattr(mdns, "import_module", missing)
     await live(ServerSettings(mdns=True, host="192.0.2.7"), daemon())
     assert "zeroconf is not installed" in caplog.text
+
+
+def test_addresses_of_bridges_are_not_announced(monkeypatch):
+    ends = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "veth1f": "192.0.2.9", "eth0": "192.0.2.7"}
+    there = {name: [SimpleNamespace(family=socket.AF_INET, address=end)] for name, end in ends.items()}
+    monkeypatch.setattr(mdns.psutil, "net_if_addrs", lambda: there)
+    assert announced_addresses("0.0.0.0") == ["192.0.2.7"]
+    assert announced_addresses("172.17.0.1") == ["172.17.0.1"]  # the owner's choice
 
 
 def test_addresses_are_those_that_others_can_use():

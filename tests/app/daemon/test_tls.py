@@ -54,6 +54,12 @@ def test_names_of_the_machine_hold_no_wildcard_address(tmp_path):
     assert b"CERTIFICATE" in certificate.read_bytes()
 
 
+def test_a_host_name_with_a_domain_is_also_known_as_mdns_announces_it(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "box.example.net")
+    names = machine_names("0.0.0.0")
+    assert {"box.local", "box.example.net", "box.example.net.local"} <= set(names)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

@@ -7,6 +7,7 @@ from litestar import get, post
 from litestar.params import JSONBody
 
 from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server.origin import HostList
 from support.http_app import allowing, client, fake_services, make_app, over_unix
 
 PATHS = ["/health", "/no/such/route", "/echo"]
@@ -276,3 +277,10 @@ async def test_odd_paths_are_not_found(path: str) -> None:
         request = http.build_request("GET", "/")
         request.url = request.url.copy_with(raw_path=path.encode())
         assert (await http.send(request)).status_code in {200, 404}
+
+
+@pytest.mark.parametrize("host", ["box.local", "box.example.net", "box.example.net.local"])
+def test_a_host_name_with_a_domain_is_also_known_as_mdns_announces_it(host):
+    hosts = HostList(machine="Box.example.net")
+    assert hosts.allows({"server": ("192.0.2.7", 7411)}, f"{host}:7411".encode())
+    assert not hosts.allows({"server": ("192.0.2.7", 7411)}, b"box:7411")
