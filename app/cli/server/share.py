@@ -57,7 +57,11 @@ class NetworkAddress:
     metavar="NAME",
     help="Key for the other devices; made if there is none of that name.",
 )
-@click.option("--tls/--no-tls", default=None, help="Encrypt with HTTPS (default), or send keys in the clear.")
+@click.option(
+    "--tls/--no-tls",
+    default=None,
+    help="Encrypt with HTTPS (default), or send keys in the clear and print no sign-in link.",
+)
 @click.option("--mdns/--no-mdns", default=None, help="Announce the box on the network; default: no.")
 @click.option("--yes", is_flag=True, help="Do not ask: HTTPS, no announcement, restart the daemon.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -290,11 +294,13 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
     running = find_running(program.paths)
     assert running is not None  # `_change` raised otherwise
     roots = [_reached_at(running, each.address) for each in found]
-    link = urlsplit(sign_in_link(program))
-    sign_in = f"{roots[0]}{link.path}?{link.query}"
+    sign_in = ""
+    if running.certificate:  # in the clear it would give the owner's rights to whoever listens
+        link = urlsplit(sign_in_link(program))
+        sign_in = f"{roots[0]}{link.path}?{link.query}"
     fingerprint = certificate_fingerprint(Path(running.certificate)) if running.certificate else ""
     if as_json:
-        told = {"shared": True, "urls": [f"{root}/v1" for root in roots], "sign_in": sign_in}
+        told = {"shared": True, "urls": [f"{root}/v1" for root in roots], "sign_in": sign_in or None}
         told |= {"key": key, "secret": secret or None, "certificate": running.certificate or None}
         output.write_json("share", {**told, "certificate_sha256": fingerprint or None})
         return
@@ -311,10 +317,18 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
         output.write(f"  TLS     SHA-256 {fingerprint}")
         output.write("          (a browser that warns shows the same: then go on)")
     output.write("")
-    output.write("Phone or tablet: scan this, or open the link. It signs one browser in, within 15 minutes.")
-    if sys.stdout.isatty():
-        output.write(qr_text(sign_in))
-    output.write(f"  {sign_in}")
+    if sign_in:
+        output.write(
+            "Phone or tablet: scan this, or open the link. It signs one browser in, within 15 minutes."
+        )
+        if sys.stdout.isatty():
+            output.write(qr_text(sign_in))
+        output.write(f"  {sign_in}")
+    else:
+        output.write("Without HTTPS there is no sign-in link for other devices, as others could read it.")
+        output.write(
+            "Open the panel on this machine (llmbox up --open), or share with HTTPS: llmbox share --tls"
+        )
     output.write("")
     output.write("A program on another machine:")
     output.write(f"  export OPENAI_BASE_URL={roots[0]}/v1 OPENAI_API_KEY=KEY")

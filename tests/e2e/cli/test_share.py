@@ -81,6 +81,8 @@ def test_a_daemon_is_shared_and_no_longer(llmbox, box):  # noqa: F811
     assert "lan, which exists" in out
     assert f"http://127.0.0.1:{box.running.port}/v1" in out
     assert "SSL_CERT_FILE" not in out
+    assert "token=" not in out  # it would cross the network in the clear
+    assert "share with HTTPS" in out
     assert "Undo: llmbox --data-dir" in out
 
     code, _, err = llmbox("share", "--off", "--yes")
@@ -139,6 +141,14 @@ def test_the_announcement_needs_its_package(llmbox, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     code, _, err = llmbox("share", "--yes", "--mdns")
     assert (code, "it needs the package zeroconf" in err) == (Exit.FAILED, True)
+
+
+def test_in_the_clear_there_is_no_sign_in_link_and_no_code(llmbox, box, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "no sign-in link" in llmbox("share", "--help")[1]
+    code, out, err = llmbox("share", "--no-tls", "--yes", "--json")
+    assert (code, json.loads(out)["sign_in"]) == (0, None), err
+    assert "▀" not in llmbox("share", "--no-tls", "--yes")[1]
 
 
 def test_addresses_are_no_loopback():
