@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +106,8 @@ class BlockStore:
         self._make_buffer, self._clock = make_buffer, clock
         self._known: dict[bytes, bool] = {}
         """Files by the digest of their address, and whether they are ends of turns."""
+        self._leaving: Counter[bytes] = Counter()
+        """Digests of addresses that wait to be removed."""
         self._owned = folder.recount()
         self._list()
         self._changed = threading.Condition()
@@ -137,7 +139,7 @@ class BlockStore:
         return self.folder.address(owner, kind, block_hash)
 
     def has(self, address: BlockAddress) -> bool:
-        return address.digest in self._known
+        return address.digest in self._known and address.digest not in self._leaving
 
     @property
     def is_paused(self) -> bool:
@@ -187,7 +189,9 @@ class BlockStore:
             self._submit(partial(self._touch, found))
 
     def remove(self, addresses: Sequence[BlockAddress]) -> None:
-        """Remove these blocks, also where they are queued to be written before."""
+        """Remove these blocks, also where they are queued to be written before. None is found any more."""
+        with self._changed:
+            self._leaving.update(address.digest for address in addresses)
         self._submit(partial(self._remove, addresses))
 
     def _submit(self, task: BlockWrite | Callable[[], None]) -> None:
@@ -318,8 +322,10 @@ class BlockStore:
         for address in addresses:
             if address.digest in self._known:
                 path = self._file(address)
-                del self._known[address.digest]
+                self._known.pop(address.digest, None)
                 self._drop(path)
+        with self._changed:
+            self._leaving -= Counter(address.digest for address in addresses)
 
     def _file(self, address: BlockAddress) -> Path:
         suffix = TURN_END if self._known.get(address.digest) else ""

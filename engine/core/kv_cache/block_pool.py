@@ -8,7 +8,9 @@ A block is always in exactly one of three states:
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+from ...kv_store.block_file import BlockKind
 from .prefix_cache import PrefixCache
 from .prefix_history import PrefixHistory
 
@@ -119,3 +121,26 @@ class BlockPool:
     def check_holders(self, held: Mapping[int, int]) -> None:
         """Assert that the references of block tables, `held`, are those that the pool has counted."""
         assert dict(held) == {block: refs for block, refs in enumerate(self._refs) if refs > 0}
+
+
+class CopyEvent(Protocol):
+    def wait(self) -> None:
+        """Block until the copies queued before the event are done."""
+        ...
+
+
+class BlockMemory(Protocol):
+    """Copies between blocks on the device and host memory, queued in the order of steps."""
+
+    @property
+    def sizes(self) -> Mapping[BlockKind, int]:
+        """Bytes of one block of each kind that the model has."""
+        ...
+
+    def make_buffer(self, size: int) -> memoryview:
+        """Allocate host memory that copies may use."""
+        ...
+
+    def save(self, kind: BlockKind, index: int, into: memoryview) -> None: ...
+    def load(self, kind: BlockKind, index: int, data: memoryview) -> None: ...
+    def record(self) -> CopyEvent: ...

@@ -10,14 +10,15 @@ So admission knows one prefix cache only. A block that is evicted before it was 
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from itertools import product
+from typing import TYPE_CHECKING, Final
 
 from ...kv_store.block_file import BlockAddress, BlockKind
 from ...kv_store.store import BlockStore, BlockWrite, ReadJob
 from ..request import Request
-from .block_pool import BlockPool
+from .block_pool import BlockMemory, BlockPool, CopyEvent
 from .prefix_cache import extend_hashes
 
 if TYPE_CHECKING:
@@ -35,29 +36,6 @@ QUIET_SECONDS: Final = 5.0
 """Time without a block from disk after which a request waits no longer."""
 SMALL_STATE_BLOCKS: Final = 16
 """KV blocks whose bytes a recurrent state may take to be written at every place where it is kept."""
-
-
-class CopyEvent(Protocol):
-    def wait(self) -> None:
-        """Block until the copies queued before the event are done."""
-        ...
-
-
-class BlockMemory(Protocol):
-    """Copies between blocks on the device and host memory, queued in the order of steps."""
-
-    @property
-    def sizes(self) -> Mapping[BlockKind, int]:
-        """Bytes of one block of each kind that the model has."""
-        ...
-
-    def make_buffer(self, size: int) -> memoryview:
-        """Allocate host memory that copies may use."""
-        ...
-
-    def save(self, kind: BlockKind, index: int, into: memoryview) -> None: ...
-    def load(self, kind: BlockKind, index: int, data: memoryview) -> None: ...
-    def record(self) -> CopyEvent: ...
 
 
 @dataclass(slots=True)
@@ -150,13 +128,15 @@ class KVTiers:
             self.note_cached(request, "state", state, is_turn_end=True)
 
     def note_suspect(self, request: Request) -> None:
-        """Remove a request's blocks from disk, because their content may be wrong."""
-        addresses = []
-        for kind in self._memory.sizes:
-            for block_hash in request.block_hashes:
-                self._pending.pop((kind, block_hash), None)
-                addresses.append(self._address(request, kind, block_hash))
-        self.store.remove(addresses)
+        """Remove a request's blocks from disk, because their content may be wrong; end reads of them."""
+        self._finish_copies()  # their writes are queued before they are removed
+        hashes = frozenset(request.block_hashes)
+        for kind, block_hash in product(self._memory.sizes, hashes):
+            self._pending.pop((kind, block_hash), None)
+        for reading in self._reading.values():
+            if not hashes.isdisjoint(block_hash for _, block_hash in reading.items):
+                self.store.cancel(reading.job)  # `poll` returns its request
+        self.store.remove([self._address(request, *each) for each in product(self._memory.sizes, hashes)])
 
     def pump(self) -> bool:
         """Copy blocks for the writer as far as it keeps up. Returns True if blocks are left that can be."""
