@@ -187,8 +187,6 @@ def rotate(program: Program, name: str, *, as_json: bool) -> None:
 @pass_program
 def rm(program: Program, names: tuple[str, ...], *, yes: bool) -> None:
     """Revoke keys. Their stored answers (store: true) are erased."""
-    from ...control.kv_cache import purge_key
-
     store = _store(program)
     store.check()
     wanted = [store.get(name) for name in dict.fromkeys(names)]
@@ -196,10 +194,18 @@ def rm(program: Program, names: tuple[str, ...], *, yes: bool) -> None:
     question = f"Revoke {keys}? Their running requests end, and what they had stored is erased"
     require_consent(question, "nothing was revoked", yes=yes, as_json=False)
     for each in wanted:
-        gone = store.remove(each.name)
-        purge_key(program.paths, program.settings().settings.cache, gone.id)
+        gone = revoke(program, store, each.name)
         output.say(f"{gone.name} ({gone.display}) is revoked.")
-    _forget_stored(program)
+    forget_stored(program)
+
+
+def revoke(program: Program, store: "KeyStore", name: str) -> "ApiKey":
+    """Delete a key and what it has on disk of the KV cache; `forget_stored` afterwards erases its answers."""
+    from ...control.kv_cache import purge_key
+
+    gone = store.remove(name)
+    purge_key(program.paths, program.settings().settings.cache, gone.id)
+    return gone
 
 
 @key.command(cls=Command)
@@ -226,7 +232,7 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
         output.say("There are no keys. On this machine none is needed; make one with llmbox key add NAME.")
 
 
-def _forget_stored(program: Program) -> None:
+def forget_stored(program: Program) -> None:
     """Erase the stored answers of deleted keys. Without a daemon that happens a minute after its
     next start.
     """

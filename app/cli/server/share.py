@@ -28,6 +28,7 @@ from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util.atomic_file import write_whole
 from .. import output
+from ..admin.key import forget_stored, revoke
 from ..output import require_consent
 from .lifecycle import restart_daemon
 from .up import sign_in_link
@@ -273,11 +274,12 @@ def _unshare(program: Program, *, yes: bool, as_json: bool) -> None:
     if find_running(program.paths) is not None:
         question += " and restart the daemon"
     require_consent(question, "nothing was changed", yes=yes, as_json=as_json)
+    for name in revoked:  # first: they are refused even if the daemon does not come back
+        revoke(program, store, name)
+    forget_stored(program)
     _write_back(program, known["before"])
     if find_running(program.paths) is not None:
         restart_daemon(program, now=False, timeout=START_TIMEOUT, without=CHANGED)
-    for name in revoked:
-        store.remove(name)
     program.paths.share_file.unlink(missing_ok=True)
     host = load_settings(program.paths, program.environ, {}).settings.server.host
     if as_json:

@@ -15,7 +15,7 @@ from llmbox.app.cli.server import share
 from llmbox.app.cli.server.share import NetworkAddress, certificate_fingerprint, lan_addresses, qr_text
 from llmbox.app.config.loader import read_file
 from llmbox.app.daemon.tls import self_made_certificate
-from llmbox.app.errors import Exit
+from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.program import Program
 from llmbox.app.main import run
 from support.cli_box import box  # noqa: F401 - a fixture
@@ -91,6 +91,26 @@ def test_a_daemon_is_shared_and_no_longer(llmbox, box):  # noqa: F811
     assert box.paths.config_file.read_text() == "# mine\n[server]\nmdns = false\n"
     assert box.api("keys")["keys"] == []
     assert llmbox("share", "--off", "--yes")[0] == Exit.NOT_FOUND
+
+
+def test_the_undo_revokes_before_it_restarts_and_erases_as_key_rm_does(llmbox, box, monkeypatch):  # noqa: F811
+    assert llmbox("share", "--yes")[0] == 0
+    (key,) = box.api("keys")["keys"]
+    events = []
+
+    def restart(*_, **__):
+        events.append(("restart", box.api("keys")["keys"]))
+        raise CliError("it does not start", "a test", "none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(share, "restart_daemon", restart)
+        patched.setattr(share, "forget_stored", lambda _: events.append(("forget", None)))
+        patched.setattr(
+            "llmbox.app.control.kv_cache.purge_key", lambda *given: events.append(("purge", given[2]))
+        )
+        assert llmbox("share", "--off", "--yes")[0] == Exit.FAILED
+    assert events == [("purge", key["id"]), ("forget", None), ("restart", [])]
+    assert llmbox("share", "--off", "--yes")[0] == 0  # once more, to the end
 
 
 def test_a_start_that_fails_leaves_the_settings_as_they_were(llmbox, box, monkeypatch):  # noqa: F811
