@@ -110,7 +110,13 @@ def share(
     doing = "Restart the daemon? Open requests finish first" if running else "Start the daemon"
     require_consent(doing, "nothing was shared", yes=yes, as_json=as_json)
     name, secret = _take_key(program, key_name)
-    _change(program, wanted, name if secret else None)
+    try:
+        _change(program, wanted, name if secret else None)
+    except (CliError, KeyboardInterrupt):
+        now = find_running(program.paths)
+        if now is not None and now != running:  # a model has failed, say: the secret must not be lost
+            _show(program, found, name, secret, as_json=as_json)
+        raise
     _show(program, found, name, secret, as_json=as_json)
 
 
@@ -219,23 +225,35 @@ def _take_key(program: Program, name: str) -> tuple[str, str]:
 
 
 def _change(program: Program, wanted: dict[str, Scalar], made_key: str | None) -> None:
-    """Write the settings and restart; where the daemon does not start, the file is as before."""
+    """Write the settings and restart; where no new daemon runs, all is as before and the key made is gone."""
+    from ...security.key_store import KeyStore
+
     file, kept = program.paths.config_file, program.paths.share_file
+    running = find_running(program.paths)
     known = _read_share(program)
+    earlier = None if known is None else kept.read_bytes()
     if known is None:
         values = read_file(file)
         known = {"before": {name: values[name][0] for name in CHANGED if name in values}, "keys": []}
     before = read_file(file)
     known["keys"] += [made_key] if made_key else []
     write_whole(kept, json.dumps(known).encode())
-    for name, value in wanted.items():
-        set_value(file, schema()[name], value)
     try:
+        for name, value in wanted.items():
+            set_value(file, schema()[name], value)
         restart_daemon(program, now=False, timeout=START_TIMEOUT, without=CHANGED)
     except CliError:
-        if find_running(program.paths) is None:
+        now = find_running(program.paths)
+        if now is None or now == running:
+            if made_key:
+                KeyStore(program.paths.keys_file).remove(made_key)
             _write_back(program, {name: before[name][0] for name in CHANGED if name in before})
-            output.say("The settings are as before. Start the daemon with llmbox up.")
+            if earlier is None:
+                kept.unlink(missing_ok=True)
+            else:
+                write_whole(kept, earlier)
+            start = "" if now else " Start the daemon with llmbox up."
+            output.say(f"The settings are as before.{start}")
         raise
 
 
@@ -296,12 +314,9 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
     running = find_running(program.paths)
     assert running is not None  # `_change` raised otherwise
     roots = [_reached_at(running, each.address) for each in found]
-    sign_in = ""
-    if running.certificate:  # in the clear it would give the owner's rights to whoever listens
-        link = urlsplit(sign_in_link(program))
-        sign_in = f"{roots[0]}{link.path}?{link.query}"
     fingerprint = certificate_fingerprint(Path(running.certificate)) if running.certificate else ""
     if as_json:
+        sign_in = _sign_in(program, running, roots[0])
         told = {"shared": True, "urls": [f"{root}/v1" for root in roots], "sign_in": sign_in or None}
         told |= {"key": key, "secret": secret or None, "certificate": running.certificate or None}
         output.write_json("share", {**told, "certificate_sha256": fingerprint or None})
@@ -319,7 +334,7 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
         output.write(f"  TLS     SHA-256 {fingerprint}")
         output.write("          (a browser that warns shows the same: then go on)")
     output.write("")
-    if sign_in:
+    if sign_in := _sign_in(program, running, roots[0]):
         output.write(
             "Phone or tablet: scan this, or open the link. It signs one browser in, within 15 minutes."
         )
@@ -339,6 +354,14 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
     output.write("")
     output.write(f"No connection? The firewall must let TCP port {running.port} in.")
     output.write(f"Undo: {shlex.join(['llmbox', *program.location_flags])} share --off")
+
+
+def _sign_in(program: Program, running: RunningDaemon, root: str) -> str:
+    """Return a link for other devices; empty without HTTPS, where who listens would be signed in as owner."""
+    if not running.certificate:
+        return ""
+    link = urlsplit(sign_in_link(program))
+    return f"{root}{link.path}?{link.query}"
 
 
 def _reached_at(running: RunningDaemon, address: str) -> str:

@@ -121,8 +121,45 @@ def test_a_start_that_fails_leaves_the_settings_as_they_were(llmbox, box, monkey
     assert "is in use" in err
     assert "The settings are as before" in err
     assert read_file(box.paths.config_file) == {}
-    assert llmbox("share", "--off", "--yes")[0] == 0  # revokes the key that was made
+    assert json.loads(llmbox("key", "ls", "--json")[1])["keys"] == []
     assert not box.paths.share_file.exists()
+
+
+def test_a_restart_that_does_not_come_about_leaves_nothing(llmbox, box, monkeypatch):  # noqa: F811
+    assert llmbox("up", "--host", "127.0.0.1")[0] == 0
+
+    def restart(*_, **__):
+        raise CliError("no permission to stop it", "a test", "none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(share, "restart_daemon", restart)
+        assert llmbox("share", "--yes")[0] == Exit.FAILED
+        assert (box.api("keys")["keys"], box.paths.share_file.exists()) == ([], False)
+        assert read_file(box.paths.config_file) == {}
+    assert llmbox("share", "--yes")[0] == 0
+    monkeypatch.setattr(share, "restart_daemon", restart)
+    before = box.paths.share_file.read_bytes()
+    assert llmbox("share", "--yes", "--no-tls", "--key", "second")[0] == Exit.FAILED
+    assert [key["name"] for key in box.api("keys")["keys"]] == ["lan"]
+    assert box.paths.share_file.read_bytes() == before
+    assert read_file(box.paths.config_file)["server.tls"][0] is True
+
+
+def test_a_daemon_that_runs_although_a_model_failed_is_shared_and_its_key_shown(llmbox, box, monkeypatch):  # noqa: F811
+    real = share.restart_daemon
+
+    def restart(*given, **named):
+        real(*given, **named)
+        raise CliError("broken cannot be loaded", "a test", "none")
+
+    monkeypatch.setattr(share, "restart_daemon", restart)
+    code, out, err = llmbox("share", "--yes")
+    assert (code, "broken cannot be loaded" in err) == (Exit.FAILED, True)
+    assert "llmbox is shared on your network" in out
+    secret = out.partition("Key     ")[2].split()[0]
+    certificate = box.paths.tls_dir / "certificate.pem"
+    assert status_of(f"https://127.0.0.1:{box.running.port}/v1/models", certificate, secret) == 200
+    assert "The settings are as before" not in err
 
 
 @pytest.mark.parametrize(
