@@ -84,7 +84,7 @@ class Engine:
         if (tiers := self._scheduler.kv_cache.tiers) is not None:
             if plan.num_tokens >= PROMPT_STEP and not self._runner.depth:
                 tiers.note_computed(plan.num_tokens, self._clock() - started)
-            tiers.pump()
+            tiers.pump(sparingly=self._runner.depth == 0)
             if tiers.is_reading and not (plan.rows or worked):
                 tiers.wait(IDLE_SECONDS)
         self._steps += bool(plan.rows)

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 STEP_BYTES: Final = 64 << 20
 """Most bytes that one call copies each way, next to a step."""
+BUSY_RATE: Final = 12e6
+"""Bytes a second that are copied and written beside steps on a CPU, which needs its cores and its memory's
+bandwidth for these. The rest is written when nothing runs.
+"""
+BUSY_BURST: Final = 8e6
+"""Bytes of these at once."""
 LEAST_SECONDS: Final = 1.0
 """Time that a request waits for the disk, however few tokens it saves."""
 WAIT_SHARE: Final = 0.5
@@ -100,6 +106,7 @@ class KVTiers:
         self._most_pending = kv_cache.pool.num_blocks
         self._block_kv = memory.sizes["kv"]
         self._rate = FIRST_RATE
+        self._credit, self._credited = BUSY_BURST, clock()
 
     # ------------------------------------------------------------------ memory to disk
 
@@ -138,15 +145,19 @@ class KVTiers:
                 self.store.cancel(reading.job)  # `poll` returns its request
         self.store.remove([self._address(request, *each) for each in product(self._memory.sizes, hashes)])
 
-    def pump(self) -> bool:
-        """Copy blocks for the writer as far as it keeps up. Returns True if blocks are left that can be."""
+    def pump(self, *, sparingly: bool = False) -> bool:
+        """Copy blocks for the writer as far as it keeps up. Returns True if blocks are left that can be.
+
+        `sparingly`: beside steps on a CPU.
+        """
         self._finish_copies()
         saved: list[tuple[_PendingBlock, memoryview]] = []
-        left = STEP_BYTES
+        left = allowed = self._allowance() if sparingly else STEP_BYTES
         while self._pending:
             key, block = next(iter(self._pending.items()))
             size = self._memory.sizes[block.kind]
-            if left < min(size, STEP_BYTES) or not self.store.accepts(size):
+            enough = left > 0 if sparingly else left >= min(size, STEP_BYTES)
+            if not enough or not self.store.accepts(size):
                 break
             del self._pending[key]
             index = self._index(block.kind, block.block_hash)
@@ -157,9 +168,18 @@ class KVTiers:
             self._memory.save(block.kind, index, buffer)
             saved.append((block, buffer))
             left -= size
+        if sparingly:
+            self._credit -= allowed - left
         if saved:
             self._copies.append(_Copies(self._memory.record(), saved=saved))
         return bool(self._copies or (self._pending and not self.store.is_paused))
+
+    def _allowance(self) -> int:
+        """Return the bytes that may be copied beside this step; below 0: none."""
+        now = self._clock()
+        self._credit = min(BUSY_BURST, self._credit + (now - self._credited) * BUSY_RATE)
+        self._credited = now
+        return int(self._credit)
 
     def _finish_copies(self) -> None:
         """Hand on what was copied before the last step. On a CPU a copy is done when its call returns."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.engine.core.kv_cache import tiers as tiers_module
 from llmbox.engine.core.kv_cache.prefix_cache import extend_hashes
 from llmbox.engine.core.kv_cache.window_manager import pool_blocks
 from llmbox.engine.kv_store import store as store_module
@@ -230,3 +231,23 @@ def test_a_resumed_request_computes_nothing_again(tmp_path, engines):
     assert said + second.answers["a"].token_ids == expected_output("", request.prompt_ids, request.params)
     computed = sum(row.num_tokens for plan in second.runner.plans for row in plan.rows)
     assert computed <= 4 + 30 - len(said)
+
+
+def test_beside_steps_few_bytes_are_copied_and_the_rest_when_nothing_runs(tmp_path, engines, monkeypatch):
+    now = [0.0]
+    engine = engines(tmp_path)
+    monkeypatch.setattr(engine.tiers, "_clock", lambda: now[0])
+    block = engine.tiers._memory.sizes["kv"]
+    monkeypatch.setattr(tiers_module, "BUSY_RATE", 2 * block)
+    monkeypatch.setattr(tiers_module, "BUSY_BURST", 2 * block)
+    engine.tiers._credit, engine.tiers._credited = 0.0, 0.0
+    serve(engine, [make_request("long", range(100, 132), max_tokens=1)])
+    waiting = len(engine.tiers._pending)
+    assert waiting >= 8
+    now[0] = 1.0
+    engine.tiers.pump(sparingly=True)
+    assert len(engine.tiers._pending) == waiting - 2
+    engine.tiers.pump(sparingly=True)
+    assert len(engine.tiers._pending) == waiting - 2
+    write_out(engine.tiers)
+    assert not engine.tiers._pending
