@@ -28,16 +28,16 @@ def limit_bytes(paths: Paths, settings: CacheSettings) -> int:
 @contextlib.contextmanager
 def claim_kv_cache(paths: Paths, settings: CacheSettings) -> Iterator[dict[str, str]]:
     """Claim the folder for this daemon; yield the environment of its engines, empty where it is left out."""
-    most = limit_bytes(paths, settings)
-    folder = KVFolder(paths.kv_cache, most, settings.kv_key_share)
-    if not most:
-        yield {}
-        return
+    claim = None
     try:
-        folder.open()
-        claim = folder.claim()
+        most = limit_bytes(paths, settings)
+        folder = KVFolder(paths.kv_cache, most, settings.kv_key_share)
+        if most:
+            folder.open()
+            claim = folder.claim()
     except (KVFolderUnusable, OSError) as error:
         log.warning("the KV cache on disk is left out: %s", error)
+    if claim is None:
         yield {}
         return
     threading.Thread(target=_tidy, args=(folder, paths), name="kv-tidy", daemon=True).start()

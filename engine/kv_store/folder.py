@@ -15,16 +15,19 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from .block_file import ADDRESS_BYTES, BlockAddress, BlockKind
+from .block_file import ADDRESS_BYTES, MODEL_BYTES, BlockAddress, BlockKind
 from .environment import NETWORK, filesystem_of
+from .usage_file import UsageFile
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,9 @@ TURN_END: Final = ".turn"
 PART: Final = ".part"
 ABOUT: Final = "about.json"
 _OWNER_DIGITS: Final = 16
+_MODEL_NAME: Final = re.compile(f"[0-9a-f]{{{2 * MODEL_BYTES}}}")
+_OWN: Final = frozenset({"format", "secret", "lock", "usage", "lost+found"})
+"""Names beside the models' folders; the last one is of the file system."""
 
 
 class KVFolderUnusable(Exception):  # noqa: N818 - the tier is left out
@@ -105,6 +111,7 @@ class KVFolder:
             raise KVFolderUnusable(
                 f"{self.root} is on a network disk ({kind}): use a --data-dir on a local one"
             )
+        self._refuse_foreign()
         with self._changing():
             version = self._version()
             if version > FORMAT:
@@ -116,6 +123,16 @@ class KVFolder:
                 self._clear()
             self._secret = self._read_secret()
 
+    def _refuse_foreign(self) -> None:
+        """Raise KVFolderUnusable for a folder that holds other things, and was never one of blocks."""
+        names = {child.name.removesuffix(PART) for child in self.root.iterdir()}
+        if "format" in names or _models(self.root):
+            return
+        if foreign := sorted(names - _OWN):
+            raise KVFolderUnusable(
+                f"{self.root} holds other files ({foreign[0]}): move them, or use another --data-dir"
+            )
+
     def _version(self) -> int:
         try:
             return int((self.root / "format").read_text())
@@ -125,9 +142,8 @@ class KVFolder:
             return 0
 
     def _clear(self) -> None:
-        for child in self.root.iterdir():
-            if child.is_dir():
-                shutil.rmtree(child)
+        for model in _models(self.root):
+            shutil.rmtree(model)
         (self.root / "secret").unlink(missing_ok=True)
         _replace(self.root / "format", f"{FORMAT}\n".encode())
 
@@ -138,9 +154,8 @@ class KVFolder:
             secret = path.read_bytes()
             if len(secret) == hashlib.blake2b.MAX_KEY_SIZE:
                 return secret
-        for child in self.root.iterdir():
-            if child.is_dir():
-                shutil.rmtree(child)
+        for model in _models(self.root):
+            shutil.rmtree(model)
         secret = os.urandom(hashlib.blake2b.MAX_KEY_SIZE)
         _replace(path, secret)
         return secret
@@ -185,21 +200,24 @@ class KVFolder:
 
         `over`: owner who is over the share of a key, and whose own oldest blocks go first.
         """
-        with self._changing():
-            usage = self._usage()
-            room = self._room(usage)
-            if usage + size > room or over:
-                usage = self._evict(int(room * (1 - SLACK)) - size, over, size)
-                if usage + size > self._room(usage):
-                    self._set_usage(usage)
-                    return False
-            self._set_usage(usage + size)
-        return True
+        with self._changing() as file:
+            usage = self._usage(file)
+            has_room = usage + size <= self._room(usage)
+            if not has_room or over:
+                blocks = self.blocks()
+                usage = sum(block.size for block in blocks)  # whatever was counted
+                room = self._room(usage)
+                if size <= room:  # else not even an empty cache would do
+                    most = usage if usage + size <= room else int(room * (1 - SLACK)) - size
+                    usage = self._evict(blocks, most, over, size)
+                has_room = usage + size <= self._room(usage)
+            file.write(usage + size if has_room else usage)
+        return has_room
 
     def release(self, size: int) -> None:
         """Take back a reservation, or count a removed file."""
-        with self._changing():
-            self._set_usage(max(0, self._usage() - size))
+        with self._changing() as file:
+            file.write(self._usage(file) - size)
 
     @property
     def key_bytes(self) -> int:
@@ -212,11 +230,11 @@ class KVFolder:
         free = disk.f_bavail * disk.f_frsize - int(DISK_RESERVE * disk.f_blocks * disk.f_frsize)
         return min(self.most_bytes, usage + free)
 
-    def _evict(self, most: int, over: str, size: int) -> int:
+    def _evict(self, blocks: list[StoredBlock], most: int, over: str, size: int) -> int:
         """Remove blocks until at most `most` bytes are left, and the owner `over` has room for `size` in its
         share. Returns the bytes of the rest.
         """
-        blocks = sorted(self.blocks(), key=lambda block: block.rank)
+        blocks.sort(key=lambda block: block.rank)
         usage = sum(block.size for block in blocks)
         own = [block for block in blocks if block.owner == over]
         excess = sum(block.size for block in own) + size - int(self.key_bytes * (1 - SLACK))
@@ -234,15 +252,15 @@ class KVFolder:
     def recount(self) -> dict[str, int]:
         """Count all files anew, without leftovers of dead writers. Returns the bytes of each owner."""
         owners: defaultdict[str, int] = defaultdict(int)
-        with self._changing():
+        with self._changing() as file:
             horizon = time.time() - 60
-            for part in self.root.glob(f"*/*/*{PART}"):
+            for part in chain.from_iterable(model.glob(f"*/*{PART}") for model in _models(self.root)):
                 with contextlib.suppress(OSError):
                     if part.stat().st_mtime < horizon:
                         part.unlink()
             for block in self.blocks():
                 owners[block.owner] += block.size
-            self._set_usage(sum(owners.values()))
+            file.write(sum(owners.values()))
         return owners
 
     # ------------------------------------------------------------------ what people call
@@ -250,7 +268,7 @@ class KVFolder:
     def blocks(self, model: Path | None = None) -> list[StoredBlock]:
         """List the files of all blocks, or of one model's."""
         found = []
-        for folder in [model] if model is not None else _folders(self.root):
+        for folder in [model] if model is not None else _models(self.root):
             for owner in _folders(folder):
                 with contextlib.suppress(OSError), os.scandir(owner) as entries:
                     for entry in entries:
@@ -264,7 +282,7 @@ class KVFolder:
     def models(self) -> list[ModelDiskUsage]:
         """List what each model takes, least recently used first."""
         found = []
-        for folder in _folders(self.root):
+        for folder in _models(self.root):
             about: dict[str, Any] = {}
             with contextlib.suppress(OSError, ValueError):
                 about = json.loads((folder / ABOUT).read_bytes())
@@ -300,7 +318,7 @@ class KVFolder:
 
     def _remove_owners(self, goes: Any) -> int:
         freed = 0
-        for model in _folders(self.root):
+        for model in _models(self.root):
             for owner in _folders(model):
                 if goes(owner.name):
                     freed += sum(block.size for block in self.blocks(model) if block.owner == owner.name)
@@ -311,23 +329,12 @@ class KVFolder:
 
     # ------------------------------------------------------------------ files beside the blocks
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        handle = os.open(self.root / "usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
+    def _changing(self) -> contextlib.AbstractContextManager[UsageFile]:
+        return UsageFile.locked(self.root / "usage")
 
-    def _usage(self) -> int:
-        try:
-            return int((self.root / "usage").read_text() or 0)
-        except ValueError:
-            return sum(block.size for block in self.blocks())
-
-    def _set_usage(self, size: int) -> None:
-        (self.root / "usage").write_text(f"{size}\n")
+    def _usage(self, file: UsageFile) -> int:
+        known = file.read()
+        return sum(block.size for block in self.blocks()) if known is None else known
 
 
 def _is_current(about: dict[str, Any]) -> bool:
@@ -351,6 +358,11 @@ def _folders(path: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return [child for child in path.iterdir() if child.is_dir() and not child.is_symlink()]
     return []
+
+
+def _models(root: Path) -> list[Path]:
+    """Return the folders of models: nothing else in `root` is ever removed."""
+    return [folder for folder in _folders(root) if _MODEL_NAME.fullmatch(folder.name)]
 
 
 def _remove(block: StoredBlock) -> int:

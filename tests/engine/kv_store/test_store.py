@@ -15,6 +15,7 @@ from llmbox.engine.kv_store.block_file import HEADER_BYTES
 from llmbox.engine.kv_store.environment import filesystem_of
 from llmbox.engine.kv_store.folder import TURN_END_SECONDS, KVFolder, KVFolderUnusable
 from llmbox.engine.kv_store.store import BlockStore, BlockWrite
+from llmbox.engine.kv_store.usage_file import UsageFile
 from support.kv_tiers import MODEL, SECONDS, open_folder, open_store
 
 SIZE = 1000
@@ -231,6 +232,68 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     monkeypatch.setattr("llmbox.engine.kv_store.folder.filesystem_of", lambda _: "nfs4")
     with pytest.raises(KVFolderUnusable, match=r"network disk \(nfs4\)"):
         open_folder(tmp_path / "kv")
+
+
+def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one").write_text("1")
+    with pytest.raises(KVFolderUnusable, match=r"holds other files \(photos\)"):
+        open_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+@pytest.mark.parametrize("lost", ["format", "secret", None])
+def test_folders_beside_those_of_models_are_never_removed(tmp_path, lost, opened):
+    put(opened(tmp_path), [1])
+    others = [tmp_path / "photos" / "of" / "me.part", tmp_path / ("F" * 32) / "x" / "y"]
+    for other in others:
+        other.parent.mkdir(parents=True)
+        other.write_text("1")
+        os.utime(other, (1, 1))
+    if lost:
+        (tmp_path / lost).unlink()
+    folder = open_folder(tmp_path)
+    folder.keep_owners([])
+    folder.prune(everything=True)
+    assert not folder.models()
+    assert all(other.exists() for other in others)
+
+
+@pytest.mark.parametrize("torn", ["", "0", "\0" * 21, "x\n"])
+def test_usage_that_a_crash_tore_is_counted_anew(tmp_path, torn, opened):
+    store = opened(tmp_path, 10 * FILE)
+    put(store, range(10))
+    (tmp_path / "usage").write_text(torn)
+    put(store, [10])
+    used = sum(path.stat().st_size for path in tmp_path.glob("*/*/*"))
+    assert 9 * FILE <= used <= 10 * FILE
+    assert int((tmp_path / "usage").read_text()) == used
+
+
+@pytest.mark.parametrize("free", [-3 * FILE, -1])
+def test_wrong_usage_on_a_full_disk_evicts_what_one_block_needs(tmp_path, opened, monkeypatch, free):
+    store = opened(tmp_path)
+    put(store, range(20))
+    (tmp_path / "usage").write_text("0\n")
+    monkeypatch.setattr(KVFolder, "_room", lambda _, usage: usage + free)
+    store.folder.reserve(FILE)
+    assert 15 <= len(store.folder.blocks()) < 20
+
+
+def test_a_disk_that_others_filled_costs_no_block(tmp_path, opened, monkeypatch):
+    store = opened(tmp_path)
+    put(store, range(5))
+    monkeypatch.setattr(KVFolder, "_room", lambda _, usage: usage - 100 * FILE)
+    assert not store.folder.reserve(FILE)
+    assert len(store.folder.blocks()) == 5
+
+
+def test_a_lock_that_is_never_released_is_an_error(tmp_path, monkeypatch):
+    folder = open_folder(tmp_path)
+    monkeypatch.setattr("llmbox.engine.kv_store.usage_file.LOCK_SECONDS", 0.05)
+    with UsageFile.locked(tmp_path / "usage"), pytest.raises(OSError, match="keeps it locked"):
+        folder.recount()
+    assert folder.recount() == {}
 
 
 def test_one_daemon_has_the_folder(tmp_path):
