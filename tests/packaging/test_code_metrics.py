@@ -25,7 +25,7 @@ MODULE_LINES = 400
 
 MODULES_TODAY = 511
 DUPLICATED_TODAY = 430
-FLOW_FILES_TODAY = 101
+FLOW_FILES_TODAY = 102
 
 
 def test_no_folder_but_a_dialect_has_many_files_flat():
