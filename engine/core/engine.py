@@ -31,7 +31,7 @@ IDLE_SECONDS: Final = 0.005
 """Time for which the engine waits for the KV cache's threads where it has nothing else to do: so long may a
 message wait.
 """
-CLOSE_SECONDS: Final = 3.0
+CLOSE_SECONDS: Final = 1.5
 PROMPT_STEP: Final = 64
 """Tokens of a step from which on its time tells how fast prompts are computed."""
 

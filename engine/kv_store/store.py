@@ -228,12 +228,13 @@ class BlockStore:
 
     def close(self, seconds: float) -> None:
         """Write what is queued, for `seconds` at most, and end the threads."""
+        end = time.monotonic() + seconds
         self.wait(seconds, lambda: self.has_written_all)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(seconds)
+            thread.join(max(0.0, end - time.monotonic()))
 
     # ------------------------------------------------------------------ the writer's thread
 
@@ -315,8 +316,12 @@ class BlockStore:
     def _touch(self, addresses: Sequence[BlockAddress]) -> None:
         now = time.time_ns() - len(addresses)
         for number, address in enumerate(addresses):
-            with contextlib.suppress(OSError):
+            try:
                 os.utime(self._file(address), ns=(now + number, now + number))
+            except FileNotFoundError:  # evicted: to be written again when it is computed again
+                self._known.pop(address.digest, None)
+            except OSError:
+                continue
 
     def _remove(self, addresses: Sequence[BlockAddress]) -> None:
         for address in addresses:

@@ -129,8 +129,8 @@ class KVTiers:
 
     def note_ended(self, request: Request) -> None:
         """Note that a request used its blocks: their first ones are kept longest, as all others need them."""
-        hashes = reversed(request.block_hashes)
-        self.store.touch([self._address(request, "kv", block_hash) for block_hash in hashes])
+        kinds, hashes = self._memory.sizes, reversed(request.block_hashes)
+        self.store.touch([self._address(request, kind, each) for each in hashes for kind in kinds])
         if (state := request.answer_state) is not None:
             self.note_cached(request, "state", state, is_turn_end=True)
 

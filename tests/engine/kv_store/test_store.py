@@ -77,6 +77,17 @@ def test_the_limit_is_kept_and_the_least_used_leave(tmp_path, opened):
     assert get(store, [0]) == ["gone"]
 
 
+def test_evicted_blocks_that_a_request_had_are_stored_again(tmp_path, opened):
+    store = opened(tmp_path, 9 * FILE)
+    put(store, range(30))
+    assert store.has(address(store, 0)), "nobody has looked since its file went"
+    store.touch([address(store, number) for number in range(30)])
+    assert store.wait(SECONDS, lambda: store.has_written_all)
+    assert store.num_blocks == len(list(tmp_path.glob("*/*/*"))) <= 9
+    put(store, [0])
+    assert get(store, [0]) == ["read"]
+
+
 def test_ends_of_turns_stay_longest(tmp_path, opened):
     store = opened(tmp_path, 20 * FILE)
     put(store, range(40), ends={0, 1})
@@ -178,6 +189,22 @@ def test_a_writer_that_stands_still_blocks_nobody(tmp_path, opened, monkeypatch)
     go.set()
     assert store.wait(SECONDS, lambda: store.has_written_all)
     assert store.num_blocks == 3
+
+
+def test_a_close_waits_no_longer_than_it_may(tmp_path, monkeypatch):
+    """A write and a read hang: the wait and both threads share one time."""
+    release, waits = threading.Event(), []
+    for name in ("write_block", "read_block"):
+        monkeypatch.setattr(store_module, name, lambda *_: release.wait(SECONDS))
+    store = open_store(tmp_path)
+    store._known[address(store, 1).digest] = False
+    store.read([(address(store, 1), SIZE)])
+    store.write(BlockWrite(address(store, 2), store.take_buffer(SIZE), has_quota=False, is_turn_end=False))
+    for thread in store._threads:
+        monkeypatch.setattr(thread, "join", waits.append)
+    store.close(0.05)
+    release.set()
+    assert waits == [0.0, 0.0]
 
 
 def test_a_read_that_hangs_keeps_others_from_waiting(tmp_path, opened, monkeypatch):

@@ -251,3 +251,12 @@ def test_beside_steps_few_bytes_are_copied_and_the_rest_when_nothing_runs(tmp_pa
     assert len(engine.tiers._pending) == waiting - 2
     write_out(engine.tiers)
     assert not engine.tiers._pending
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_a_request_used_is_used_last(tmp_path, engines, kind, monkeypatch):
+    """Keys and values without their window or state are of no use."""
+    engine, touched = engines(tmp_path, **KINDS[kind]), []
+    monkeypatch.setattr(engine.store, "touch", touched.extend)
+    serve(engine, [make_request("a", range(100, 132), max_tokens=4)])
+    assert {each.kind for each in touched} == set(engine.tiers._memory.sizes)
