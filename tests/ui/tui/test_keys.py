@@ -1,5 +1,9 @@
 """What keys do, driven as a person would; the made-up API remembers what was asked of it."""
 
+import json
+import sys
+import threading
+
 import pytest
 
 from llmbox.ui.tui.app import SCREENS
@@ -352,3 +356,24 @@ async def test_a_failed_download_is_dismissed(stage):
         await scene.press("y")
         await scene.until(lambda: scene.api.posted)
         assert scene.api.posted == [("downloads/dismiss", {"model": "org/typo"})]
+
+
+def test_a_recording_is_whole_when_requests_and_events_come_at_once(tmp_path):
+    path = tmp_path / "recording"
+    api = FakeApi()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with path.open("w") as file:
+            recorder = Recorder(api, file)
+            threads = [
+                threading.Thread(target=lambda: [recorder.get("bench") for _ in range(500)]) for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert len([json.loads(line) for line in path.read_text().split("\n")[:-1]]) == 2001
+    assert Replay(path).get("bench") == api.table["bench"]

@@ -98,6 +98,8 @@ class Recorder:
     def __init__(self, api: Api, file: TextIO) -> None:
         self._api, self._file = api, file
         self._begun = time.monotonic()
+        # Requests and events have threads of their own, and a text file is not safe for two.
+        self._lock = threading.Lock()
         self._write({"schema": SCHEMA})
 
     def get(self, path: str) -> dict[str, Any]:
@@ -122,13 +124,16 @@ class Recorder:
 
     def close(self) -> None:
         self._api.close()
-        self._file.flush()
+        with self._lock:
+            self._file.flush()
 
     def _now(self) -> float:
         return round(time.monotonic() - self._begun, 3)
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry, ensure_ascii=False, separators=(",", ":")) + "\n")
+        line = json.dumps(entry, ensure_ascii=False, separators=(",", ":")) + "\n"
+        with self._lock:
+            self._file.write(line)
 
 
 class Replay:
@@ -172,7 +177,7 @@ class Replay:
 
     def _read(self, path: Path) -> None:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file.read().splitlines() or [""], 1):
+            for number, line in enumerate(file.read().rstrip("\n").split("\n"), 1):
                 try:
                     entry = json.loads(line)
                     self._take(entry, first=number == 1)
