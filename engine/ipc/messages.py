@@ -52,6 +52,24 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedImage:
+    """Picture of a prompt, decoded, resized and cut into tiles as the model's processor does."""
+
+    content_hash: bytes
+    """sha256 over the pixels and the facts of preprocessing: equal hashes mean equal embeddings."""
+    tiles: list[tuple[int, int]]
+    """(height, width) of each tile."""
+    pixels: bytes
+    """RGB of all tiles one after another, row by row, one byte a color."""
+    grid: tuple[int, int] = (0, 0)
+    """Rows and columns of embeddings, for models with M-RoPE."""
+    start: int = 0
+    """Position of its first token in the prompt."""
+    num_tokens: int = 0
+    """Tokens from the first to the last one with an embedding; some between them may be text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequest:
     """Generate a sequence, or with `SamplingParams.pooling` an embedding of the prompt.
 
@@ -71,6 +89,8 @@ class AddRequest:
     """Namespace inside which prefix-cache blocks are shared (per-key salt, `cache_salt`)."""
     fork_of: str | None = None
     """Id of a request of the same `n > 1` call, whose prompt blocks may be shared copy-on-write."""
+    images: list[PreparedImage] = field(default_factory=list)
+    """Pictures, in the order of their places in the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Vision towers: prepared images to rows of embeddings."""
