@@ -16,7 +16,7 @@ from ..errors import InvalidRequest
 from ..ipc.messages import PrefixMissReason, TokenLogprobs
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import OutputConstraint
-from .ngram_proposer import NgramProposer
+from .speculation.ngram_proposer import NgramProposer
 
 if TYPE_CHECKING:
     from .fair_shares import Flow

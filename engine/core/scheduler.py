@@ -11,11 +11,10 @@ preemption or a restart, in as many chunks as the token budget requires.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
-from .draft_scheduler import DraftModelProposer, DraftScheduler
 from .fair_shares import Flow, Flows, is_premium
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.manager import KVCacheManager
@@ -24,6 +23,8 @@ from .outputs import add_up, finish_reason, make_failure_output, make_pooling_ou
 from .preemption import PreemptionPolicy
 from .request import Request
 from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue, least_deserving
+from .speculation.draft_scheduler import DraftScheduler
+from .speculation.proposer import Proposer
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -37,12 +38,12 @@ class Scheduler:
         config: SchedulerConfig,
         pool: BlockPool,
         clock: Callable[[], float] = time.monotonic,
-        draft_model: DraftModelProposer | None = None,
+        proposers: Sequence[Proposer] = (),
     ) -> None:
         self.config = config
         self.pool = pool
         self.kv_cache = KVCacheManager(config, pool)
-        self.drafting = DraftScheduler(config.draft_rows, self.kv_cache, draft_model)
+        self.drafting = DraftScheduler(config.draft_rows, self.kv_cache, proposers)
         self._clock = clock
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}

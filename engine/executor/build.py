@@ -6,7 +6,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from ..core.engine import Engine
 from ..core.executor_interface import Executor, SyncExecutor
 from ..core.kv_cache.block_pool import BlockPool
 from ..core.scheduler import Scheduler
+from ..core.speculation.proposer import Proposer
 from ..device.cuda_order import cuda_machine
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import DeviceError, EngineError
@@ -42,7 +43,6 @@ from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import RunnablePlan, require_runnable
 from ..runner.cpu_runner import CPUModelRunner
-from ..runner.draft_model import DraftModel
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..sampling import Sampler
@@ -75,7 +75,8 @@ class RankEngine:
     """Bytes of memory that the weights took; None where the system does not report it."""
     draft_rows: int = 0
     """See `SchedulerConfig`."""
-    draft_model: DraftModel | None = None
+    proposers: Sequence[Proposer] = ()
+    """Proposers of draft tokens that run a model."""
 
     def finish(
         self, agree: Agree = int
@@ -115,7 +116,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    scheduler = make_scheduler(config, plan, share.draft_rows, share.draft_model)
+    scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers)
     if isinstance(local, CPUModelRunner | GPUModelRunner):
         open_tiers(config, plan, share, local.block_memory(), scheduler.kv_cache)
     return Engine(scheduler, runner, info)
@@ -185,10 +186,10 @@ def load_rank(
         has_window_blocks=plan.window > 0,
         states=None if states is None else make_state(states, device),
     )
-    draft = None
+    proposers = list[Proposer]()
     if config.draft_path is not None:
-        draft = load_draft_model(config, plan, model_config, threads, (dtype, kv_dtype), progress)
-    return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, draft)
+        proposers.append(load_draft_model(config, plan, model_config, threads, (dtype, kv_dtype), progress))
+    return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, proposers)
 
 
 def encoder_options(config: EngineConfig) -> EngineConfig:
@@ -297,7 +298,7 @@ def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int
 
 
 def make_scheduler(
-    config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0, draft_model: DraftModel | None = None
+    config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0, proposers: Sequence[Proposer] = ()
 ) -> Scheduler:
     pool = BlockPool(plan.num_blocks, plan.block_size, enable_prefix_cache=config.prefix_cache)
     settings = SchedulerConfig(
@@ -313,7 +314,7 @@ def make_scheduler(
         window=plan.window,
         window_blocks=plan.window_blocks,
     )
-    return Scheduler(settings, pool, draft_model=draft_model)
+    return Scheduler(settings, pool, proposers=proposers)
 
 
 def model_info(

@@ -283,7 +283,7 @@ class EngineStats:
     step_seconds: float = 0.0
     """Time spent inside steps."""
     drafts: int = 0
-    """Number of drafts that were verified (`engine/core/draft_scheduler.py`)."""
+    """Number of drafts that were verified (`engine/core/speculation/draft_scheduler.py`)."""
     draft_tokens: int = 0
     """Number of draft tokens in them."""
     accepted_tokens: int = 0

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import DRAFT_MODEL_ROWS
-from ..core.draft_scheduler import ModelDrafts
 from ..core.request import Request
+from ..core.speculation.proposer import DraftMethod, Proposals
 from ..core.step import SampledToken, ScheduledRequest, StepPlan
 from ..sampling import Sampler
 from ..sampling.logits_processors import FORBIDDEN
@@ -54,6 +54,8 @@ class DraftProgress:
 class DraftModel:
     """Proposes tokens of a whole batch. Owns the draft model's KV cache by its runner."""
 
+    method: DraftMethod = "draft_model"
+
     def __init__(self, runner: CPUModelRunner, num_blocks: int, block_size: int) -> None:
         """`runner`: of the draft model, with a `DraftSampler` and as many blocks as the target has."""
         self._runner = runner
@@ -62,7 +64,7 @@ class DraftModel:
         """Chain hash of the tokens whose KV each block holds; None: unknown."""
         self._progress: WeakKeyDictionary[Request, DraftProgress] = WeakKeyDictionary()
 
-    def propose(self, wanted: Sequence[tuple[Request, int]]) -> ModelDrafts:
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
         """Propose at most so many drafts for each request; its block table must have slots for them.
 
         A request whose tokens take more than `DRAFT_MODEL_ROWS` rows to catch up gets none, and is closer by
@@ -85,7 +87,7 @@ class DraftModel:
             for (request, _), mask, size in zip(wanted, masks, sizes, strict=True):
                 request.mask = mask
                 del request.token_ids[size:]
-        return ModelDrafts(drafts, passes, num_rows)
+        return Proposals(drafts, passes, num_rows)
 
     def _catch_up(self, wanted: Sequence[tuple[Request, int]]) -> list[ScheduledRequest]:
         """Return rows of the tokens without draft KV, up to the limit of one pass."""

@@ -1,6 +1,6 @@
 """Factories for schedulers, requests and engines as the engine's tests need them: small, no tensors."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llmbox.engine.core.engine import Engine
@@ -8,6 +8,7 @@ from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.scheduler import Scheduler, SchedulerConfig
+from llmbox.engine.core.speculation.proposer import Proposer
 from llmbox.engine.core.step import SampledToken, StepPlan, StepResult
 from llmbox.engine.ipc.messages import AddRequest, ModelInfo, RequestOutput
 from llmbox.engine.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ def make_scheduler(
     block_size: int = 4,
     cache: bool = True,
     clock: Callable[[], float] = lambda: 0.0,
+    proposers: Sequence[Proposer] = (),
     **config: object,
 ) -> Scheduler:
     numbers = {
@@ -50,7 +52,7 @@ def make_scheduler(
         "watermark": 0.0,
     }
     pool = BlockPool(num_blocks, block_size, enable_prefix_cache=cache)
-    return Scheduler(SchedulerConfig(**{**numbers, **config}), pool, clock)
+    return Scheduler(SchedulerConfig(**{**numbers, **config}), pool, clock, proposers)
 
 
 def make_request(

@@ -45,7 +45,7 @@ def _kernels(monkeypatch):
     monkeypatch.setenv("LLMBOX_KERNELS", "cpu")
     # As many as there is room for: what pays is not what these tests are about.
     monkeypatch.setattr(
-        "llmbox.engine.core.draft_length.best_length", lambda acceptance, cost, most: min(most, 5)
+        "llmbox.engine.core.speculation.draft_length.best_length", lambda acceptance, cost, most: min(most, 5)
     )
 
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from .request import Request
+from ..request import Request
 
 PRIOR_ACCEPTANCE: Final = 0.6
 """Acceptance that is assumed of a draft model before any verification."""

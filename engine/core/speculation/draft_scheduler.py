@@ -4,45 +4,25 @@ The time of a linear with few rows is the time to read its weights, so a few mor
 tokens fill a step up to a fixed number of rows, shared among the decoding requests. Steps with prompts or
 with many requests have none. Proposers are asked in this order:
 
-    n-grams      `NgramProposer` of each request: tokens that followed the same ones before
-    draft model  `DraftModelProposer` for those left, where it has paid so far (`draft_length.py`)
+    n-grams    `NgramProposer` of each request: tokens that followed the same ones before
+    models     `Proposer` for those left, where it has paid so far (`draft_length.py`)
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, Protocol
 
+from ..kv_cache.manager import KVCacheManager
+from ..request import Request
+from ..step import SampledToken, ScheduledRequest, StepPlan
 from .draft_length import DraftLength
-from .kv_cache.manager import KVCacheManager
 from .ngram_proposer import SIZE, NgramProposer, SuffixStores
-from .request import Request
-from .step import SampledToken, ScheduledRequest, StepPlan
+from .proposer import DraftMethod, Proposer
 
-DraftMethod = Literal["ngram", "draft_model"]
 MIN_NGRAM_DRAFTS = 2
 """Fewest tokens that n-grams must propose where a draft model could propose instead."""
 CAUGHT_UP_ROWS = 2
 """Most rows of a request in a pass whose time tells what a draft costs."""
-
-
-class ModelDrafts(NamedTuple):
-    """Result of `DraftModelProposer.propose`."""
-
-    drafts: list[list[int]]
-    """Drafts of each request."""
-    passes: int
-    """Number of forward passes of the draft model."""
-    rows: int
-    """Rows of all passes."""
-
-
-class DraftModelProposer(Protocol):
-    """Proposer of drafts for a whole batch, by a smaller model."""
-
-    def propose(self, wanted: Sequence[tuple[Request, int]]) -> ModelDrafts:
-        """Propose at most so many drafts for each request; its block table has slots for them."""
-        ...
 
 
 class AcceptanceCounts:
@@ -69,31 +49,32 @@ class DraftScheduler:
         self,
         rows: int,
         kv_cache: KVCacheManager,
-        model: DraftModelProposer | None = None,
+        proposers: Sequence[Proposer] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`rows`: maximum rows of a step with drafts; 0 turns drafts off. `model`: draft model."""
+        """`rows`: maximum rows of a step with drafts; 0 turns drafts off. `proposers`: those that run a
+        model, in order of preference.
+        """
         self._rows = rows
         self._kv_cache = kv_cache
-        self._model = model
+        self._model = next(iter(proposers), None)
         self._length = DraftLength()
         self._answers = SuffixStores()
         self._clock = clock
         self._from_model: set[Request] = set()
         """Requests whose drafts in the current step come from the draft model."""
         self._began = 0.0
-        self.counts: dict[DraftMethod, AcceptanceCounts] = {
-            "ngram": AcceptanceCounts(),
-            "draft_model": AcceptanceCounts(),
-        }
+        methods: list[DraftMethod] = ["ngram", *(proposer.method for proposer in proposers)]
+        self.counts = {method: AcceptanceCounts() for method in methods}
 
     def stats(self) -> dict[str, int]:
         """Return the counters of `EngineStats`."""
-        ngram, model = self.counts["ngram"], self.counts["draft_model"]
+        counts = self.counts.values()
+        model = self.counts.get("draft_model", AcceptanceCounts())
         return {
-            "drafts": ngram.drafts + model.drafts,
-            "draft_tokens": ngram.draft_tokens + model.draft_tokens,
-            "accepted_tokens": ngram.accepted_tokens + model.accepted_tokens,
+            "drafts": sum(each.drafts for each in counts),
+            "draft_tokens": sum(each.draft_tokens for each in counts),
+            "accepted_tokens": sum(each.accepted_tokens for each in counts),
             "model_draft_tokens": model.draft_tokens,
             "model_accepted_tokens": model.accepted_tokens,
         }
@@ -130,9 +111,9 @@ class DraftScheduler:
         request, drafted = row.request, len(row.drafts)
         accepted = sum(each.token_id == draft for each, draft in zip(taken, row.drafts, strict=False))
         request.num_scheduled = request.num_computed
-        if request in self._from_model:
+        if self._model is not None and request in self._from_model:
             self._length.record_verification(request, drafted, accepted)
-            self.counts["draft_model"].add(drafted, accepted)
+            self.counts[self._model.method].add(drafted, accepted)
             return
         assert request.drafter is not None
         request.drafter.record_verification(drafted, accepted)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmbox.engine.core.draft_length import PROBED_REQUESTS, REST, DraftLength, best_length
+from llmbox.engine.core.speculation.draft_length import PROBED_REQUESTS, REST, DraftLength, best_length
 from support.scheduling import make_request
 
 

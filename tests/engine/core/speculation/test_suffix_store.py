@@ -2,8 +2,8 @@
 
 import random
 
-from llmbox.engine.core import ngram_proposer
-from llmbox.engine.core.ngram_proposer import LONGEST, RING, STORES, SuffixStore, SuffixStores
+from llmbox.engine.core.speculation import ngram_proposer
+from llmbox.engine.core.speculation.ngram_proposer import LONGEST, RING, STORES, SuffixStore, SuffixStores
 from llmbox.engine.core.step import SampledToken, StepResult
 from support.scheduling import make_request, make_scheduler, step
 

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.core import ngram_proposer as drafts
-from llmbox.engine.core.ngram_proposer import FIRST, LONGEST_REST, MOST, SIZES, NgramProposer, SuffixIndex
+from llmbox.engine.core.speculation import ngram_proposer as drafts
+from llmbox.engine.core.speculation.ngram_proposer import (
+    FIRST,
+    LONGEST_REST,
+    MOST,
+    SIZES,
+    NgramProposer,
+    SuffixIndex,
+)
 from support.lanes import examples
 
 few_ids = st.lists(st.integers(0, 3), min_size=1, max_size=60)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmbox.engine.core.draft_scheduler import ModelDrafts
+from llmbox.engine.core.speculation.proposer import Proposals
 from llmbox.engine.core.step import SampledToken, StepResult
 from llmbox.engine.ipc.messages import TokenLogprobs
 from support.scheduling import make_request, make_scheduler, play_model, step
@@ -165,14 +165,15 @@ def test_a_failure_with_drafts_is_tried_again_without():
 class AnyDrafts:
     """A draft model that proposes as many tokens as it may."""
 
+    method = "draft_model"
+
     def propose(self, wanted):
-        return ModelDrafts([[90] * most for _, most in wanted], 1, len(wanted))
+        return Proposals([[90] * most for _, most in wanted], 1, len(wanted))
 
 
 def test_drafts_of_a_model_take_no_more_states_than_are_free(monkeypatch):
     """Of each draft the state before it is kept, to go back to: without a slot it would be lost."""
-    scheduler = make_scheduler(draft_rows=16, state_slots=5, cache=False)
-    scheduler.drafting._model = AnyDrafts()
+    scheduler = make_scheduler(draft_rows=16, state_slots=5, cache=False, proposers=[AnyDrafts()])
     monkeypatch.setattr(scheduler.drafting._length, "choose", lambda request, most: most)
     monkeypatch.setattr(scheduler.drafting._length, "record_verification", lambda *_: None)
     requests = [make_request(name, 8, max_tokens=20) for name in ("a", "b")]
