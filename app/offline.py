@@ -26,10 +26,12 @@ from typing import Any, Final, Self, TypeVar
 
 from llmbox.engine.errors import EngineError
 
+from .config.entries import Scalar
 from .config.loader import check_value, unknown_key
+from .config.model_settings import MemorySettings
 from .config.paths import find_paths
 from .config.schema import schema
-from .config.settings import MemorySettings, Scalar, Settings
+from .config.settings import Settings
 from .daemon.compose import compose, real_parts
 from .errors import ApiError, CliError
 from .http.app import DIALECTS, create_app

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import click
 
+from ..config.entries import Scalar
 from ..config.loader import check_value
 from ..config.schema import SettingSpec, schema
-from ..config.settings import Scalar
 from ..models.catalog import check_name
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,13 +1,15 @@
-"""Entries of settings that are lists: how they are checked, and what those of the form `MODEL=A/B` say.
+"""Declaration of settings. Entries of those that are lists: how they are checked, and what those of the form
+`MODEL=A/B` say.
 
 `MODEL` may be a glob such as `qwen*`; the first entry that matches a model's name counts.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from ipaddress import ip_network
+from typing import Any
 
 _NUMBER = r"\d{1,9}(?:\.\d{1,6})?"
 _ENTRY = re.compile(rf"(?P<model>[^=\s,]{{1,200}})=(?P<first>{_NUMBER})/(?P<second>{_NUMBER})")
@@ -35,6 +37,25 @@ PRICE: EntryCheck = (
 )
 TARGET: EntryCheck = (is_entry, "targets such as qwen*=800/50: a model, milliseconds to a token, per token")
 NETWORK: EntryCheck = (is_network, "IP addresses or networks such as 127.0.0.1, 10.0.0.0/8 or fd00::/8")
+
+
+Scalar = bool | int | float | str | tuple[str, ...] | None
+
+
+def key(
+    default: Scalar,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    each: EntryCheck | None = None,
+    live: bool = False,
+) -> Any:
+    """Declare a setting. `live` keys take effect on reload (SIGHUP); others at the next start.
+
+    `each`: check for the entries of a list.
+    """
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "each": each, "live": live})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ import tomlkit
 
 from ..errors import CliError, Exit
 from ..util.atomic_file import write_whole
+from .entries import Scalar
 from .paths import Paths, private_dir
 from .schema import SECTIONS, SettingSpec, schema
-from .settings import Scalar, Settings
+from .settings import Settings
 
 Source = Literal["flag", "env", "user", "system", "default"]
 PREFIX = "LLMBOX_"

@@ -8,19 +8,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from .entries import EntryCheck
-from .settings import (
-    CacheSettings,
-    HubSettings,
-    LimitSettings,
-    LogSettings,
-    MemorySettings,
-    ModelSettings,
-    RequestSettings,
-    Scalar,
-    ServerSettings,
-    UsageSettings,
-)
+from .entries import EntryCheck, Scalar
+from .model_settings import CacheSettings, MemorySettings, ModelSettings
+from .settings import HubSettings, LimitSettings, LogSettings, RequestSettings, ServerSettings, UsageSettings
 
 LOCAL = frozenset({"server.mcp_commands"})
 """Keys that the panel shows and cannot change: only who may run commands on this machine can."""

@@ -12,9 +12,9 @@ from typing import Any
 from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config.config import parse_config
 
+from ..config.entries import Scalar
 from ..config.loader import LoadedSettings, check_value, unknown_key
 from ..config.schema import schema
-from ..config.settings import Scalar
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError, CliError
 from ..lifecycle.instance import RunningDaemon

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from llmbox.engine.kv_store import environment
 from llmbox.engine.kv_store.folder import KVFolder, KVFolderUnusable
 
+from ..config.model_settings import CacheSettings
 from ..config.paths import Paths
-from ..config.settings import CacheSettings
 
 log = logging.getLogger("llmbox.daemon")
 

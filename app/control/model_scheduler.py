@@ -20,7 +20,6 @@ from typing import Any
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.hardware.machine import read_machine
-from llmbox.engine.ipc.messages import ModelInfo
 from llmbox.engine.planning.estimator import show_bytes
 
 from ..config.settings import Settings
@@ -45,6 +44,7 @@ from ..models.registry import Alias, Registry
 from ..util.formatting import hide_folders
 from .evicted_models import EvictedModel, EvictedModels, FailedLoads
 from .memory_estimate import Sizes, note_load, sizes
+from .resident_models import ResidentModels, bytes_by_memory, no_room
 
 log = logging.getLogger("llmbox.daemon")
 
@@ -84,8 +84,7 @@ class ModelScheduler:
         self._events = events
         self._deps = deps
         self._admitting = asyncio.Lock()
-        self._reserved: dict[str, tuple[Place, Mapping[int, int]]] = {}
-        """Bytes of each memory reserved for models that are being loaded."""
+        self._memory = ResidentModels(engines)
         self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()
@@ -262,12 +261,12 @@ class ModelScheduler:
             residents = self.residents(device, but=config.name)
             room = choose_placement(size.requests, size.have, residents, keep_owned=on_request)
             if isinstance(room, AllocationFailure):
-                raise _no_room(config.name, room, residents)
+                raise no_room(config.name, room, residents)
             for name in room.evict:
                 await self._evict(name, f"to make room for {config.name}")
             wanted = next(request.want for request in size.requests if request.places == room.places)
             share = min(wanted, room.free)
-            self._reserved[config.name] = device, dict.fromkeys(room.places, share)
+            self._memory.reserve(config.name, device, dict.fromkeys(room.places, share))
             log.info(
                 "%s gets %s of the %s for models on %s",
                 config.name,
@@ -287,38 +286,14 @@ class ModelScheduler:
 
     def residents(self, device: str | None = None, *, but: str = "") -> list[ResidentModel]:
         """Models in memory, and those being loaded with the memory reserved for them."""
-        found = []
-        for model in self._engines.models():
-            info, state = model.supervisor.info, model.supervisor.state
-            if info is None or state == "failed" or (device is not None and info.device != device):
-                continue
-            found.append(
-                ResidentModel(
-                    model.name,
-                    _takes(info),
-                    model.busy,
-                    model.pinned,
-                    model.idle_since,
-                    model.ttl,
-                    owned=not model.on_request,
-                )
-            )
-        loading = {supervisor.name for supervisor in self._engines.loading()}
-        for name in [name for name in self._reserved if name not in loading]:
-            del self._reserved[name]
-        found += [
-            ResidentModel(name, takes, busy=True, pinned=False, idle_since=0.0)
-            for name, (place, takes) in self._reserved.items()
-            if name != but and device in {None, place}
-        ]
-        return found
+        return self._memory.residents(device, but=but)
 
     async def _evict(self, name: str, reason: str) -> None:
         model = self._engines.find(name)
         if model is None:
             return
         info = model.supervisor.info
-        freed = 0 if info is None else sum(_takes(info).values())
+        freed = 0 if info is None else sum(bytes_by_memory(info).values())
         if not model.on_request:
             self.evicted.add(model, reason)
         await self._engines.unload(name)
@@ -365,25 +340,3 @@ class ModelScheduler:
             await asyncio.wait(tasks)
         if self._timer is not None:
             self._timer.cancel()
-
-
-def _takes(info: ModelInfo) -> dict[int, int]:
-    """Bytes of each memory. All ranks of a CPU model share one memory, a GPU holds one rank."""
-    total = info.weights_bytes + info.kv_bytes + info.workspace_bytes
-    places = info.gpus if info.device == "cuda" and info.gpus else (0,)
-    return dict.fromkeys(places, total // len(places))
-
-
-def _no_room(name: str, room: AllocationFailure, residents: Sequence[ResidentModel]) -> ApiError:
-    text = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} are available"
-    if not room.blockers:
-        return ApiError(400, f"{text}: the memory budget is too small for it.", "does_not_fit")
-    why = {each.name: each.claim for each in residents}
-    return ApiError(
-        503,
-        f"{text} while {', '.join(f'{blocker} is {why[blocker]}' for blocker in room.blockers)}. "
-        "Try again later, or ask the owner to unload one.",
-        "memory_busy",
-        type="server_error",
-        headers={"Retry-After": "5"},
-    )

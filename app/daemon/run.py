@@ -21,8 +21,8 @@ from llmbox.engine.weights.packed_cache import environment
 from llmbox.kernels.cpu.isa import KERNEL_CACHE
 
 from ..config.loader import LoadedSettings
+from ..config.model_settings import CacheSettings
 from ..config.paths import Paths
-from ..config.settings import CacheSettings
 from ..control.kv_cache import claim_kv_cache
 from ..lifecycle.instance import InstanceLock, RunningDaemon
 from ..logging import setup as logs

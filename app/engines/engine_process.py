@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import RankLost
 from llmbox.engine.ipc.client import EngineClient, EngineExit
 from llmbox.engine.ipc.messages import AskBlocks, BlockMap, LoadFailed, ToDaemon, ToEngine
 from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 
+from ..errors import ApiError
 from .restart_policy import is_stopped, oom_kills
 
 log = logging.getLogger("llmbox.engines")
@@ -32,6 +34,15 @@ class ProcessExit:
     from_outside: bool = False
     """The end was caused from outside the engine: no request can be blamed for it."""
     load_failure: LoadFailed | None = None
+
+    def load_error(self, name: str) -> ApiError:
+        """Return the error of a load that ended so: 400 if the model cannot be served, else 500."""
+        failure = self.load_failure
+        if failure is not None and failure.code != RankLost.code:
+            return ApiError(400, failure.message, code=failure.code)
+        cause, code = (self.cause, "engine_error") if failure is None else (failure.message, failure.code)
+        text = f"The engine of {name} ended while loading: {cause}."
+        return ApiError(500, text, code=code, type="server_error")
 
 
 def parse_log_line(line: str) -> tuple[int, str]:

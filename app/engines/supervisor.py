@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import RankLost
 from llmbox.engine.ipc.messages import (
     AddRequest,
     BlockMap,
@@ -299,19 +298,9 @@ class Supervisor:
 
     def _load_failed(self, death: ProcessExit) -> None:
         self._change("failed", death.cause)
-        failure = death.load_failure
         assert self._started is not None
-        if self._started.done():
-            return
-        if failure is not None and failure.code == RankLost.code:
-            text = f"The engine of {self.name} ended while loading: {failure.message}."
-            error = ApiError(500, text, code=failure.code, type="server_error")
-        elif failure is not None:
-            error = ApiError(400, failure.message, code=failure.code)
-        else:
-            text = f"The engine of {self.name} ended while loading: {death.cause}."
-            error = ApiError(500, text, code="engine_error", type="server_error")
-        self._started.set_exception(error)
+        if not self._started.done():
+            self._started.set_exception(death.load_error(self.name))
 
     def _give_up(self, cause: str) -> None:
         log.error("engine %s is given up: %s", self.name, cause)

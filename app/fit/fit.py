@@ -18,7 +18,7 @@ from llmbox.engine.planning.roofline import decode_tokens_per_second
 from llmbox.engine.planning.runnable import RunnablePlan, kernel_site, require_runnable
 from llmbox.kernels.quant_formats import QUANTS
 
-from ..config.settings import ModelSettings
+from ..config.model_settings import ModelSettings
 from ..engines.eviction import CUDA_SHARE, Place, total_budget, usable_device
 from ..hub.model_info import ModelFacts
 from ..hub.transfer import free_space

@@ -18,8 +18,8 @@ from ..errors import CliError, Exit
 
 if TYPE_CHECKING:
     from ..admin_client import Client
+    from ..config.entries import Scalar
     from ..config.loader import LoadedSettings
-    from ..config.settings import Scalar
     from ..daemon.compose import DaemonParts
     from ..models.catalog import ModelRef
     from ..models.load_request import ModelRequest

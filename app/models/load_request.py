@@ -8,7 +8,8 @@ from typing import Any
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
 
-from ..config.settings import ModelSettings, Scalar
+from ..config.entries import Scalar
+from ..config.model_settings import ModelSettings
 from .catalog import ModelRef, check_name, resolve
 
 _SAME = (

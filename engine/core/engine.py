@@ -174,7 +174,7 @@ class Engine:
             prefix_queries=kv_cache.prefix_queries,
             prefix_hits=kv_cache.prefix_hits,
             disk_hits=kv_cache.disk_hits,
-            preemptions=scheduler.preemptions,
+            preemptions=scheduler.active.preemptions,
             slots_used=scheduler.slots_used,
             step_seconds=self._step_seconds,
             **scheduler.drafting.stats(),

@@ -1,9 +1,9 @@
-"""Preemption policy: which running requests are preempted for waiting ones.
+"""Running requests, and preemption: which of them lose their place, for lack of blocks or for waiting ones.
 
-A request of a better class takes a running slot, or blocks, of a worse one: premium (bands below 0) before
-standard (0) before background. Within a class, a caller with nothing running takes a slot from a caller that
-has more than its share, so that nobody waits for another caller's long answers. A preempted request keeps its
-tokens and continues later with the same tokens that it would have got anyway.
+A waiting request of a better class takes a running slot, or blocks, of a worse one: premium (bands below 0)
+before standard (0) before background. Within a class, a caller with nothing running takes a slot from a
+caller that has more than its share, so that nobody waits for another caller's long answers. A preempted
+request keeps its tokens and continues later with the same tokens that it would have got anyway.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -85,3 +85,68 @@ class PreemptionPolicy:
         """Return the least deserving candidate that may be preempted, or None."""
         able = [each for each in candidates if not (each.keeps_place or self._kv_cache.is_pinned(each))]
         return max(able, key=least_deserving, default=None)
+
+
+class RunningRequests:
+    """Requests that hold blocks, and one of `max_running` slots each."""
+
+    def __init__(
+        self, max_running: int, kv_cache: KVCacheManager, flows: Flows, waiting: WaitingQueue
+    ) -> None:
+        self.by_id: dict[str, Request] = {}
+        self.preemptions = 0
+        self._kv_cache = kv_cache
+        self._waiting = waiting
+        self._policy = PreemptionPolicy(max_running, kv_cache, flows, waiting)
+
+    def start(self, request: Request) -> None:
+        """Add a request whose blocks were allocated."""
+        self.by_id[request.request_id] = request
+        request.flow.running += 1
+
+    def stop(self, request: Request, *, suspect: bool) -> None:
+        """Remove a request and free its blocks; those of a suspect leave the prefix cache."""
+        del self.by_id[request.request_id]
+        request.flow.running -= 1
+        self._kv_cache.free(request, suspect=suspect)
+
+    def grow(self) -> None:
+        """Allocate a slot for the next token of every request; preempt when blocks are short.
+
+        Call it before any row is planned, so that no planned row loses its blocks.
+        """
+        size = self._kv_cache.pool.block_size
+        for request in list(self.by_id.values()):
+            if len(request.block_table) * size >= request.num_tokens + request.num_pending:
+                continue
+            if request.num_pending and request.is_ending:
+                continue
+            while request.request_id in self.by_id:
+                if self._kv_cache.extend(request, alone=len(self.by_id) == 1):
+                    break
+                self.preempt(max(self.preemptible(), key=least_deserving))
+
+    def displace(self) -> None:
+        """Preempt requests for waiting ones. Call it before any row is planned, too."""
+        for victim in self._policy.victims(self.by_id):
+            victim.displacements += 1
+            self.preemptions += 1
+            self.requeue(victim)
+
+    def preemptible(self) -> Iterator[Request]:
+        """Return the requests that are not pinned. Never empty when a request must grow: pinned requests do
+        not grow, so it is one of them.
+        """
+        return (request for request in self.by_id.values() if not self._kv_cache.is_pinned(request))
+
+    def preempt(self, request: Request) -> None:
+        request.preemptions += 1
+        self.preemptions += 1
+        self.requeue(request)
+
+    def requeue(self, request: Request, *, suspect: bool = False) -> None:
+        """Return a request to the queue, by its arrival; its tokens so far are computed again."""
+        self.stop(request, suspect=suspect)
+        request.prompt_logprobs.clear()
+        request.pooled.clear()
+        self._waiting.push(request)

@@ -11,7 +11,7 @@ preemption or a restart, in as many chunks as the token budget requires.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
@@ -20,9 +20,9 @@ from .kv_cache.block_pool import BlockPool
 from .kv_cache.manager import KVCacheManager
 from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
-from .preemption import PreemptionPolicy
+from .preemption import RunningRequests
 from .request import Request
-from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue, least_deserving
+from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
@@ -47,15 +47,14 @@ class Scheduler:
         self._clock = clock
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}
-        self._running: dict[str, Request] = {}
         self._flows = Flows()
         self._waiting = WaitingQueue(config.ageing_seconds, self._flows, clock)
-        self._preemption = PreemptionPolicy(config.max_running, self.kv_cache, self._flows, self._waiting)
+        self.active = RunningRequests(config.max_running, self.kv_cache, self._flows, self._waiting)
+        self._running = self.active.by_id
         self._microbatches = MicroBatcher()
         self._was_express = False
         self.prompt_tokens = 0
         self.output_tokens = 0
-        self.preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -113,7 +112,7 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.request_id in self._running:
             self.drafting.remember(request)
-            self._stop_running(request, suspect=suspect)
+            self.active.stop(request, suspect=suspect)
         else:
             self._waiting.discard(request)
         self._flows.leave(request)
@@ -139,9 +138,9 @@ class Scheduler:
         plan = StepPlan()
         for request in self.kv_cache.take_in():
             self._waiting.release(request)
-        self._grow_running()
+        self.active.grow()
         if self._waiting and self.config.batching == "continuous":
-            self._displace()
+            self.active.displace()
         decoding, prompts = self._by_phase()
         budget = ceil_div(self.config.token_budget, pipeline.stages)
         self._was_express = not self._was_express and self._schedule_express(
@@ -257,60 +256,13 @@ class Scheduler:
         plan.copies.extend(copies.blocks)
         plan.state_copies.extend(copies.states)
         self._waiting.take(request)
-        self._running[request.request_id] = request
-        request.flow.running += 1
+        self.active.start(request)
         if request.scheduled_at is None:
             request.scheduled_at = self._clock()
             self.prompt_tokens += request.num_prompt
         return True
 
-    # ------------------------------------------------------------------ preempt
-
-    def _grow_running(self) -> None:
-        """Allocate a slot for the next token of every running request; preempt when blocks are short.
-
-        Runs before any row is planned, so that no planned row loses its blocks.
-        """
-        size = self.pool.block_size
-        for request in list(self._running.values()):
-            if len(request.block_table) * size >= request.num_tokens + request.num_pending:
-                continue
-            if request.num_pending and request.is_ending:
-                continue
-            while request.request_id in self._running:
-                if self.kv_cache.extend(request, alone=len(self._running) == 1):
-                    break
-                self._preempt(max(self._preemptible(), key=least_deserving))
-
-    def _displace(self) -> None:
-        """Preempt running requests for waiting ones. Runs before any row is planned, too."""
-        for victim in self._preemption.victims(self._running):
-            victim.displacements += 1
-            self.preemptions += 1
-            self._requeue(victim)
-
-    def _preemptible(self) -> Iterator[Request]:
-        """Return running requests that are not pinned. Never empty when a request must grow: pinned requests
-        do not grow, so it is one of them.
-        """
-        return (request for request in self._running.values() if not self.kv_cache.is_pinned(request))
-
-    def _preempt(self, request: Request) -> None:
-        request.preemptions += 1
-        self.preemptions += 1
-        self._requeue(request)
-
-    def _requeue(self, request: Request, *, suspect: bool = False) -> None:
-        """Return a running request to the queue, by its arrival; its tokens so far are computed again."""
-        self._stop_running(request, suspect=suspect)
-        request.prompt_logprobs.clear()
-        request.pooled.clear()
-        self._waiting.push(request)
-
-    def _stop_running(self, request: Request, *, suspect: bool) -> None:
-        del self._running[request.request_id]
-        request.flow.running -= 1
-        self.kv_cache.free(request, suspect=suspect)
+    # ------------------------------------------------------------------ update
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply the result of a step. Returns one output per request that got a token or ended.
@@ -355,7 +307,7 @@ class Scheduler:
         for row in plan.rows:
             self.kv_cache.discard_row(row)
             if row.admission == row.request.admissions:
-                self._requeue(row.request, suspect=True)
+                self.active.requeue(row.request, suspect=True)
 
     def _end_fork_waits(self) -> None:
         for request_id in self._waiting.awaited_siblings():
@@ -377,7 +329,7 @@ class Scheduler:
             self._remove(request, suspect=True)
             return [make_failure_output(request, message)]
         self.drafting.end(request)
-        self._requeue(request, suspect=True)
+        self.active.requeue(request, suspect=True)
         return []
 
     def check(self) -> None:

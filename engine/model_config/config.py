@@ -17,11 +17,11 @@ from ..errors import ModelError
 from .architecture import AltUpConfig, Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
 from .architectures import architecture_of
 from .encoders.pooling import has_head, read_vectors
-from .families.gemma4 import count_linear_params, count_parameters, list_inputs
 from .fields import Fields, attends_both_ways, checkpoint_dtype, norm_eps, text_fields
 from .latent import LatentConfig
 from .moe import ExpertsConfig
 from .multipliers import Scales
+from .parameters import count_linear_params, count_parameters, list_inputs
 from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
 from .shape import LayerSizes, ModelShape, sliding_shape
@@ -190,28 +190,7 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of parameters to load; tied weights count once."""
-        if self.encoder is not None:
-            return self.encoder.parameters(self)
-        if self.layer_sizes:
-            return count_parameters(self)
-        hidden, ffn = self.hidden_size, self.intermediate_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = {"heads": 2 * self.head_dim, "width": q + kv}.get(self.qk_norm or "", 0)
-        layer = {"sandwich": 4, "parallel": 1, "single": 1}.get(self.block, 2) * hidden + self.extra_params[0]
-        attention = norms + hidden * (q + 2 * kv) + q * hidden
-        attention += q * (hidden + self.qkv_bias) * self.has_attention_gate
-        attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias + self.num_heads * self.has_sinks
-        if self.latent is not None:
-            attention = self.latent.shape(hidden, self.num_heads).params
-        mixers = self.layers_with(range(self.num_layers), state=False) * attention
-        if self.recurrent is not None:
-            mixers += sum(self.recurrent.layers) * self.recurrent.parameters(hidden)
-        matrices = 2 if self.activation in UNGATED else 3
-        mlp = matrices * hidden * ffn + ((matrices - 1) * ffn + hidden) * self.mlp_bias
-        tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        experts = 0 if (moe := self.experts) is None else moe.num_layers * moe.parameters(hidden)
-        layers = self.num_layers * layer + mixers + self.mlp_layers * mlp
-        return tables + layers + experts + hidden + self.extra_params[1]
+        return count_parameters(self)
 
     @property
     def per_layer_row(self) -> int:

@@ -21,10 +21,11 @@ from ..errors import DeviceError, DoesNotFit
 from ..model_config.config import parse_config
 from ..model_config.shape import ModelShape
 from ..units import show_bytes
+from .defaults import resolve_dtypes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 from .parallel_cost import rank_shape
 from .placement import Placement, candidate_placements
-from .planner import Planner, resolve_dtypes
+from .planner import Planner
 
 __all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "plans", "resolve_dtypes", "show_bytes"]
 

@@ -7,61 +7,30 @@ from llmbox.kernels.cpu.isa import kv_width
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import WINDOW_MARGIN
 
-from ..config import DRAFT_MODEL_ROWS, Dtype, EngineConfig, KVDtype
+from ..config import DRAFT_MODEL_ROWS, EngineConfig
 from ..core.kv_cache.window_manager import pool_blocks
 from ..core.microbatching import ceil_div
-from ..errors import DeviceError, DoesNotFit
+from ..errors import DoesNotFit
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
+from .defaults import default_max_running, default_token_budget, resolve_dtypes
 from .memory_model import capture_sizes, weights_bytes, workspace_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 
-GIB = 1 << 30
-
 _SMALLEST_CONTEXT = 256
 # An automatic context below this is useless; the model is reported as not fitting instead.
-_FLOAT32_UP_TO = GIB
 _CPU_SHARE, _CPU_MOST, _CUDA_SHARE = 0.5, 0.8, 0.85
 # Fractions of the available memory, if no budget is set: a desktop runs other programs too. A model that
 # would not reach a context of _COMFORTABLE_CONTEXT within _CPU_SHARE gets more, up to _CPU_MOST.
 _COMFORTABLE_CONTEXT = 4096
 _POOL_BYTES, _POOL_CONTEXTS = 512 << 20, 8
 # Default KV pool on a CPU; see `Planner._default_pool`.
-_STEP_SECONDS = 0.5
 _KEPT_STATES, _MOST_KEPT_STATES, _KEPT_SHARE = 24, 4096, 0.05
 # Slots of recurrent state for the prefix cache and for drafts, beside one for each running request: at least
 # the first number, and more where they take at most that share of the KV cache.
 _LEAST_SLOTS = 2
 _STATES_SHARE = 0.5
 # Fraction of the memory beside one whole context that recurrent state may take.
-
-
-def resolve_dtypes(
-    shape: ModelShape, device: str, config: EngineConfig, *, native_kernels: bool
-) -> tuple[Dtype, KVDtype]:
-    """Return the dtypes of weights and KV cache. Raises DeviceError for a dtype that the device or the model
-    does not support.
-
-    On a CPU without the C++ kernels, and in float16, which they do not support, a model whose float32 weights
-    stay within 1 GiB is served in float32: torch's half-precision products give a row other bits in another
-    batch, while float32 keeps a request's tokens independent of the batch.
-    """
-    if config.kv_dtype == "fp8" and device == "cpu":
-        raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = shape.dtype if shape.fits_float16 or shape.dtype != "float16" else "bfloat16"
-        stock = device == "cpu" and not (native_kernels and dtype != "float16")
-        if stock and native_kernels and shape.quant is not None:
-            dtype = "bfloat16"  # float16 has no kernels for the integers that the checkpoint holds
-        if stock and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO:
-            dtype = "float32"
-    if dtype == "float16" and not shape.fits_float16:
-        raise DeviceError(
-            "what the layers of this model give goes beyond float16, so answers would be NaN: use --dtype "
-            "bfloat16 or float32"
-        )
-    return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype
 
 
 class Planner:
@@ -85,8 +54,8 @@ class Planner:
             shape, budget.device, config, native_kernels=budget.native_kernels
         )
         self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
-        self.max_running = config.max_running or _default_max_running(shape, budget, config)
-        self.token_budget = config.token_budget or _default_token_budget(shape, budget, self.max_running)
+        self.max_running = config.max_running or default_max_running(shape, budget, config)
+        self.token_budget = config.token_budget or default_token_budget(shape, budget, self.max_running)
         self.window = self._bounded_window()
         sliding = shape.sliding if self.window else None
         part: Literal["all", "full"] = "all" if sliding is None else "full"
@@ -372,20 +341,3 @@ class Planner:
         if DTYPE_BYTES[self.dtype] > 2 and need - self.weights // 2 <= self.budget.available:
             return "bfloat16 weights would fit"
         return "a smaller model, or a machine with more memory, is needed"
-
-
-def _default_max_running(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> int:
-    most = 32 if budget.device == "cpu" else 256 if budget.available >= 20 * GIB else 64
-    if shape.is_bidirectional:  # texts take no KV, and all of a step end with it
-        most = 256
-    return min(most, config.token_budget or most)
-
-
-def _default_token_budget(shape: ModelShape, budget: MemoryBudget, max_running: int) -> int:
-    """Return the default token budget: on a CPU a step of about half a second, so that decoding streams do
-    not stall behind a long prompt.
-    """
-    if budget.device == "cuda":
-        return max(max_running, 8192 if budget.available >= 40 * GIB else 2048)
-    tokens = _STEP_SECONDS * budget.cores * budget.core_flops / (2 * shape.active_params)
-    return max(max_running, 64, min(2048, 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 0))

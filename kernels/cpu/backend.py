@@ -11,9 +11,9 @@ from ..op_types import Mixture
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
 from .altup import CPUAltUp
-from .command_buffer import CommandGraph, CommandRecorder, ragged_step
+from .attention import CPUAttention, CPUAttentionMetadata, CPUKVCache
+from .command_buffer import CommandGraph, CommandRecorder
 from .ffi import NativeRouting, Step
-from .kv_cache import CPUAttentionMetadata, CPUKVCache
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
 from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer, pointers
@@ -41,6 +41,7 @@ class CPUBackend:
     def ops(self, quant: Quant | None = None) -> Ops:
         """Build `Ops`, with unquantized weights or with weights quantized as they are packed."""
         packer = Packer(self.library, self.layout, quant)
+        attention = CPUAttention(self.library, self.recorder)
         return Ops(
             name=f"{self.name} ({self.origin})" + ("" if quant is None else f", {quant.name} weights"),
             pack_embedding=lambda weight_VE, tied: packer.pack("tied" if tied else "table", weight_VE),
@@ -62,10 +63,10 @@ class CPUBackend:
             experts=self.experts,
             make_kv_cache=lambda shape, _device: CPUKVCache(self.library, shape),
             plan_attention=lambda ragged, _cache, window: CPUAttentionMetadata(ragged, window),
-            write_kv=self.write_kv,
-            attention=self.attention,
-            copy_blocks=self.copy_blocks,
-            clear_blocks=self.clear_blocks,
+            write_kv=attention.write_kv,
+            attention=attention.attention,
+            copy_blocks=attention.copy_blocks,
+            clear_blocks=attention.clear_blocks,
             block_tensors=CPUKVCache.block_tensors,
             graph=self.graph,
             host_callback=self.recorder.host_callback,
@@ -75,7 +76,7 @@ class CPUBackend:
             row_invariant=True,
             recurrent=CPURecurrent(self.library, self.recorder).ops(),
             altup=CPUAltUp(self.library, self.recorder).ops(),
-            rotate_and_write=self.rotate_and_write,
+            rotate_and_write=attention.rotate_and_write,
             best_of=self.drawing.best_of,
             draw=self.drawing.draw,
             rank=self.drawing.rank,
@@ -299,95 +300,6 @@ class CPUBackend:
         kept = mixture, x_TE, logits_TX, shared_TE, gate_T1, out_TE
         self.recorder.submit(op, Step(rows=len(x_TE)), *kept)
         return out_TE
-
-    def write_kv(
-        self, cache: CPUKVCache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: CPUAttentionMetadata
-    ) -> None:
-        assert k_TGD.dtype == v_TGD.dtype
-        assert k_TGD.stride()[1:] == v_TGD.stride()[1:] == (k_TGD.shape[2], 1)
-        op = self.library.llmbox_write_kv_op(
-            DTYPES[k_TGD.dtype],
-            KV_DTYPES[cache.dtype],
-            cache.pointer,
-            layer,
-            k_TGD.data_ptr(),
-            k_TGD.stride(0),
-            v_TGD.data_ptr(),
-            v_TGD.stride(0),
-        )
-        self.recorder.submit(op, ragged_step(len(k_TGD), plan.ragged), cache, k_TGD, v_TGD)
-
-    def rotate_and_write(
-        self,
-        qkv_TnD: Tensor,
-        norm_nD: Tensor | None,
-        eps: float,
-        cos_TD: Tensor,
-        sin_TD: Tensor,
-        cache: CPUKVCache,
-        layer: int,
-        plan: CPUAttentionMetadata,
-    ) -> Tensor:
-        """Norm and rotate queries and keys in place, and write the cache."""
-        rows, heads, width = qkv_TnD.shape
-        assert qkv_TnD.stride()[1:] == (width, 1)
-        op = self.library.llmbox_heads_op(
-            DTYPES[qkv_TnD.dtype],
-            DTYPES[qkv_TnD.dtype if norm_nD is None else norm_nD.dtype],
-            KV_DTYPES[cache.dtype],
-            cache.pointer,
-            layer,
-            qkv_TnD.data_ptr(),
-            qkv_TnD.stride(0),
-            heads,
-            None if norm_nD is None else norm_nD.data_ptr(),
-            eps,
-            self.recorder.table_of(cos_TD),
-        )
-        cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
-        step = ragged_step(rows, plan.ragged)
-        step.use_angles(cos_TD, sin_TD)
-        self.recorder.submit(op, step, cache, qkv_TnD, norm_nD)
-        return qkv_TnD[:, : heads - 2 * cache.heads]
-
-    def attention(
-        self,
-        q_THD: Tensor,
-        cache: CPUKVCache,
-        layer: int,
-        plan: CPUAttentionMetadata,
-        scale: float,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        assert sinks_H is None or sinks_H.dtype == torch.float32
-        rows, heads, width = q_THD.shape
-        assert q_THD.stride()[1:] == (width, 1)
-        out = self.recorder.result("attention", rows, heads * width, q_THD.dtype)
-        op = self.library.llmbox_attention_op(
-            DTYPES[q_THD.dtype],
-            KV_DTYPES[cache.dtype],
-            cache.pointer,
-            layer,
-            q_THD.data_ptr(),
-            q_THD.stride(0),
-            heads,
-            plan.window or 0,
-            scale,
-            softcap or 0.0,
-            pointer(sinks_H),
-            out.data_ptr(),
-        )
-        self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, sinks_H, out)
-        return out
-
-    def copy_blocks(self, cache: CPUKVCache, pairs: list[tuple[int, int]]) -> None:
-        for source, destination in pairs:
-            self.library.llmbox_cache_copy(cache.pointer, source, destination)
-
-    def clear_blocks(self, cache: CPUKVCache, blocks: list[int]) -> None:
-        for block in blocks:
-            self.library.llmbox_cache_clear(cache.pointer, block)
 
     def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> CommandGraph:
         return CommandGraph(self.recorder, body)

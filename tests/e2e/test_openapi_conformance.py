@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from llmbox.app.config.settings import MemorySettings
+from llmbox.app.config.model_settings import MemorySettings
 from llmbox.app.config.settings import Settings as Configured
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model

@@ -6,7 +6,8 @@ import shutil
 import httpx
 import pytest
 
-from llmbox.app.config.settings import MemorySettings, ServerSettings, Settings
+from llmbox.app.config.model_settings import MemorySettings
+from llmbox.app.config.settings import ServerSettings, Settings
 from llmbox.app.models.catalog import BUILTIN_DIR
 from llmbox.app.models.registry import Registry
 from llmbox.app.security.keys import KeySpec

@@ -22,7 +22,7 @@ from llmbox.engine.gguf.config import config_of, is_quantized, name_of
 from llmbox.engine.gguf.reader import GgufFile, read_gguf
 from llmbox.engine.ipc.spawn import Launch
 
-from ...config.settings import CacheSettings
+from ...config.model_settings import CacheSettings
 from ...daemon.run import with_caches
 from ...errors import CliError, Exit
 from ...lifecycle.program import Command, Program, pass_program

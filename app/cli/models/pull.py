@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ...config.settings import Scalar
+from ...config.entries import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.settings import Scalar
+from ...config.entries import Scalar
 from ...errors import CliError, Exit, load_error
 from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Program

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import click
 
+from ...config.entries import Scalar
 from ...config.loader import load_settings, read_file, remove_value, set_value
 from ...config.schema import schema
-from ...config.settings import Scalar
 from ...errors import CliError, Exit
 from ...http.server.sockets import BRIDGES
 from ...lifecycle.instance import RunningDaemon, find_running

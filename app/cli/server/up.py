@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...config.settings import Scalar
+from ...config.entries import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Command, Program, pass_program, require_single

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct, field
 
 from llmbox.engine.ipc.messages import EngineStats, ModelInfo, Progress
 
-from ...config.settings import Scalar
+from ...config.entries import Scalar
 from ...errors import ApiError
 from ...gateway.request_events import LiveRequest
 from ...telemetry.snapshot import ErrorRate

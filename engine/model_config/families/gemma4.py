@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..architecture import Architecture
 from ..fields import Fields
@@ -12,9 +12,6 @@ from ..rope import RopeConfig, read_rope
 from ..shape import LayerSizes
 from ..sliding_window import FULL, SLIDING, Windows, window_of
 from .gemma import ACTIVATION, gemma_scales, logits_cap, refuse_gemma2
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
 
 GEMMA4: Mapping[str, Any] = {
     "vocab_size": 262144,
@@ -255,48 +252,3 @@ GEMMA4_MODELS: dict[str, Architecture] = {
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
     "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA4_UNIFIED, is_nested=True),
 }
-
-
-def count_parameters(config: "ModelConfig") -> int:
-    """Return the number of parameters to load; tied weights count once."""
-    hidden = config.hidden_size
-    norms = {"sandwich": 4, "scaled_sandwich": 4, "altup": 4, "parallel": 1}.get(config.block, 2) * hidden
-    tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    tables += config.per_layer_vocab * config.per_layer_row
-    return tables + config.num_layers * norms + count_linear_params(config) + hidden + config.extra_params[1]
-
-
-def count_linear_params(config: "ModelConfig") -> int:
-    """Return the number of parameters of all layers without the norms around attention and MLP."""
-    hidden = config.hidden_size
-    mixers = sum(
-        _attention_params(config, layer)
-        for layer in range(config.num_layers)
-        if config.recurrent is None or not config.recurrent.layers[layer]
-    )
-    if config.recurrent is not None:
-        mixers += sum(config.recurrent.layers) * config.recurrent.parameters(hidden)
-    is_sparse = (False,) * config.num_layers if config.experts is None else config.experts.layers
-    inner = sum(config.sizes_of(layer).inner for layer, sparse in enumerate(is_sparse) if not sparse)
-    mlps = 3 * hidden * inner + (2 * inner + is_sparse.count(False) * hidden) * config.mlp_bias
-    experts = 0 if config.experts is None else sum(is_sparse) * config.experts.parameters(hidden)
-    return mixers + mlps + experts + config.num_layers * config.extra_params[0]
-
-
-def _attention_params(config: "ModelConfig", layer: int) -> int:
-    sizes, hidden = config.sizes_of(layer), config.hidden_size
-    if config.latent is not None:
-        return config.latent.shape(hidden, config.num_heads).params
-    is_owner = sizes.kv_source == layer
-    q, kv = config.num_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim * is_owner
-    norms = {"heads": (1 + is_owner) * sizes.head_dim, "width": q + kv}.get(config.qk_norm or "", 0)
-    linears = hidden * (2 * q + kv * (1 + sizes.has_values))
-    gates = q * (hidden + config.qkv_bias) * config.has_attention_gate
-    biases = (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias + config.num_heads * config.has_sinks
-    return norms + linears + gates + biases
-
-
-def list_inputs(config: "ModelConfig") -> tuple[tuple[str, int], ...]:
-    """Return `ModelShape.other_inputs`."""
-    widths = {("a narrower attention", config.num_heads * sizes.head_dim) for sizes in config.layer_sizes}
-    return tuple(sorted(widths | {("a smaller MLP", sizes.inner) for sizes in config.layer_sizes}))

@@ -2,8 +2,8 @@
 
 import errno
 
+from llmbox.app.config.model_settings import CacheSettings
 from llmbox.app.config.paths import find_paths
-from llmbox.app.config.settings import CacheSettings
 from llmbox.app.control.kv_cache import claim_kv_cache
 from llmbox.engine.kv_store import environment
 

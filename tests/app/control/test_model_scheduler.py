@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.config.settings import MemorySettings, Settings
+from llmbox.app.config.model_settings import MemorySettings
+from llmbox.app.config.settings import Settings
 from llmbox.app.control.memory_estimate import Sizes, least_bytes, sizes
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
 from llmbox.app.engines.eviction import MemoryRequest, Place, budgets

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.config.settings import ModelSettings
+from llmbox.app.config.model_settings import ModelSettings
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.load_request import ModelRequest, options_of
 from llmbox.app.models.recommended import recommended

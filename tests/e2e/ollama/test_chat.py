@@ -5,7 +5,8 @@ import json
 import httpx
 import pytest
 
-from llmbox.app.config.settings import MemorySettings, Settings
+from llmbox.app.config.model_settings import MemorySettings
+from llmbox.app.config.settings import Settings
 from support.cli_box import PATIENCE
 from support.openai_server import serving
 

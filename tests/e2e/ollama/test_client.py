@@ -9,7 +9,8 @@ import httpx
 import ollama
 import pytest
 
-from llmbox.app.config.settings import MemorySettings, Settings
+from llmbox.app.config.model_settings import MemorySettings
+from llmbox.app.config.settings import Settings
 from llmbox.app.hub.download_queue import Downloads
 from llmbox.app.security.keys import KeySpec
 from support.cli_box import PATIENCE, until

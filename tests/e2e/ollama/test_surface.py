@@ -9,7 +9,8 @@ import pytest
 from msgspec import Struct
 from tokenizers import AddedToken
 
-from llmbox.app.config.settings import MemorySettings, Settings
+from llmbox.app.config.model_settings import MemorySettings
+from llmbox.app.config.settings import Settings
 from llmbox.app.http.ollama import request_types as fields
 from llmbox.app.security.keys import KeySpec
 from support.cli_box import PATIENCE

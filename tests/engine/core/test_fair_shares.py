@@ -120,7 +120,7 @@ def test_places_are_taken_from_those_beyond_their_share_only_and_not_for_ever():
             step(scheduler)
     flooding = [request for request in scheduler._requests.values() if request.tenant == "flood"]
     assert max(request.displacements for request in flooding) <= MAX_DISPLACEMENTS
-    assert scheduler.preemptions <= 4 * MAX_DISPLACEMENTS
+    assert scheduler.active.preemptions <= 4 * MAX_DISPLACEMENTS
 
 
 def test_who_comes_back_has_saved_nothing_and_owes_what_it_had():
@@ -183,7 +183,7 @@ def test_background_requests_give_way_to_all_others():
     assert [name for name in step(scheduler) if name.startswith("standard")] == [
         f"standard{number}" for number in range(4)
     ]
-    assert scheduler.preemptions == 4
+    assert scheduler.active.preemptions == 4
 
 
 def test_a_displaced_request_goes_on_with_its_tokens():

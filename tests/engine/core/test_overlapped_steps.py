@@ -90,7 +90,7 @@ def test_a_preempted_request_draws_its_unknown_token_again():
     engine.add(request)
     engine.step()
     engine.step()
-    engine.scheduler._preempt(engine.scheduler._requests["a"])
+    engine.scheduler.active.preempt(engine.scheduler._requests["a"])
     assert engine.run()["a"].token_ids == expected(request)
     assert engine.engine.stats().output_tokens == 6
 

@@ -202,7 +202,7 @@ def test_what_just_fits_the_pool_finishes():
     scheduler = make_scheduler(num_blocks=12, context=100, premium_share=0.5, watermark=0.5)
     add(scheduler, make_request("a", 40, max_tokens=9))  # 48 slots: the last token's KV is not computed
     finish_all(scheduler)
-    assert scheduler.preemptions == 0
+    assert scheduler.active.preemptions == 0
 
 
 # ---------------------------------------------------------------------- preemption
@@ -246,7 +246,7 @@ def test_preempted_four_times_a_request_is_pinned_with_its_worst_case():
     (request,) = add(scheduler, make_request("a", 8, max_tokens=30))
     for _ in range(4):
         step(scheduler)
-        scheduler._preempt(request)
+        scheduler.active.preempt(request)
     step(scheduler)
     assert len(request.block_table) == 10
     assert scheduler.kv_cache.is_pinned(request)
@@ -356,7 +356,7 @@ def test_hits_and_queries_are_counted_once_a_request():
     step(scheduler)
     (b,) = add(scheduler, make_request("b", range(12)))
     step(scheduler)
-    scheduler._preempt(b)
+    scheduler.active.preempt(b)
     step(scheduler)
     assert (scheduler.kv_cache.prefix_queries, scheduler.kv_cache.prefix_hits) == (24, 8)
     assert scheduler.prompt_tokens == 24
@@ -494,7 +494,7 @@ def test_prompt_logprobs_of_a_chunk_lost_by_preemption_are_not_told_twice():
     (request,) = add(scheduler, make_request("a", 10, prompt_logprobs=1))
     entries = [TokenLogprobs(token_id=token, logprob=-1.0, rank=1) for token in request.prompt_ids[1:]]
     scheduler.update(scheduler.schedule(), StepResult(prompt_logprobs={"a": entries[:8]}))
-    scheduler._preempt(request)
+    scheduler.active.preempt(request)
     scheduler.update(scheduler.schedule(), StepResult(prompt_logprobs={"a": entries[:8]}))
     tokens = {"a": SampledToken(1)}
     (first,) = scheduler.update(scheduler.schedule(), StepResult(tokens, {"a": entries[8:]}))

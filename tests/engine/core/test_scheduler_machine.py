@@ -94,11 +94,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.abort(request_id)
         assert self.engine.answers[request_id].finish_reason == "abort"
 
-    @precondition(lambda self: any(self.engine.scheduler._preemptible()))
+    @precondition(lambda self: any(self.engine.scheduler.active.preemptible()))
     @rule(data=st.data(), steps=st.integers(0, 2))
     def preempt(self, data, steps):
-        running = list(self.engine.scheduler._preemptible())
-        self.engine.scheduler._preempt(data.draw(st.sampled_from(running)))
+        running = list(self.engine.scheduler.active.preemptible())
+        self.engine.scheduler.active.preempt(data.draw(st.sampled_from(running)))
         self.step(steps)
 
     @precondition(lambda self: self.engine.scheduler.pool.num_cached > 0)

@@ -106,7 +106,7 @@ def test_mirrors_follow_the_scheduler(options, seed, stages, depth):
     assert len(runner.plans) > 10
     assert runner.most_launched > depth - (options.get("max_running") == 2)
     if options["num_blocks"] == 13:
-        assert scheduler.preemptions > 0
+        assert scheduler.active.preemptions > 0
 
 
 @pytest.mark.parametrize(("stages", "depth"), [(1, 0), (2, 1)])

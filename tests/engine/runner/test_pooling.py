@@ -107,7 +107,7 @@ def test_a_preempted_request_is_summed_from_its_beginning(model):
     engine.add(request)
     engine.step()
     engine.step()
-    engine._scheduler._preempt(engine._scheduler._requests[request.request_id])
+    engine._scheduler.active.preempt(engine._scheduler._requests[request.request_id])
     outputs = [output for _ in range(10) for output in engine.step().outputs]
     assert [output.vector for output in outputs] == [alone(model)[request.request_id]]
 

@@ -10,9 +10,9 @@ from urllib.parse import urlencode
 from litestar import MediaType, Response, get, post
 from litestar.params import FromQuery
 
+from llmbox.app.config.entries import Scalar
 from llmbox.app.config.loader import check_value
 from llmbox.app.config.schema import schema
-from llmbox.app.config.settings import Scalar
 from llmbox.app.control.memory_estimate import read_loads
 from llmbox.app.engines.eviction import total_budget
 from llmbox.app.errors import ApiError, CliError, Exit

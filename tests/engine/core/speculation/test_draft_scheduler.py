@@ -134,7 +134,7 @@ def test_nobody_is_preempted_for_drafts():
     assert [len(drafts) for drafts in drafts_of(plan).values()] == [1, 1]
     assert scheduler.pool.num_available == 1
     play_model(scheduler, plan)
-    assert scheduler.preemptions == 0
+    assert scheduler.active.preemptions == 0
 
 
 def test_a_block_is_taken_early_where_there_are_enough():

@@ -1,0 +1,145 @@
+"""Settings of models: how each is loaded, the memory of all, their caches on disk."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .entries import key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Defaults for every model; flags of `load` override them. A reload affects later loads."""
+
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Where models run; auto takes a GPU when there is one.", live=True
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
+        "auto", "Type of weights and activations; auto follows the checkpoint.", live=True
+    )
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"] = key(
+        "auto",
+        "Type of the KV cache; auto follows dtype, int8 halves bfloat16's memory, fp8 too but needs a GPU.",
+        live=True,
+    )
+    quant: Literal[
+        "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
+    ] = key(
+        "none",
+        "Format to which weights are quantized at load; auto takes the first of none, int8, int4 that fits; "
+        "w8a8, fp8 and fp8-block need a GPU.",
+        live=True,
+    )
+    ctx: int | None = key(
+        None,
+        "Longest prompt + output in tokens; auto takes the model's limit or what fits.",
+        low=16,
+        high=1 << 26,
+        live=True,
+    )
+    max_running: int | None = key(None, "Most sequences computed together.", low=1, high=65_536, live=True)
+    token_budget: int | None = key(
+        None,
+        "Most tokens computed in one step; with --pp the stages share it.",
+        low=16,
+        high=1 << 20,
+        live=True,
+    )
+    memory: float | None = key(
+        None,
+        "Memory budget in GB (10^9 bytes) for weights, KV and workspace.",
+        low=0.05,
+        high=100_000,
+        live=True,
+    )
+    kv_tokens: int | None = key(
+        None, "Size of the KV pool in tokens; auto takes what the memory budget leaves.", low=16, high=1 << 30
+    )
+    threads: int | None = key(
+        None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096, live=True
+    )
+    tp: int | None = key(
+        None,
+        "Processes or GPUs that share every layer of a model (tensor parallelism); auto takes one GPU, or as "
+        "many NVLink peers as the model needs.",
+        low=1,
+        high=16,
+        live=True,
+    )
+    pp: int | None = key(
+        None,
+        "Stages that the layers of a model are cut into, one after another (pipeline parallelism); auto cuts "
+        "where a model needs GPUs without NVLink.",
+        low=1,
+        high=16,
+        live=True,
+    )
+    batching: Literal["continuous", "static"] = key(
+        "continuous", "static runs each batch to its longest request (for comparison).", live=True
+    )
+    premium_share: float = key(
+        0.0,
+        "Share of the KV cache reserved for requests of premium keys (priority below 0).",
+        low=0,
+        high=0.9,
+        live=True,
+    )
+    prefix_cache: bool = key(
+        True, "Prefix caching: keep and reuse the KV cache of prompts that begin alike.", live=True
+    )
+    chunked_prefill: bool = key(
+        True, "Chunked prefill: compute long prompts in pieces between other requests' tokens.", live=True
+    )
+    speculate: Literal["auto", "on", "off"] = key(
+        "auto",
+        "Guess tokens from the request's own and verify several in a step: same tokens, sooner where answers "
+        "repeat. auto does so on the C++ kernels; on refuses to load elsewhere.",
+        live=True,
+    )
+    draft: str = key("", "Smaller model with the same vocabulary whose guesses are verified too.", live=True)
+    deterministic: bool = key(
+        False,
+        "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",
+        live=True,
+    )
+    overlap: bool = key(
+        True, "On a GPU, prepare the next step while it computes one (a CPU takes them in turn).", live=True
+    )
+    cuda_graphs: bool = key(
+        True, "On a GPU, replay decoding steps from captured graphs; off saves their memory.", live=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """Settings of all models together."""
+
+    budget: float | None = key(
+        None,
+        "GB (10^9 bytes) that all models may take together; auto is 80 % of RAM, 90 % of a GPU's memory.",
+        low=0.05,
+        high=100_000,
+        live=True,
+    )
+    ttl: float = key(
+        1800.0,
+        "Seconds without requests until a model that was loaded on request is unloaded; 0 keeps it.",
+        low=0,
+        high=10_000_000,
+        live=True,
+    )
+    spare_engine: bool = key(
+        True,
+        "Keep an engine process ready, so that loads and restarts do not wait for its imports (0.15 GB).",
+    )
+    load_on_request: bool = key(
+        True, "Load a model that is on disk when a request names it; nothing is downloaded.", live=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    repacked_gb: float = key(50.0, "GB of disk for weights as the CPU kernels pack them.", low=0, high=1e6)
+    kv_disk_gb: float | None = key(
+        None, "GB of disk for KV blocks; auto: a fifth of what is free, at most 50.", low=0, high=1e6
+    )
+    kv_key_share: float = key(0.5, "Share of cache.kv_disk_gb that one API key may take.", low=0.01, high=1)

@@ -1,0 +1,146 @@
+"""Attention and the paged KV cache of the C++ library."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..op_types import BatchLayout, KVShape
+from .command_buffer import CommandRecorder, ragged_step
+from .weight_packing import DTYPES, KV_DTYPES, PackedHandle, pointer
+
+
+@dataclass(frozen=True, slots=True)
+class CPUAttentionMetadata:
+    """Layout of the step and the sliding window of some layers."""
+
+    ragged: BatchLayout
+    window: int | None
+
+
+class CPUKVCache(PackedHandle):
+    """KV cache owned by the C++ library. Raises MemoryError if it cannot be allocated."""
+
+    def __init__(self, library: ctypes.CDLL, shape: KVShape) -> None:
+        self.dtype = shape.dtype
+        self.heads = shape.num_kv_heads
+        self._shape = shape
+        self._library = library
+        super().__init__(
+            library.llmbox_cache_new(
+                KV_DTYPES[shape.dtype],
+                shape.num_layers,
+                shape.num_blocks,
+                shape.block_size,
+                shape.num_kv_heads,
+                shape.head_dim,
+                shape.is_windowed,
+            ),
+            library.llmbox_cache_free,
+        )
+
+    def block_tensors(self) -> list[Tensor]:
+        """Implement `Ops.block_tensors`: the library's own memory, valid as long as the cache."""
+        at = self._library.llmbox_cache_data(self.pointer)
+        size = self._library.llmbox_cache_block_bytes(self.pointer)
+        count = self._shape.num_layers * self._shape.num_blocks * size
+        memory = torch.frombuffer((ctypes.c_uint8 * count).from_address(at), dtype=torch.uint8)
+        return [memory.view(self._shape.num_layers, self._shape.num_blocks, size)]
+
+
+class CPUAttention:
+    """Operations of `Ops` on a KV cache."""
+
+    def __init__(self, library: ctypes.CDLL, recorder: CommandRecorder) -> None:
+        self.library = library
+        self.recorder = recorder
+
+    def write_kv(
+        self, cache: CPUKVCache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: CPUAttentionMetadata
+    ) -> None:
+        assert k_TGD.dtype == v_TGD.dtype
+        assert k_TGD.stride()[1:] == v_TGD.stride()[1:] == (k_TGD.shape[2], 1)
+        op = self.library.llmbox_write_kv_op(
+            DTYPES[k_TGD.dtype],
+            KV_DTYPES[cache.dtype],
+            cache.pointer,
+            layer,
+            k_TGD.data_ptr(),
+            k_TGD.stride(0),
+            v_TGD.data_ptr(),
+            v_TGD.stride(0),
+        )
+        self.recorder.submit(op, ragged_step(len(k_TGD), plan.ragged), cache, k_TGD, v_TGD)
+
+    def rotate_and_write(
+        self,
+        qkv_TnD: Tensor,
+        norm_nD: Tensor | None,
+        eps: float,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        cache: CPUKVCache,
+        layer: int,
+        plan: CPUAttentionMetadata,
+    ) -> Tensor:
+        """Norm and rotate queries and keys in place, and write the cache."""
+        rows, heads, width = qkv_TnD.shape
+        assert qkv_TnD.stride()[1:] == (width, 1)
+        op = self.library.llmbox_heads_op(
+            DTYPES[qkv_TnD.dtype],
+            DTYPES[qkv_TnD.dtype if norm_nD is None else norm_nD.dtype],
+            KV_DTYPES[cache.dtype],
+            cache.pointer,
+            layer,
+            qkv_TnD.data_ptr(),
+            qkv_TnD.stride(0),
+            heads,
+            None if norm_nD is None else norm_nD.data_ptr(),
+            eps,
+            self.recorder.table_of(cos_TD),
+        )
+        cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
+        step = ragged_step(rows, plan.ragged)
+        step.use_angles(cos_TD, sin_TD)
+        self.recorder.submit(op, step, cache, qkv_TnD, norm_nD)
+        return qkv_TnD[:, : heads - 2 * cache.heads]
+
+    def attention(
+        self,
+        q_THD: Tensor,
+        cache: CPUKVCache,
+        layer: int,
+        plan: CPUAttentionMetadata,
+        scale: float,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks_H is None or sinks_H.dtype == torch.float32
+        rows, heads, width = q_THD.shape
+        assert q_THD.stride()[1:] == (width, 1)
+        out = self.recorder.result("attention", rows, heads * width, q_THD.dtype)
+        op = self.library.llmbox_attention_op(
+            DTYPES[q_THD.dtype],
+            KV_DTYPES[cache.dtype],
+            cache.pointer,
+            layer,
+            q_THD.data_ptr(),
+            q_THD.stride(0),
+            heads,
+            plan.window or 0,
+            scale,
+            softcap or 0.0,
+            pointer(sinks_H),
+            out.data_ptr(),
+        )
+        self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, sinks_H, out)
+        return out
+
+    def copy_blocks(self, cache: CPUKVCache, pairs: list[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            self.library.llmbox_cache_copy(cache.pointer, source, destination)
+
+    def clear_blocks(self, cache: CPUKVCache, blocks: list[int]) -> None:
+        for block in blocks:
+            self.library.llmbox_cache_clear(cache.pointer, block)
