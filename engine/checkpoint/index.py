@@ -16,8 +16,9 @@ _LANGUAGE = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
 }
-"""Prefixes of the language model in vision-language checkpoints (two styles), and of text-only ones."""
+"""Prefixes of the language model in vision-language checkpoints (three styles), and of text-only ones."""
 _VISION = tuple(
     f"{at}{part}."
     for at in ("", "model.")
@@ -29,10 +30,12 @@ _VISION = tuple(
             "embed_vision",
             "visual",
             "multi_modal_projector",
+            "connector",
         ),
         *("audio_tower", "embed_audio"),
     )
 )
+_INNER_TOWER = "vision_tower.vision_model."
 _SPELLED = {
     "backbone.embeddings.": "model.embed_tokens.",
     "backbone.norm_f.": "model.norm.",
@@ -55,10 +58,27 @@ def list_tensors(directory: Path) -> dict[str, TensorEntry]:
 
     Raises ModelError for files that are missing, damaged or refused.
     """
+    return full_names(_read_entries(directory))
+
+
+def list_vision_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of the vision tower and its projector, by their names without `model.` before them
+    and without the inner `vision_model.` of some towers. Empty for a text-only checkpoint. Raises ModelError.
+    """
+    entries = {name: each for name, each in _read_entries(directory).items() if name.startswith(_VISION)}
+    return renamed(entries, vision_name)
+
+
+def vision_name(name: str) -> str:
+    name = name.removeprefix(_INSIDE)
+    return f"vision_tower.{name.removeprefix(_INNER_TOWER)}" if name.startswith(_INNER_TOWER) else name
+
+
+def _read_entries(directory: Path) -> dict[str, TensorEntry]:
     if (directory / SINGLE).exists():
-        return full_names(read_header(directory / SINGLE))
+        return read_header(directory / SINGLE)
     if (directory / INDEX).exists():
-        return full_names(read_shards(directory))
+        return read_shards(directory)
     raise ModelError(no_weights(directory))
 
 

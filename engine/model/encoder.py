@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as torch_functional
 
-from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import Ops
 
 from ..errors import ModelError
@@ -50,7 +49,8 @@ ScoreBias = Callable[[int, int, int], Tensor]
 
 def attend(
     ops: Ops,
-    layout: BatchLayout,
+    lens: Sequence[int],
+    starts_N1: Tensor,
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
@@ -58,10 +58,11 @@ def attend(
     reach: int | None = None,
     bias: ScoreBias | None = None,
 ) -> Tensor:
-    """Compute attention within each text, [T, HD]. `reach`: distance of the farthest token that one sees."""
+    """Compute attention within each text, [T, HD]. `lens`, `starts_N1`: rows of each text, and the first of
+    each in int32; `reach`: distance of the farthest token that one sees.
+    """
     if ops.attend_texts is not None and bias is None:
-        return ops.attend_texts(q_THD, k_TGD, v_TGD, layout.query_starts_N1, scale, reach)
-    lens = layout.query_lens
+        return ops.attend_texts(q_THD, k_TGD, v_TGD, starts_N1, scale, reach)
     heads, width = q_THD.shape[1:]
     out_TH = torch.empty(len(q_THD), heads * width, dtype=q_THD.dtype, device=q_THD.device)
     start = 0
@@ -111,7 +112,8 @@ class BidirectionalAttention(Attention):
         qk_TnD = ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
         q_THD, k_TGD, v_TGD = qk_TnD[:, : self.heads], qk_TnD[:, self.heads :], rows[:, rotated:]
         reach = None if self.window is None else self.window // 2
-        out = attend(ops, forward.layout, q_THD, k_TGD, v_TGD, self.scale, reach)
+        lens, starts_N1 = forward.layout.query_lens, forward.layout.query_starts_N1
+        out = attend(ops, lens, starts_N1, q_THD, k_TGD, v_TGD, self.scale, reach)
         return self.rank.row_parallel_linear(ops, self.output, out, x_TE.shape[1])
 
 
@@ -229,7 +231,12 @@ class EncoderLayer:
             qk_TnD = self.ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
         q_THD, k_THD = qk_TnD[:, : self.heads], qk_TnD[:, self.heads :]
         reach = None if self.window is None else self.window // 2
-        out = attend(self.ops, forward.layout, q_THD, k_THD, v_THD, self.head_dim**-0.5, reach, bias)
+        lens, starts_N1, scale = (
+            forward.layout.query_lens,
+            forward.layout.query_starts_N1,
+            self.head_dim**-0.5,
+        )
+        out = attend(self.ops, lens, starts_N1, q_THD, k_THD, v_THD, scale, reach, bias)
         return self.ops.linear(self.output, out)
 
     def _mlp(self, x_TE: Tensor, lens: Sequence[int]) -> Tensor:

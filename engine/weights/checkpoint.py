@@ -71,14 +71,17 @@ class Checkpoint:
         keeper: WeightObserver | None = None,
         rank: TensorParallel = SINGLE,
         rename: Callable[[str], str] | None = None,
+        entries: dict[str, TensorEntry] | None = None,
     ) -> None:
-        """`rename`: turns names of the files' tensors into those that the model asks for."""
+        """`rename`: turns names of the files' tensors into those that the model asks for. `entries`: tensors
+        by these names, if others than those of the language model are wanted.
+        """
         self.ops = ops
         self.rank = rank
         self.dtype = dtype
         self.device = device
         self._directory = directory
-        self._entries = list_tensors(directory)
+        self._entries = list_tensors(directory) if entries is None else entries
         if rename is not None:
             self._entries = renamed(self._entries, rename)
         self._form = find_weight_format(read_json(directory / "config.json"), directory)

@@ -1,0 +1,205 @@
+"""Families whose towers merge squares of patches: Qwen's, from 2-VL on, and GLM-OCR."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..fields import Fields, show
+from .config import ImageProcessorConfig, TowerConfig, TowerNames, VisionConfig
+from .fields import (
+    CLIP_MEAN,
+    CLIP_STD,
+    MAX_PIXELS,
+    MAX_SIDE,
+    MAX_WIDTH,
+    VisionFiles,
+    activation_of,
+    pixels_of,
+    rope_theta,
+    size_of,
+    sizes_of,
+    token_id,
+)
+
+_QWEN_NAMES: Final = {
+    "patch": "visual.patch_embed.proj",
+    "layers": "visual.blocks",
+    "stacked": "attn.qkv",
+}
+_MERGER: Final = tuple(f"visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2"))
+_GATED: Final = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+_DEPTH: Final = ("depth", "num_heads")
+
+
+def mrope_of(files: VisionFiles, default: tuple[int, ...], *, interleaved: bool) -> dict[str, Any]:
+    text = files.text
+    rope = text.mapping("rope_parameters") or text.mapping("rope_scaling") or {}
+    fields = Fields(rope, text.where)
+    sections = tuple(int(each) for each in fields.numbers("mrope_section")) or default
+    if len(sections) != 3 or min(sections) < 0:
+        raise text.error(f"mrope_section {show(sections)} must have three numbers")
+    return {
+        "mrope_section": sections,
+        "mrope_interleaved": fields.flag("mrope_interleaved", default=interleaved),
+    }
+
+
+def _qwen(
+    files: VisionFiles,
+    family: str,
+    tower: TowerConfig,
+    mrope: Mapping[str, Any],
+    defaults: tuple[int, int, int],
+    mark: str = "<|image_pad|>",
+) -> VisionConfig:
+    """Build the config of a family with merged patches. `defaults`: id of the image token, least and most
+    pixels.
+    """
+    rules, unit = files.processor, tower.patch_size * tower.merge
+    kinds = {"patch_size": tower.patch_size, "merge_size": tower.merge, "temporal_patch_size": tower.frames}
+    for key, value in kinds.items():
+        if rules.integer(key, value) != value:
+            raise rules.error(f"{key} {rules.raw[key]} is not that of the tower, {value}")
+    least = size_of(rules, "size", ("shortest_edge", "min_pixels"), defaults[1], MAX_PIXELS)
+    most = size_of(rules, "size", ("longest_edge", "max_pixels"), defaults[2], MAX_PIXELS)
+    least = rules.integer("min_pixels", least, most=MAX_PIXELS)
+    most = rules.integer("max_pixels", most, most=MAX_PIXELS)
+    if most < max(least, unit**2):
+        raise rules.error(f"at most {most} pixels a picture are fewer than {max(least, unit**2)}")
+    processor = ImageProcessorConfig(
+        kind="glm" if tower.projector == "glm_ocr" else "pixels",
+        unit=unit,
+        least=least,
+        most=most,
+        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
+    )
+    out = files.tower.integer(
+        "hidden_size" if family == "Qwen2-VL" else "out_hidden_size", files.hidden_size, most=MAX_WIDTH
+    )
+    if out != files.hidden_size:
+        raise files.tower.error(f"embeddings of {out} numbers are not those of the language model")
+    return VisionConfig(
+        family=family,
+        image_token_id=token_id(files, defaults[0], "image_token_id"),
+        placeholder=mark,
+        image_text=mark,
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+        **mrope,
+    )
+
+
+def qwen2_vl(files: VisionFiles) -> VisionConfig:
+    fields = files.tower
+    sizes = sizes_of(fields, width=1280, inner=1, layers=32, keys=("embed_dim", *_DEPTH))
+    tower = TowerConfig(
+        **sizes | {"intermediate_size": int(sizes["hidden_size"] * fields.number("mlp_ratio", 4))},
+        names=TowerNames(**_QWEN_NAMES, projector=_MERGER),
+        frames=fields.integer("temporal_patch_size", 2, most=16),
+        activation=activation_of(fields, "quick_gelu"),
+        patch_bias=False,
+        rope="axial",
+        rope_theta=rope_theta(fields),
+        merge=fields.integer("spatial_merge_size", 2, most=64),
+        projector="merger",
+    )
+    mrope = mrope_of(files, (16, 24, 24), interleaved=False)
+    return _qwen(files, "Qwen2-VL", tower, mrope, (151655, 56 * 56, 28 * 28 * 1280))
+
+
+def qwen2_5_vl(files: VisionFiles) -> VisionConfig:
+    fields = files.tower
+    sizes = sizes_of(fields, width=3584, inner=3420, layers=32, keys=("hidden_size", *_DEPTH))
+    merge = fields.integer("spatial_merge_size", 2, most=64)
+    full = fields.numbers("fullatt_block_indexes") or (7, 15, 23, 31)
+    tower = TowerConfig(
+        **sizes,
+        names=TowerNames(**_QWEN_NAMES, **_GATED, projector=_MERGER),
+        frames=fields.integer("temporal_patch_size", 2, most=16),
+        activation=activation_of(fields, "silu"),
+        is_rms=True,
+        patch_bias=False,
+        rope="axial",
+        rope_theta=rope_theta(fields),
+        windows=max(1, fields.integer("window_size", 112, most=MAX_SIDE) // merge // sizes["patch_size"]),
+        full_layers=tuple(map(int, full)),
+        merge=merge,
+        projector="merger",
+    )
+    mrope = mrope_of(files, (16, 24, 24), interleaved=False)
+    return _qwen(files, "Qwen2.5-VL", tower, mrope, (151655, 56 * 56, 28 * 28 * 1280))
+
+
+def qwen3_vl(files: VisionFiles) -> VisionConfig:
+    return _qwen3(files, "Qwen3-VL", (24, 20, 20), 151655)
+
+
+def qwen3_5(files: VisionFiles) -> VisionConfig:
+    return _qwen3(files, "Qwen3.5", (11, 11, 10), 248056)
+
+
+def _qwen3(files: VisionFiles, family: str, sections: tuple[int, ...], token: int) -> VisionConfig:
+    fields = files.tower
+    sizes = sizes_of(fields, width=1152, inner=4304, layers=27, patch=16, keys=("hidden_size", *_DEPTH))
+    key = "deepstack_visual_indexes"
+    deepstack: tuple[int, ...] = ()
+    if family == "Qwen3-VL":
+        levels = (8, 16, 24) if fields.raw.get(key) is None else fields.numbers(key)
+        deepstack = tuple(int(each) for each in levels)
+        is_known = all(0 <= level < sizes["num_layers"] for level in deepstack)
+        if not is_known or len(set(deepstack)) < len(deepstack):
+            raise fields.error(f"{key} {list(deepstack)} must be different layers of {sizes['num_layers']}")
+    tower = TowerConfig(
+        **sizes,
+        names=TowerNames(
+            **_QWEN_NAMES,
+            table="visual.pos_embed",
+            up="mlp.linear_fc1",
+            down="mlp.linear_fc2",
+            projector=tuple(f"visual.merger.{name}" for name in ("norm", "linear_fc1", "linear_fc2")),
+        ),
+        frames=fields.integer("temporal_patch_size", 2, most=16),
+        activation=activation_of(fields, "gelu_pytorch_tanh"),
+        table="bilinear",
+        table_rows=fields.integer("num_position_embeddings", 2304, most=MAX_WIDTH),
+        rope="axial",
+        rope_theta=rope_theta(fields),
+        merge=fields.integer("spatial_merge_size", 2, most=64),
+        projector="merger",
+        deepstack=deepstack,
+    )
+    mrope = mrope_of(files, sections, interleaved=True)
+    return _qwen(files, family, tower, mrope, (token, 65536, 16777216))
+
+
+def glm_ocr(files: VisionFiles) -> VisionConfig:
+    fields = files.tower
+    sizes = sizes_of(fields, width=1024, inner=4096, layers=24, keys=("hidden_size", *_DEPTH))
+    bias = fields.flag("attention_bias", default=True)
+    names = TowerNames(
+        **_QWEN_NAMES,
+        **_GATED,
+        post_norm="visual.post_layernorm",
+        query_norm="attn.q_norm",
+        key_norm="attn.k_norm",
+        projector=("visual.merger.post_projection_norm", "visual.merger.proj", "visual.downsample"),
+    )
+    tower = TowerConfig(
+        **sizes,
+        names=names,
+        frames=fields.integer("temporal_patch_size", 2, most=16),
+        activation=activation_of(fields, "silu"),
+        eps=fields.number("rms_norm_eps", 1e-5),
+        is_rms=True,
+        attention_bias=bias,
+        mlp_bias=bias,
+        rope="axial",
+        rope_theta=rope_theta(fields),
+        merge=fields.integer("spatial_merge_size", 2, most=64),
+        projector="glm_ocr",
+        projector_eps=1e-5,
+        projector_activation=activation_of(fields, "silu"),
+    )
+    mrope = mrope_of(files, (8, 12, 12), interleaved=False)
+    mrope["mrope_interleaved"] = False
+    return _qwen(files, "GLM-OCR", tower, mrope, (59280, 112 * 112, 28 * 28 * 15000), "<|image|>")

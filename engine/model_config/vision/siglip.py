@@ -1,0 +1,316 @@
+"""Families whose towers are SigLIP's or Pixtral's: pictures are cut into tiles, or pooled."""
+
+from typing import Final
+
+from .config import ImageProcessorConfig, TowerConfig, TowerNames, VisionConfig
+from .fields import (
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    MAX_SIDE,
+    MAX_WIDTH,
+    VisionFiles,
+    activation_of,
+    feature_layer,
+    pixels_of,
+    rope_theta,
+    side_of,
+    size_of,
+    sizes_of,
+    token_id,
+    token_text,
+)
+
+_PROJECTOR_NORM, _FIRST, _SECOND = (
+    f"multi_modal_projector.{name}" for name in ("norm", "linear_1", "linear_2")
+)
+
+
+def mistral3(files: VisionFiles) -> VisionConfig:
+    fields, model = files.tower, files.model
+    sizes = sizes_of(fields, width=1024, inner=4096, layers=24, patch=16)
+    merge = model.integer("spatial_merge_size", 2, most=64)
+    tower = TowerConfig(
+        **sizes | {"num_layers": feature_layer(files, sizes["num_layers"])},
+        names=TowerNames(
+            patch="vision_tower.patch_conv",
+            layers="vision_tower.transformer.layers",
+            pre_norm="vision_tower.ln_pre",
+            norm1="attention_norm",
+            norm2="ffn_norm",
+            query="attention.q_proj",
+            key="attention.k_proj",
+            value="attention.v_proj",
+            output="attention.o_proj",
+            gate="feed_forward.gate_proj",
+            up="feed_forward.up_proj",
+            down="feed_forward.down_proj",
+            projector=(_PROJECTOR_NORM, _FIRST, _SECOND),
+        ),
+        activation=activation_of(fields, "gelu"),
+        eps=1e-5,
+        is_rms=True,
+        attention_bias=False,
+        mlp_bias=False,
+        patch_bias=False,
+        rope="alternating",
+        rope_theta=rope_theta(fields),
+        merge=merge,
+        projector="mistral3",
+        projector_size=files.hidden_size,
+        projector_bias=model.flag("multimodal_projector_bias", default=False),
+        projector_eps=files.text.number("rms_norm_eps", 1e-6),
+        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
+    )
+    longest = size_of(files.processor, "size", ("longest_edge", "height"), 1540, MAX_SIDE)
+    processor = ImageProcessorConfig(
+        kind="longest_edge",
+        unit=tower.patch_size * merge,
+        longest=longest,
+        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
+    )
+    return VisionConfig(
+        family="Mistral 3",
+        image_token_id=token_id(files, 10, "image_token_index", "image_token_id"),
+        placeholder="[IMG]",
+        image_text="[IMG]",
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+    )
+
+
+def siglip_names(at: str, *projector: str) -> TowerNames:
+    return TowerNames(
+        patch=f"{at}embeddings.patch_embedding",
+        layers=f"{at}encoder.layers",
+        table=f"{at}embeddings.position_embedding",
+        post_norm=f"{at}post_layernorm",
+        norm1="layer_norm1",
+        norm2="layer_norm2",
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        output="self_attn.out_proj",
+        projector=projector,
+    )
+
+
+def idefics3(files: VisionFiles) -> VisionConfig:
+    fields, model = files.tower, files.model
+    sizes = sizes_of(fields, width=1152, inner=3072, layers=12, patch=32)
+    side = side_of(fields, "image_size", 224) // sizes["patch_size"]
+    merge = model.integer("scale_factor", 2, most=64)
+    tower = TowerConfig(
+        **sizes,
+        names=siglip_names("vision_model.", "", "connector.modality_projection.proj", ""),
+        activation=activation_of(fields, "gelu_pytorch_tanh"),
+        eps=fields.number("layer_norm_eps", 1e-6),
+        table="buckets",
+        table_rows=side * side,
+        merge=merge,
+        projector="pixel_shuffle",
+    )
+    rules, unit = files.processor, tower.patch_size * merge
+    tile = size_of(rules, "max_image_size", ("longest_edge",), 364, MAX_SIDE)
+    if tile % unit:
+        raise rules.error(f"max_image_size {tile} is not a multiple of {unit}, the pixels of an embedding")
+    processor = ImageProcessorConfig(
+        kind="tiles",
+        unit=unit,
+        longest=size_of(rules, "size", ("longest_edge",), 4 * 364, MAX_SIDE),
+        tile=tile,
+        splits=rules.flag("do_image_splitting", default=True),
+        **pixels_of(files, HALF, HALF, 1),
+    )
+    return VisionConfig(
+        family="SmolVLM, Idefics3",
+        image_token_id=token_id(files, 128257, "image_token_id"),
+        placeholder="<image>",
+        image_text="<image>",
+        start="<fake_token_around_image>",
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+    )
+
+
+_GEMMA3_PROJECTION: Final = "multi_modal_projector.mm_input_projection"
+
+
+def gemma3(files: VisionFiles) -> VisionConfig:
+    fields, rules = files.tower, files.processor
+    sizes = sizes_of(fields, width=768, inner=3072, layers=12, heads=12, patch=16)
+    picture = side_of(fields, "image_size", 224)
+    side = picture // sizes["patch_size"]
+    count = files.model.integer("mm_tokens_per_image", 256, most=1 << 16)
+    across = round(count**0.5)
+    if across**2 != count or across > side:
+        raise files.model.error(f"mm_tokens_per_image {count} is no square of at most {side} rows")
+    if side % across:
+        raise files.model.error(f"mm_tokens_per_image {count} does not divide the {side} x {side} patches")
+    if rules.raw.get("do_pan_and_scan"):
+        raise rules.error("do_pan_and_scan is not supported")
+    if side_of(rules, "size", picture) != picture:
+        raise rules.error(f"size must be that of the tower, {picture}")
+    tower = TowerConfig(
+        **sizes,
+        names=siglip_names("vision_tower.", "multi_modal_projector.mm_soft_emb_norm", _GEMMA3_PROJECTION, ""),
+        activation=activation_of(fields, "gelu_pytorch_tanh"),
+        eps=fields.number("layer_norm_eps", 1e-6),
+        table="whole",
+        table_rows=side * side,
+        merge=side // across,
+        projector="gemma3",
+        projector_eps=fields.number("layer_norm_eps", 1e-6),
+    )
+    processor = ImageProcessorConfig(
+        kind="square", unit=picture // across, tile=picture, **pixels_of(files, HALF, HALF, 2)
+    )
+    start, image = token_text(files, "boi_token", "<start_of_image>"), "<image_soft_token>"
+    return VisionConfig(
+        family="Gemma 3",
+        image_token_id=token_id(files, 262144, "image_token_index", "image_token_id"),
+        placeholder=start,
+        image_text=token_text(files, "image_token", image),
+        start=f"\n\n{start}",
+        end=f"{token_text(files, 'eoi_token', '<end_of_image>')}\n\n",
+        hidden_size=files.hidden_size,
+        is_bidirectional=True,
+        tower=tower,
+        processor=processor,
+    )
+
+
+def lfm2_vl(files: VisionFiles) -> VisionConfig:
+    fields, model, rules = files.tower, files.model, files.processor
+    sizes = sizes_of(fields, width=768, inner=3072, layers=12, heads=12, patch=16)
+    merge = model.integer("downsample_factor", 2, most=64)
+    tower = TowerConfig(
+        **sizes,
+        names=siglip_names("vision_tower.", "multi_modal_projector.layer_norm", _FIRST, _SECOND),
+        channels_last=True,
+        activation=activation_of(fields, "gelu_pytorch_tanh"),
+        eps=fields.number("layer_norm_eps", 1e-6),
+        table="antialiased",
+        table_rows=fields.integer("num_patches", 256, most=MAX_WIDTH),
+        merge=merge,
+        projector="lfm2_vl",
+        projector_size=model.integer("projector_hidden_size", 2560, most=MAX_WIDTH),
+        projector_bias=model.flag("projector_bias", default=True),
+        projector_norm=model.flag("projector_use_layernorm", default=True),
+        projector_eps=1e-5,
+        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
+    )
+    if feature_layer(files, tower.num_layers) != tower.num_layers:
+        raise model.error("vision_feature_layer is not supported, only the last layer")
+    unit = tower.patch_size * merge
+    tile = rules.integer("tile_size", 512, most=MAX_SIDE)
+    if tile % unit or rules.integer("encoder_patch_size", tower.patch_size) != tower.patch_size:
+        raise rules.error(f"tile_size {tile} or encoder_patch_size is not of patches of {tower.patch_size}")
+    counts = rules.integer("min_tiles", 2, most=64), rules.integer("max_tiles", 10, most=64)
+    processor = ImageProcessorConfig(
+        kind="lfm2",
+        unit=unit,
+        tile=tile,
+        splits=rules.flag("do_image_splitting", default=True) and counts != (1, 1),
+        least=rules.integer("min_image_tokens", 64, most=1 << 16) * unit**2,
+        most=rules.integer("max_image_tokens", 256, most=1 << 16) * unit**2,
+        tile_counts=counts,
+        thumbnail=rules.flag("use_thumbnail", default=True),
+        tolerance=rules.number("max_pixels_tolerance", 2.0),
+        **pixels_of(files, HALF, HALF, 2),
+    )
+    return VisionConfig(
+        family="LFM2-VL",
+        image_token_id=token_id(files, 396, "image_token_id", "image_token_index"),
+        placeholder="<image>",
+        image_text="<image>",
+        start="<|image_start|>",
+        end="<|image_end|>",
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+    )
+
+
+_GEMMA4_GATED: Final = {
+    "gate": "mlp.gate_proj.linear",
+    "up": "mlp.up_proj.linear",
+    "down": "mlp.down_proj.linear",
+}
+
+
+def gemma4(files: VisionFiles) -> VisionConfig:
+    fields, rules = files.tower, files.processor
+    sizes = sizes_of(fields, width=768, inner=3072, layers=16, heads=12, patch=16)
+    if fields.integer("num_key_value_heads", sizes["num_heads"]) != sizes["num_heads"]:
+        raise fields.error("num_key_value_heads other than num_attention_heads is not supported")
+    if fields.integer("head_dim", 64) != sizes["head_dim"] or sizes["head_dim"] % 4:
+        raise fields.error(f"head_dim {fields.raw.get('head_dim', 64)} is not supported here")
+    merge = fields.integer("pooling_kernel_size", 3, most=64)
+    at = "vision_tower."
+    names = TowerNames(
+        patch=f"{at}patch_embedder.input_proj",
+        layers=f"{at}encoder.layers",
+        table=f"{at}patch_embedder.position_embedding_table",
+        norm1="input_layernorm",
+        norm2="pre_feedforward_layernorm",
+        after_attention="post_attention_layernorm",
+        after_mlp="post_feedforward_layernorm",
+        query="self_attn.q_proj.linear",
+        key="self_attn.k_proj.linear",
+        value="self_attn.v_proj.linear",
+        output="self_attn.o_proj.linear",
+        query_norm="self_attn.q_norm",
+        key_norm="self_attn.k_norm",
+        projector=("", "embed_vision.embedding_projection", ""),
+        **_GEMMA4_GATED,
+    )
+    tower = TowerConfig(
+        **sizes,
+        names=names,
+        channels_last=True,
+        activation=activation_of(fields, "gelu_pytorch_tanh", "hidden_activation"),
+        eps=fields.number("rms_norm_eps", 1e-6),
+        is_rms=True,
+        attention_bias=False,
+        mlp_bias=False,
+        patch_bias=False,
+        scales_queries=False,
+        table="axes",
+        table_rows=fields.integer("position_embedding_size", 10240, most=MAX_WIDTH),
+        rope="axial",
+        rope_theta=rope_theta(fields, 100.0),
+        merge=merge,
+        projector="gemma4",
+        projector_eps=fields.number("rms_norm_eps", 1e-6),
+        clips=fields.flag("use_clipped_linears", default=False),
+        standardizes=fields.flag("standardize", default=False),
+    )
+    unit = tower.patch_size * merge
+    pixels = pixels_of(files, (0.0,) * 3, (1.0,) * 3, 3)
+    if not rules.flag("do_normalize", default=False):
+        pixels |= {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    processor = ImageProcessorConfig(
+        kind="gemma4",
+        unit=unit,
+        most=rules.integer("max_soft_tokens", 280, most=1 << 16) * unit**2,
+        **pixels,
+    )
+    image = token_text(files, "image_token", "<|image|>")
+    is_bidirectional = files.text.raw.get("use_bidirectional_attention") == "vision"
+    return VisionConfig(
+        family="Gemma 4",
+        image_token_id=token_id(files, 258880, "image_token_id"),
+        placeholder=image,
+        image_text=image,
+        start=token_text(files, "boi_token", "<|image>"),
+        end=token_text(files, "eoi_token", "<image|>"),
+        hidden_size=files.hidden_size,
+        pad_id=files.text.integer("pad_token_id", 0),
+        is_bidirectional=is_bidirectional,
+        bidirectional_windows=is_bidirectional,
+        tower=tower,
+        processor=processor,
+    )

@@ -1,0 +1,124 @@
+"""Pixels and texts of pictures: those of the image processors in transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmbox.app.images.tiles import make_tiles
+from llmbox.engine.model_config.vision.config import VisionConfig
+from llmbox.engine.model_config.vision.families import read_vision
+from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image
+from support.tiny_models import write_json
+from support.vision_models import TEXT, draw_picture
+
+SIZES = [(1, 1), (30, 2000), (1023, 769), (97, 211), (640, 8), (336, 336)]
+"""Width and height."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "model": {"vision_config": {"patch_size": 14}, "spatial_merge_size": 2},
+        "processor": {
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 1540},
+            "patch_size": {"height": 28, "width": 28},
+        },
+    },
+    "idefics3": {
+        "model": {"vision_config": {"patch_size": 16, "image_size": 512}, "scale_factor": 4},
+        "processor": {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": 1024},
+            "max_image_size": {"longest_edge": 512},
+        },
+    },
+    "gemma3": {
+        "model": {"vision_config": {"patch_size": 14, "image_size": 896}, "mm_tokens_per_image": 256},
+        "processor": {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 896, "width": 896},
+            "do_pan_and_scan": None,
+            "resample": 2,
+        },
+    },
+    "qwen2_vl": {
+        "model": {"vision_config": {"hidden_size": 64}},
+        "processor": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": 3136,
+            "max_pixels": 1003520,
+            "patch_size": 14,
+        },
+    },
+    "qwen3_vl": {
+        "model": {"vision_config": {"out_hidden_size": 64}},
+        "processor": {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": {"longest_edge": 1638400, "shortest_edge": 65536},
+            "patch_size": 16,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+    },
+    "gemma4": {
+        "model": {"vision_config": {"model_type": "gemma4_vision"}},
+        "processor": {"image_processor_type": "Gemma4ImageProcessor"},
+    },
+    "glm_ocr": {
+        "model": {"vision_config": {"out_hidden_size": 64}},
+        "processor": {"image_processor_type": "Glm46VImageProcessor"},
+    },
+}
+"""Facts of published models that decide the pixels."""
+
+
+def read(directory: Path, kind: str) -> VisionConfig:
+    facts = PUBLISHED[kind]
+    write_json(directory / "config.json", {"model_type": kind, "text_config": TEXT} | facts["model"])
+    write_json(directory / "preprocessor_config.json", facts["processor"])
+    vision = read_vision(directory)
+    assert vision is not None
+    return vision
+
+
+def tiles_of_transformers(directory: Path, vision: VisionConfig, picture: Any) -> list[np.ndarray]:
+    """Return tiles as [height, width, 3] of levels, from what the processor gives the model."""
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(directory)
+    options = {"patch_size": vision.processor.unit} if vision.processor.kind == "longest_edge" else {}
+    found = processor(images=[picture], return_tensors="np", **options)
+    values = found["pixel_values"]
+    if "image_grid_thw" in found:
+        _, rows, columns = found["image_grid_thw"][0]
+        side, merge, frames = vision.tower.patch_size, vision.tower.merge, vision.tower.frames
+        shape = (rows // merge, columns // merge, merge, merge, 3, frames, side, side)
+        values = values.reshape(shape)[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6)
+        values = values.reshape(1, 3, rows * side, columns * side)
+    elif "image_position_ids" in found:
+        side, places = vision.tower.patch_size, found["image_position_ids"][0]
+        rows, columns = places[:, 1].max() + 1, places[:, 0].max() + 1
+        patches = values[0, : rows * columns].reshape(rows, columns, side, side, 3)
+        values = patches.transpose(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side)
+    else:
+        values = values.reshape(-1, *values.shape[-3:])
+    mean, std = (np.array(each).reshape(3, 1, 1) for each in (vision.processor.mean, vision.processor.std))
+    levels = (values * std + mean) * 255
+    return [np.rint(tile).astype(int).transpose(1, 2, 0) for tile in levels]
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_pixels_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    vision = read(tmp_path, kind)
+    for width, height in SIZES:
+        picture = draw_picture(width, height)
+        try:
+            layout = lay_out_image(vision, width, height)
+        except ImageSizeError:
+            with pytest.raises(ValueError, match="aspect ratio"):
+                tiles_of_transformers(tmp_path, vision, picture)
+            continue
+        ours = [np.asarray(tile).astype(int) for tile in make_tiles(picture, vision, layout)]
+        theirs = tiles_of_transformers(tmp_path, vision, picture)
+        assert [tile.shape[:2] for tile in ours] == [tile.shape[:2] for tile in theirs] == list(layout.tiles)
+        assert max(abs(ours[n] - theirs[n]).max() for n in range(len(ours))) <= 1

@@ -1,0 +1,147 @@
+"""Layouts of pictures: sizes, numbers of tokens, texts, and files that contradict each other."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.vision.config import VisionConfig
+from llmbox.engine.model_config.vision.families import VISION_FAMILIES, read_vision
+from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image, mrope_positions
+from support.tiny_models import write_json
+from support.vision_models import MODELS, TEXT
+
+
+def read(directory: Path, kind: str, **processor: Any) -> VisionConfig:
+    _, values, rules = MODELS[kind]
+    write_json(directory / "config.json", {"model_type": kind, **values})
+    write_json(directory / "preprocessor_config.json", rules | processor)
+    vision = read_vision(directory)
+    assert vision is not None
+    return vision
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_row_has_one_image_token_in_the_text(tmp_path: Path, kind: str) -> None:
+    vision = read(tmp_path, kind)
+    for width in (1, 7, 50, 200, 900):
+        for height in (9, 48, 333):
+            for low in (False, True):
+                try:
+                    layout = lay_out_image(vision, width, height, low_detail=low)
+                except ImageSizeError:
+                    assert max(width, height) > 90 * min(width, height)
+                    continue
+                assert layout.text.count(vision.image_text) == layout.num_rows > 0
+                pixels = sum(tall * wide for tall, wide in layout.tiles)
+                assert pixels == layout.num_rows * vision.processor.unit**2
+                if layout.grid != (0, 0):
+                    assert layout.grid[0] * layout.grid[1] == layout.num_rows
+                if low:
+                    assert layout.num_rows <= lay_out_image(vision, width, height).num_rows
+
+
+def test_texts_around_image_tokens(tmp_path: Path) -> None:
+    mistral = lay_out_image(read(tmp_path, "mistral3"), 36, 20)
+    assert mistral.text == "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
+    tile = "<image>" * 9
+    fake = "<fake_token_around_image>"
+    assert lay_out_image(read(tmp_path, "idefics3"), 90, 60).text == (
+        f"{fake}<row_1_col_1>{tile}{fake}<row_1_col_2>{tile}{fake}<row_1_col_3>{tile}\n"
+        f"{fake}<row_2_col_1>{tile}{fake}<row_2_col_2>{tile}{fake}<row_2_col_3>{tile}\n"
+        f"\n{fake}<global-img>{tile}{fake}"
+    )
+    low = lay_out_image(read(tmp_path, "idefics3"), 90, 60, low_detail=True)
+    assert low.text == f"{fake}<global-img>{tile}{fake}"
+    gemma = lay_out_image(read(tmp_path, "gemma3"), 5, 5).text
+    assert gemma == f"\n\n<start_of_image>{'<image_soft_token>' * 9}<end_of_image>\n\n"
+    lfm = lay_out_image(read(tmp_path, "lfm2_vl"), 300, 150)
+    assert lfm.tile_grid == (1, 2)
+    tile = "<image>" * 16
+    assert lfm.text.startswith(
+        f"<|image_start|><|img_row_1_col_1|>{tile}<|img_row_1_col_2|>{tile}<|img_thumb"
+    )
+    assert lfm.text.endswith("<image><|image_end|>")
+
+
+def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
+    with pytest.raises(ImageSizeError, match="200 times as many"):
+        lay_out_image(read(tmp_path, "qwen2_vl"), 1, 201)
+    with pytest.raises(ImageSizeError, match="too thin"):
+        lay_out_image(read(tmp_path, "mistral3"), 1, 30000)
+    with pytest.raises(ImageSizeError, match="has none"):
+        lay_out_image(read(tmp_path, "gemma3"), 0, 5)
+    assert lay_out_image(read(tmp_path, "idefics3"), 1, 30000).num_rows == 36
+
+
+@pytest.mark.parametrize(
+    ("kind", "tower", "processor", "text"),
+    [
+        ("mistral3", {"hidden_act": "tanh"}, {}, "hidden_act 'tanh' is not supported"),
+        ("mistral3", {"patch_size": [4, 6]}, {}, "only squares"),
+        ("mistral3", {"num_attention_heads": 5}, {}, "not a multiple"),
+        ("mistral3", {}, {"size": {"longest_edge": 10**9}}, "beyond anything known"),
+        ("idefics3", {}, {"max_image_size": {"longest_edge": 50}}, "not a multiple of 16"),
+        ("gemma3", {}, {"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ("gemma3", {}, {"size": {"height": 32, "width": 32}}, "that of the tower"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [7]}, {}, "must be different layers"),
+        ("qwen3_vl", {"out_hidden_size": 63}, {}, "not those of the language model"),
+        ("qwen3_vl", {}, {"patch_size": 7}, "not that of the tower"),
+        ("qwen3_vl", {}, {"resample": 9}, "filter of Pillow"),
+        ("qwen3_vl", {}, {"image_std": [0, 1, 1]}, "std above 0"),
+        ("qwen3_vl", {}, {"size": {"shortest_edge": 9, "longest_edge": 9}}, "fewer than"),
+        ("lfm2_vl", {}, {"tile_size": 63}, "tile_size 63"),
+        ("gemma4", {"num_key_value_heads": 1}, {}, "num_key_value_heads"),
+        ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {}, "not supported for"),
+    ],
+)
+def test_files_that_contradict_each_other_are_refused_with_the_key(
+    tmp_path: Path, kind: str, tower: dict[str, Any], processor: dict[str, Any], text: str
+) -> None:
+    _, values, rules = MODELS[kind]
+    changed = values | {"model_type": kind, "vision_config": values["vision_config"] | tower}
+    write_json(tmp_path / "config.json", changed)
+    write_json(tmp_path / "preprocessor_config.json", rules | processor)
+    with pytest.raises(ModelError, match=text):
+        read_vision(tmp_path)
+
+
+def test_a_nested_processor_is_read(tmp_path: Path) -> None:
+    vision = read(tmp_path, "idefics3")
+    write_json(
+        tmp_path / "processor_config.json", {"image_processor": MODELS["idefics3"][2] | {"resample": 3}}
+    )
+    again = read_vision(tmp_path)
+    assert again is not None
+    assert again.processor == replace(vision.processor, resample=3)
+
+
+def test_every_family_is_tested() -> None:
+    assert {"smolvlm": "idefics3"}.keys() | {"qwen3_vl_moe", "qwen3_5_moe"} | MODELS.keys() == set(
+        VISION_FAMILIES
+    )
+
+
+def test_positions_with_rows_and_columns_are_those_of_transformers() -> None:
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    config = Qwen3VLConfig(vision_config=MODELS["qwen3_vl"][1]["vision_config"], text_config=TEXT)
+    pictures = [(3, (2, 4)), (13, (5, 3)), (29, (1, 1))]
+    kinds = [0] * 34
+    for start, (tall, wide) in pictures:
+        kinds[start : start + tall * wide] = [1] * (tall * wide)
+    grid = torch.tensor([[1, 2 * tall, 2 * wide] for _, (tall, wide) in pictures])
+    model = type(
+        "Stub", (), {"config": config, "get_vision_position_ids": Qwen3VLModel.get_vision_position_ids}
+    )
+    theirs, delta = Qwen3VLModel.get_rope_index(
+        model(), torch.zeros(1, 34, dtype=torch.long), torch.tensor([kinds]), image_grid_thw=grid
+    )
+    ours, following = mrope_positions(34, pictures)
+    assert ours == theirs[:, 0].tolist()
+    assert following == 34 + int(delta)
+    with pytest.raises(ModelError, match="overlap"):
+        mrope_positions(34, [(3, (2, 4)), (5, (1, 1))])

@@ -1,0 +1,155 @@
+"""Vision towers: embeddings of transformers, the same bits every time, and files that do not fit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.vision.families import explain_no_vision, read_vision
+from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
+from llmbox.kernels.dispatch import select_ops
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.reference import REFERENCE
+from support.tiny_models import write_json
+from support.vision_models import MODELS, draw_picture, make_vision_model, prepare
+
+SIZES = [(50, 40), (13, 1), (30, 100), (131, 70)]
+CPU = torch.device("cpu")
+
+
+def load(directory: Path, ops: Ops = REFERENCE, dtype: torch.dtype = torch.float32) -> VisionEncoder:
+    vision = read_vision(directory)
+    assert vision is not None
+    return load_vision_encoder(vision, directory, ops, dtype)
+
+
+def encode(encoder: VisionEncoder, picture: Image.Image) -> torch.Tensor:
+    steps = encoder.encode(prepare(encoder.vision, picture)[1])
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            rows: torch.Tensor = end.value
+            return rows
+
+
+def reference_inputs(directory: Path, encoder: VisionEncoder, picture: Image.Image) -> dict[str, Any]:
+    """Return what transformers' processor gives the model. LFM2-VL's needs torchvision: it gets our tiles."""
+    from transformers import AutoImageProcessor
+
+    processor = encoder.vision.processor
+    if processor.kind != "lfm2":
+        inputs = AutoImageProcessor.from_pretrained(directory)(images=[picture], return_tensors="pt")
+        known = {
+            "pixel_values",
+            "image_sizes",
+            "image_grid_thw",
+            "image_position_ids",
+            "pixel_attention_mask",
+        }
+        return {key: value for key, value in inputs.items() if key in known}
+    layout, image = prepare(encoder.vision, picture)
+    side, start, tiles = encoder.vision.tower.patch_size, 0, []
+    for height, width in layout.tiles:
+        size = 3 * height * width
+        pixels = torch.frombuffer(bytearray(image.pixels[start : start + size]), dtype=torch.uint8) / 255
+        tile = ((pixels - 0.5) / 0.5).view(height // side, side, width // side, side, 3)
+        tiles.append(tile.transpose(1, 2).reshape(-1, 3 * side * side))
+        start += size
+    longest = max(map(len, tiles))
+    padded = [torch.nn.functional.pad(tile, (0, 0, 0, longest - len(tile))) for tile in tiles]
+    return {
+        "pixel_values": torch.stack(padded),
+        "pixel_attention_mask": torch.stack([(torch.arange(longest) < len(tile)).int() for tile in tiles]),
+        "spatial_shapes": torch.tensor([[tall // side, wide // side] for tall, wide in layout.tiles]),
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    model = make_vision_model(tmp_path, kind)
+    encoder = load(tmp_path)
+    assert encoder.vision.num_params == sum(
+        each.numel() for name, each in load_file(tmp_path / "model.safetensors").items() if is_vision(name)
+    )
+    for size in SIZES:
+        picture = draw_picture(*size)
+        found = encode(encoder, picture)
+        inputs = reference_inputs(tmp_path, encoder, picture)
+        with torch.inference_mode():
+            theirs = model.model.get_image_features(**inputs, return_dict=True)
+        rows = theirs.pooler_output
+        rows = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
+        levels = [torch.cat(list(level)) for level in getattr(theirs, "deepstack_features", None) or []]
+        torch.testing.assert_close(found, torch.stack([rows, *levels]), rtol=1e-4, atol=1e-4)
+        layout = prepare(encoder.vision, picture)[0]
+        assert layout.text.count(encoder.vision.image_text) == layout.num_rows == len(rows)
+
+
+def is_vision(name: str) -> bool:
+    parts = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector", "embed_vision")
+    return any(part in name for part in parts)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("idefics3", torch.float32), ("qwen2_5_vl", torch.bfloat16)])
+def test_a_picture_has_the_same_bits_every_time_on_the_cpp_kernels(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    make_vision_model(tmp_path, kind)
+    found = []
+    for threads in (1, 2):
+        encoder = load(tmp_path, select_ops(CPU, dtype, threads=threads), dtype)
+        first = encode(encoder, draw_picture(131, 70))
+        encode(encoder, draw_picture(50, 40))
+        found += [first, encode(encoder, draw_picture(131, 70))]
+    assert all(torch.equal(found[0], each) for each in found)
+    plain = encode(load(tmp_path, REFERENCE, torch.float32), draw_picture(131, 70))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(found[0].float(), plain, rtol=tolerance, atol=tolerance)
+
+
+def change_tensors(directory: Path, change: Any) -> None:
+    file = directory / "model.safetensors"
+    save_file(dict(filter(None, (change(*each) for each in load_file(file).items()))), file)
+
+
+def test_older_spellings_of_names_are_read(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "gemma3")
+    picture = draw_picture(50, 40)
+    found = encode(load(tmp_path), picture)
+
+    def rename(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        inner = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        return inner.replace("vision_tower.", "vision_tower.vision_model."), tensor
+
+    change_tensors(tmp_path, rename)
+    assert torch.equal(encode(load(tmp_path), picture), found)
+
+
+def test_a_missing_tensor_and_one_of_another_shape_are_named(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "qwen3_vl")
+    file, name = tmp_path / "model.safetensors", "model.visual.blocks.1.mlp.linear_fc1.bias"
+    whole = load_file(file)
+    save_file({key: each for key, each in whole.items() if key != name}, file)
+    with pytest.raises(ModelError, match=r"visual\.blocks\.1\.mlp\.linear_fc1\.bias.* is missing"):
+        read_vision(tmp_path)
+    save_file(whole | {name: torch.zeros(79)}, file)
+    with pytest.raises(
+        ModelError, match=r"linear_fc1\.bias.* has shape \[79\], config\.json asks for \[80\]"
+    ):
+        read_vision(tmp_path)
+    save_file({key: each for key, each in whole.items() if ".visual." not in key}, file)
+    assert read_vision(tmp_path) is None
+    assert "no tensors of the vision tower" in explain_no_vision(tmp_path)
+
+
+def test_a_family_whose_tower_is_not_read_says_so(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "llama4", "vision_config": {}})
+    assert read_vision(tmp_path) is None
+    assert "llama4 is not supported" in explain_no_vision(tmp_path)
+    write_json(tmp_path / "config.json", {"model_type": "llama"})
+    assert "without a vision tower" in explain_no_vision(tmp_path)

@@ -1,0 +1,270 @@
+"""Tiny random vision-language models, and pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from llmbox.app.images.tiles import make_tiles
+from llmbox.engine.ipc.messages import PreparedImage
+from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
+from llmbox.engine.model_config.vision.layout import lay_out_image
+from support.tiny_models import write_json
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+PIXTRAL: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 6,
+    "image_size": 96,
+}
+SIGLIP = PIXTRAL | {"patch_size": 8, "image_size": 48, "num_patches": 36}
+QWEN: dict[str, Any] = {
+    "hidden_size": 48,
+    "out_hidden_size": 64,
+    "intermediate_size": 80,
+    "depth": 3,
+    "num_heads": 4,
+    "patch_size": 6,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": TEXT | {"model_type": "mistral"},
+            "vision_config": PIXTRAL | {"model_type": "pixtral"},
+            "image_token_index": 10,
+        },
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 96}, "patch_size": 12},
+    ),
+    "idefics3": (
+        "Idefics3ForConditionalGeneration",
+        {
+            "text_config": TEXT | {"model_type": "llama"},
+            "vision_config": SIGLIP,
+            "image_token_id": 10,
+            "scale_factor": 2,
+        },
+        {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": 144},
+            "max_image_size": {"longest_edge": 48},
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": TEXT | {"tie_word_embeddings": True, "num_hidden_layers": 7, "sliding_window": 24},
+            "vision_config": SIGLIP | {"vision_use_head": False},
+            "image_token_index": 10,
+            "boi_token_index": 8,
+            "eoi_token_index": 9,
+            "mm_tokens_per_image": 9,
+        },
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 48, "width": 48}},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": TEXT | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+            "vision_config": QWEN | {"num_position_embeddings": 49, "deepstack_visual_indexes": [0, 2]},
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 6,
+            "size": {"shortest_edge": 500, "longest_edge": 12000},
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": TEXT | {"rope_parameters": MROPE},
+            "vision_config": QWEN | {"window_size": 36, "fullatt_block_indexes": [1]},
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 6,
+            "min_pixels": 500,
+            "max_pixels": 12000,
+        },
+    ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {
+            "text_config": TEXT | {"rope_parameters": MROPE},
+            "vision_config": {
+                "embed_dim": 48,
+                "hidden_size": 64,
+                "depth": 2,
+                "num_heads": 4,
+                "patch_size": 6,
+            },
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 6,
+            "min_pixels": 500,
+            "max_pixels": 12000,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": TEXT | DELTA | {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
+            "vision_config": QWEN | {"num_position_embeddings": 49},
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 6,
+            "size": {"shortest_edge": 500, "longest_edge": 12000},
+        },
+    ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": TEXT
+            | {
+                "tie_word_embeddings": True,
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "global_head_dim": 32,
+                "sliding_window": 24,
+                "hidden_size_per_layer_input": 0,
+            },
+            "vision_config": {
+                "hidden_size": 48,
+                "intermediate_size": 80,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 3,
+                "head_dim": 16,
+                "patch_size": 4,
+                "position_embedding_size": 300,
+                "use_clipped_linears": True,
+                "standardize": True,
+            },
+            "audio_config": None,
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "max_soft_tokens": 70,
+            "pooling_kernel_size": 3,
+        },
+    ),
+    "lfm2_vl": (
+        "Lfm2VlForConditionalGeneration",
+        {
+            "text_config": TEXT
+            | {
+                "model_type": "lfm2",
+                "tie_word_embeddings": True,
+                "layer_types": ["conv", "full_attention", "conv"],
+            },
+            "vision_config": SIGLIP | {"model_type": "siglip2_vision_model", "vision_use_head": False},
+            "image_token_id": 10,
+            "projector_hidden_size": 40,
+        },
+        {
+            "image_processor_type": "Lfm2VlImageProcessor",
+            "encoder_patch_size": 8,
+            "tile_size": 64,
+            "min_image_tokens": 4,
+            "max_image_tokens": 16,
+            "max_tiles": 4,
+        },
+    ),
+    "glm_ocr": (
+        "GlmOcrForConditionalGeneration",
+        {
+            "text_config": TEXT | {"rope_parameters": MROPE},
+            "vision_config": QWEN,
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Glm46VImageProcessor",
+            "patch_size": 6,
+            "size": {"shortest_edge": 500, "longest_edge": 12000},
+        },
+    ),
+}
+"""Class in transformers, values of its config, and preprocessor_config.json."""
+
+
+def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
+    """Write a checkpoint and return the model of transformers in float32."""
+    import transformers
+
+    name, values, processor = MODELS[kind]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(11)
+    model = model_class(model_class.config_class(**values, **changes)).eval()
+    with torch.no_grad():
+        for each, parameter in model.named_parameters():
+            scale = 0.3 if parameter.dim() == 1 or "embed" in each else 1.2 * parameter[0].numel() ** -0.5
+            base = 1.0 if parameter.dim() == 1 and "norm" in each and each.endswith("weight") else 0.0
+            parameter.copy_(torch.randn_like(parameter) * scale + base)
+        for each, buffer in model.named_buffers():
+            if each.endswith(("input_max", "output_max", "std_scale")):
+                buffer.fill_(1.3)
+            elif each.endswith(("input_min", "output_min", "std_bias")):
+                buffer.fill_(-1.3)
+    model.save_pretrained(directory)
+    write_json(directory / "preprocessor_config.json", processor)
+    return model
+
+
+def draw_picture(width: int, height: int) -> Image.Image:
+    """Draw colors that change with the place, and noise."""
+    torch.manual_seed(width * 7919 + height)
+    across, down = torch.linspace(0, 255, width), torch.linspace(0, 255, height).unsqueeze(1)
+    colors = torch.stack([across + 0 * down, 0 * across + down, (across + down) / 2], dim=2)
+    noisy = (0.7 * colors + 70 * torch.rand(height, width, 3)).clamp(0, 255).to(torch.uint8)
+    return Image.frombytes("RGB", (width, height), bytes(noisy.flatten().tolist()))
+
+
+def prepare(
+    vision: VisionConfig, picture: Image.Image, *, low_detail: bool = False
+) -> tuple[ImageLayout, PreparedImage]:
+    """Lay out and resize a picture as the worker of the daemon does."""
+    layout = lay_out_image(vision, *picture.size, low_detail=low_detail)
+    tiles = make_tiles(picture, vision, layout)
+    assert [(tile.height, tile.width) for tile in tiles] == list(layout.tiles)
+    pixels = b"".join(tile.tobytes() for tile in tiles)
+    return layout, PreparedImage(
+        content_hash=b"",
+        tiles=list(layout.tiles),
+        pixels=pixels,
+        grid=layout.grid,
+        num_tokens=layout.num_rows,
+    )
