@@ -18,6 +18,7 @@ from ..ipc.messages import (
 )
 from .constraints.output_constraint import GrammarCompiler
 from .executor_interface import Executor, pipeline_of
+from .images import check_images
 from .kv_cache.snapshot import block_map
 from .outputs import finish_reason, make_error_output
 from .request import Request
@@ -48,6 +49,7 @@ class Engine:
     ) -> None:
         self.info = info
         self._scheduler = scheduler
+        self._images = scheduler.images
         self._runner = runner
         self._pipeline = pipeline_of(runner)
         self._launched: deque[tuple[StepPlan, Any]] = deque()
@@ -87,6 +89,9 @@ class Engine:
             tiers.pump(sparingly=self._runner.depth == 0)
             if tiers.is_reading and not (plan.rows or worked):
                 tiers.wait(IDLE_SECONDS)
+        if self._images is not None and self._images.has_work:
+            worked = True
+            outputs += self._advance_images()
         self._steps += bool(plan.rows)
         if plan.rows or worked:
             self._step_seconds += self._clock() - started
@@ -138,6 +143,7 @@ class Engine:
         no trace.
         """
         check_request(message, self.info)
+        check_images(message.images, message.prompt_ids, self.info)
         request = Request(
             request_id=message.request_id,
             prompt_ids=message.prompt_ids,
@@ -146,6 +152,7 @@ class Engine:
             tenant=message.tenant,
             cache_namespace=message.cache_namespace,
             fork_of=message.fork_of,
+            images=message.images,
             token_ids=message.prompt_ids + message.output_ids,
         )
         if (reason := finish_reason(request)) is not None:
@@ -184,6 +191,20 @@ class Engine:
     def blocks(self) -> BlockMap:
         """Return the state of every KV block. Walks the whole pool, so it is made on request only."""
         return block_map(self._scheduler.kv_cache, self._scheduler.running)
+
+    def _advance_images(self) -> list[RequestOutput]:
+        """Encode one slice of a picture. Returns the ends of the requests whose picture cannot be encoded."""
+        assert self._images is not None
+        try:
+            self._images.advance()
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+            log.exception("a picture cannot be encoded")
+            failed = self._images.give_up()
+            for request in failed:
+                self._scheduler.abort(request.request_id)
+            why = f"A picture of this request cannot be encoded: {error}"
+            return [make_error_output(request.request_id, EngineError.code, why) for request in failed]
+        return []
 
     @property
     def _is_full(self) -> bool:

@@ -8,12 +8,13 @@ Where steps run one at a time, no launched step is open at scheduling: num_sched
 num_pending is 0. The last token's logits give the next token.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequest
-from ..ipc.messages import PrefixMissReason, TokenLogprobs
+from ..ipc.messages import PrefixMissReason, PreparedImage, TokenLogprobs
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import OutputConstraint
 from .speculation.ngram_proposer import NgramProposer
@@ -34,6 +35,8 @@ class Request:
     """Id of the caller, for fair shares; see `AddRequest.tenant`."""
     cache_namespace: str = ""
     fork_of: str | None = None
+    images: Sequence[PreparedImage] = ()
+    """Pictures in the order of their places; `images.py` schedules them."""
     arrived_at: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
@@ -108,6 +111,14 @@ class Request:
         if not len(self.token_ids) >= len(self.prompt_ids) > 0:
             raise InvalidRequest("the prompt has no tokens")
 
+    def has_prompt_of(self, other: "Request") -> bool:
+        """Return True if the prompts are the same, pictures and namespace included."""
+        return (
+            self.cache_namespace == other.cache_namespace
+            and self.prompt_ids == other.prompt_ids
+            and [each.content_hash for each in self.images] == [each.content_hash for each in other.images]
+        )
+
     def append(self, ids: Sequence[int]) -> None:
         """Append the tokens that one step sampled for it, one or more."""
         self.token_ids += ids
@@ -179,3 +190,8 @@ class Request:
     def is_ending(self) -> bool:
         """True if launched steps sample its last tokens by `max_tokens`: nothing more is to be scheduled."""
         return self.num_output + self.num_pending >= self.params.max_tokens
+
+
+def first_image(images: Sequence[PreparedImage], position: int) -> int:
+    """Return the index of the first picture that ends after a position; pictures are in order."""
+    return bisect_right(images, position, key=lambda image: image.start + image.num_tokens)

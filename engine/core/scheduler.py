@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
 from .fair_shares import Flow, Flows, is_premium
+from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.manager import KVCacheManager
 from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
@@ -39,8 +40,11 @@ class Scheduler:
         pool: BlockPool,
         clock: Callable[[], float] = time.monotonic,
         proposers: Sequence[Proposer] = (),
+        images: ImageScheduler | None = None,
     ) -> None:
+        """`images`: of a model that reads pictures."""
         self.config = config
+        self.images = images
         self.pool = pool
         self.kv_cache = KVCacheManager(config, pool)
         self.drafting = DraftScheduler(config.draft_rows, self.kv_cache, proposers)
@@ -115,6 +119,8 @@ class Scheduler:
             self.active.stop(request, suspect=suspect)
         else:
             self._waiting.discard(request)
+        if request.images and self.images is not None:
+            self.images.leave(request)
         self._flows.leave(request)
         self._waiting.end_fork_wait(request)
         self.kv_cache.forget(request)
@@ -122,9 +128,12 @@ class Scheduler:
     def _sibling(self, request: Request) -> Request | None:
         """Return the request of the same `n > 1` call that `request` may share prompt blocks with."""
         sibling = self._requests.get(request.fork_of or "")
-        if sibling is None or sibling.cache_namespace != request.cache_namespace:
-            return None
-        return sibling if sibling.prompt_ids == request.prompt_ids else None
+        return sibling if sibling is not None and sibling.has_prompt_of(request) else None
+
+    def _computed_sibling(self, request: Request) -> Request | None:
+        """Return the sibling, unless it was preempted meanwhile: there is no reason to wait again."""
+        sibling = self._sibling(request)
+        return sibling if sibling is not None and sibling.has_computed_prompt else None
 
     # ------------------------------------------------------------------ schedule
 
@@ -138,6 +147,9 @@ class Scheduler:
         plan = StepPlan()
         for request in self.kv_cache.take_in():
             self._waiting.release(request)
+        if self.images is not None:
+            for request in self.images.take_ready():
+                self._waiting.release(request)
         self.active.grow()
         if self._waiting and self.config.batching == "continuous":
             self.active.displace()
@@ -225,6 +237,8 @@ class Scheduler:
                 break
             if chosen.request_id in self._running:
                 by_flow[chosen.flow].pop()
+            elif chosen.images and self._awaits_image(chosen):
+                continue
             elif not self._admit(plan, chosen):
                 better_than = NO_BAND if self._waiting.has_starved(chosen) else chosen.flow.band
                 continue
@@ -239,18 +253,29 @@ class Scheduler:
         tokens = remaining = request.num_remaining
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
+        if request.images and self.images is not None:
+            tokens = self.images.limit(request, request.num_scheduled, tokens)
+            if not tokens:
+                return budget
         plan.rows.append(schedule_tokens(request, tokens, remaining))
         self.kv_cache.prepare_row(plan.rows[-1])
         self._flows.charge(plan.rows[-1:])
         self._flows.note_served(request, self._clock())
         return budget - tokens
 
+    def _awaits_image(self, request: Request) -> bool:
+        """Return True, with the request set aside, if its first row has to wait for a picture."""
+        assert self.images is not None  # `Engine.add` refuses pictures without
+        known = self.kv_cache.known_tokens(request, self._computed_sibling(request))
+        if self.images.may_begin(request, known):
+            return False
+        self._waiting.take(request)
+        self._waiting.hold(request)
+        return True
+
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Move a waiting request to the running ones; False when blocks are short."""
-        sibling = self._sibling(request)
-        if sibling is not None and not sibling.has_computed_prompt:
-            sibling = None  # preempted meanwhile: no reason to wait again
-        copies = self.kv_cache.allocate(request, sibling, alone=not self._running)
+        copies = self.kv_cache.allocate(request, self._computed_sibling(request), alone=not self._running)
         if copies is None:
             return False
         plan.copies.extend(copies.blocks)

@@ -25,6 +25,7 @@ from llmbox.kernels.support import KernelSite
 from ..config import EngineConfig, SchedulerConfig
 from ..core.engine import Engine
 from ..core.executor_interface import Executor, SyncExecutor
+from ..core.images import ImageScheduler
 from ..core.kv_cache.block_pool import BlockPool
 from ..core.scheduler import Scheduler
 from ..core.speculation.proposer import Proposer
@@ -45,6 +46,7 @@ from ..planning.runnable import RunnablePlan, require_runnable
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
+from ..runner.image_rows import EncodedImages, load_images
 from ..sampling import Sampler
 from .drafting import draft_rows, load_draft_model
 from .kv_tiers import open_tiers
@@ -116,7 +118,8 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers)
+    encoded = local.images if isinstance(local, CPUModelRunner) else None
+    scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, encoded)
     if isinstance(local, CPUModelRunner | GPUModelRunner):
         open_tiers(config, plan, share, local.block_memory(), scheduler.kv_cache)
     return Engine(scheduler, runner, info)
@@ -185,6 +188,7 @@ def load_rank(
         window_cache=window_cache,
         has_window_blocks=plan.window > 0,
         states=None if states is None else make_state(states, device),
+        images=None if plan.image_problem else load_images(model_config, directory, ops, dtype),
     )
     proposers = list[Proposer]()
     if config.draft_path is not None:
@@ -298,7 +302,11 @@ def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int
 
 
 def make_scheduler(
-    config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0, proposers: Sequence[Proposer] = ()
+    config: EngineConfig,
+    plan: MemoryPlan,
+    draft_rows: int = 0,
+    proposers: Sequence[Proposer] = (),
+    encoded: EncodedImages | None = None,
 ) -> Scheduler:
     pool = BlockPool(plan.num_blocks, plan.block_size, enable_prefix_cache=config.prefix_cache)
     settings = SchedulerConfig(
@@ -314,7 +322,10 @@ def make_scheduler(
         window=plan.window,
         window_blocks=plan.window_blocks,
     )
-    return Scheduler(settings, pool, proposers=proposers)
+    images = None
+    if encoded is not None:
+        images = ImageScheduler(encoded, row_bytes=encoded.row_bytes, cache_bytes=plan.image_cache_bytes)
+    return Scheduler(settings, pool, proposers=proposers, images=images)
 
 
 def model_info(
@@ -365,4 +376,8 @@ def model_info(
         pooling=pooling.pooling,
         pooling_problem=pooling.problem,
         generates=model.has_head and not pooling.is_declared,
+        image_problem=plan.image_problem,
+        image_token_id=-1 if model.vision is None else model.vision.image_token_id,
+        vision_bytes=plan.vision_bytes,
+        image_cache_bytes=plan.image_cache_bytes,
     )

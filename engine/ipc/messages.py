@@ -67,6 +67,8 @@ class PreparedImage:
     """Position of its first token in the prompt."""
     num_tokens: int = 0
     """Tokens from the first to the last one with an embedding; some between them may be text."""
+    num_rows: int = 0
+    """Tokens with an embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,14 @@ class ModelInfo:
     """Reason why the model gives no embeddings; empty if it does."""
     generates: bool = True
     """True if the model generates text; False if it only gives embeddings."""
+    image_problem: str = "it has no vision tower"
+    """Reason why the model reads no pictures; empty if it does."""
+    image_token_id: int = -1
+    """Token id of rows that take the embeddings of a picture."""
+    vision_bytes: int = 0
+    """Part of `weights_bytes` that the vision tower takes."""
+    image_cache_bytes: int = 0
+    """Size of the cache of encoded pictures, which `workspace_bytes` counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

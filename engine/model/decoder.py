@@ -145,7 +145,8 @@ class Decoder:
         if self.rank.layout.is_first:
             assert self.embedding is not None
             forward = self.embedding.localize_ids(forward)
-        x_TE, residual_TE = self._run_layers(forward)
+        run_layers = self._run_layers if forward.images is None else self._layers
+        x_TE, residual_TE = run_layers(forward)
         if self.norm_E is None:
             return x_TE[:0]
         if rows_R is not None:
@@ -159,8 +160,10 @@ class Decoder:
             forward = replace(forward, own_TLP=self._own_embeddings(forward.ids_T, residual_TE))
         if self.altup is not None:
             x_TE = self.altup.expand(residual_TE)
-        for layer, after in zip(self.layers, self.layers[1:], strict=False):
+        for level, (layer, after) in enumerate(zip(self.layers, self.layers[1:], strict=False), 1):
             x_TE = layer(x_TE, residual_TE, forward)
+            if forward.images is not None and level < len(forward.images.levels_LRE):
+                residual_TE[forward.images.rows_R] += forward.images.levels_LRE[level]
             if type(after) is type(layer):
                 x_TE = after.enter(x_TE, residual_TE)
             else:
@@ -184,6 +187,8 @@ class Decoder:
         if self.rank.layout.is_first:
             assert self.embedding is not None
             residual_TE = self.embedding(forward.ids_T)
+            if forward.images is not None:
+                residual_TE[forward.images.rows_R] = forward.images.levels_LRE[0]
             return self.layers[0].first(residual_TE), residual_TE
         ops, width = self.ops, self.config.hidden_size
         x_TE = ops.scratch("x", forward.ids_T, width, self.dtype)

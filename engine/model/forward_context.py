@@ -10,6 +10,15 @@ from llmbox.kernels.recurrent import RecurrentState
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Embeddings of pictures, in place of those of tokens. R of the step's rows, L = 1 + deepstack levels."""
+
+    rows_R: Tensor
+    levels_LRE: Tensor
+    """Embeddings of the rows, then what is added to them after each of the first layers."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Token ids, RoPE tables, KV cache and attention plans of a step of T rows.
 
@@ -31,3 +40,5 @@ class ForwardContext:
     """Token types of an encoder's rows; None: all 0."""
     own_TLP: Tensor | None = None
     """Embeddings of each layer, for models that have some."""
+    images: ImageRows | None = None
+    """For steps with rows of pictures."""

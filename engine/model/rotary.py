@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..model_config.config import ModelConfig
 from ..model_config.rope import RopeConfig
+from ..model_config.vision.config import VisionConfig
 
 
 class Rotary:
@@ -34,11 +35,22 @@ class Rotary:
         }
         self._narrow = [(a, narrow[1] // 2) for a in sliding] if narrow else []
         """Tables of narrower heads, in the first columns of wider ones, and half their widths."""
+        vision = config.vision
+        self._axis_D2 = None
+        if vision is not None and vision.mrope_section:
+            self._axis_D2 = frequency_axes(vision, half).to(device)
         self._inverse_A1D2, self._scale_A1D2 = inverse_A1D2.to(device), scale_A1D2.to(device)
 
     def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32."""
-        angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
+        """Return cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32. Positions [3, T] are those by time,
+        height and width (M-RoPE): each frequency has one of them.
+        """
+        if positions_T.dim() == 1:
+            angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
+        else:
+            assert self._axis_D2 is not None
+            angle = positions_T.float()[self._axis_D2].T * self._inverse_A1D2
+            positions_T = positions_T[0]
         cos, sin = angle.cos() * self._scale_A1D2, angle.sin() * self._scale_A1D2
         for a, rope in self._growths:
             steps_T = (positions_T + rope.growth_start) // rope.original_context
@@ -50,6 +62,19 @@ class Rotary:
         for a, half in self._narrow:
             cos[a, :, half : 2 * half], sin[a, :, half : 2 * half] = cos[a, :, :half], -sin[a, :, :half]
         return cos, sin
+
+
+def frequency_axes(vision: VisionConfig, half: int) -> Tensor:
+    """Return the axis of each of the first `half` frequencies: 0 for time, 1 for height, 2 for width."""
+    axis_D2 = torch.zeros(half, dtype=torch.long)
+    begin = vision.mrope_section[0]
+    for axis, count in enumerate(vision.mrope_section[1:], 1):
+        if vision.mrope_interleaved:
+            axis_D2[axis : 3 * count : 3] = axis
+        else:
+            axis_D2[begin : begin + count] = axis
+            begin += count
+    return axis_D2
 
 
 def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> Tensor:

@@ -25,6 +25,9 @@ from .parameters import count_linear_params, count_parameters, list_inputs
 from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
 from .shape import LayerSizes, ModelShape, sliding_shape
+from .vision.config import VisionConfig
+from .vision.families import find_vision
+from .vision.shape import NO_TOWER, vision_shape
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 12
@@ -116,6 +119,10 @@ class ModelConfig:
     altup: AltUpConfig | None = None
     extra_params: tuple[int, int] = (0, 0)
     """Parameters of each layer, and of the whole model, beside those that most architectures have."""
+    vision: VisionConfig | None = None
+    """Vision tower, if it is one that is known."""
+    image_problem: str = ""
+    """Reason why there is none."""
 
     @property
     def rope(self) -> RopeConfig:
@@ -233,6 +240,8 @@ class ModelConfig:
             looked_up_params=self.per_layer_vocab * self.per_layer_row,
             looked_up_width=self.per_layer_row,
             is_bidirectional=self.is_bidirectional,
+            vision=None if self.vision is None else vision_shape(self.vision),
+            image_problem=self.image_problem,
         )
 
 
@@ -273,6 +282,7 @@ def parse_config(path: Path | str) -> ModelConfig:
     if encoder is not None and stored is not None:
         raise fields.error("quantized checkpoints of encoders are not read: take another, with --quant int8")
     experts = kind.experts(fields, layers)
+    vision, image_problem = find_vision(Path(path)) if kind.is_nested else (None, NO_TOWER)
     if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
         raise fields.error(
             f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"
@@ -326,6 +336,8 @@ def parse_config(path: Path | str) -> ModelConfig:
         norms_values=kind.norms_values,
         altup=kind.altup(fields),
         extra_params=kind.extra_params(fields),
+        vision=vision,
+        image_problem=image_problem,
     )
 
 

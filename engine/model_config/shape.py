@@ -8,6 +8,7 @@ from typing import Literal
 from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
+from .vision.shape import NO_TOWER, VisionShape
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALED_KV = frozenset({"int8", "fp8"})
@@ -195,6 +196,10 @@ class ModelShape:
     largest."""
     looked_up_width: int = 0
     """Numbers of such a row."""
+    vision: VisionShape | None = None
+    """Vision tower, if pictures are read; `params` does not count it."""
+    image_problem: str = NO_TOWER
+    """Reason why there is none."""
 
     @property
     def kv_layers(self) -> int:

@@ -11,7 +11,7 @@ model that fits never runs out of memory later.
 """
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import KernelSite, why_no_quant
@@ -19,9 +19,10 @@ from llmbox.kernels.support import KernelSite, why_no_quant
 from ..config import EngineConfig, QuantChoice
 from ..errors import DeviceError, DoesNotFit
 from ..model_config.config import parse_config
-from ..model_config.shape import ModelShape
+from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
 from .defaults import resolve_dtypes
+from .memory_model import image_cache_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 from .parallel_cost import rank_shape
 from .placement import Placement, candidate_placements
@@ -81,6 +82,9 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
         cores = max(1, budget.cores // cut.ranks)
         rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
     quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
+    problem = why_no_images(shape, budget, config, cut.ranks)
+    if problem:
+        shape = replace(shape, vision=None)
     tries = list(quants.values()) if config.quant == "auto" else [rank_config]
     reason = ""
     for attempt in tries:
@@ -99,8 +103,31 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
             notes += (f"quant auto took {choice}",)
         if budget.device == "cpu" and 1 < budget.cores < cut.ranks:
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
-        return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
+        images = describe_images(shape, plan, problem)
+        return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes, **images)
     raise AssertionError("one try is the last")
+
+
+def why_no_images(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ranks: int) -> str:
+    """Return why a model would read no pictures; empty if it would."""
+    if shape.vision is None:
+        return shape.image_problem
+    if shape.vision.is_bidirectional:
+        return "rows of its pictures attend to each other in both directions, which is not computed yet"
+    if budget.device == "cuda":
+        return "it runs on a GPU, and pictures are read on CPUs so far: load it with --device cpu"
+    if ranks > 1:
+        return "it runs on several ranks, and pictures are read on one: load it without --tp and --pp"
+    if config.batching == "static" or not config.chunked_prefill:
+        return "pictures need continuous batching and chunked prefill, and it was loaded without"
+    return ""
+
+
+def describe_images(shape: ModelShape, plan: MemoryPlan, problem: str) -> dict[str, Any]:
+    """Return the fields of a plan about pictures."""
+    vision = 0 if shape.vision is None else shape.vision.params * DTYPE_BYTES[plan.dtype]
+    kept = image_cache_bytes(shape, plan.dtype)
+    return {"image_problem": problem, "vision_bytes": vision, "image_cache_bytes": kept}
 
 
 def draft_sizes(target: ModelShape, budget: MemoryBudget, config: EngineConfig) -> DraftModelSizes:
@@ -108,7 +135,7 @@ def draft_sizes(target: ModelShape, budget: MemoryBudget, config: EngineConfig) 
     is quantized as the target is. Raises ModelError and DeviceError.
     """
     assert config.draft_path is not None
-    shape = parse_config(config.draft_path).shape()
+    shape = replace(parse_config(config.draft_path).shape(), vision=None)
     quant: QuantChoice = "none" if target.quant is not None else config.quant
     if shape.stored is not None or shape.quant is not None:
         shape, resolved, _ = _resolve_stored(shape, budget, replace(config, quant="none"))

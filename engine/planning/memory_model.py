@@ -1,8 +1,11 @@
 """Memory model: bytes of weights and of the workspace, which is everything else except the KV cache."""
 
+from dataclasses import replace
+
 from llmbox.kernels.quant_formats import Quant
 
 from ..model_config.shape import DTYPE_BYTES, ModelShape, head_bytes, layers_bytes
+from ..model_config.vision.shape import KEPT_PICTURE_ROWS, PICTURE_ROWS
 
 MIB = 1 << 20
 
@@ -33,6 +36,8 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
     head has its own format.
     """
     size = DTYPE_BYTES[dtype]
+    if shape.vision is not None:
+        return shape.vision.params * size + weights_bytes(replace(shape, vision=None), dtype, quant)
     if quant is None:
         return shape.params * size
     head = 0 if shape.is_bidirectional else shape.table_params * head_bytes(shape, quant, size)
@@ -68,6 +73,7 @@ def workspace_bytes(
                  per vocabulary entry for each row that it processes at once
     runtime      CUDA context and libraries; on a CPU the growth of the allocator and the interpreter
     graphs       memory of that many CUDA graphs
+    pictures     activations of a layer of the vision tower, and the embeddings that are kept
     """
     size = DTYPE_BYTES[dtype]
     inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
@@ -85,7 +91,15 @@ def workspace_bytes(
     at_once = PROMPT_LOGPROB_ROWS if device == "cuda" else 1
     logits = 0 if shape.is_bidirectional else shape.vocab * (sampled * (4 + size) + at_once * 32)
     runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if device == "cuda" else _CPU_RUNTIME
-    return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs)
+    pictures = 0
+    if shape.vision is not None:
+        pictures = PICTURE_ROWS * shape.vision.patch_numbers * size + image_cache_bytes(shape, dtype)
+    return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs) + pictures
+
+
+def image_cache_bytes(shape: ModelShape, dtype: str) -> int:
+    """Return the bytes of the embeddings of pictures that are kept."""
+    return 0 if shape.vision is None else KEPT_PICTURE_ROWS * shape.vision.row * DTYPE_BYTES[dtype]
 
 
 def graphs_reserve(sizes: int) -> int:

@@ -10,6 +10,7 @@ from ..config import Dtype, KVDtype, QuantChoice
 from ..core.microbatching import ceil_div
 from ..hardware.machine import Machine
 from ..model_config.shape import ModelShape
+from ..model_config.vision.shape import NO_TOWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,12 @@ class MemoryPlan:
     """True if the context is smaller than wanted."""
     draft_quant: QuantChoice = "none"
     """Weight format of the draft model, whose weights and KV cache are counted with the model's."""
+    image_problem: str = NO_TOWER
+    """Reason why no pictures are read; empty if they are."""
+    vision_bytes: int = 0
+    """Part of `weights_bytes` that the vision tower takes."""
+    image_cache_bytes: int = 0
+    """Part of `workspace_bytes` that keeps embeddings of pictures."""
 
     @property
     def kv_bytes(self) -> int:

@@ -3,6 +3,8 @@
 T rows of the step, R rows whose logits are wanted, S of them to sample, E hidden.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
 from .block_memory import DeviceBlockMemory, block_memory
 from .draft_verification import requests_with_nan, verify_drafts
+from .image_rows import EncodedImages
 from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, sliding_table
 from .pooling import read_sums, sum_states
 
@@ -38,9 +41,10 @@ class CPUModelRunner:
         window_cache: KVCache | None = None,
         has_window_blocks: bool = False,
         states: RecurrentState | None = None,
+        images: EncodedImages | None = None,
     ) -> None:
         """`window_cache`: of sliding-window layers, if they have blocks of their own (`has_window_blocks`) or
-        heads of another width. `states`: of a model with recurrent layers.
+        heads of another width. `states`: of a model with recurrent layers. `images`: of one with a tower.
         """
         self._model = model
         self._ops = model.ops
@@ -48,6 +52,7 @@ class CPUModelRunner:
         self._cache = cache
         self._window_cache = window_cache
         self._states = states
+        self.images = images
         self._has_window_blocks = has_window_blocks
         self._caches = [cache]
         """Caches whose blocks are those of `Request.block_table`."""
@@ -79,7 +84,10 @@ class CPUModelRunner:
             self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, sliding_table))
         for cache in self._caches:
             self._ops.clear_blocks(cache, batch.fresh_blocks)
-        hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
+        forward = self._forward(batch)
+        if self.images is not None and any(row.request.images for row in rows):
+            forward = self._with_images(forward, rows, self.images)
+        hidden_RE = self._model.hidden(forward, batch.wanted_R)
         result = self._sample(hidden_RE[: batch.num_sampled], batch)
         rest_RE = hidden_RE[batch.num_sampled :]
         if not self._model.is_last:
@@ -117,6 +125,18 @@ class CPUModelRunner:
             batch.ragged,
             self._states,
         )
+
+    def _with_images(
+        self, forward: ForwardContext, rows: list[ScheduledRequest], encoded: EncodedImages
+    ) -> ForwardContext:
+        """Return the inputs of a step with requests that have pictures, be their rows in it or not."""
+        images, positions_3T = encoded.rows(rows), encoded.positions(rows)
+        if images is not None:
+            forward.ids_T[images.rows_R] = encoded.config.pad_id
+        if positions_3T is None:
+            return replace(forward, images=images)
+        cos_ATD, sin_ATD = self._rotary.rows(positions_3T)
+        return replace(forward, images=images, cos_ATD=cos_ATD, sin_ATD=sin_ATD)
 
     def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:
         if not batch.num_sampled or not self._model.is_last:

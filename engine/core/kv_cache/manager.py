@@ -123,6 +123,12 @@ class KVCacheManager:
         partial = len(shared)  # copy-on-write: the sibling continues to write into its own block
         return StepCopies([(sibling.block_table[partial], request.block_table[partial])], [])
 
+    def known_tokens(self, request: Request, sibling: Request | None) -> int:
+        """Return how many tokens `allocate` would not have computed."""
+        shared, _ = self.find_prefix(request)
+        can_fork = sibling is not None and self.states is None and self.windows is None
+        return max(len(shared) * self.pool.block_size, self._forkable(request) if can_fork else 0)
+
     def fits(self, request: Request) -> bool:
         """Return True if `allocate` would find blocks beside other requests, without a sibling's blocks."""
         shared, _ = self.find_prefix(request)

@@ -1,8 +1,8 @@
 """Prefix cache: index from token prefixes to KV blocks, so that a known prompt is not computed again.
 
 The key of a full block is a chain hash: sha256 over the hash of the block before it (over the namespace, for
-the first) and its own token ids. Equal hashes therefore mean equal tokens from position 0 on, and a prefix is
-found by walking its hashes until one is missing.
+the first), its own token ids, and the hashes of pictures that have rows in it. Equal hashes therefore mean
+equal tokens and pictures from position 0 on: a prefix is found by walking its hashes until one is missing.
 
 The cache indexes blocks and orders the unreferenced ones; `BlockPool` counts references.
 """
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
 
-from ..request import Request
+from ..request import Request, first_image
 from .prefix_history import PrefixHistory
 
 
@@ -23,13 +23,27 @@ def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
     tokens = array("I", request.token_ids[len(hashes) * block_size : num_blocks * block_size])
     data, size = tokens.tobytes(), block_size * tokens.itemsize
     for start in range(0, len(data), size):
-        parent = sha256(parent + data[start : start + size]).digest()
+        own = data[start : start + size]
+        if request.images:
+            own += picture_hashes(request, len(hashes) * block_size, block_size)
+        parent = sha256(parent + own).digest()
         hashes.append(parent)
 
 
+def picture_hashes(request: Request, start: int, block_size: int) -> bytes:
+    """Return content hashes and places of the pictures with rows in the block that begins at `start`."""
+    images, found = request.images, b""
+    for image in images[first_image(images, start) :]:
+        if image.start >= start + block_size:
+            break
+        found += image.start.to_bytes(8, "little") + image.content_hash
+    return found
+
+
 def first_block_digest(request: Request, block_size: int) -> bytes:
-    """Return the hash of the first block's tokens without the namespace."""
-    return sha256(array("I", request.token_ids[:block_size]).tobytes()).digest()
+    """Return the hash of the first block's tokens and pictures without the namespace."""
+    own = array("I", request.token_ids[:block_size]).tobytes()
+    return sha256(own + picture_hashes(request, 0, block_size) if request.images else own).digest()
 
 
 class PrefixCache:

@@ -58,6 +58,15 @@ def read_vision(directory: Path) -> VisionConfig | None:
     return replace(vision, tensors=tensors)
 
 
+def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
+    """Return the vision part of a model folder, or why there is none. Its text is served all the same."""
+    try:
+        vision = read_vision(directory)
+    except ModelError as error:
+        return None, str(error)
+    return vision, "" if vision else explain_no_vision(directory)
+
+
 def explain_no_vision(directory: Path) -> str:
     """Return why pictures cannot be sent to the model of a folder for which `read_vision` returns None."""
     raw = _read(directory, "config.json").raw

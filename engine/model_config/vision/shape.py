@@ -1,0 +1,37 @@
+"""Sizes of a vision tower for the memory plan."""
+
+from dataclasses import dataclass
+
+from .config import VisionConfig
+
+PICTURE_ROWS = 2048
+"""Rows of the largest picture that memory is planned for; larger ones take more while they are encoded."""
+KEPT_PICTURE_ROWS = 4096
+"""Rows whose embeddings are kept."""
+
+NO_TOWER = "it has no vision tower"
+"""Reason why a model of texts reads no pictures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """Sizes of a vision tower and of its embeddings."""
+
+    params: int
+    """Parameters of tower and projector, which stay unquantized."""
+    row: int
+    """Numbers of the embeddings of one row."""
+    patch_numbers: int
+    """Numbers of a layer's activations for each row."""
+    is_bidirectional: bool = False
+    """True if rows of a picture attend to each other in both directions."""
+
+
+def vision_shape(vision: VisionConfig) -> VisionShape:
+    tower = vision.tower
+    return VisionShape(
+        params=vision.num_params,
+        row=vision.hidden_size * (1 + vision.deepstack_levels),
+        patch_numbers=tower.merge**2 * (6 * tower.hidden_size + 2 * tower.intermediate_size),
+        is_bidirectional=vision.is_bidirectional,
+    )

@@ -1,0 +1,129 @@
+"""Rows of pictures in a step: their embeddings and their positions, and the tower that makes them.
+
+L = 1 + deepstack levels, R rows of pictures in the step, T rows of the step, E hidden size.
+"""
+
+from array import array
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops
+
+from ..core.request import first_image
+from ..core.step import ScheduledRequest
+from ..device.upload import from_array
+from ..ipc.messages import PreparedImage
+from ..model.forward_context import ImageRows
+from ..model_config.config import ModelConfig
+from ..model_config.vision.config import VisionConfig
+from ..vision.encoder import VisionEncoder, load_vision_encoder
+
+
+class EncodedImages:
+    """Tower and the embeddings that it has made, by content hash; `ImageScheduler` says what is kept."""
+
+    def __init__(self, config: VisionConfig, encoder: VisionEncoder, dtype: torch.dtype) -> None:
+        self.config = config
+        self.row_bytes = config.hidden_size * (1 + config.deepstack_levels) * dtype.itemsize
+        self._encoder = encoder
+        self._slices: dict[bytes, Generator[None, None, Tensor]] = {}
+        self._levels: dict[bytes, Tensor] = {}
+        """Embeddings [L, R, E]."""
+
+    @torch.inference_mode()
+    def advance(self, image: PreparedImage) -> bool:
+        """Compute one slice of a picture. True once its embeddings are kept. Raises ValueError for a tower
+        that gives another number of rows than the prompt has.
+        """
+        slices = self._slices.get(image.content_hash)
+        if slices is None:
+            slices = self._slices[image.content_hash] = self._encoder.encode(image)
+        try:
+            next(slices)
+        except StopIteration as end:
+            del self._slices[image.content_hash]
+            levels: Tensor = end.value
+            if levels.shape[:2] != (1 + self.config.deepstack_levels, image.num_rows):
+                raise ValueError(f"{image.num_rows} rows were expected, not {tuple(levels.shape)}") from None
+            self._levels[image.content_hash] = levels
+            return True
+        return False
+
+    def drop(self, content_hash: bytes) -> None:
+        self._levels.pop(content_hash, None)
+        slices = self._slices.pop(content_hash, None)
+        if slices is not None:
+            slices.close()
+
+    def rows(self, rows: Sequence[ScheduledRequest]) -> ImageRows | None:
+        """Return the rows of a step that take embeddings; None if it has none."""
+        places: list[Tensor] = []
+        levels: list[Tensor] = []
+        first = 0
+        for row in rows:
+            images = row.request.images
+            for image in images[first_image(images, row.start) :]:
+                if image.start >= row.end:
+                    break
+                ids = row.request.prompt_ids[image.start : image.start + image.num_tokens]
+                own_R = (torch.tensor(ids) == self.config.image_token_id).nonzero().flatten()
+                begin, end = torch.searchsorted(
+                    own_R, torch.tensor([row.start - image.start, row.end - image.start])
+                ).tolist()
+                places.append(own_R[begin:end] + (first + image.start - row.start))
+                levels.append(self._levels[image.content_hash][:, begin:end])
+            first += row.num_tokens
+        if not places:
+            return None
+        return ImageRows(torch.cat(places), torch.cat(levels, 1))
+
+    def positions(self, rows: Sequence[ScheduledRequest]) -> Tensor | None:
+        """Return the RoPE positions of a step by time, height and width, [3, T]; None where these are those
+        of the tokens.
+        """
+        if not self.config.mrope_section:
+            return None
+        axes = tuple(array("i") for _ in range(3))
+        for row in rows:
+            extend_positions(axes, row.request.images, row.start, row.start + row.num_tokens)
+        return torch.stack([from_array(axis) for axis in axes])
+
+
+def extend_positions(
+    axes: tuple["array[int]", ...], images: Sequence[PreparedImage], start: int, end: int
+) -> None:
+    """Append the positions of tokens `start` to `end` to the three axes.
+
+    Text counts on from the largest position before it. Rows of a picture have one time, and heights and
+    widths from there on (M-RoPE), so that a picture takes as many positions as its longer side.
+    """
+    shift, position = 0, start
+    for image in images:
+        if image.grid[0] * image.grid[1] != image.num_tokens:
+            continue  # rows with text between them
+        image_end = image.start + image.num_tokens
+        if image_end > position:
+            text_end = min(max(image.start, position), end)
+            for axis in axes:
+                axis.extend(range(position + shift, text_end + shift))
+            stop = max(text_end, min(image_end, end))
+            base, columns = image.start + shift, image.grid[1]
+            own = range(text_end - image.start, stop - image.start)
+            axes[0].extend([base] * len(own))
+            axes[1].extend([base + i // columns for i in own])
+            axes[2].extend([base + i % columns for i in own])
+            position = stop
+        if position >= end:
+            return
+        shift += max(image.grid) - image.num_tokens
+    for axis in axes:
+        axis.extend(range(position + shift, end + shift))
+
+
+def load_images(model: ModelConfig, directory: Path, ops: Ops, dtype: torch.dtype) -> EncodedImages:
+    """Load the vision tower of a model that has one. Raises ModelError."""
+    assert model.vision is not None
+    return EncodedImages(model.vision, load_vision_encoder(model.vision, directory, ops, dtype), dtype)
