@@ -44,6 +44,11 @@ class Speed:
     sums_bytes: int = 0
     """Bytes that each rank sends in all-reduces for one token."""
 
+    @property
+    def expected(self) -> float:
+        """Middle of the range for one stream."""
+        return sum(self.one_stream) / 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:

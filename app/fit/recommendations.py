@@ -1,7 +1,8 @@
 """Fit of every recommended model on this machine, from the package's own data: the hub is not asked."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ from llmbox.engine.planning.estimator import show_bytes
 
 from ..hub.model_info import ModelFacts, parse_config_files
 from ..models.recommended import RecommendedModel, family_of, recommended
+from ..util.formatting import rate_range
 from .bandwidth import Bandwidth
-from .fit import Fit, fit
+from .fit import Fit, Speed, fit
 
 PUBLISHED_BYTES = 2
 """Bytes of a published parameter: bfloat16."""
-FIRST_CHOICES = {"Quick": 25.0, "Balanced": 10.0, "Best that fits": 0.0}
-"""Choices offered to a newcomer: label and least tokens a second of one stream, at the memory's best."""
+USABLE_RATE = 5.0
+"""Tokens a second, the middle of the predicted range, below which a reader waits for words."""
+FIRST_CHOICES = {"Best": USABLE_RATE, "Balanced": 2 * USABLE_RATE, "Quick": 4 * USABLE_RATE}
+"""Choices offered to a newcomer: label and least tokens a second of one stream."""
+APART = 1.5
+"""Least ratio between the sizes of two choices."""
+SMALLEST = "Smallest"
+"""Label of the one choice where no model reaches `USABLE_RATE`."""
 SIBLINGS = 2
 """Models named in place of one that does not fit."""
 
@@ -29,6 +37,11 @@ class Recommendation:
     model: RecommendedModel
     fit: Fit
     here: bool
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it fits and is expected to answer as fast as people read; unknown speeds count as fast."""
+        return self.fit.fits and (self.fit.speed is None or self.fit.speed.expected >= USABLE_RATE)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of `llmbox search --json` and of the admin API."""
@@ -48,6 +61,7 @@ class Recommendation:
             "context": plan.context if plan else None,
             "memory": plan.total_bytes if plan else None,
             "tokens_per_second": list(speed.one_stream) if speed else None,
+            "usable": self.is_usable,
         }
 
 
@@ -82,22 +96,27 @@ def recommend(
 
 
 def smaller_models(name: str, found: list[Recommendation]) -> Iterator[str]:
-    """Yield models that fit in place of `name`, largest first: of its family, else for chat."""
+    """Yield models that fit in place of `name`: of its family, else for chat; those that answer at a usable
+    speed first, then larger ones.
+    """
     family = family_of(name.partition("@")[0])
     fitting = [each for each in found if each.fit.fits and each.model.repo != name]
     of_family = [each for each in fitting if each.model.family == family]
     for each in sorted(
         of_family or [each for each in fitting if each.model.purpose == "chat"],
-        key=lambda each: -each.model.params,
+        key=lambda each: (not each.is_usable, -each.model.params),
     )[:SIBLINGS]:
-        plan = each.fit.plan
+        plan, speed = each.fit.plan, each.fit.speed
         assert plan is not None
-        yield f"{each.model.name}: {show_bytes(plan.total_bytes)} with a context of {plan.context} tokens"
+        told = f"{each.model.name}: {show_bytes(plan.total_bytes)} with a context of {plan.context} tokens"
+        yield told + (f", {rate_range(*speed.one_stream)} tokens/s" if speed else "")
 
 
 def first_choices(found: list[Recommendation]) -> dict[str, Recommendation]:
-    """Return up to three chat models for a newcomer by label, fastest first: none is gated, all fit, no model
-    occurs twice.
+    """Return up to three chat models for a newcomer by label, fastest first: none is gated, all fit.
+
+    Each is the largest at its label's speed that is clearly smaller than the one before. Where none is
+    usable, the smallest stands alone.
     """
     fitting = [
         each
@@ -106,11 +125,26 @@ def first_choices(found: list[Recommendation]) -> dict[str, Recommendation]:
     ]
     fitting.sort(key=lambda each: each.model.params)
     chosen: dict[str, Recommendation] = {}
-    if not fitting:
-        return chosen
+    most = inf
     for label, rate in FIRST_CHOICES.items():
-        fast = [each for each in fitting if each.fit.speed is None or each.fit.speed.one_stream[1] >= rate]
-        best = fast[-1] if fast else fitting[0]
-        if best not in chosen.values():
-            chosen[label] = best
-    return chosen
+        for each in reversed(fitting):
+            if each.model.params <= most and (each.fit.speed is None or each.fit.speed.expected >= rate):
+                chosen[label], most = each, each.model.params / APART
+                break
+    if fitting and not chosen:
+        return {SMALLEST: fitting[0]}
+    return dict(reversed(chosen.items()))
+
+
+def begin_with(choices: Mapping[str, Recommendation]) -> Recommendation:
+    """Return the choice to begin with, of at least one: the balanced one, else the fastest."""
+    return choices.get("Balanced") or next(iter(choices.values()))
+
+
+def slow_warning(speed: Speed | None, found: list[Recommendation]) -> str:
+    """Return a sentence about a speed below `USABLE_RATE`, with the largest chat model above it; else ""."""
+    if speed is None or speed.expected >= USABLE_RATE:
+        return ""
+    told = f"expected here: {rate_range(*speed.one_stream)} tokens/s, slower than people read"
+    best = first_choices(found).get("Best")
+    return f"{told}; {best.model.name} is the largest recommended one that keeps up" if best else told

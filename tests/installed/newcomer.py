@@ -32,7 +32,6 @@ from support.browser import CHROMIUM, FLAGS
 from support.hub_stub import StubRepo, stub_hub
 from support.installed_box import InstalledBox, build_wheel, install, pins
 
-MODEL = "qwen3:0.6b"
 QUESTION = "What is a KV cache?"
 PATIENCE = 300.0
 """Seconds until a step counts as failed."""
@@ -107,10 +106,10 @@ class Terminal:
 
 def walk_terminal(box: InstalledBox) -> Way:
     way = Way("terminal")
-    assert f"llmbox run {MODEL}" in box.run().out
+    offered = re.findall(r"llmbox run (\S+) +\w+: fetch", box.run().out)
     way.done("llmbox: it names the next step")
-    way.decide(f"llmbox run {MODEL}")
-    chat = Terminal(box, "run", MODEL)
+    way.decide(f"one of {len(offered)} choices: llmbox run {offered[0]}")
+    chat = Terminal(box, "run", offered[0])
     try:
         chat.read_until(r"\[y/N\]:")
         way.done("the question with size and time")

@@ -18,7 +18,7 @@ from ...errors import CliError, Exit
 from ...fit.bandwidth import device_bandwidth
 from ...fit.fit import Fit, default_engine, plan_alone
 from ...fit.fit import fit as check_fit
-from ...fit.recommendations import Recommendation, recommend, smaller_models
+from ...fit.recommendations import Recommendation, recommend, slow_warning, smaller_models
 from ...fit.report import fit_rows, verdict
 from ...hub.model_info import ModelFacts, find_facts
 from ...lifecycle.program import Command, Program, pass_program
@@ -76,7 +76,30 @@ def report(
         if result.plan is None:
             for text in smaller_models(result.name, recommendations(program, config)):
                 output.write(f"  {'fits here':10} {text}")
+        elif slow := slow_warning(result.speed, recommendations(program)):
+            output.say(f"Note: {slow}")
     return Exit.OK if result.fits else Exit.DOES_NOT_FIT
+
+
+def slow_here(program: Program, facts: ModelFacts) -> str:
+    """Return a sentence if a model with the default settings would answer slowly here; empty where it is
+    fast, does not fit, or its speed is not known.
+    """
+    settings, machine = program.settings().settings, read_machine()
+    config = default_engine(settings.model)
+    try:
+        device = usable_device(machine, config.device)
+    except DeviceError:
+        return ""
+    result = check_fit(
+        facts,
+        machine,
+        config,
+        budget_gb=settings.memory.budget,
+        disk=hub_cache(program.environ),
+        bandwidth=device_bandwidth(machine, device, program.paths.bandwidth_file, config.threads),
+    )
+    return slow_warning(result.speed, recommendations(program)) if result.speed else ""
 
 
 def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None, str]]:

@@ -76,6 +76,7 @@ def search(program: Program, *, text: str | None, limit: int, as_json: bool, qui
 
 
 def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
+    from ...fit.recommendations import begin_with, first_choices
     from .fit import recommendations
 
     found = recommendations(program)
@@ -104,9 +105,10 @@ def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
         )
     heads = ("NAME", "FOR", "PARAMS", "FITS", "CONTEXT", "MEMORY", "TOK/S", "FETCH", "LICENSE")
     output.table(heads, rows, right=(2, 4, 5, 6, 7))
-    output.say(
-        "* is what the name before the colon means. Try one: llmbox run NAME. All others: llmbox search TEXT"
-    )
+    output.say("* is what the name before the colon means. All other models: llmbox search TEXT")
+    if choices := first_choices(found):
+        named = ", ".join(f"{label.lower()} {each.model.name}" for label, each in choices.items())
+        output.say(f"For chat on this machine: {named}. Begin: llmbox run {begin_with(choices).model.name}")
 
 
 @click.command(cls=Command)

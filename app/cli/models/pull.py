@@ -116,17 +116,25 @@ def fetch_missing(program: Program, models: Sequence[str], flags: Mapping[str, S
 
 def _fetch(program: Program, name: str, flags: Mapping[str, Scalar], *, yes: bool) -> None:
     from ...hub.model_info import find_facts
+    from .fit import slow_here
 
     facts, _ = find_facts(name, program.environ, program.names)
+    if slow := slow_here(program, facts):
+        output.say(f"Note: {slow}")
     size = formatting.size(facts.missing_bytes)
-    wait = formatting.span(max(1.0, facts.missing_bytes / USUAL_RATE))
-    said = f"{name} is not on this disk. Fetch {size}, about {wait} at {formatting.size(USUAL_RATE)}/s?"
+    wait = fetch_time(facts.missing_bytes)
+    said = f"{name} is not on this disk. Fetch {size}, {wait}?"
     require_consent(said, f"{name} was not fetched", yes=yes)
     if yes:
-        output.say(f"Fetching {name}: {size}, about {wait} at {formatting.size(USUAL_RATE)}/s.")
+        output.say(f"Fetching {name}: {size}, {wait}.")
     _start_daemon_if_needed(program, flags)
     found = program.client.post("/admin/api/downloads", {"model": name})["download"]
     _follow(program, found, as_json=False)
+
+
+def fetch_time(size: int) -> str:
+    """Return the time that a download of `size` bytes takes on a usual connection."""
+    return f"about {formatting.span(max(1.0, size / USUAL_RATE))} at {formatting.size(USUAL_RATE)}/s"
 
 
 def _start_daemon_if_needed(program: Program, flags: Mapping[str, Scalar]) -> None:

@@ -13,17 +13,19 @@ from ...admin_client import AnswerPiece, stream_answer
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
+from ...models.catalog import on_disk
+from ...util import formatting
 from .. import output
 from ..server.daemon_starter import Started, start_daemon, wait_for_models
 from ..server.up import load_missing
-from .pull import fetch_missing
+from .pull import fetch_missing, fetch_time
 
 HELP = "Commands: /clear forgets the conversation, /bye ends it. Ctrl-C stops an answer."
 HISTORY_LINES = 1000
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", required=False)
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]...")
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 @click.option(
@@ -42,7 +44,7 @@ HISTORY_LINES = 1000
 def run(
     program: Program,
     /,
-    model: str,
+    model: str | None,
     prompt: tuple[str, ...],
     system: str | None,
     *,
@@ -52,8 +54,11 @@ def run(
     """Chat with a model, or ask it one question with PROMPT or from stdin.
 
     MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). What is not on this disk is
-    fetched first, after a question. Starts the daemon if it does not run.
+    fetched first, after a question. Without MODEL: a choice of what suits this machine. Starts the daemon
+    if it does not run.
     """
+    if model is None:
+        model, yes = choose_model(program), True
     question = " ".join(prompt)
     if not sys.stdin.isatty():
         question = "\n\n".join(part for part in (question, _piped()) if part)
@@ -68,6 +73,40 @@ def run(
         talk.ask(question)
     else:
         _chat(program, talk)
+
+
+def choose_model(program: Program) -> str:
+    """Ask which model to chat with: those on this disk, and recommended ones with size and speed.
+
+    Raises CliError where nobody can be asked, click.Abort.
+    """
+    from ...fit.recommendations import begin_with, first_choices
+    from .fit import recommendations
+
+    recommended = first_choices(recommendations(program))
+    rows = [
+        (each.ref.name, "on this disk") for each in on_disk(program.environ, program.names) if each.servable
+    ]
+    default = begin_with(recommended).model.name if recommended else "builtin"
+    if own := [name for name, _ in rows if name != "builtin"]:
+        default = own[0]
+    for label, each in recommended.items():
+        if not each.here:
+            speed = (
+                f", {formatting.rate_range(*each.fit.speed.one_stream)} tokens/s" if each.fit.speed else ""
+            )
+            size, time = formatting.size(each.fit.disk_need), fetch_time(each.fit.disk_need)
+            rows.append((each.model.name, f"{label.lower()}: fetch {size}, {time}{speed}"))
+    if not sys.stdin.isatty():
+        raise CliError("which model?", "MODEL is missing", f"llmbox run {default}", Exit.USAGE)
+    names = [name for name, _ in rows]
+    wide = max(map(len, names))
+    for number, (name, told) in enumerate(rows, 1):
+        output.say(formatting.printable(f"  {number}  {name:{wide}}  {told}"))
+    picked: int = click.prompt(
+        "Which model?", type=click.IntRange(1, len(rows)), default=names.index(default) + 1, err=True
+    )
+    return names[picked - 1]
 
 
 def _piped() -> str:

@@ -1,5 +1,6 @@
 """`llmbox status`, `down` and `restart`."""
 
+import contextlib
 import os
 import select
 import shlex
@@ -76,10 +77,11 @@ def print_overview(program: Program) -> None:
         from ...models.catalog import on_disk
 
         models = [each.ref.name for each in on_disk(program.environ, program.names) if each.servable]
-        first = next((name for name in models if name != "builtin"), models[0] if models else "qwen3:0.6b")
         output.write(f"The daemon does not run. Models on this disk: {', '.join(models) or 'none'}.")
-        steps = {f"llmbox up {shlex.quote(first)}": "start it with a model"} | steps
-        steps["llmbox run qwen3:0.6b"] = "fetch a small model and chat with it"
+        first = next((name for name in models if name != "builtin"), models[0] if models else "")
+        steps = ({f"llmbox up {shlex.quote(first)}": "start it with a model"} if first else {}) | steps
+        if not set(models) - {"builtin"}:
+            steps |= _first_runs(program)
     else:
         status = program.client.get("/admin/api/status")
         ready = [model["name"] for model in status["models"] if model["state"] == "ready"]
@@ -93,6 +95,21 @@ def print_overview(program: Program) -> None:
     for command, what in steps.items():
         output.write(formatting.printable(f"  {command:{wide}}  {what}"))
     output.write("\nAll commands: llmbox --help")
+
+
+def _first_runs(program: Program) -> dict[str, str]:
+    """Return the commands that fetch and run each of a newcomer's choices, with what to expect of it."""
+    from ...fit.recommendations import first_choices
+    from ..models.fit import recommendations
+
+    steps = {}
+    with contextlib.suppress(CliError):
+        for label, each in first_choices(recommendations(program)).items():
+            speed = each.fit.speed
+            told = f", {formatting.rate_range(*speed.one_stream)} tokens/s" if speed else ""
+            size = formatting.size(each.fit.disk_need)
+            steps[f"llmbox run {each.model.name}"] = f"{label.lower()}: fetch {size} and chat{told}"
+    return steps
 
 
 def _print_failing(rate: Mapping[str, Any]) -> None:

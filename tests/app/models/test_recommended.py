@@ -8,7 +8,15 @@ import pytest
 from llmbox.app.control.library import Library
 from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.fit.bandwidth import Bandwidth
-from llmbox.app.fit.recommendations import Recommendation, first_choices, recommend, smaller_models
+from llmbox.app.fit.recommendations import (
+    USABLE_RATE,
+    Recommendation,
+    begin_with,
+    first_choices,
+    recommend,
+    slow_warning,
+    smaller_models,
+)
 from llmbox.app.hub.download import Download
 from llmbox.app.hub.model_info import parse_config_files
 from llmbox.app.models.catalog import HUB_ID, resolve
@@ -25,8 +33,8 @@ def machine(gigabytes: float) -> Machine:
     return Machine(Cpu("A CPU", 8, 8, ("avx2",)), memory, (), "no driver")
 
 
-def planned(gigabytes: float, tmp_path, **options) -> list[Recommendation]:
-    bandwidth = Bandwidth.exact(50e9)
+def planned(gigabytes: float, tmp_path, memory: float | None = 50e9, **options) -> list[Recommendation]:
+    bandwidth = None if memory is None else Bandwidth.exact(memory)
     return recommend(
         machine(gigabytes), CONFIG, budget_gb=None, disk=tmp_path, bandwidth=bandwidth, **options
     )
@@ -92,7 +100,7 @@ def test_what_is_on_this_disk_needs_no_download(tmp_path):
 def test_a_model_that_does_not_fit_is_answered_with_smaller_ones_of_its_family(tmp_path):
     found = planned(24, tmp_path)
     names = [text.partition(": ")[0] for text in smaller_models("Qwen/Qwen3-32B", found)]
-    assert names == ["qwen3:8b", "qwen3:4b"]
+    assert names == ["qwen3:1.7b", "qwen3:0.6b"]  # the 8B model fits, but is slower than people read
     assert family_of("Qwen/Qwen3-32B") == "qwen3"
     others = [text.partition(": ")[0] for text in smaller_models("org/huge", found)]
     assert others
@@ -101,12 +109,41 @@ def test_a_model_that_does_not_fit_is_answered_with_smaller_ones_of_its_family(t
 
 def test_a_newcomer_is_offered_distinct_models_that_fit_without_a_license_to_accept(tmp_path):
     choices = first_choices(planned(64, tmp_path))
-    assert list(choices) == ["Quick", "Balanced", "Best that fits"]
+    assert list(choices) == ["Quick", "Balanced", "Best"]
     assert len({each.model.name for each in choices.values()}) == 3
     params = [each.model.params for each in choices.values()]
     assert params == sorted(params)
     assert all(each.fit.fits and not each.model.gated for each in choices.values())
     assert first_choices(planned(0.2, tmp_path)) == {}
+
+
+@pytest.mark.parametrize("memory", [16e9, 50e9, 400e9, 3000e9, None])
+def test_what_is_offered_answers_as_fast_as_people_read(tmp_path, memory):
+    choices = first_choices(planned(64, tmp_path, memory=memory))
+    assert list(choices) == ["Quick", "Balanced", "Best"]
+    assert all(each.is_usable for each in choices.values())
+    speeds = [each.fit.speed.expected for each in choices.values() if each.fit.speed]
+    assert not speeds or min(speeds) >= USABLE_RATE
+    assert begin_with(choices) is choices["Balanced"]
+
+
+def test_where_nothing_is_fast_the_smallest_is_offered(tmp_path):
+    (label, each), *others = first_choices(planned(64, tmp_path, memory=0.3e9)).items()
+    assert (label, each.model.name, others) == ("Smallest", "smollm2:135m", [])
+
+
+def test_a_model_that_fits_and_is_slow_is_named_so_with_a_faster_one(tmp_path):
+    found = planned(64, tmp_path, memory=12e9)
+    by_name = {each.model.name: each for each in found}
+    slow = by_name["qwen3:8b"]
+    assert slow.fit.fits
+    assert not slow.as_dict()["usable"]
+    told = slow_warning(slow.fit.speed, found)
+    best = first_choices(found)["Best"].model.name
+    assert told.startswith("expected here: ")
+    assert told.endswith(f"{best} is the largest recommended one that keeps up")
+    assert slow_warning(by_name[best].fit.speed, found) == ""
+    assert slow_warning(None, found) == ""
 
 
 @pytest.mark.parametrize(

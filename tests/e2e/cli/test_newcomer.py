@@ -113,7 +113,7 @@ def test_run_fetches_a_model_by_its_short_name_and_chats(box: Box, hub: StubHub)
     assert "llmbox pull Qwen/Qwen3-0.6B" in refused.err
     done = box.run("run", "--yes", "qwen3:0.6b", "Hello")
     assert done.code == 0, done.err
-    assert "Fetching Qwen/Qwen3-0.6B" in done.err
+    assert re.search(r"Fetching Qwen/Qwen3-0\.6B: .*, about .* at 10\.0 MB/s", done.err)
     assert done.out
     again = box.run("run", "qwen3:0.6b", "Hello")
     assert again.code == 0, again.err
@@ -128,6 +128,7 @@ def test_llmbox_alone_says_where_one_is_and_what_comes_next(box: Box):
     assert before.code == 0
     assert "The daemon does not run" in before.out
     assert "llmbox search" in before.out
+    assert re.search(r"llmbox run \S+ +(quick|balanced|best|smallest): fetch", before.out)
     assert box.run("up", "builtin").code == 0
     after = box.run()
     assert "Models in memory: builtin" in after.out

@@ -61,6 +61,21 @@ def chat(box: Box) -> Iterator[Terminal]:
     terminal.close()
 
 
+def test_without_a_model_it_offers_what_suits_this_machine(box: Box):
+    nobody = box.run("run", stdin="")
+    assert nobody.code == Exit.USAGE
+    assert "which model?" in nobody.err
+    terminal = Terminal(box.command("run", "--max-tokens", "6"), {**box.environ, "TERM": "xterm"})
+    try:
+        offered = terminal.expect(r"Which model\? \[\d\]:")
+        assert re.search(r"1  builtin +on this disk", offered)
+        assert re.search(r"\d  \S+:\S+ +(quick|balanced|best|smallest): fetch .* at 10\.0 MB/s", offered)
+        terminal.type("1\n")
+        terminal.expect(">>> ")
+    finally:
+        terminal.close()
+
+
 def test_one_shot_starts_the_daemon_and_says_so(box: Box):
     model = box.model(script=[72, 73] * 2048)
     first = box.run("run", model, "hello", "you", "--max-tokens", "6")

@@ -438,7 +438,7 @@ def test_discover_and_first_run_offer_models_that_fit_without_asking_the_hub(pan
     assert "Embeddings" in page
     assert page.count("/admin/models/pull") > 3
     first = signed_in.get("/admin/first-run").text
-    assert re.search(r"<h3>(Quick|Balanced|Best that fits): ", first)
+    assert re.search(r"<h3>(Quick|Balanced|Best|Smallest): ", first)
     rows = signed_in.get("/admin/api/recommended").json()["models"]
     assert {row["purpose"] for row in rows} >= {"chat", "code", "embedding"}
     assert len(panel.hub.seen) == before
