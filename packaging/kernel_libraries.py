@@ -2,7 +2,8 @@
 
 LLMBOX_WHEEL_KERNELS says which: all (the default), none, or names such as "avx2 portable". What cannot be
 compiled is left out, and then compiled at the first start where a compiler is. LLMBOX_WHEEL_MACHINE names
-another machine, such as aarch64, whose compiler CXX names.
+another machine, such as aarch64, whose compiler CXX names. LLMBOX_WHEEL_TIMEOUT is the seconds that one
+compiler may take (an hour by default: a loaded machine is slow).
 """
 
 import importlib
@@ -18,7 +19,8 @@ from types import ModuleType
 from typing import Any
 
 KERNELS = Path(__file__).parent.parent / "kernels" / "cpu"
-CHOICE, MACHINE = "LLMBOX_WHEEL_KERNELS", "LLMBOX_WHEEL_MACHINE"
+CHOICE, MACHINE, TIMEOUT = "LLMBOX_WHEEL_KERNELS", "LLMBOX_WHEEL_MACHINE", "LLMBOX_WHEEL_TIMEOUT"
+TIMEOUT_S = 3600
 LINK = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic", "-Wl,--strip-all")
 """The library then needs the C library alone, and shows nothing of the others to torch's."""
 WITHOUT = """\
@@ -29,7 +31,7 @@ They are compiled at the first start of llmbox, on the machine it runs on, where
 def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
     """(the libraries, what to tell of those that could not be made)."""
     compiling, prebuilt = (module(name) for name in ("compiling", "prebuilt"))
-    levels = wanted_levels()
+    levels, timeout = wanted_levels(), compile_timeout()
     try:
         compiler = compiling.find_compiler()
     except compiling.NativeUnavailable as error:
@@ -41,7 +43,7 @@ def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
         try:
             with tempfile.TemporaryDirectory(dir=folder) as room:
                 library = Path(room) / path.name
-                compiling.compile_library(compiler, level, library, LINK)
+                compiling.compile_library(compiler, level, library, LINK, timeout=timeout)
                 prebuilt.seal(library)
                 library.chmod(0o755)
                 library.replace(path)
@@ -52,9 +54,10 @@ def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
     return made, problems
 
 
-def wanted_levels() -> list[Any]:
+def wanted_levels(machine: str = "") -> list[Any]:
+    """Return the instruction sets to compile for `machine`; empty: LLMBOX_WHEEL_MACHINE, or this one."""
     choice = os.environ.get(CHOICE, "all").split()
-    machine = os.environ.get(MACHINE) or platform.machine()
+    machine = machine or os.environ.get(MACHINE) or platform.machine()
     levels = [level for level in module("isa").LEVELS if level.machine in {None, machine}]
     if choice == ["none"] or sys.platform != "linux":
         return []
@@ -64,6 +67,13 @@ def wanted_levels() -> list[Any]:
             f"{CHOICE}: unknown {' '.join(sorted(unknown))}; use all, none, or some of {' '.join(names)}"
         )
     return [level for level in levels if choice == ["all"] or level.name in choice]
+
+
+def compile_timeout() -> float:
+    text = os.environ.get(TIMEOUT, str(TIMEOUT_S))
+    if not text.isdecimal() or int(text) == 0:
+        sys.exit(f"{TIMEOUT}: {text!r} is no number of seconds")
+    return float(text)
 
 
 def wheel_tag(libraries: list[Path]) -> str:

@@ -19,9 +19,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from kernel_libraries import wanted_levels
 from man_pages import write_pages
 
 from llmbox import __version__
@@ -58,6 +60,7 @@ def build_release(out: Path, python: Path, extra: Iterable[str] = ()) -> list[Pa
     _run(sys.executable, "-m", "build", "--outdir", out, ROOT)
     others = tuple(f"_{machine}" for machine in CROSS_COMPILERS if machine != platform.machine())
     wheel = next(path for path in out.glob(f"llmbox-{__version__}-*.whl") if not path.stem.endswith(others))
+    require_levels(wheel, platform.machine())
     for machine in others:
         print(build_cross_wheel(machine.removeprefix("_"), out))
     with tempfile.TemporaryDirectory(prefix="llmbox-release-") as folder:
@@ -90,7 +93,16 @@ def build_cross_wheel(machine: str, out: Path) -> str:
         if not path.stem.endswith(f"_{machine}"):  # its warnings say why
             path.unlink()
             return f"no wheel for {machine}: {compiler} could not compile the kernels"
+        require_levels(path, machine)
     return f"a wheel for {machine}: {', '.join(path.name for path in made) or 'the one that was there'}"
+
+
+def require_levels(wheel: Path, machine: str) -> None:
+    """End the release if `wheel` lacks an instruction set of `machine`: the build only warns of that."""
+    with zipfile.ZipFile(wheel) as archive:
+        stems = {Path(name).stem.rpartition("-")[0] for name in archive.namelist() if name.endswith(".so")}
+    if missing := [level.name for level in wanted_levels(machine) if level.name not in stems]:
+        sys.exit(f"{wheel.name} has no kernels for {', '.join(missing)}: its warnings above say why")
 
 
 def make_environment(stage: Path, wheel: Path, python: Path, extra: Iterable[str] = ()) -> None:

@@ -23,6 +23,7 @@ FLAGS = (
 )
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300
+"""Most seconds of one compiler at the first start; a wheel's build takes its own limit."""
 MOST_AT_ONCE = 8
 """Most compilers at a time; one takes 0.25 to 0.4 GB."""
 SECONDS = {
@@ -84,8 +85,11 @@ def compile_library(
     path: Path,
     link: tuple[str, ...] = (),
     progress: Progress = lambda _done, _total: None,
+    timeout: float = TIMEOUT_S,
 ) -> None:
-    """Compile the library to `path`; object files stay beside it. `link` has extra linker arguments.
+    """Compile the library to `path`; object files stay beside it.
+
+    `link` has extra linker arguments, `timeout` is the seconds that one compiler may take.
 
     Raises NativeUnavailable, or OSError if the disk is full.
     """
@@ -99,7 +103,7 @@ def compile_library(
     def compile_one(sources: list[Path], to: Path) -> None:
         whole = to.with_suffix(".cpp")
         whole.write_text("".join(f'#include "{source}"\n' for source in sources))
-        run([*common, "-c", str(whole), "-o", str(to)], level)
+        run([*common, "-c", str(whole), "-o", str(to)], level, timeout)
 
     from concurrent.futures import ThreadPoolExecutor, as_completed  # noqa: PLC0415 - seldom needed, slow
 
@@ -111,7 +115,7 @@ def compile_library(
             progress(done, steps)
     finally:
         workers.shutdown(cancel_futures=True)
-    run([*common, "-shared", *map(str, objects), *link, "-o", str(path)], level)
+    run([*common, "-shared", *map(str, objects), *link, "-o", str(path)], level, timeout)
     progress(steps, steps)
 
 
@@ -129,16 +133,20 @@ def split_sources(count: int) -> list[list[Path]]:
     return [part for part in parts if part]
 
 
-def run(command: list[str], level: Level) -> None:
+def run(command: list[str], level: Level, timeout: float) -> None:
     try:
         done = subprocess.run(  # noqa: S603 - the user's own compiler
             command,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout,
             check=False,
             env={**os.environ, "LC_ALL": "C"},
         )
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailable(
+            f"{command[0]} did not finish the kernels for {level.name} in {timeout:.0f} s"
+        ) from None
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{command[0]} does not run: {error}") from None
     if done.returncode:

@@ -75,6 +75,23 @@ def test_a_cross_compiler_makes_the_levels_of_another_machine(libraries, tmp_pat
     assert re.fullmatch(r"py3-none-manylinux_2_\d+_aarch64", libraries.wheel_tag(made))
 
 
+def test_a_compiler_has_the_time_that_the_build_allows(libraries, tmp_path, monkeypatch):
+    slow = tmp_path / "slow-compiler"
+    slow.write_text("#!/bin/sh\nexec sleep 30\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setenv(libraries.CHOICE, "portable")
+    monkeypatch.setenv(libraries.TIMEOUT, "1")
+    made, (problem,) = libraries.build_libraries(tmp_path)
+    assert made == []
+    assert "did not finish the kernels for portable in 1 s" in problem
+    monkeypatch.delenv(libraries.TIMEOUT)
+    assert libraries.compile_timeout() == 3600
+    monkeypatch.setenv(libraries.TIMEOUT, "soon")
+    with pytest.raises(SystemExit, match="'soon' is no number of seconds"):
+        libraries.compile_timeout()
+
+
 def test_without_a_compiler_there_are_none_and_that_is_told(libraries, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     made, problems = libraries.build_libraries(tmp_path)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import click
@@ -108,6 +109,24 @@ def test_without_a_cross_compiler_the_release_says_how_to_get_one(release, tmp_p
         "no wheel for aarch64: aarch64-linux-gnu-g++ is missing; "
         "install it with: apt install g++-aarch64-linux-gnu"
     )
+
+
+def test_a_wheel_that_lacks_an_instruction_set_ends_the_release(release, tmp_path, monkeypatch):
+    monkeypatch.delenv("LLMBOX_WHEEL_KERNELS", raising=False)
+    wheel = tmp_path / f"llmbox-{__version__}-py3-none-manylinux_2_36_aarch64.whl"
+
+    def pack(*levels: str) -> None:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for level in levels:
+                archive.writestr(f"llmbox/kernels/cpu/prebuilt/{level}-0123456789abcdef0123.so", "")
+
+    pack("i8mm", "dotprod", "portable")
+    release.require_levels(wheel, "aarch64")
+    pack("portable")
+    with pytest.raises(SystemExit, match=r"aarch64\.whl has no kernels for i8mm, dotprod"):
+        release.require_levels(wheel, "aarch64")
+    monkeypatch.setenv("LLMBOX_WHEEL_KERNELS", "none")
+    release.require_levels(wheel, "aarch64")
 
 
 def test_checksums_hold(release, tmp_path):
