@@ -2,8 +2,8 @@
 
 Settings are never in it: they stay in the TOML file that every command reads, and change without a reload of
 units. Its hardening was chosen with `systemd-analyze security`. Options that would stop the work are left
-out: GPU drivers and compiled kernels map memory that is both writable and executable, so there is no
-MemoryDenyWriteExecute, and clients are on the network.
+out: GPU drivers, and MCP servers that the daemon starts, map memory that is both writable and executable, so
+there is no MemoryDenyWriteExecute; and clients are on the network.
 """
 
 import shutil
@@ -27,9 +27,10 @@ SYSTEM_FOLDER = Path("/etc/systemd/system")
 _STOP_SLACK = 15
 """Seconds more than the drain that systemd waits before it kills."""
 
-# Options that need no privileges: these are seccomp filters and process flags.
+# Options that need no privileges: seccomp filters, process flags, a keyring.
 _EVERYWHERE = """\
 UMask=0077
+KeyringMode=private
 NoNewPrivileges=yes
 LockPersonality=yes
 RestrictRealtime=yes
@@ -44,7 +45,9 @@ SystemCallFilter=prlimit64 setrlimit sched_setaffinity set_mempolicy mbind setpr
 SystemCallErrorNumber=EPERM
 """
 
-# Options of the machine's service manager alone: namespaces, devices and capabilities are its to give.
+# Options of the machine's service manager alone. Under a user's manager those that drop capabilities
+# (CapabilityBoundingSet, ProtectClock, ProtectKernelLogs, ProtectKernelModules) stop the start (status 218);
+# those that mount something change nothing without user namespaces, which some distributions forbid.
 _SYSTEM = """\
 CapabilityBoundingSet=
 AmbientCapabilities=

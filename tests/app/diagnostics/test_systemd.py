@@ -139,5 +139,7 @@ def test_systemd_takes_the_unit(tmp_path: Path, system: bool):
 def test_systemd_finds_the_unit_hardened(tmp_path: Path, system: bool, most: float):
     file = tmp_path / "llmbox.service"
     file.write_text(unit_text(replace(SPEC, system=system)))
-    done = analyze("security", "--offline=true", f"--threshold={round(10 * most)}", file)
+    scope = "--system" if system else "--user"
+    limit = f"--threshold={round(10 * most)}"
+    done = analyze(scope, "security", "--offline=true", limit, file, XDG_RUNTIME_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
