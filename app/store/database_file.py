@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import llmbox.migrations
+
 from ..errors import CliError, Exit
 
 BUSY_S = 10.0
@@ -40,7 +42,7 @@ def examine(path: Path) -> DatabaseState:
         path=str(path),
         sound=sound,
         schema=schema,
-        newest_schema=_newest_schema(),
+        newest_schema=newest_schema(),
         size=size_on_disk(path),
         rows=rows,
         findings=[] if sound else findings,
@@ -105,10 +107,16 @@ def schema_of(connection: sqlite3.Connection) -> str | None:
     return None if row is None else str(row[0])
 
 
-def _newest_schema() -> str | None:
-    """Return the schema revision that this version writes."""
-    from alembic.script import ScriptDirectory  # noqa: PLC0415 - large
+def newest_schema() -> str:
+    """Return the schema revision that this version writes: the number of the last migration."""
+    folder = Path(llmbox.migrations.__file__).parent / "versions"
+    return max(path.name[1:4] for path in folder.glob("m[0-9][0-9][0-9]_*.py"))
 
-    import llmbox.migrations  # noqa: PLC0415
 
-    return ScriptDirectory(str(Path(llmbox.migrations.__file__).parent)).get_current_head()
+def is_current(path: Path) -> bool:
+    """Return True if the file has the newest schema; False also where it cannot be read."""
+    try:
+        with open_file(path) as connection:
+            return schema_of(connection) == newest_schema()
+    except CliError:
+        return False

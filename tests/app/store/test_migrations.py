@@ -1,11 +1,18 @@
 """Every released schema, empty and with rows, becomes today's."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
 from sqlmodel import SQLModel
 
 import llmbox.app.store.tables  # noqa: F401
+import llmbox.migrations
 from llmbox.app.store.database import open_database, upgrade
+from llmbox.app.store.database_file import newest_schema
 
 RELEASED = ["001", "002", "003", "004", "005", "006", "007"]
 
@@ -23,6 +30,22 @@ def test_migrations_make_the_tables_that_the_code_declares(tmp_path):
     declared = create_engine("sqlite://")
     SQLModel.metadata.create_all(declared)
     assert columns(open_database(tmp_path / "a.db")) == columns(declared)
+
+
+def test_the_newest_schema_is_known_without_alembic():
+    folder = Path(llmbox.migrations.__file__).parent
+    assert newest_schema() == ScriptDirectory(str(folder)).get_current_head()
+
+
+@pytest.mark.process
+def test_a_file_of_this_schema_is_opened_without_alembic(tmp_path):
+    opening = (
+        "import sys; from pathlib import Path; from llmbox.app.store.database import open_database;"
+        "open_database(Path(sys.argv[1])); print('alembic' in sys.modules)"
+    )
+    command = [sys.executable, "-P", "-c", opening, str(tmp_path / "a.db")]
+    told = [subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
+    assert told == ["True\n", "False\n"]
 
 
 @pytest.mark.parametrize("revision", RELEASED)
