@@ -67,6 +67,11 @@ class Paths:
         return self.data_dir / "share.json"
 
     @property
+    def mcp_secrets_file(self) -> Path:
+        """Headers and environment variables of the MCP servers that the panel's chat uses."""
+        return self.data_dir / "mcp-secrets.json"
+
+    @property
     def registry_file(self) -> Path:
         """Aliases and adopted models."""
         return self.data_dir / "models.json"

@@ -23,7 +23,7 @@ from llmbox.engine.ipc.spawn import SpawnedProcess
 from ..control.controller import DaemonController, Failure
 from ..engines.loaded_model import Readiness
 from ..engines.manager import EngineManager
-from ..errors import load_error
+from ..errors import ApiError, load_error
 from ..http.admin import admin_router
 from ..http.app import DIALECTS, create_app
 from ..http.in_process import send_in_process
@@ -31,6 +31,7 @@ from ..http.server.server import serve
 from ..lifecycle.instance import RunningDaemon
 from ..models.load_request import ModelRequest
 from ..services import Services
+from ..store.tool_secrets import ToolServerSecrets
 from .compose import compose, real_parts
 from .mdns import Announcement
 from .run import DaemonOptions
@@ -218,10 +219,20 @@ async def _close(services: Services) -> None:
     await asyncio.to_thread(services.request_log.close)
 
 
+def _forget_secrets_of_gone_keys(services: Services) -> None:
+    """Remove the secrets of keys that were revoked while no daemon ran."""
+    if services.paths.mcp_secrets_file.exists():
+        try:
+            ToolServerSecrets(services.paths.mcp_secrets_file).keep_owners(services.security.keys.ids())
+        except ApiError as error:
+            log.warning("%s", error.message)
+
+
 def _api_is_up(
     plan: DaemonOptions, services: Services, running: RunningDaemon, announcement: Announcement
 ) -> None:
     services.request_log.start()  # its thread imports SQLAlchemy, which must not slow down the start
+    _forget_secrets_of_gone_keys(services)
     services.telemetry.start(services.gateway, services.paths)
     announcement.start()
     notify(f"READY=1\nSTATUS=Serving on {running.url}")

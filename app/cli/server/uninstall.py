@@ -75,6 +75,7 @@ def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
         ("usage of keys", paths.keys_quota_file),
         ("aliases and adopted folders", paths.registry_file),
         ("settings before llmbox share", paths.share_file),
+        ("secrets of MCP servers", paths.mcp_secrets_file),
         ("logs and request log", paths.state_dir),
         ("compiled kernels, repacked weights and KV cache", paths.cache_dir),
         ("sockets", paths.runtime_dir),
@@ -83,7 +84,8 @@ def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
             for each in _services(program)
         ),
     ]
-    found += [("lock", file.with_suffix(".lock")) for file in (paths.keys_file, paths.registry_file)]
+    files = (paths.keys_file, paths.registry_file, paths.mcp_secrets_file)
+    found += [("lock", file.with_suffix(".lock")) for file in files]
     if with_models:
         cache = hub_cache(program.environ)
         found += [("model", folder) for folder in sorted(cache.glob("models--*--*"))]

@@ -1,5 +1,6 @@
 """Presets of the panel's chat, and the MCP servers whose tools it may call. Each caller has its own."""
 
+import asyncio
 import getpass
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from ...mcp.client import ServerResult, ServerTool
 from ...sandbox.pool import read_pdf
 from ...services import Services
 from ...store.conversations import ChatPreset, ChatToolServer, PanelItems
+from ...store.tool_secrets import ToolServerSecrets, has_values, without_values
 from ..auth.credentials import identity_of
 from ..server.sse import while_connected
 
@@ -102,7 +104,7 @@ async def delete_preset(request: Request[Any, Any, State], name: FromPath[str]) 
 async def servers(request: Request[Any, Any, State]) -> ServerList:
     """List the caller's MCP servers. None is contacted."""
     services, owner = _caller(request)
-    found = await PanelItems(services.request_log, ChatToolServer).all(owner)
+    found = await _servers_of(services, owner)
     views = [_view(name, each) for name, each in found.items()]
     return ServerList(views, services.settings.server.mcp_commands, getpass.getuser())
 
@@ -121,11 +123,10 @@ async def save_server(
         _check_command(services, data)
     else:
         _check_url(data)
-    items = PanelItems(services.request_log, ChatToolServer)
-    _require_room(await items.all(owner), name)
+    _require_room(await _servers_of(services, owner), name)
     names = ChatToolServer.__struct_fields__
     spec = ChatToolServer(**{field: getattr(data, field) for field in names})
-    await items.put(owner, name, spec)
+    await _keep(services, owner, name, spec)
     services.mcp_clients.leave(owner, name)
     return _view(name, spec)
 
@@ -153,6 +154,7 @@ async def delete_server(request: Request[Any, Any, State], name: FromPath[str]) 
     services.mcp_clients.leave(owner, name)
     if not await PanelItems(services.request_log, ChatToolServer).delete(owner, name):
         raise _unknown(name)
+    await asyncio.to_thread(_secrets(services).remove, owner, name)
     return {"name": name}
 
 
@@ -226,7 +228,7 @@ def _require_commands(services: Services) -> None:
 
 
 async def _find(services: Services, owner: str, name: str) -> ChatToolServer:
-    found = (await PanelItems(services.request_log, ChatToolServer).all(owner)).get(name)
+    found = (await _servers_of(services, owner)).get(name)
     if found is None:
         raise _unknown(name)
     return found
@@ -239,7 +241,27 @@ async def _usable(services: Services, owner: str, name: str) -> ChatToolServer:
         raise ApiError(403, message, "mcp_server_not_allowed", "name", "permission_error")
     if spec.command:
         _require_commands(services)
-    return spec
+    return await asyncio.to_thread(_secrets(services).filled, owner, name, spec)
+
+
+async def _servers_of(services: Services, owner: str) -> dict[str, ChatToolServer]:
+    """Return a caller's servers by name, without secrets. Those that stand in the database leave it."""
+    found = await PanelItems(services.request_log, ChatToolServer).all(owner)
+    for name, spec in found.items():
+        if has_values(spec):
+            await _keep(services, owner, name, spec)
+            found[name] = without_values(spec)
+    return found
+
+
+async def _keep(services: Services, owner: str, name: str, spec: ChatToolServer) -> None:
+    """Save a server, its secrets first: one without them could not be used."""
+    await asyncio.to_thread(_secrets(services).save, owner, name, spec)
+    await PanelItems(services.request_log, ChatToolServer).put(owner, name, without_values(spec))
+
+
+def _secrets(services: Services) -> ToolServerSecrets:
+    return ToolServerSecrets(services.paths.mcp_secrets_file)
 
 
 def _view(name: str, spec: ChatToolServer) -> ServerView:

@@ -19,6 +19,7 @@ from ...security.security import Security
 from ...security.sessions import TOKEN_LIFE
 from ...services import Services
 from ...store.record import StoreError
+from ...store.tool_secrets import ToolServerSecrets
 from ...store.usage import KeyUsage, usage_by_key
 
 log = logging.getLogger(__name__)
@@ -108,10 +109,17 @@ async def revoke(services: Services, name: str) -> ApiKey:
     gone = await changing(lambda: services.security.revoke(name))
     await asyncio.to_thread(purge_key, services.paths, services.settings.cache, gone.id)
     try:
-        await services.stored.erase_owners_but(services.security.keys.ids())
-    except StoreError as error:
+        await erase_stored_of_gone_keys(services)
+    except (StoreError, ApiError) as error:
         log.warning("what the key %s had stored goes within the hour: %s", name, error)
     return gone
+
+
+async def erase_stored_of_gone_keys(services: Services) -> int:
+    """Erase what revoked keys had stored. Returns the number of rows. Raises StoreError, ApiError."""
+    known = services.security.keys.ids()
+    await asyncio.to_thread(ToolServerSecrets(services.paths.mcp_secrets_file).keep_owners, known)
+    return await services.stored.erase_owners_but(known)
 
 
 async def changing(change: Callable[[], T]) -> T:

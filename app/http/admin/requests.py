@@ -16,6 +16,7 @@ from ...store.record import RecordFilter, RequestRecord, StoreError
 from ...store.stored_answers import Kind
 from ..auth.credentials import identity_of
 from ..server.sse import while_connected
+from .keys import erase_stored_of_gone_keys
 from .schema import Before, Cancelled, HttpStatus, Purged, PurgeRequest, RequestPage, Since
 
 MOST_ROWS = 1000
@@ -132,4 +133,4 @@ async def stored(request: Request[Any, Any, State]) -> Stored:
 async def forget_stored(request: Request[Any, Any, State]) -> Purged:
     """Erase stored answers of deleted keys now, rather than within the hour."""
     services: Services = request.app.state.services
-    return Purged(await services.stored.erase_owners_but(services.security.keys.ids()))
+    return Purged(await erase_stored_of_gone_keys(services))

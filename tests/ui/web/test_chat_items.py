@@ -3,11 +3,14 @@
 import os
 import re
 import signal
+import sqlite3
 from contextlib import closing
 
 import httpx
+import msgspec
 import pytest
 
+from llmbox.app.store.conversations import ChatToolServer
 from support import mcp_server
 from support.cli_box import PATIENCE, until
 from support.pdf_files import pdf
@@ -78,10 +81,28 @@ def test_programs_are_off_until_the_box_allows_them_and_need_a_yes(panel, admin)
     assert admin.delete(f"{SERVERS}/p").status_code == 200
 
 
+def test_a_secret_that_an_older_version_left_in_the_database_leaves_it(panel, admin):
+    old = ChatToolServer(url="https://tools.test/mcp", headers={"Authorization": "Bearer secret"})
+    assert admin.put(f"{SERVERS}/old", json={"url": old.url}).status_code == 200
+    with closing(sqlite3.connect(panel.box.paths.request_db, timeout=PATIENCE)) as database, database:
+        body = msgspec.json.encode(old).decode()
+        database.execute("UPDATE panel_item SET body = ? WHERE name = 'old'", (body,))
+    (listed,) = [each for each in admin.get(SERVERS).json()["servers"] if each["name"] == "old"]
+    assert listed["headers"] == ["Authorization"]
+    with closing(sqlite3.connect(panel.box.paths.request_db, timeout=PATIENCE)) as database:
+        ((left,),) = database.execute("SELECT body FROM panel_item WHERE name = 'old'")
+    assert "secret" not in left
+    assert b"Bearer secret" in panel.box.paths.mcp_secrets_file.read_bytes()
+    assert admin.delete(f"{SERVERS}/old").status_code == 200
+    assert not panel.box.paths.mcp_secrets_file.exists()
+
+
 def test_a_server_is_used_once_allowed_and_its_header_is_never_shown(panel, admin):
     with mcp_server.serve_http() as server:
         body = {"url": server.url, "headers": {"Authorization": "Bearer secret"}}
         made = admin.put(f"{SERVERS}/web", json=body)
+        kept = panel.box.paths.mcp_secrets_file
+        assert b"Bearer secret" in kept.read_bytes()
         assert made.json()["host"] == f"127.0.0.1:{server.server_port}"
         assert "secret" not in made.text + admin.get(SERVERS).text
         assert "not allowed" in problem(admin.post(f"{SERVERS}/web/tools", json={}), 403)
@@ -98,7 +119,9 @@ def test_a_server_is_used_once_allowed_and_its_header_is_never_shown(panel, admi
     assert "The MCP server web failed" in problem(admin.post(f"{SERVERS}/web/call", json=call), 502)
     assert panel.box.api("chat/servers")["servers"] == []
     assert panel.box.run("key", "rm", "anna", "--yes").code == 0
-    files = [file for file in panel.box.paths.data_dir.rglob("*.db*") if file.exists()]
+    assert not kept.exists()  # the key is gone, and with it what was its
+    files = [file for file in panel.box.paths.data_dir.rglob("*") if file.is_file()]
+    assert any(file.name.startswith("requests.db") for file in files)
     assert not any(b"Bearer secret" in file.read_bytes() for file in files)
 
 
