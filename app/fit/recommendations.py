@@ -40,7 +40,7 @@ class Recommendation:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it fits and is expected to answer as fast as people read; unknown speeds count as fast."""
+        """True if it fits and is expected to answer as fast as people read; unknown speeds count as fast."""
         return self.fit.fits and (self.fit.speed is None or self.fit.speed.expected >= USABLE_RATE)
 
     def as_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _Secrets = dict[str, dict[str, ServerSecrets]]
 """Secrets by owner and server."""
 
 
-class _File(Struct):
+class _SecretsFile(Struct):
     schema: int
     servers: _Secrets
 
@@ -92,7 +92,7 @@ class ToolServerSecrets:
 
     def _read(self) -> _Secrets:
         try:
-            return msgspec.json.decode(self.file.read_bytes(), type=_File).servers
+            return msgspec.json.decode(self.file.read_bytes(), type=_SecretsFile).servers
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -110,7 +110,7 @@ class ToolServerSecrets:
                 if not kept:
                     self.file.unlink(missing_ok=True)
                 elif msgspec.json.encode(kept) != before:
-                    write_whole(self.file, msgspec.json.encode(_File(SCHEMA, kept)))
+                    write_whole(self.file, msgspec.json.encode(_SecretsFile(SCHEMA, kept)))
         except OSError as error:
             raise self._unusable(f"cannot be written: {error.strerror}") from None
 
