@@ -106,6 +106,8 @@ class SchedulerConfig:
     draft_rows: int = 0
     """Maximum rows of a step with draft tokens (`draft_scheduler.py`); 0 turns drafts off. Only for executors
     that run one step at a time and whose rows are independent of each other."""
+    draft_row_price: float = 0.0
+    """Price of a row more, in times of a step, before any was measured (`speculation/draft_choice.py`)."""
 
     def __post_init__(self) -> None:
         # A decoding request takes one token in every step: a smaller budget would stall streams.

@@ -17,7 +17,7 @@ from ..errors import InvalidRequest
 from ..ipc.messages import PrefixMissReason, PreparedImage, TokenLogprobs
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import OutputConstraint
-from .speculation.ngram_proposer import NgramProposer
+from .speculation.draft_choice import RequestDrafts
 
 if TYPE_CHECKING:
     from .fair_shares import Flow
@@ -83,8 +83,8 @@ class Request:
     """Position in its thoughts and its grammar, if one of them limits its tokens."""
     mask: bytes | None = None
     """Bit mask of the ids allowed as next token (`OutputConstraint.allowed`), for the step that draws it."""
-    drafter: NgramProposer | None = None
-    """Proposer of draft tokens, made at the first decoding step that may have some; used by
+    drafts: RequestDrafts | None = None
+    """Success of its draft tokens, from its first decoding step that may have some on; written by
     `DraftScheduler`."""
     state_slot: int = -1
     """Slot of its recurrent state; -1: none. `StateManager` writes these three."""

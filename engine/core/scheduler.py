@@ -47,7 +47,7 @@ class Scheduler:
         self.images = images
         self.pool = pool
         self.kv_cache = KVCacheManager(config, pool)
-        self.drafting = DraftScheduler(config.draft_rows, self.kv_cache, proposers)
+        self.drafting = DraftScheduler(config, self.kv_cache, proposers, clock)
         self._clock = clock
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}

@@ -75,8 +75,8 @@ class RankEngine:
     backend: str
     measured: int | None
     """Bytes of memory that the weights took; None where the system does not report it."""
-    draft_rows: int = 0
-    """See `SchedulerConfig`."""
+    draft_rows: tuple[int, float] = (0, 0.0)
+    """Rows and their price, see `SchedulerConfig`."""
     proposers: Sequence[Proposer] = ()
     """Proposers of draft tokens that run a model."""
 
@@ -304,7 +304,7 @@ def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int
 def make_scheduler(
     config: EngineConfig,
     plan: MemoryPlan,
-    draft_rows: int = 0,
+    draft_rows: tuple[int, float] = (0, 0.0),
     proposers: Sequence[Proposer] = (),
     encoded: EncodedImages | None = None,
 ) -> Scheduler:
@@ -317,7 +317,8 @@ def make_scheduler(
         chunked_prefill=config.chunked_prefill,
         premium_share=config.premium_share,
         watermark=config.watermark,
-        draft_rows=draft_rows,
+        draft_rows=draft_rows[0],
+        draft_row_price=draft_rows[1],
         state_slots=plan.state_slots,
         window=plan.window,
         window_blocks=plan.window_blocks,

@@ -19,6 +19,7 @@ from ..model.decoder import Decoder
 from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..planning.draft_compatibility import require_draft_for
+from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import why_no_drafts
 from ..runner.cpu_runner import CPUModelRunner
@@ -30,22 +31,31 @@ log = logging.getLogger("llmbox.engine")
 _READ: Final = 12e9
 """Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
 operations per row, so `flops / _READ` rows are computed in the time that reading the weights takes."""
+_MOST_ROWS: Final = 64
+_ROWS_TRIED: Final = 4
+"""Rows of a step with drafts over those computed while the weights are read: narrow weights take fewer
+operations, and measured prices decide."""
+_PRICE: Final = 0.3
+"""Assumed price of as many rows as are computed while the weights are read."""
 
 
-def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bool) -> int:
-    """Return how many rows of a step may hold draft tokens; 0 turns speculative decoding off.
+def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bool) -> tuple[int, float]:
+    """Return how many rows of a step may hold draft tokens, and the price of one before it is measured, in
+    times of a step; 0 rows turn speculative decoding off.
 
     `overlaps`: a step is launched before the previous one has returned. Raises DeviceError where drafts were
     asked for and cannot be verified.
     """
     if config.speculate == "off":
-        return 0
+        return 0, 0.0
     reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant)
     if not reason:
-        return min(int(usable_levels()[0].flops / _READ), plan.token_budget)
+        free = usable_levels()[0].flops / _READ
+        most = min(_MOST_ROWS, plan.token_budget, plan.max_running + PROMPT_LOGPROB_ROWS)
+        return min(int(_ROWS_TRIED * free), most) if free >= 1 else 0, _PRICE / free
     if config.speculate == "on":
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
-    return 0
+    return 0, 0.0
 
 
 def load_draft_model(

@@ -1,23 +1,27 @@
 """What drafts gain where answers repeat and cost where they do not: an engine with and one without, by turns.
 
     python -P tests/bench/draft_cost.py MODEL_DIR [--quant none] [--rounds 5] [--streams 1,8] [--prompt 64]
-        [--output 96] [--threads 2] [--ctx 2048] [--draft DRAFT_DIR]
+        [--output 96] [--threads 2] [--ctx 2048] [--draft DRAFT_DIR] [--work repeats,new]
 
 repeats     greedy: random weights soon say the same few tokens again and again, real ones where they quote
 misleads    sampled among 30 ids: nearly every pair of tokens stood before, and what followed it says nothing
 new         sampled at temperature 1 among all ids
 unlike      greedy without repetitions: what a draft model can guess and n-grams cannot
+tools, edits, quotes, adverse    recorded answers, see `agent_traces.py`
 
-`--draft` adds a draft model (`random_model.py --draft` makes a pair that often agrees).
+`--draft` adds a draft model (`random_model.py --draft` makes a pair that often agrees, `--agreement` one that
+agrees so often).
 
 Both have the same prompts, new ones in each round. Shown are tokens a second of wall clock, the ratio of both
-(geometric mean, standard error over the rounds), the share of guesses that were right, and rows in vain.
+(median, smallest and largest, and the geometric mean with its standard error), and what the machine's
+load does not change: drafts that were right, tokens a step of each request, and rows in vain.
 """
 
 import argparse
 import math
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,12 +32,19 @@ from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from agent_traces import follow, make_traces
+
 WORK: dict[str, dict[str, Any]] = {
     "repeats": {"temperature": 0.0},
     "misleads": {"temperature": 1.0, "allowed_token_ids": tuple(range(1000, 1030))},
     "new": {"temperature": 1.0},
     "unlike": {"temperature": 0.0, "repetition_penalty": 2.0},
 }
+TRACES = "tools", "edits", "quotes", "adverse"
+SCRIPTS: dict[str, list[int]] = {}
+"""Recorded answers by request id."""
 
 
 def main() -> None:
@@ -50,6 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     engines = {speculate: load(options, speculate) for speculate in ("off", "auto")}
     for engine in engines.values():  # the first steps touch memory for the first time
+        follow(engine, SCRIPTS)
         run(engine, options, "new", 8, -1)
     for work in options.work.split(","):
         for streams in map(int, options.streams.split(",")):
@@ -63,7 +75,8 @@ def compare(engines: dict[str, Engine], options: argparse.Namespace, work: str, 
         for name in sorted(engines, reverse=number % 2 == 1):
             speeds[name].append(run(engines[name], options, work, streams, number))
     after = engines["auto"].stats()
-    logs = [math.log(on / off) for on, off in zip(speeds["auto"], speeds["off"], strict=True)]
+    ratios = [on / off for on, off in zip(speeds["auto"], speeds["off"], strict=True)]
+    logs = [math.log(ratio) for ratio in ratios]
     error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
     drafted = after.draft_tokens - before.draft_tokens
     right = after.accepted_tokens - before.accepted_tokens
@@ -71,8 +84,10 @@ def compare(engines: dict[str, Engine], options: argparse.Namespace, work: str, 
     print(
         f"{work:9} {streams:2} streams  off {statistics.median(speeds['off']):7.1f}  "
         f"auto {statistics.median(speeds['auto']):7.1f} tok/s  "
-        f"ratio {math.exp(statistics.mean(logs)):.3f} ± {error:.3f}  "
-        f"right {right}/{drafted}  in vain {(drafted - right) / tokens:.3f} a token"
+        f"ratio {statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}], "
+        f"mean {math.exp(statistics.mean(logs)):.3f} ± {error:.3f}  right {right}/{drafted}  "
+        f"{tokens / (tokens - right):.2f} tokens a step  in vain {(drafted - right) / tokens:.3f} a token",
+        flush=True,
     )
 
 
@@ -94,18 +109,39 @@ def load(options: argparse.Namespace, speculate: str) -> Engine:
 
 def run(engine: Engine, options: argparse.Namespace, work: str, streams: int, number: int) -> float:
     """Tokens a second, from the first token of all on."""
-    rng = random.Random(f"{work} {streams} {number}")
-    ids = WORK[work].get("allowed_token_ids") or range(engine.info.vocab_size)
-    for stream in range(streams):
-        prompt = [rng.choice(ids) for _ in range(options.prompt)]
-        params = SamplingParams(max_tokens=options.output, seed=rng.randrange(1 << 40), **WORK[work])
-        engine.add(AddRequest(request_id=f"{number}-{stream}", prompt_ids=prompt, params=params))
+    for request in requests(engine, options, work, streams, number):
+        engine.add(request)
     while engine.stats().waiting or any(not request.num_output for request in engine._scheduler.running):
         engine.step()
     first, start = engine.stats().output_tokens, time.perf_counter()
     while engine.has_work:
         engine.step()
     return (engine.stats().output_tokens - first) / (time.perf_counter() - start)
+
+
+def requests(
+    engine: Engine, options: argparse.Namespace, work: str, streams: int, number: int
+) -> list[AddRequest]:
+    names = [f"{work}-{number}-{stream}" for stream in range(streams)]
+    if work in TRACES:
+        traces = make_traces(work, streams, f"{streams} {number}")
+        SCRIPTS.update(zip(names, (trace.answer for trace in traces), strict=True))
+        return [
+            AddRequest(
+                request_id=name,
+                prompt_ids=trace.prompt,
+                params=SamplingParams(max_tokens=len(trace.answer), temperature=0.0),
+            )
+            for name, trace in zip(names, traces, strict=True)
+        ]
+    rng = random.Random(f"{work} {streams} {number}")
+    ids = WORK[work].get("allowed_token_ids") or range(engine.info.vocab_size)
+    found = []
+    for name in names:
+        prompt = [rng.choice(ids) for _ in range(options.prompt)]
+        params = SamplingParams(max_tokens=options.output, seed=rng.randrange(1 << 40), **WORK[work])
+        found.append(AddRequest(request_id=name, prompt_ids=prompt, params=params))
+    return found
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.request import Request
+from llmbox.engine.core.speculation.draft_choice import RowPrices
 from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepPlan
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
@@ -116,3 +118,8 @@ def all_logits(runner: CPUModelRunner, ids: list[int]) -> Tensor:
     runner.execute(StepPlan([planned(request, 0, len(ids))]))
     model.hidden = original
     return model.logits(hidden[0])
+
+
+def draft_at_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have as many drafts verified as are proposed, whatever this machine's steps take."""
+    monkeypatch.setattr(RowPrices, "table", lambda _self, _requests, most: [1.0] * (most + 1))

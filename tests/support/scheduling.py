@@ -50,6 +50,7 @@ def make_scheduler(
         "token_budget": 64,
         "premium_share": 0.0,
         "watermark": 0.0,
+        "draft_row_price": 0.1,
     }
     pool = BlockPool(num_blocks, block_size, enable_prefix_cache=cache)
     return Scheduler(SchedulerConfig(**{**numbers, **config}), pool, clock, proposers)

@@ -1,28 +1,27 @@
 """Scheduling of draft tokens into steps that have rows to spare.
 
 The time of a linear with few rows is the time to read its weights, so a few more rows cost little. Draft
-tokens fill a step up to a fixed number of rows, shared among the decoding requests. Steps with prompts or
-with many requests have none. Proposers are asked in this order:
+tokens fill a step of decoding requests up to as many rows as pay (`draft_choice.py`). Steps with prompts have
+none. Proposers are asked in this order:
 
-    n-grams    `NgramProposer` of each request: tokens that followed the same ones before
-    models     `Proposer` for those left, where it has paid so far (`draft_length.py`)
+    ngram     tokens that followed the same ones before, in the request
+    suffix    tokens that followed them in earlier answers to the same caller, without a long match there
+    models    draft models and heads, where they are expected to gain more (`model_drafting.py`)
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from ...config import SchedulerConfig
 from ..kv_cache.manager import KVCacheManager
 from ..request import Request
 from ..step import SampledToken, ScheduledRequest, StepPlan
-from .draft_length import DraftLength
-from .ngram_proposer import SIZE, NgramProposer, SuffixStores
+from .draft_choice import MOST_DRAFTS, RequestDrafts, RowPrices, choose_lengths, expected_gain
+from .model_drafting import ModelDrafting
+from .ngram_proposer import LONGER, NgramProposer
 from .proposer import DraftMethod, Proposer
-
-MIN_NGRAM_DRAFTS = 2
-"""Fewest tokens that n-grams must propose where a draft model could propose instead."""
-CAUGHT_UP_ROWS = 2
-"""Most rows of a request in a pass whose time tells what a draft costs."""
+from .suffix_proposer import SuffixProposer
 
 
 class AcceptanceCounts:
@@ -40,6 +39,25 @@ class AcceptanceCounts:
         self.accepted_tokens += accepted
 
 
+@dataclass(slots=True)
+class DraftCandidate:
+    """Request of a step that may have drafts, and those that lookups have for it."""
+
+    place: int
+    """Index of its row in the plan."""
+    request: Request
+    most: int
+    """Maximum number of drafts."""
+    drafts: list[int] = field(default_factory=list)
+    method: DraftMethod = "ngram"
+    chance: float = 0.0
+    """Expected acceptance of these drafts."""
+    match: int = 0
+    """Number of tokens that they rest on."""
+    model: ModelDrafting | None = None
+    """Model that proposed them."""
+
+
 class DraftScheduler:
     """Add draft tokens to plans and count how many are accepted. Only for executors that finish a step before
     the next one is scheduled.
@@ -47,24 +65,25 @@ class DraftScheduler:
 
     def __init__(
         self,
-        rows: int,
+        config: SchedulerConfig,
         kv_cache: KVCacheManager,
         proposers: Sequence[Proposer] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`rows`: maximum rows of a step with drafts; 0 turns drafts off. `proposers`: those that run a
-        model, in order of preference.
-        """
-        self._rows = rows
+        """`proposers`: those that run a model."""
+        self._rows = config.draft_rows
+        """Maximum rows of a step with drafts; 0: none has any."""
         self._kv_cache = kv_cache
-        self._model = next(iter(proposers), None)
-        self._length = DraftLength()
-        self._answers = SuffixStores()
         self._clock = clock
-        self._from_model: set[Request] = set()
-        """Requests whose drafts in the current step come from the draft model."""
+        self._ngrams, self.answers = NgramProposer(), SuffixProposer()
+        self._models = [ModelDrafting(proposer, clock) for proposer in proposers]
+        self._prices = RowPrices(config.draft_row_price)
+        self._drafted: dict[Request, DraftCandidate] = {}
+        """Requests with drafts in the current step."""
+        self._price_of_draft = 0.0
+        """Tokens that a draft of the current step costs."""
         self._began = 0.0
-        methods: list[DraftMethod] = ["ngram", *(proposer.method for proposer in proposers)]
+        methods: list[DraftMethod] = ["ngram", "suffix", *(each.proposer.method for each in self._models)]
         self.counts = {method: AcceptanceCounts() for method in methods}
 
     def stats(self) -> dict[str, int]:
@@ -81,27 +100,25 @@ class DraftScheduler:
 
     def extend(self, plan: StepPlan, running: int) -> None:
         """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""
-        room, size = self._rows - plan.num_tokens, len(plan.rows)
-        self._from_model.clear()
-        if room >= size:  # proposing drafts has a cost too
-            left = []
-            for place, row in enumerate(plan.rows):
-                if not row.samples or row.num_tokens != 1:
-                    continue
-                most = self._most(row.request, -(-room // (size - place)))
-                drafts = self._propose(row.request, most)
-                if self._model is not None and most > len(drafts) < MIN_NGRAM_DRAFTS:
-                    left.append((place, drafts))
-                else:
-                    room -= self._add(plan, place, drafts, running)
-            if left:
-                self._draft_by_model(plan, left, room, running)
+        if not self._rows:
+            return
+        self._drafted.clear()
+        size = len(plan.rows)
+        if 0 < size < self._rows and plan.num_tokens == size and all(row.samples for row in plan.rows):
+            candidates = self._look_up(plan, self._rows - size)
+            if self._models or any(each.drafts for each in candidates):
+                self._fill(plan, candidates, running)
         self._began = self._clock()
 
     def record_step(self, plan: StepPlan) -> None:
         """Record that the step of the last `extend` has finished."""
-        if self._model is not None and plan.num_tokens <= self._rows:
-            self._length.record_step(self._clock() - self._began)
+        size, rows = len(plan.rows), plan.num_tokens
+        if not 0 < size <= rows <= self._rows or rows != size + sum(len(row.drafts) for row in plan.rows):
+            return
+        seconds = self._clock() - self._began
+        self._prices.record(size, rows, seconds)
+        for model in self._models:
+            model.record_step(seconds)
 
     def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> None:
         """Record how many drafts of a finished row were accepted. `taken`: tokens that the row gave.
@@ -111,74 +128,109 @@ class DraftScheduler:
         request, drafted = row.request, len(row.drafts)
         accepted = sum(each.token_id == draft for each, draft in zip(taken, row.drafts, strict=False))
         request.num_scheduled = request.num_computed
-        if self._model is not None and request in self._from_model:
-            self._length.record_verification(request, drafted, accepted)
-            self.counts[self._model.method].add(drafted, accepted)
+        candidate = self._drafted[request]
+        self.counts[candidate.method].add(drafted, accepted)
+        if candidate.model is not None:
+            candidate.model.record_verification(request, drafted, accepted)
             return
-        assert request.drafter is not None
-        request.drafter.record_verification(drafted, accepted)
-        self.counts["ngram"].add(drafted, accepted)
+        history = _history(request)
+        history.acceptance(candidate.method, candidate.match).record(drafted, accepted)
+        history.record_gain(accepted - drafted * self._price_of_draft)
 
     def remember(self, request: Request) -> None:
         """Keep the answer of a request that has ended, for drafts of later ones."""
         if self._rows and not request.pools:
-            answer = request.token_ids[max(0, request.num_prompt - SIZE) :]
-            self._answers.add(request.tenant, request.cache_namespace, answer)
+            self.answers.remember(request)
 
     def end(self, request: Request) -> None:
         """Turn drafts off for this request."""
-        assert request.drafter is not None
-        request.drafter.end()
+        _history(request).has_ended = True
 
-    def _most(self, request: Request, share: int) -> int:
-        """Return the maximum number of drafts for a request that may have `share` rows."""
+    def _look_up(self, plan: StepPlan, room: int) -> list[DraftCandidate]:
+        """Return the requests that may have drafts, with what lookups propose for those that may lose."""
+        candidates = [
+            DraftCandidate(place, row.request, self._most(row.request, room))
+            for place, row in enumerate(plan.rows)
+        ]
+        wanted = [
+            each
+            for each in candidates
+            if each.most > 0 and _history(each.request).may_lose(each.request.num_output)
+        ]
+        self._take_lookups(self._ngrams, wanted)
+        self._take_lookups(self.answers, [each for each in wanted if each.match < LONGER[0]])
+        return candidates
+
+    def _take_lookups(self, proposer: Proposer, candidates: Sequence[DraftCandidate]) -> None:
+        """Give each request the proposed drafts where more of them are expected to be accepted than of those
+        that it has.
+        """
+        if not candidates:
+            return
+        proposed = proposer.propose([(each.request, each.most) for each in candidates])
+        for each, drafts, match in zip(candidates, proposed.drafts, proposed.matches, strict=True):
+            chance = _history(each.request).acceptance(proposer.method, match).share
+            if expected_gain(chance, len(drafts)) > expected_gain(each.chance, len(each.drafts)):
+                each.drafts, each.chance, each.method, each.match = drafts, chance, proposer.method, match
+
+    def _most(self, request: Request, room: int) -> int:
+        """Return the maximum number of drafts for a request."""
         # A step gives one token more than accepted drafts, and the KV of the last token is never computed.
-        most = min(share, request.params.max_tokens - request.num_output - 1)
+        most = min(MOST_DRAFTS, room, request.params.max_tokens - request.num_output - 1)
         if self._kv_cache.states is not None:
             most = min(most, self._kv_cache.states.pool.num_free)
-        if request.drafter is None:
-            earlier = self._answers.find(request.tenant, request.cache_namespace)
-            request.drafter = NgramProposer(earlier)
-        return 0 if request.drafter.has_ended else most
+        return 0 if _history(request).has_ended else most
 
-    def _propose(self, request: Request, most: int) -> list[int]:
-        """Return drafts from n-grams."""
-        if most <= 0:
-            return []
-        assert request.num_pending == 1
-        assert request.drafter is not None
-        return request.drafter.propose(request.token_ids, most)
+    def _fill(self, plan: StepPlan, candidates: Sequence[DraftCandidate], running: int) -> None:
+        """Add the drafts that are expected to pay."""
+        size, room = len(candidates), self._rows - len(candidates)
+        prices = self._prices.table(size, room)[: room + 1]
+        if self._models:
+            self._ask_model(candidates, prices, running)
+        lengths, _ = choose_lengths(
+            [each.chance for each in candidates], [len(each.drafts) for each in candidates], prices
+        )
+        added = 0
+        for each, length in zip(candidates, lengths, strict=True):
+            drafts = each.drafts[:length] if each.model is None else each.drafts
+            if count := self._add(plan, each.place, drafts, running):
+                added += count
+                self._drafted[each.request] = each
+        if added:
+            self._price_of_draft = (prices[added] - 1) * size / added
 
-    def _draft_by_model(
-        self, plan: StepPlan, left: Sequence[tuple[int, list[int]]], room: int, running: int
-    ) -> None:
-        """Add drafts of the draft model where they are expected to pay, else those that n-grams proposed.
-        `left`: places in the plan, with these.
-        """
-        assert self._model is not None
-        wanted, places = list[tuple[Request, int]](), list[int]()
-        for number, (place, drafts) in enumerate(left):
-            request = plan.rows[place].request
-            most = self._most(request, -(-room // (len(left) - number)))
-            most = self._slots(request, self._length.choose(request, most), running)
-            if most > 0:
-                wanted.append((request, most))
-                places.append(place)
-                room -= most
-            else:
-                room -= self._add(plan, place, drafts[: max(room, 0)], running)
-        if not wanted:
+    def _ask_model(self, candidates: Sequence[DraftCandidate], prices: Sequence[float], running: int) -> None:
+        """Replace drafts by those of the model that is expected to gain most, or try one where none is."""
+        requests = [(each.request, each.most) for each in candidates]
+        chances, found = [each.chance for each in candidates], [len(each.drafts) for each in candidates]
+        choices = [(model, *model.choose(requests, chances, found, prices)) for model in self._models]
+        best, lengths, _ = max(choices, key=lambda choice: any(choice[1]) * choice[2])
+        explores = not any(lengths)
+        if explores:
+            free = [each for each in candidates if not each.drafts and each.most > 0]
+            tried = (
+                (model, model.explore([(each.request, each.most) for each in free])) for model in self._models
+            )
+            best, place = next(((model, place) for model, place in tried if place is not None), (best, None))
+            if place is None:
+                return
+            lengths = [int(each is free[place]) for each in candidates]
+        asked = [
+            (each, self._slots(each.request, length, running))
+            for each, length in zip(candidates, lengths, strict=True)
+        ]
+        asked = [(each, length) for each, length in asked if length]
+        if not asked:
             return
-        began = self._clock()
-        proposed = self._model.propose(wanted)
-        if proposed.rows <= CAUGHT_UP_ROWS * proposed.passes * len(wanted):
-            self._length.record_passes(self._clock() - began, proposed.passes)
-        for place, drafts in zip(places, proposed.drafts, strict=True):
-            if self._add(plan, place, drafts, running):
-                self._from_model.add(plan.rows[place].request)
+        drafts = best.propose([(each.request, length) for each, length in asked], explores=explores)
+        for (each, _), proposed in zip(asked, drafts, strict=True):
+            if proposed:
+                each.drafts, each.model, each.method = proposed, best, best.proposer.method
+                each.chance = best.chance(each.request)
 
     def _add(self, plan: StepPlan, place: int, drafts: list[int], running: int) -> int:
         """Add the drafts that have KV slots to a row of the plan; return their number."""
+        assert plan.rows[place].request.num_pending == 1
         if self._kv_cache.states is not None:  # drafts of other requests have taken some meanwhile
             drafts = drafts[: self._kv_cache.states.pool.num_free]
         drafts = drafts[: self._slots(plan.rows[place].request, len(drafts), running)]
@@ -207,3 +259,9 @@ class DraftScheduler:
                 or not self._kv_cache.extend(request, alone=False)
             ):
                 return min(free, wanted)
+
+
+def _history(request: Request) -> RequestDrafts:
+    if request.drafts is None:
+        request.drafts = RequestDrafts()
+    return request.drafts

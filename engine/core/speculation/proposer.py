@@ -23,6 +23,8 @@ class Proposals(NamedTuple):
     """Number of forward passes that they took; 0: lookups."""
     rows: int = 0
     """Rows of all passes."""
+    matches: Sequence[int] = ()
+    """Number of tokens that each draft rests on, of a lookup: the longer, the likelier it is right."""
 
 
 class Proposer(Protocol):

@@ -1,6 +1,7 @@
 """Hybrids of attention and recurrent layers: one request, one answer; known prefixes are gone on from."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.request import Request
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.core.speculation.ngram_proposer import NgramProposer
+from llmbox.engine.core.speculation.proposer import Proposals
 from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import make_family
-from support.real_engines import ask, load, run, tokens
+from support.real_engines import ask, draft_at_no_price, load, run, tokens
 
 HYBRIDS = [
     "lfm2",
@@ -130,11 +133,16 @@ def test_drafts_change_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     expected = tokens(load(model, dtype="bfloat16", speculate="off"), asks)
     answers = [[*each.prompt_ids, *expected[each.request_id]] for each in asks]
 
-    def propose(_self: NgramProposer, ids: list[int], most: int) -> list[int]:
-        known = next(answer for answer in answers if answer[: len(ids)] == ids)
-        return [*known[len(ids) : len(ids) + 2], 3, 4, 5][:most]
+    def propose(_self: NgramProposer, wanted: Sequence[tuple[Request, int]]) -> Proposals:
+        drafts = []
+        for request, most in wanted:
+            ids = request.token_ids
+            known = next(answer for answer in answers if answer[: len(ids)] == ids)
+            drafts.append([*known[len(ids) : len(ids) + 2], 3, 4, 5][:most])
+        return Proposals(drafts, matches=[16] * len(drafts))
 
     monkeypatch.setattr(NgramProposer, "propose", propose)
+    draft_at_no_price(monkeypatch)
     engine = load(model, dtype="bfloat16", speculate="on")
     for request in asks:
         assert tokens(engine, [request]) == {request.request_id: expected[request.request_id]}

@@ -9,11 +9,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.speculation.model_drafting import ModelDrafting
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.draft_compatibility import require_draft_for
 from support.grammars import CHOICE, JSON, constrained, learned
-from support.real_engines import ask, load, run
+from support.real_engines import ask, draft_at_no_price, load, run
 from support.tiny_models import make_tiny_model
 
 ROWS = 24
@@ -43,10 +44,17 @@ def near(model, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
     monkeypatch.setenv("LLMBOX_KERNELS", "cpu")
+    draft_at_no_price(monkeypatch)
     # As many as there is room for: what pays is not what these tests are about.
-    monkeypatch.setattr(
-        "llmbox.engine.core.speculation.draft_length.best_length", lambda acceptance, cost, most: min(most, 5)
-    )
+    monkeypatch.setattr(ModelDrafting, "choose", choose_five)
+
+
+def choose_five(_self, requests, _chances, lengths, prices):
+    most = min(5, (len(prices) - 1) // len(requests))
+    asked = [
+        0 if found > 1 else min(limit, most) for (_, limit), found in zip(requests, lengths, strict=True)
+    ]
+    return asked, 2.0
 
 
 def engine_with(model, draft=None, **options: Any) -> Engine:
@@ -127,7 +135,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(model):
 
 def test_the_draft_of_a_cached_prompt_computes_only_the_rest(model):
     engine = engine_with(model, model, block_size=4)
-    draft_model = engine._scheduler.drafting._model
+    draft_model = engine._scheduler.drafting._models[0].proposer
     rows = []
     execute = draft_model._runner.execute
 
@@ -165,7 +173,7 @@ def test_its_memory_is_planned(model):
 
 def test_a_draft_without_a_token_proposes_none(model, near):
     engine = engine_with(model, near)
-    runner = engine._scheduler.drafting._model._runner
+    runner = engine._scheduler.drafting._models[0].proposer._runner
     logits = runner._model.logits
     runner._model.logits = lambda hidden: logits(hidden) * float("nan")
     requests = [ask("a", range(5, 30), 20)]

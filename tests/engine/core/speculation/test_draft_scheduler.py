@@ -87,7 +87,7 @@ def test_rows_of_a_step_are_bounded_and_shared(rows):
     plan = scheduler.schedule()
     sizes = [len(row.drafts) for row in plan.rows]
     assert plan.num_tokens <= max(2, rows)
-    assert sizes == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [0, 0], 4: [1, 1], 7: [3, 2], 30: [3, 3]}[rows]
+    assert sizes == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [1, 0], 4: [1, 1], 7: [2, 2], 30: [2, 2]}[rows]
     play_model(scheduler, plan)
 
 
@@ -174,8 +174,9 @@ class AnyDrafts:
 def test_drafts_of_a_model_take_no_more_states_than_are_free(monkeypatch):
     """Of each draft the state before it is kept, to go back to: without a slot it would be lost."""
     scheduler = make_scheduler(draft_rows=16, state_slots=5, cache=False, proposers=[AnyDrafts()])
-    monkeypatch.setattr(scheduler.drafting._length, "choose", lambda request, most: most)
-    monkeypatch.setattr(scheduler.drafting._length, "record_verification", lambda *_: None)
+    monkeypatch.setattr(
+        scheduler.drafting._models[0], "choose", lambda requests, *_: ([most for _, most in requests], 2.0)
+    )
     requests = [make_request(name, 8, max_tokens=20) for name in ("a", "b")]
     for request in requests:
         scheduler.add(request)

@@ -10,7 +10,7 @@ from llmbox.engine.errors import DeviceError
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
 from support.grammars import CHOICE, JSON, REGEX, constrained, learned
 from support.mixes import drawn
-from support.real_engines import ask, load, run
+from support.real_engines import ask, draft_at_no_price, load, run
 from support.tiny_models import make_tiny_model
 
 ROWS = 64
@@ -25,6 +25,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
     monkeypatch.setenv("LLMBOX_KERNELS", "cpu")
+    draft_at_no_price(monkeypatch)
 
 
 def engine_with(model, speculate: str, **options: Any) -> Engine:
