@@ -17,6 +17,7 @@ from .families.gemma3n import GEMMA3N_MODELS
 from .families.gemma4 import GEMMA4_MODELS
 from .families.hybrids import HYBRIDS
 from .families.llama4 import LLAMA4_AND_PHIMOE
+from .families.multimodal import MULTIMODAL
 from .families.siblings import SIBLINGS
 from .fields import Fields, show
 from .latent import deepseek_latent, deepseek_scales, deepseek_sizes
@@ -316,6 +317,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **GEMMA3N_MODELS,
     **GEMMA4_MODELS,
     **LLAMA4_AND_PHIMOE,
+    **MULTIMODAL,
     **SIBLINGS,
 }
 """Architectures by the class name in `architectures` of config.json."""

@@ -57,8 +57,8 @@ def load_vision_encoder(
     vision: VisionConfig, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device = CPU
 ) -> VisionEncoder:
     """Load tower and projector from the checkpoint's files. Raises ModelError."""
-    check_vision_tensors(directory, dict(vision.tensors))
     entries = list_vision_tensors(directory)
+    check_vision_tensors(directory, entries, vision.tensors)
     source = Checkpoint(directory, ops, dtype, device, entries=flatten_kernels(entries, vision))
     return VisionEncoder(vision, TowerWeights(source))
 

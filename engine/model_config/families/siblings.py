@@ -104,11 +104,14 @@ def rope_of_texts(
     """Return the RoPE of a model whose dimensions have the time, the row or the column of a picture as their
     position: all three are the same for texts.
     """
+    return one_rope(without_sections(fields), head_dim, positions, layers)
+
+
+def without_sections(fields: Fields) -> Fields:
     rope = {key: value for key, value in raw_rope(fields).items() if not key.startswith("mrope")}
     for key in ("rope_type", "type"):
         rope |= {key: "default"} if rope.get(key) == "mrope" else {}
-    plain = Fields({**fields.raw, "rope_parameters": rope, "rope_scaling": None}, fields.where)
-    return one_rope(plain, head_dim, positions, layers)
+    return Fields({**fields.raw, "rope_parameters": rope, "rope_scaling": None}, fields.where)
 
 
 def granite_shared_experts(fields: Fields, layers: int) -> ExpertsConfig | None:

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ...checkpoint.files import read_json
+from ...checkpoint.index import list_vision_tensors
 from ...errors import ModelError
 from ..fields import Fields, text_fields
 from .config import VisionConfig
@@ -33,49 +34,54 @@ _NESTED: Final = "image_processor"
 
 
 def read_vision(directory: Path) -> VisionConfig | None:
-    """Return the vision part of a model folder; None where pictures are not read (`explain_no_vision`).
+    """Return the vision part of a model folder; None where pictures are not read (`find_vision`).
 
-    Raises ModelError for files that contradict each other, with the name of the key or tensor.
+    Raises ModelError, with the name of the tensor, for files that do not hold the tower of config.json.
+    """
+    return find_vision(directory)[0]
+
+
+def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
+    """Return the vision part of a model folder, or why pictures cannot be sent to it: its text works then as
+    ever. Raises ModelError as `read_vision`.
     """
     model = _read(directory, "config.json")
-    rule = VISION_FAMILIES.get(str(model.raw.get("model_type")))
-    tower = model.mapping("vision_config")
-    if rule is None or tower is None:
-        return None
+    tower, kind = model.raw.get("vision_config"), model.raw.get("model_type")
+    if tower is None:
+        return None, "it is a language model without a vision tower"
+    rule = VISION_FAMILIES.get(str(kind))
+    if rule is None:
+        return None, f"the vision tower of {kind} is not supported; docs/models.md lists those that are"
+    try:
+        vision = rule(_read_files(directory, model))
+    except ModelError as error:
+        return None, f"its vision tower is not supported: {error}"
+    tensors = list_tower_tensors(vision.tower, vision.hidden_size)
+    try:
+        entries = list_vision_tensors(directory)
+    except ModelError:  # loading says why
+        return replace(vision, tensors=tensors), ""
+    if not entries.keys() & tensors.keys():
+        return None, "its files have no tensors of the vision tower: take a checkpoint that includes it"
+    try:
+        check_vision_tensors(directory, entries, tensors)
+    except ModelError as error:
+        if model.raw.get("quantization_config") is None:
+            raise
+        return None, f"its vision tower is quantized, which is not supported: {error}"
+    return replace(vision, tensors=tensors), ""
+
+
+def _read_files(directory: Path, model: Fields) -> VisionFiles:
     text = text_fields(model)
-    files = VisionFiles(
+    return VisionFiles(
         model=model,
-        tower=Fields(tower, f"{model.where}: vision_config"),
+        tower=Fields(model.mapping("vision_config") or {}, f"{model.where}: vision_config"),
         processor=_processor(directory),
         tokenizer=_read(directory, "tokenizer_config.json"),
         text=text,
         hidden_size=text.integer("hidden_size"),
     )
-    vision = rule(files)
-    tensors = list_tower_tensors(vision.tower, vision.hidden_size)
-    if any(directory.glob("*.safetensors*")) and not check_vision_tensors(directory, tensors):
-        return None
-    return replace(vision, tensors=tensors)
-
-
-def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
-    """Return the vision part of a model folder, or why there is none. Its text is served all the same."""
-    try:
-        vision = read_vision(directory)
-    except ModelError as error:
-        return None, str(error)
-    return vision, "" if vision else explain_no_vision(directory)
-
-
-def explain_no_vision(directory: Path) -> str:
-    """Return why pictures cannot be sent to the model of a folder for which `read_vision` returns None."""
-    raw = _read(directory, "config.json").raw
-    if raw.get("vision_config") is None:
-        return "it is a language model without a vision tower"
-    kind = raw.get("model_type")
-    if kind not in VISION_FAMILIES:
-        return f"the vision tower of {kind} is not supported; docs/models.md lists those that are"
-    return "its files have no tensors of the vision tower: take a checkpoint that includes it"
 
 
 def _processor(directory: Path) -> Fields:
@@ -89,7 +95,4 @@ def _processor(directory: Path) -> Fields:
 def _read(directory: Path, name: str) -> Fields:
     """Return the fields of a file; none where it does not exist. Raises ModelError."""
     file = directory / name
-    raw: Any = read_json(file) if file.exists() else {}
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} must be a JSON object")
-    return Fields(raw, str(file))
+    return Fields(read_json(file) if file.exists() else {}, str(file))

@@ -1,11 +1,11 @@
 """Tensors that a vision tower and its projector have, and the check that the files hold them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from ...checkpoint.index import list_vision_tensors
-from ...checkpoint.safetensors import shown
+from ...checkpoint.index import refuse_undeclared
+from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
 from .config import TowerConfig
 
@@ -20,13 +20,10 @@ def list_tower_tensors(tower: TowerConfig, out: int) -> dict[str, tuple[int, ...
     return dict((*_tower_tensors(tower), *_projector_tensors(tower, out)))
 
 
-def check_vision_tensors(directory: Path, tensors: dict[str, tuple[int, ...]]) -> bool:
-    """Return whether the files hold a vision part at all. Raises ModelError with the name of a tensor that
-    is missing or of another shape.
-    """
-    entries = list_vision_tensors(directory)
-    if not any(name in entries for name in tensors):
-        return False
+def check_vision_tensors(
+    directory: Path, entries: Mapping[str, TensorEntry], tensors: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ModelError with the name of a tensor that is missing, quantized or of another shape."""
     for name, shape in tensors.items():
         entry = entries.get(name)
         if entry is None:
@@ -35,6 +32,7 @@ def check_vision_tensors(directory: Path, tensors: dict[str, tuple[int, ...]]) -
                 f"{list(shape)}: fetch the model again, or take `vision_config` out of config.json to use "
                 "its text alone"
             )
+        refuse_undeclared(entry)
         stored = entry.shape
         if len(stored) > 2 and len(shape) == 2:
             stored = (stored[0], prod(stored[1:]))
@@ -43,7 +41,6 @@ def check_vision_tensors(directory: Path, tensors: dict[str, tuple[int, ...]]) -
                 f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, config.json asks "
                 f"for {list(shape)}: config and weights are not of the same model"
             )
-    return True
 
 
 def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Tensors:

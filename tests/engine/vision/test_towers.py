@@ -1,5 +1,6 @@
 """Vision towers: embeddings of transformers, the same bits every time, and files that do not fit."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.model_config.vision.families import explain_no_vision, read_vision
+from llmbox.engine.model_config.vision.families import find_vision, read_vision
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
 from llmbox.kernels.dispatch import select_ops
 from llmbox.kernels.ops import Ops
@@ -142,14 +143,19 @@ def test_a_missing_tensor_and_one_of_another_shape_are_named(tmp_path: Path) -> 
         ModelError, match=r"linear_fc1\.bias.* has shape \[79\], config\.json asks for \[80\]"
     ):
         read_vision(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_json(tmp_path / "config.json", config | {"quantization_config": {"quant_method": "gptq"}})
+    assert read_vision(tmp_path) is None  # other tools quantize towers too
+    assert "its vision tower is quantized" in find_vision(tmp_path)[1]
+    write_json(tmp_path / "config.json", config)
     save_file({key: each for key, each in whole.items() if ".visual." not in key}, file)
     assert read_vision(tmp_path) is None
-    assert "no tensors of the vision tower" in explain_no_vision(tmp_path)
+    assert "no tensors of the vision tower" in find_vision(tmp_path)[1]
 
 
 def test_a_family_whose_tower_is_not_read_says_so(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"model_type": "llama4", "vision_config": {}})
     assert read_vision(tmp_path) is None
-    assert "llama4 is not supported" in explain_no_vision(tmp_path)
+    assert "llama4 is not supported" in find_vision(tmp_path)[1]
     write_json(tmp_path / "config.json", {"model_type": "llama"})
-    assert "without a vision tower" in explain_no_vision(tmp_path)
+    assert "without a vision tower" in find_vision(tmp_path)[1]
