@@ -316,6 +316,11 @@ class Ops:
     farthest token that one sees; None: all of its text.
     """
 
+    attend_whole_texts: Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor] | None = None
+    """The same without a reach, on a CPU, or None: (q_THD, k_TGD, v_TGD, rows of each text, scale)
+    -> [T, HD].
+    """
+
     best_of: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """Argmax: (logits_RV of `logits`, or a float32 copy) -> largest logit and its lowest id, per row.
 

@@ -138,6 +138,8 @@ class TowerLayer:
             qk_PnD = ops.rotary(qk_PnD, layout.cos_PD, layout.sin_PD)
         scale = tower.head_dim**-0.5 if tower.scales_queries else 1.0
         q_PHD, k_PHD = qk_PnD[:, :heads], qk_PnD[:, heads:]
+        if ops.attend_whole_texts is not None:
+            return self.output(ops.attend_whole_texts(q_PHD, k_PHD, v_PHD, layout.lens, scale))
         return self.output(attend(ops, layout.lens, layout.starts_N1, q_PHD, k_PHD, v_PHD, scale))
 
     def _mlp(self, x_PE: Tensor) -> Tensor:

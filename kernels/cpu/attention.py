@@ -1,7 +1,9 @@
 """Attention and the paged KV cache of the C++ library."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -9,6 +11,12 @@ from torch import Tensor
 from ..op_types import BatchLayout, KVShape
 from .command_buffer import CommandRecorder, ragged_step
 from .weight_packing import DTYPES, KV_DTYPES, PackedHandle, pointer
+
+_BLOCK: Final = 256
+_STRIP: Final = 32
+"""Rows of a block of whole texts, and the number that they are a multiple of."""
+_TOGETHER: Final = 32
+"""Rows of a text that are computed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,44 @@ class CPUAttention:
         self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, sinks_H, out)
         return out
 
+    def attend_whole_texts(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, lens: Sequence[int], scale: float
+    ) -> Tensor:
+        """Attend in both directions, by the kernel of paged attention: `_TOGETHER` rows of a text are query
+        heads of one token at its end, which sees all of the text.
+        """
+        rows, heads, width = q_THD.shape
+        kv_heads, group = k_TGD.shape[1], heads // k_TGD.shape[1]
+        block = min(_BLOCK, -(-max(lens) // _STRIP) * _STRIP)
+        blocks = [-(-length // block) for length in lens]
+        firsts = [sum(blocks[:text]) for text in range(len(lens))]
+        shape = KVShape(1, sum(blocks), block, kv_heads, width, k_TGD.dtype, k_TGD.dtype)
+        cache = CPUKVCache(self.library, shape)
+        slots = [
+            torch.arange(first * block, first * block + n) for first, n in zip(firsts, lens, strict=True)
+        ]
+        whole = _layout(block, rows, [rows], [rows], torch.zeros(1, 1), torch.cat(slots))
+        self.write_kv(cache, 0, k_TGD, v_TGD, CPUAttentionMetadata(whole, None))
+        tables, contexts, places, start = [], [], [], 0
+        for first, count, length in zip(firsts, blocks, lens, strict=True):
+            tokens = -(-length // _TOGETHER)
+            table = torch.zeros(max(blocks))
+            table[:count] = torch.arange(first, first + count)
+            tables.append(table.expand(tokens, -1))
+            contexts += [length] * tokens
+            places.append(torch.arange(tokens * _TOGETHER).clamp(max=length - 1) + start)
+            start += length
+        # The last token of a text repeats its last row: the results are the same, and are written twice.
+        place_P, tokens = torch.cat(places), len(contexts)
+        split = (tokens, _TOGETHER, kv_heads, group, width)
+        queries = q_THD[place_P].view(split).permute(0, 2, 1, 3, 4).reshape(tokens, -1, width)
+        layout = _layout(block, tokens, [1] * tokens, contexts, torch.cat(tables), torch.zeros(tokens))
+        found = self.attention(queries, cache, 0, CPUAttentionMetadata(layout, None), scale)
+        found = found.view(tokens, kv_heads, _TOGETHER, group, width).transpose(1, 2)
+        out_TH = torch.empty(rows, heads * width, dtype=q_THD.dtype)
+        out_TH[place_P] = found.reshape(len(place_P), heads * width)
+        return out_TH
+
     def copy_blocks(self, cache: CPUKVCache, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:
             self.library.llmbox_cache_copy(cache.pointer, source, destination)
@@ -144,3 +190,20 @@ class CPUAttention:
     def clear_blocks(self, cache: CPUKVCache, blocks: list[int]) -> None:
         for block in blocks:
             self.library.llmbox_cache_clear(cache.pointer, block)
+
+
+def _layout(
+    block: int, rows: int, lens: list[int], contexts: list[int], tables: Tensor, slots: Tensor
+) -> BatchLayout:
+    """Return the layout of a step of its own, whose positions nothing reads."""
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    return BatchLayout(
+        block_size=block,
+        query_lens=lens,
+        contexts=contexts,
+        query_starts_N1=starts.int(),
+        context_lens_N=torch.tensor(contexts, dtype=torch.int32),
+        block_tables_NB=tables.int(),
+        positions_T=torch.zeros(rows, dtype=torch.int32),
+        slots_T=slots.int(),
+    )

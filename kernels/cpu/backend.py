@@ -77,6 +77,7 @@ class CPUBackend:
             recurrent=CPURecurrent(self.library, self.recorder).ops(),
             altup=CPUAltUp(self.library, self.recorder).ops(),
             rotate_and_write=attention.rotate_and_write,
+            attend_whole_texts=attention.attend_whole_texts,
             best_of=self.drawing.best_of,
             draw=self.drawing.draw,
             rank=self.drawing.rank,

@@ -67,6 +67,30 @@ def test_texts_around_image_tokens(tmp_path: Path) -> None:
     assert lfm.text.endswith("<image><|image_end|>")
 
 
+@pytest.mark.parametrize(
+    ("size", "grid", "whole"),
+    [
+        ((1, 1), (0, 0), (256, 256)),
+        ((30, 2000), (0, 0), (2112, 32)),
+        ((1023, 769), (2, 3), (416, 576)),
+        ((97, 211), (0, 0), (384, 192)),
+        ((640, 8), (0, 0), (32, 2304)),
+        ((1500, 700), (2, 4), (320, 736)),
+    ],
+)
+def test_tiles_of_lfm2_vl(
+    tmp_path: Path, size: tuple[int, int], grid: tuple[int, int], whole: tuple[int, int]
+) -> None:
+    """Compare with what the processor of transformers 5.23 gives, which needs torchvision."""
+    model = {"text_config": TEXT, "vision_config": {"patch_size": 16}}
+    write_json(tmp_path / "config.json", {"model_type": "lfm2_vl"} | model)
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    layout = lay_out_image(vision, *size)
+    tiles = ((512, 512),) * (grid[0] * grid[1])
+    assert (layout.tile_grid, layout.tiles) == (grid, (*tiles, whole))
+
+
 def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
     with pytest.raises(ImageSizeError, match="200 times as many"):
         lay_out_image(read(tmp_path, "qwen2_vl"), 1, 201)
