@@ -108,9 +108,13 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Write the KV blocks that wait to be written, for `CLOSE_SECONDS` at most. No step follows."""
+        """Write the answers and KV blocks that wait to be written, for `CLOSE_SECONDS` at most. No step
+        follows.
+        """
+        end = self._clock() + CLOSE_SECONDS
+        self._scheduler.drafting.close(CLOSE_SECONDS / 4)
         if (tiers := self._scheduler.kv_cache.tiers) is not None:
-            tiers.close(CLOSE_SECONDS)
+            tiers.close(max(0.0, end - self._clock()))
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the token texts that grammars are compiled over; needed before the first request with a

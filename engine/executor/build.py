@@ -121,7 +121,8 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     encoded = local.images if isinstance(local, CPUModelRunner) else None
     scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, encoded)
     if isinstance(local, CPUModelRunner | GPUModelRunner):
-        open_tiers(config, plan, share, local.block_memory(), scheduler.kv_cache)
+        answers = open_tiers(config, plan, share, local.block_memory(), scheduler.kv_cache)
+        scheduler.drafting.answers.stores.files = answers
     return Engine(scheduler, runner, info)
 
 

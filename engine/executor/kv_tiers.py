@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from ..config import EngineConfig
 from ..core.kv_cache.manager import KVCacheManager
 from ..core.kv_cache.tiers import KVTiers
+from ..core.speculation.answer_files import AnswerFiles
 from ..errors import ModelError
 from ..kv_store import environment
 from ..kv_store.block_file import MODEL_BYTES
@@ -48,11 +49,13 @@ def open_tiers(
     computed: ComputedBy,
     memory: DeviceBlockMemory,
     kv_cache: KVCacheManager,
-) -> None:
-    """Set the tiers behind `kv_cache`. Where they are left out, the log has the reason."""
+) -> AnswerFiles | None:
+    """Set the tiers behind `kv_cache`, and return the files for answers beside them. Where they are left out,
+    the log has the reason.
+    """
     place = environment.read()
     if place is None or not config.prefix_cache:
-        return
+        return None
     try:
         folder = KVFolder(*place)
         folder.open()
@@ -69,13 +72,19 @@ def open_tiers(
         }
         digest = fingerprint(key, plan, computed.rotary, memory)
         store = BlockStore(folder, digest, about, make_buffer=memory.make_buffer)
+        answers = AnswerFiles(folder, digest, about, partial(_count_damage, store))
     except (KVFolderUnusable, ModelError, OSError) as error:
         log.warning("the KV cache on disk is left out: %s", error)
-        return
+        return None
     log.info(
         "KV cache on disk: %d blocks of this model, at most %s in all", store.num_blocks, show_bytes(place[1])
     )
     kv_cache.tiers = KVTiers(store, memory, kv_cache)
+    return answers
+
+
+def _count_damage(store: BlockStore) -> None:
+    store.counters.damaged += 1
 
 
 def fingerprint(key: PackKey, plan: MemoryPlan, rotary: Rotary, memory: DeviceBlockMemory) -> bytes:

@@ -142,6 +142,10 @@ class DraftScheduler:
         if self._rows and not request.pools:
             self.answers.remember(request)
 
+    def close(self, seconds: float) -> None:
+        """Write the answers that are not on disk yet, for `seconds` at most. No step follows."""
+        self.answers.stores.close(seconds)
+
     def end(self, request: Request) -> None:
         """Turn drafts off for this request."""
         _history(request).has_ended = True

@@ -5,12 +5,14 @@ Agents and forms get nearly the same answer again without having it in the promp
 cost never depends on another's texts.
 """
 
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
 from ..request import Request
+from .answer_files import AnswerFiles, Caller
 from .ngram_proposer import match_length
 from .proposer import DraftMethod, Proposals
 
@@ -24,6 +26,10 @@ STORES: Final = 20
 """Callers whose answers are kept, the last ones: 15 MiB in all."""
 LONGEST: Final = 8192
 """Tokens kept of one answer, its last ones: about 6 ms to index."""
+ASKED: Final = 1024
+"""Callers of whom it is known that their file was asked for."""
+TAKEN_IN: Final = 1024
+"""Tokens from files that are indexed at once, about 1 ms."""
 _END: Final = -1
 
 
@@ -34,7 +40,7 @@ class SuffixStore:
         self._tokens = array("i", [_END]) * RING
         self._places = array("i", [-1]) * SLOTS
         """Position in the ring after the latest n-gram of each slot."""
-        self._next = 0
+        self._next = self._filled = 0
 
     def add(self, answer: Sequence[int]) -> None:
         """Keep an answer."""
@@ -45,6 +51,7 @@ class SuffixStore:
             self._tokens[self._next :] = array("i", [_END]) * (RING - self._next)
             self._next = 0
         start = self._next
+        self._filled = max(self._filled, start + len(answer) + 1)
         self._tokens[start : start + len(answer) + 1] = array("i", [*answer, _END])
         for end in range(SIZE, len(answer)):
             self._places[_slot(answer[end - SIZE : end])] = start + end
@@ -63,28 +70,100 @@ class SuffixStore:
             del found[found.index(_END) :]
         return found, match_length(tokens, self._tokens, place)
 
+    def tokens(self) -> "array[int]":
+        """Return the kept answers, the oldest first, each with an end."""
+        older = self._tokens[self._next : self._filled]
+        if older:  # its first answer is written over in part
+            del older[: older.index(_END) + 1]
+        return older + self._tokens[: self._next]
+
 
 class SuffixStores:
     """Stores of the callers that were here last."""
 
     def __init__(self) -> None:
-        self._stores: OrderedDict[tuple[str, str], SuffixStore] = OrderedDict()
+        self.files: AnswerFiles | None = None
+        """Files that keep the stores; None: an engine's end loses them."""
+        self._stores: OrderedDict[Caller, SuffixStore] = OrderedDict()
+        self._asked: OrderedDict[Caller, None] = OrderedDict()
+        """Callers whose files were asked for."""
+        self._loaded: dict[Caller, array[int]] = {}
+        """Answers from files that are not in a store yet."""
+        self._lock = threading.Lock()
+        """Held while stores change, and while the files' thread copies one."""
 
     def find(self, tenant: str, namespace: str) -> SuffixStore | None:
-        return self._stores.get((tenant, namespace))
+        """Return the store of a caller. Where it has none yet, its file is read meanwhile."""
+        key = tenant, namespace
+        if self.files is not None:
+            self._load(self.files, key)
+        return self._stores.get(key)
 
     def add(self, tenant: str, namespace: str, answer: Sequence[int]) -> None:
-        """Keep an answer of a caller, and forget the caller that was here longest ago where there are too
-        many.
-        """
+        """Keep an answer of a caller."""
         if len(answer) <= SIZE:
             return
         key = tenant, namespace
+        with self._lock:
+            self._store(key).add(answer)
+        if self.files is not None:
+            self._load(self.files, key)
+            self.files.save(key, lambda: self._copy(key))
+
+    def close(self, seconds: float) -> None:
+        """Write what is not written yet, for `seconds` at most."""
+        if self.files is not None:
+            self.files.close(seconds)
+
+    def _store(self, key: Caller) -> SuffixStore:
+        """Return the caller's store, and forget the caller that was here longest ago where there are too
+        many.
+        """
         store = self._stores.setdefault(key, SuffixStore())
         self._stores.move_to_end(key)
         if len(self._stores) > STORES:
-            self._stores.popitem(last=False)
-        store.add(answer)
+            gone, _ = self._stores.popitem(last=False)
+            self._asked.pop(gone, None)
+        return store
+
+    def _copy(self, key: Caller) -> bytes | None:
+        """Return the tokens to write: those of the caller's file that are not in the store yet, and its own.
+        Runs in the files' thread.
+        """
+        with self._lock:
+            store = self._stores.get(key)
+            if store is None:
+                return None
+            self._take_loaded()
+            tokens = self._loaded.get(key, array("i")) + store.tokens()
+        while len(tokens) > RING:
+            del tokens[: tokens.index(_END) + 1]
+        return tokens.tobytes()
+
+    def _take_loaded(self) -> None:
+        while self.files is not None and (loaded := self.files.take_loaded()) is not None:
+            self._loaded[loaded[0]] = loaded[1]
+
+    def _load(self, files: AnswerFiles, key: Caller) -> None:
+        """Ask for a caller's file once, and take in a part of those that were read."""
+        if key not in self._asked:
+            self._asked[key] = None
+            if len(self._asked) > ASKED:
+                self._asked.popitem(last=False)
+            files.load(key)
+        if not (self._loaded or files.has_loaded):
+            return
+        with self._lock:
+            self._take_loaded()
+            caller, tokens = next(iter(self._loaded.items()))
+            room = TAKEN_IN
+            while tokens and room > 0:
+                end = tokens.index(_END) + 1
+                self._store(caller).add(tokens[: end - 1])
+                del tokens[:end]
+                room -= end
+            if not tokens:
+                del self._loaded[caller]
 
 
 def _slot(ngram: Sequence[int]) -> int:
