@@ -61,6 +61,7 @@ def main() -> int:
     )
     parser.add_argument("--targets", default="90,80,86,89,100,120", help="with commas (all: %(default)s)")
     parser.add_argument("--few", action="store_true", help="the variants that matter most")
+    parser.add_argument("--once", action="store_true", help="every kernel in one variant or two")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--group", default="", help="only groups whose name begins so")
     parser.add_argument("--json", action="store_true", help="facts of every kernel, a line each")
@@ -68,10 +69,11 @@ def main() -> int:
     targets = [int(target) for target in options.targets.split(",")]
     if unknown := set(targets) - set(SHARED_LIMIT):
         parser.error(f"unknown target {min(unknown)}: there are {', '.join(map(str, SHARED_LIMIT))}")
+    choice = "once" if options.once else "few" if options.few else "every"
     started = time.monotonic()
     kernels: list[Kernel] = []
     failed = False
-    for found in compile_all(targets, options.group, few=options.few, jobs=options.jobs):
+    for found in compile_all(targets, options.group, choice, options.jobs):
         if isinstance(found, Broken):
             print(f"{found.target} {found.group}: {found.error}", file=sys.stderr)
             failed = True
@@ -87,14 +89,14 @@ def main() -> int:
 
 
 def compile_all(
-    targets: Sequence[int], group: str, *, few: bool, jobs: int
+    targets: Sequence[int], group: str, choice: str, jobs: int
 ) -> Iterator[list[Kernel] | Broken]:
     """Group by group, as they are done; with one job in this process."""
     os.environ.pop("TRITON_INTERPRET", None)
     work = [
-        (target, number, few)
+        (target, number, choice)
         for target in targets
-        for number, name in enumerate(names(target, few=few))
+        for number, name in enumerate(names(target, choice))
         if name.startswith(group)
     ]
     if not work:
@@ -108,19 +110,20 @@ def compile_all(
             yield from pool.map(compile_group, *zip(*work, strict=True))
 
 
-def names(target: int, *, few: bool) -> list[str]:
+def names(target: int, choice: str) -> list[str]:
+    """`choice`: the function of `compiled.py` that lists the groups."""
     from gpu import compiled
 
-    return [name for name, _ in (compiled.few if few else compiled.every)(divmod(target, 10))]
+    return [name for name, _ in getattr(compiled, choice)(divmod(target, 10))]
 
 
-def compile_group(target: int, number: int, few: bool) -> list[Kernel] | Broken:
+def compile_group(target: int, number: int, choice: str) -> list[Kernel] | Broken:
     """Triton knows of one target only at a time."""
     from gpu import compiled
     from support.triton_compile import compiling, longest_loop, resources
 
     capability = divmod(target, 10)
-    name, work = list((compiled.few if few else compiled.every)(capability))[number]
+    name, work = list(getattr(compiled, choice)(capability))[number]
     try:
         with compiling(capability, MULTIPROCESSORS[target]) as kernels:
             work()

@@ -35,35 +35,45 @@ from llmbox.kernels.triton.linear.quantize_activations import RowFormat
 Group = tuple[str, Callable[[], None]]
 
 
+def once(_: tuple[int, int]) -> Iterator[Group]:
+    """Every kernel, for Hopper, in one variant or two: those that take the most registers among them."""
+    yield "attention", attention
+    yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
+    yield "latents", latents
+    yield "texts", texts
+    yield "rows", partial(rows, "fp8")
+    yield "rows", gemma_rows
+    yield "linears", partial(linears, "int8", (1, 600))
+    for quant in ("int4", "fp8", "w8a8"):
+        yield "linears", partial(linears, quant, (1, 300))
+    for quant in (None, "w8a8"):
+        yield "experts", partial(experts, quant)
+    yield "sampling", sampling
+    yield "advance", advance
+    yield "recurrent", partial(compile_layers, ("conv", "kda", "ssm"))
+    yield "recurrent", compile_gates
+
+
 def few(capability: tuple[int, int]) -> Iterator[Group]:
-    """Every kernel once for Hopper, in the variants that matter most; what differs elsewhere."""
+    """Beside `once` for Hopper, the variants that matter most; what differs elsewhere."""
     if capability[0] == 9:
-        yield "attention", attention
+        yield from once(capability)
         yield "attention", partial(attention, deterministic=True)
         yield "attention", partial(attention, FP8)
         yield from left_by_attention()
-        for quant in (None, "fp8", "w8a8", "fp8-block"):
+        for quant in (None, "w8a8", "fp8-block"):
             yield "rows", partial(rows, quant)
-        yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
         yield "attention", partial(attention, heads=(64, 8), head_dim=64, window=128, sinks=True)
         yield "attention", partial(attention, heads=(8, 1), head_dim=512, blocks=(128,))
-        yield "latents", latents
-        yield "texts", texts
-        yield "rows", gemma_rows
         yield "rows", given_rows
         yield "rows", partial(heads_apart, 128)
-        yield "linears", partial(linears, "int8", (1, 100, 200, 600))
-        yield "linears", partial(linears, "int4", (1, 20, 200))
-        yield "linears", partial(linears, "fp8", (1, 300))
-        for quant in ("w8a8", "fp8-block"):
-            yield "linears", partial(linears, quant, (1, 300))
+        yield "linears", partial(linears, "int8", (100, 200))
+        yield "linears", partial(linears, "int4", (20, 200))
+        yield "linears", partial(linears, "fp8-block", (1, 300))
         yield "linears", partial(linears, None, (3,), deterministic=True)
-        for quant in (None, "int4", "w8a8", "fp8", "fp8-block"):
+        for quant in ("int4", "fp8", "fp8-block"):
             yield "experts", partial(experts, quant)
-        yield "sampling", sampling
-        yield "advance", advance
         yield "recurrent", compile_layers
-        yield "recurrent", compile_gates
         return
     yield "linears", partial(linears, "int4", (20, 200))
     yield "recurrent", compile_layers
@@ -114,7 +124,7 @@ def every(capability: tuple[int, int]) -> Iterator[Group]:
         yield f"heads apart {dtype}", partial(heads_apart, 80, dtype)
         for fixed in (False, True):
             name = f"recurrent {dtype}{', fixed' * fixed}"
-            yield name, partial(compile_layers, dtype, deterministic=fixed)
+            yield name, partial(compile_layers, dtype=dtype, deterministic=fixed)
         yield f"gates of recurrent layers {dtype}", partial(compile_gates, dtype)
     yield "sampling, 32000", partial(sampling, BF16, 32000)
     yield "advance", advance

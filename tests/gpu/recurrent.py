@@ -1,6 +1,6 @@
 """Recurrent layers: checks against the reference, work to time, and variants to compile."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -93,15 +93,16 @@ def work(kind: str, sequences: int, length: int, device: torch.device) -> Work:
     return Work(f"{kind}, {sequences} x {length}", moved, operations, "bf16", {"ours": calls})
 
 
-def compile_layers(dtype: torch.dtype = torch.bfloat16, *, deterministic: bool = False) -> None:
+def compile_layers(
+    kinds: Sequence[str] = ("conv", "conv gated", *SHAPES, "wide"),
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    deterministic: bool = False,
+) -> None:
     """Prompts and decoding of the shapes that are timed, and of Falcon-H1's wide keys."""
     ops = triton_ops(torch.device("cpu"), dtype, deterministic=deterministic)
-    for kind, shape in (
-        ("conv", SHAPES["delta"]),
-        ("conv gated", SHAPES["delta"]),
-        *SHAPES.items(),
-        ("ssm", FALCON),
-    ):
+    shapes = {"conv": SHAPES["delta"], "conv gated": SHAPES["delta"], "wide": FALCON, **SHAPES}
+    for kind, shape in (("ssm" if name == "wide" else name, shapes[name]) for name in kinds):
         each = Layer(kind, dtype, {kind: shape}, 256)
         state = fresh_state(each)
         for spans in ([(3, 4)] * 2, [(0, 70), (3, 4)]):

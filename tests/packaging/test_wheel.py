@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.kernels.cpu.compiling import find_compiler
 from llmbox.kernels.cpu.isa import LEVELS
 from llmbox.kernels.cpu.prebuilt import prebuilt_path
 
@@ -27,9 +29,9 @@ def run(*command: object, cwd: Path | None = None, **environ: str) -> str:
     return done.stdout
 
 
-def build(kind: str, source: Path, out: Path, kernels: str = "none") -> Path:
+def build(kind: str, source: Path, out: Path, kernels: str = "none", **environ: str) -> Path:
     command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, source]
-    run(*command, LLMBOX_WHEEL_KERNELS=kernels)
+    run(*command, LLMBOX_WHEEL_KERNELS=kernels, **environ)
     return next(out.glob("*.whl" if kind == "wheel" else "*.tar.gz"))
 
 
@@ -56,7 +58,12 @@ def metadata(wheel: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"), kernels="portable")
+    """With kernels that were compiled without optimization, which takes a third of the time."""
+    folder = tmp_path_factory.mktemp("wheel")
+    compiler = folder / "c++"
+    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(find_compiler())} "$@" -O0\n')
+    compiler.chmod(0o755)
+    return build("wheel", ROOT, folder, kernels="portable", CXX=str(compiler))
 
 
 def test_wheel_holds_the_folders_and_the_kernels_and_nothing_else(wheel):

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from llmbox.app.lifecycle.instance import RunningDaemon, is_locked, read_pid_fil
 from llmbox.engine.hardware.proc import read_state
 from llmbox.kernels.cpu.isa import KERNEL_CACHE
 from support.fake_engine import write_model
+from support.fork_server import ForkedProcess, needs_interpreter
 from support.tokenizers_zoo import byte_level, write_text_files
 
 FAKE_CLI = Path(__file__).with_name("fake_cli.py")
+Child = subprocess.Popen[str] | ForkedProcess
 PATIENCE = 180.0
 """Seconds until a condition that should come in milliseconds counts as missed."""
 
@@ -64,7 +67,7 @@ class Box:
             "LLMBOX_SERVER_PORT": "0",
             "TERM": "dumb",
         }
-        self._children: list[subprocess.Popen[str]] = []
+        self._children: list[Child] = []
 
     def command(self, *arguments: object) -> list[str]:
         return [
@@ -77,33 +80,39 @@ class Box:
         ]
 
     def run(self, *arguments: object, stdin: str | None = None, **environ: str) -> Result:
-        done = subprocess.run(
-            self.command(*arguments),
-            input=stdin,
-            stdin=subprocess.DEVNULL if stdin is None else None,
-            capture_output=True,
-            text=True,
-            env={**self.environ, **environ},
-            timeout=300,
-            check=False,
-        )
-        assert not done.stderr.startswith("Traceback"), done.stderr
-        assert "\nTraceback" not in done.stderr, done.stderr
-        return Result(done.returncode, done.stdout, done.stderr)
+        child, limit = self._start(arguments, stdin, environ), 300
+        try:
+            out, err = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise
+        assert not err.startswith("Traceback"), err
+        assert "\nTraceback" not in err, err
+        return Result(child.wait(), out, err)
 
-    def spawn(self, *arguments: object, **environ: str) -> "subprocess.Popen[str]":
-        child = subprocess.Popen(
-            self.command(*arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**self.environ, **environ},
-        )
+    def spawn(self, *arguments: object, **environ: str) -> "Child":
+        child = self._start(arguments, None, environ)
         self._children.append(child)
         return child
 
-    def serve(self, *arguments: object, **environ: str) -> "subprocess.Popen[str]":
+    def _start(self, arguments: tuple[object, ...], stdin: str | None, environ: Mapping[str, str]) -> "Child":
+        env = {**self.environ, **environ}
+        with tempfile.TemporaryFile("w+") as given:
+            given.write(stdin or "")
+            given.seek(0)
+            if not needs_interpreter(env):
+                own = ["--data-dir", str(self.paths.data_dir), *map(str, arguments)]
+                return ForkedProcess(own, env, given.fileno())
+            return subprocess.Popen(
+                self.command(*arguments),
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env,
+            )
+
+    def serve(self, *arguments: object, **environ: str) -> "Child":
         """A daemon in the foreground whose API answers and whose models are ready."""
         child = self.spawn("serve", *arguments, **environ)
         until(lambda: child.poll() is not None or self.is_ready())
@@ -143,7 +152,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def interrupt(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+def interrupt(process: "Child | subprocess.Popen[bytes]") -> None:
     """Ctrl-C, once the process waits for something or is gone, as it is when a person presses it.
 
     readline sees a signal when its wait for a key is broken: one that comes before, but after the prompt,

@@ -47,7 +47,25 @@ def fake_gpus(kind):
     return GpuReader(FakeNvml(gpus, hang=Event() if kind == "hang" else None, not_available=refused))
 
 
-if __name__ == "__main__":
+def import_all():
+    """Import what a daemon and the usual commands import, but no library that reads the environment then."""
+    import importlib
+
+    from llmbox.app.cli.root import COMMANDS
+
+    for name in {place.partition(":")[0] for place, _ in COMMANDS.values()}:
+        importlib.import_module(name, "llmbox.app.cli")
+    for name in ("daemon.run", "daemon.serve", "daemon.compose", "store.database", "telemetry.poller"):
+        importlib.import_module(f"llmbox.app.{name}")
+    importlib.import_module("support.fake_engine")
+    assert not {"huggingface_hub", "torch"} & sys.modules.keys()
+
+
+def run():
     client.TIMEOUT = starter.START_TIMEOUT = PATIENCE
     client.Client.post.__defaults__ = (PATIENCE,)
     main(program=Program(command=[sys.executable, "-P", __file__], parts=fake_parts))
+
+
+if __name__ == "__main__":
+    run()
