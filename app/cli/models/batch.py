@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -195,7 +197,9 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
                     for task in tasks:
                         task.cancel()
                     running = sum(task.running() for task in tasks)
-                    output.say(f"\nStopping after the {running} requests that are being answered.")
+                    told = f"Stopping after the {running} requests that are being answered"
+                    output.say(f"\n{told}. Ctrl-C stops at once.")
+                    _wait_or_leave(pool, files)
                     raise
     except KeyboardInterrupt:
         output.say(f"\nStopped. The same command goes on: {files.written - files.failed} more are answered.")
@@ -208,6 +212,20 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
     if files.failed:
         output.say(f"{files.failed} failed: {errors}")
     return Exit.FAILED if files.failed else Exit.OK
+
+
+def _wait_or_leave(pool: ThreadPoolExecutor, files: ResultFiles) -> None:
+    """Wait for the requests under way. Another Ctrl-C ends the process, between two lines of OUTPUT: its
+    threads wait for answers, and Python would wait for them.
+    """
+    try:
+        pool.shutdown()
+    except KeyboardInterrupt:
+        with files.lock:
+            if not files.errors.tell():
+                Path(files.errors.name).unlink(missing_ok=True)
+            output.say("\nStopped. The same command goes on; requests without an answer are asked again.")
+            os._exit(128 + signal.SIGINT)
 
 
 def _lock(answers: IO[str], target: Path) -> None:

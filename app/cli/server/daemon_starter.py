@@ -42,7 +42,7 @@ def start_daemon(
     program: Program, models: Sequence[str], alias: str | None, flags: Mapping[str, Scalar]
 ) -> Started:
     """Start a daemon and return once its API answers. Mistakes in settings and names are found before
-    anything is started.
+    anything is started; Ctrl-C before the API answers ends what was started.
     """
     program.settings(flags)
     wanted = program.find_models(models, alias, flags)
@@ -58,7 +58,20 @@ def start_daemon(
         )
     finally:
         os.close(log)
-    return Started(_wait_for_api(program, process, offset), process, offset)
+    try:
+        return Started(_wait_for_api(program, process, offset), process, offset)
+    except KeyboardInterrupt:
+        _end(process)
+        raise
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(ENDING)
 
 
 def _wait_for_api(program: Program, process: "subprocess.Popen[bytes]", offset: int) -> RunningDaemon:

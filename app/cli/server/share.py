@@ -4,15 +4,15 @@ The settings go to the user's file, as `llmbox config set` writes them, and the 
 values from before are kept beside the keys until `llmbox share --off`.
 """
 
+import contextlib
 import hashlib
-import ipaddress
 import json
 import shlex
+import signal
 import socket
 import ssl
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,13 +23,13 @@ from ...config.entries import Scalar
 from ...config.loader import load_settings, read_file, remove_value, set_value
 from ...config.schema import schema
 from ...errors import CliError, Exit
-from ...http.server.sockets import BRIDGES
 from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util.atomic_file import write_whole
 from .. import output
 from ..admin.key import forget_stored, revoke
 from ..output import require_consent
+from .lan import NetworkAddress, lan_addresses
 from .lifecycle import restart_daemon
 from .up import sign_in_link
 
@@ -37,12 +37,6 @@ CHANGED = ("server.host", "server.tls", "server.mdns")
 """Settings that sharing writes."""
 START_TIMEOUT = 600.0
 """Seconds for the models that were in memory to be there again."""
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkAddress:
-    address: str
-    interface: str
 
 
 @click.command(cls=Command)
@@ -120,38 +114,6 @@ def share(
     _show(program, found, name, secret, as_json=as_json)
 
 
-def lan_addresses() -> list[NetworkAddress]:
-    """Return the IPv4 addresses by which other devices may reach this machine, the likeliest first."""
-    import psutil
-
-    up = {name for name, each in psutil.net_if_stats().items() if each.isup}
-    found = [
-        NetworkAddress(each.address, name)
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up and not name.startswith(BRIDGES)
-        for each in addresses
-        if each.family == socket.AF_INET and _is_for_others(each.address)
-    ]
-    first = _address_of_default_route()
-    return sorted(found, key=lambda each: each.address != first)
-
-
-def _is_for_others(text: str) -> bool:
-    address = ipaddress.ip_address(text)
-    return not (address.is_loopback or address.is_link_local or address.is_unspecified)
-
-
-def _address_of_default_route() -> str:
-    """Return this machine's address towards the network. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation
-        except OSError:
-            return ""
-        address: str = probe.getsockname()[0]
-        return address
-
-
 def _own_address(text: str, found: Sequence[NetworkAddress]) -> NetworkAddress:
     for each in found:
         if each.address == text:
@@ -226,35 +188,50 @@ def _take_key(program: Program, name: str) -> tuple[str, str]:
 
 def _change(program: Program, wanted: dict[str, Scalar], made_key: str | None) -> None:
     """Write the settings and restart; where no new daemon runs, all is as before and the key made is gone."""
-    from ...security.key_store import KeyStore
-
     file, kept = program.paths.config_file, program.paths.share_file
     running = find_running(program.paths)
     known = _read_share(program)
     earlier = None if known is None else kept.read_bytes()
-    if known is None:
-        values = read_file(file)
-        known = {"before": {name: values[name][0] for name in CHANGED if name in values}, "keys": []}
-    before = read_file(file)
+    values = read_file(file)
+    before = {name: values[name][0] for name in CHANGED if name in values}
+    known = known or {"before": before, "keys": []}
     known["keys"] += [made_key] if made_key else []
-    write_whole(kept, json.dumps(known).encode())
     try:
+        write_whole(kept, json.dumps(known).encode())
         for name, value in wanted.items():
             set_value(file, schema()[name], value)
         restart_daemon(program, now=False, timeout=START_TIMEOUT, without=CHANGED)
-    except CliError:
+    except (CliError, KeyboardInterrupt) as error:
         now = find_running(program.paths)
         if now is None or now == running:
-            if made_key:
-                KeyStore(program.paths.keys_file).remove(made_key)
-            _write_back(program, {name: before[name][0] for name in CHANGED if name in before})
-            if earlier is None:
-                kept.unlink(missing_ok=True)
-            else:
-                write_whole(kept, earlier)
-            start = "" if now else " Start the daemon with llmbox up."
-            output.say(f"The settings are as before.{start}")
+            with _without_interrupts():
+                _undo(program, before, earlier, made_key)
+            stopped = now is None or isinstance(error, KeyboardInterrupt)  # the old one may be draining
+            start = " If the daemon has stopped, start it with llmbox up." if stopped else ""
+            output.say(f"\nThe settings are as before.{start}")
         raise
+
+
+def _undo(program: Program, before: dict[str, Any], earlier: bytes | None, made_key: str | None) -> None:
+    from ...security.key_store import KeyStore
+
+    if made_key:
+        KeyStore(program.paths.keys_file).remove(made_key)
+    _write_back(program, before)
+    if earlier is None:
+        program.paths.share_file.unlink(missing_ok=True)
+    else:
+        write_whole(program.paths.share_file, earlier)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C for the moment that an undo takes."""
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 def _write_back(program: Program, values: dict[str, Any]) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import segno
 
-from llmbox.app.cli.server import share
+from llmbox.app.cli.server import daemon_starter, share
 from llmbox.app.cli.server.share import NetworkAddress, certificate_fingerprint, lan_addresses, qr_text
 from llmbox.app.config.loader import read_file
 from llmbox.app.daemon.tls import self_made_certificate
 from llmbox.app.errors import CliError, Exit
+from llmbox.app.lifecycle.instance import find_running
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.main import run
+from llmbox.app.main import INTERRUPTED, run
 from support.cli_box import box  # noqa: F401 - a fixture
 
 HERE = [NetworkAddress("127.0.0.1", "lo")]
@@ -160,6 +161,26 @@ def test_a_daemon_that_runs_although_a_model_failed_is_shared_and_its_key_shown(
     certificate = box.paths.tls_dir / "certificate.pem"
     assert status_of(f"https://127.0.0.1:{box.running.port}/v1/models", certificate, secret) == 200
     assert "The settings are as before" not in err
+
+
+def test_ctrl_c_before_the_new_daemon_is_up_leaves_nothing(llmbox, box, monkeypatch):  # noqa: F811
+    assert llmbox("up", "--host", "127.0.0.1")[0] == 0
+    begun = []
+
+    def interrupted(_, process, __):
+        begun.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(daemon_starter, "_wait_for_api", interrupted)
+    code, out, err = llmbox("share", "--yes")
+    assert code == INTERRUPTED
+    assert "The settings are as before. If the daemon has stopped, start it with llmbox up." in err
+    assert out == ""
+    assert [process.returncode for process in begun] != [None]  # no shared daemon comes up later
+    assert find_running(box.paths) is None
+    assert read_file(box.paths.config_file) == {}
+    assert not box.paths.share_file.exists()
+    assert json.loads(llmbox("key", "ls", "--json")[1])["keys"] == []
 
 
 @pytest.mark.parametrize(

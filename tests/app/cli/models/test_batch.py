@@ -2,6 +2,9 @@
 
 import fcntl
 import json
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from llmbox.app.admin_client import ApiRefusal
 from llmbox.app.cli.models import batch
 from llmbox.app.errors import Exit
 from llmbox.app.lifecycle.program import Program
+from support.cli_box import PATIENCE, interrupt
 
 
 class FakeClient:
@@ -140,6 +144,49 @@ def test_a_bad_line_is_named_before_anything_is_asked(run, client, tmp_path, lin
     assert result.exception.what == "line 2 is no request"
     assert why in result.exception.why
     assert client.asked == []
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from llmbox.app.cli.models import batch
+from llmbox.app.lifecycle.program import Program
+
+class Client:
+    def call(self, method, path, body, timeout):
+        if body["prompt"] == "slow":
+            print("asked", flush=True)
+            time.sleep(600)
+        return {"text": body["prompt"]}
+
+batch.fetch_missing = lambda *_, **__: None
+batch.ensure_loaded = lambda _, name: {"name": name}
+program = Program(data_dir=Path("data"))
+program.__dict__["client"] = Client()
+batch.batch(sys.argv[1:], obj=program, standalone_mode=False)
+"""
+
+
+@pytest.mark.process
+def test_a_second_interrupt_ends_it_at_once_and_the_same_command_goes_on(run, client, tmp_path):
+    source = write(tmp_path / "in", {"prompt": "slow"}, *({"prompt": str(n)} for n in range(3)))
+    command = [sys.executable, "-P", "-c", SLOW, "in", "out", "--model", "m", "--parallel", "1"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "asked\n"
+            process.send_signal(signal.SIGINT)
+            while "at once" not in process.stderr.readline():
+                assert process.poll() is None
+            interrupt(process)
+            assert process.wait(PATIENCE) == 130
+            assert "The same command goes on" in process.stderr.read()
+        finally:
+            process.kill()
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    assert run(source, tmp_path / "out", "--model", "m").return_value == Exit.OK
+    assert set(read(tmp_path / "out")) == {"1", "2", "3", "4"}
 
 
 def test_other_files_are_not_written_over(run, tmp_path):
