@@ -92,6 +92,11 @@ class Paths:
         return self.state_dir / "bandwidth.json"
 
     @property
+    def recommended_file(self) -> Path:
+        """Facts of the recommended models, as the hub told them."""
+        return self.cache_dir / "recommended.json"
+
+    @property
     def kernel_cache(self) -> Path:
         return self.cache_dir / "kernels"
 

@@ -23,12 +23,13 @@ from ..fit.fit import default_engine, plan_alone
 from ..fit.recommendations import Recommendation, recommend
 from ..hub.download import DownloadSettings
 from ..hub.download_queue import Downloads
-from ..hub.model_info import SearchResult, search
+from ..hub.errors import HubError
+from ..hub.model_info import SearchResult, ask_recommended, search
 from ..hub.remove import Removable, Removed, find_removable, remove
 from ..hub.repo_files import Hub
 from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
 from ..models.gguf_folders import weights_of
-from ..models.recommended import full_name, recommended
+from ..models.recommended import full_name, keep_hub_facts, read_hub_facts, recommended
 from ..models.registry import Registry
 from ..services import Services
 from ..text.tokenizer.tokenizer import read_generation_defaults, read_template
@@ -92,7 +93,21 @@ class Library:
             disk=hub_cache(os.environ),
             bandwidth=device_bandwidth(machine, device, file, engine.threads),
             present={model.ref.name for model in on_disk(os.environ, self.registry.read_or_nothing())},
+            told=read_hub_facts(self._services.paths.recommended_file),
         )
+
+    async def refresh_recommended(self) -> tuple[int, dict[str, HubError]]:
+        """Ask the hub for sizes and licenses of the recommended models and keep them.
+
+        Returns how many answered, and the failures by repository. Raises HubError, OSError.
+        """
+
+        def refresh() -> tuple[int, dict[str, HubError]]:
+            found, failed = ask_recommended(Hub.of_environment())
+            keep_hub_facts(self._services.paths.recommended_file, found)
+            return len(found), failed
+
+        return await asyncio.to_thread(refresh)
 
     def pull_for_request(self, name: str) -> None:
         """Fetch a model that a request names, where `hub.pull_on_request` allows it. Does nothing where not.

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import EngineError
 from llmbox.engine.hardware.machine import Machine
+from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.planning.estimator import show_bytes
 
 from ..hub.model_info import ModelFacts, parse_config_files
-from ..models.recommended import RecommendedModel, family_of, recommended
+from ..models.recommended import HubFacts, RecommendedModel, family_of, recommended, with_hub_facts
 from ..util.formatting import rate_range
 from .bandwidth import Bandwidth
 from .fit import Fit, Speed, fit
 
-PUBLISHED_BYTES = 2
-"""Bytes of a published parameter: bfloat16."""
 USABLE_RATE = 5.0
 """Tokens a second, the middle of the predicted range, below which a reader waits for words."""
 FIRST_CHOICES = {"Best": USABLE_RATE, "Balanced": 2 * USABLE_RATE, "Quick": 4 * USABLE_RATE}
@@ -73,18 +73,21 @@ def recommend(
     disk: Path,
     bandwidth: Bandwidth | None,
     present: Collection[str] = (),
+    told: Mapping[str, HubFacts] | None = None,
 ) -> list[Recommendation]:
     """Plan every recommended model as `fit` does, with the options of `config`.
 
-    `present`: names of the models on this disk. Raises DeviceError where there is no such device.
+    `present`: names of the models on this disk. `told`: what the hub said of them when it was asked last.
+    Raises DeviceError where there is no such device.
     """
     found = []
-    for model in recommended():
-        size = model.params * PUBLISHED_BYTES
+    for packaged in recommended():
+        model, parsed = _current(packaged, (told or {}).get(packaged.repo))
+        size = model.download_bytes
         here = model.repo in present
         facts = ModelFacts(
             name=model.repo,
-            config=parse_config_files({"config.json": model.config}),
+            config=parsed,
             stored_bytes=size,
             stored_params=model.params,
             disk_bytes=size,
@@ -93,6 +96,15 @@ def recommend(
         plan = fit(facts, machine, config, budget_gb=budget_gb, disk=disk, bandwidth=bandwidth)
         found.append(Recommendation(model, plan, here))
     return found
+
+
+def _current(model: RecommendedModel, told: HubFacts | None) -> tuple[RecommendedModel, ModelConfig]:
+    """Return a model as the hub described it; as the package does where that cannot be served."""
+    current = with_hub_facts(model, told)
+    try:
+        return current, parse_config_files({"config.json": current.config})
+    except EngineError:
+        return model, parse_config_files({"config.json": model.config})
 
 
 def smaller_models(name: str, found: list[Recommendation]) -> Iterator[str]:

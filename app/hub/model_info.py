@@ -25,7 +25,7 @@ from llmbox.engine.planning.estimator import MemoryPlan
 from ..errors import CliError, Exit
 from ..models.catalog import HUB_ID, ModelRef, hub_cache, resolve
 from ..models.gguf_folders import is_projector
-from ..models.recommended import full_name
+from ..models.recommended import HubFacts, full_name, recommended
 from ..models.registry import NameLookup
 from .errors import HubError
 from .repo_files import CONFIG_LIMIT, Hub, Listing, RepoFile, choose_files
@@ -281,6 +281,36 @@ def _hit(hub: Hub, item: Any, planner: Planner) -> SearchResult:
         if error.code in {"unsupported_model", "no_weights"}:
             fits = "unsupported"
     return SearchResult(item.id, item.downloads or 0, params, bool(item.gated), fits, context, memory, detail)
+
+
+def ask_recommended(hub: Hub) -> tuple[dict[str, HubFacts], dict[str, HubError]]:
+    """Ask the hub for the size, license and config of every recommended model; no weights are read.
+
+    Returns the facts and the failures, by repository. Raises HubError where the hub cannot be reached.
+    """
+    hub.require_online()
+
+    def ask(repo: str) -> HubFacts | HubError:
+        try:
+            listing = hub.list_files(repo, None)
+            config = remote_config(hub, listing)
+            return HubFacts(
+                license=listing.license,
+                gated=listing.gated,
+                params=config.num_parameters,
+                files=sum(file.size for file in hub.needed_files(listing)),
+                config=hub.read_json(listing, "config.json", CONFIG_LIMIT) or {},
+            )
+        except HubError as error:
+            return error
+
+    repos = [model.repo for model in recommended()]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = dict(zip(repos, pool.map(ask, repos), strict=True))
+    return (
+        {repo: each for repo, each in answers.items() if isinstance(each, HubFacts)},
+        {repo: each for repo, each in answers.items() if isinstance(each, HubError)},
+    )
 
 
 def _config_only(repo: str) -> Listing:

@@ -72,6 +72,8 @@ class Listing:
     gated: bool
     quantization: str | None = None
     """Wanted one, of a repository of GGUF files."""
+    license: str = ""
+    """License that the repository names; empty if none."""
 
     def file(self, name: str) -> RepoFile | None:
         return next((file for file in self.files if file.name == name), None)
@@ -116,7 +118,8 @@ class Hub:
             if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
                 raise HubError("hub_error", f"the hub's answer is invalid for {what}", "no commit id in it")
             files = tuple(_file(item) for item in info.siblings or () if _is_wanted(item.rfilename))
-            return Listing(repo, info.sha, files, bool(info.gated), quantization)
+            named = (tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:"))
+            return Listing(repo, info.sha, files, bool(info.gated), quantization, next(named, ""))
 
     def search(self, text: str, limit: int) -> list[Any]:
         """Search models with safetensors weights, most downloaded first, as the hub's client returns them."""

@@ -26,6 +26,7 @@ class StubRepo:
     gated: bool = False
     token: str | None = None
     """Needed to see it."""
+    license: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
             "gated": "manual" if repo.gated else False,
             "downloads": 7,
             "likes": 1,
-            "tags": ["safetensors"],
+            "tags": ["safetensors", *([f"license:{repo.license}"] if repo.license else [])],
             "createdAt": "2025-01-01T00:00:00.000Z",
         }
 

@@ -20,6 +20,7 @@ from .pages.models import (
     pin_model,
     playground_page,
     pull,
+    refresh_recommended,
     unload_model,
 )
 from .pages.overview import overview_page, telemetry_page, usage_piece
@@ -65,6 +66,7 @@ panel_routes: list[ControllerRouterHandler] = [
             plan_piece,
             playground_page,
             pin_model,
+            refresh_recommended,
             pull,
             purge,
             remove_alias,

@@ -24,6 +24,7 @@ from ...hub.model_info import ModelFacts, find_facts
 from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import hub_cache, on_disk
 from ...models.load_request import ModelRequest, with_draft_path
+from ...models.recommended import read_hub_facts
 from .. import output
 from ..options import read_flags, setting_options
 
@@ -125,6 +126,7 @@ def recommendations(program: Program, config: EngineConfig | None = None) -> lis
         disk=hub_cache(program.environ),
         bandwidth=device_bandwidth(machine, device, program.paths.bandwidth_file, config.threads),
         present={model.ref.name for model in on_disk(program.environ, program.names)},
+        told=read_hub_facts(program.paths.recommended_file),
     )
 
 

@@ -24,15 +24,23 @@ if TYPE_CHECKING:
 @click.option(
     "--limit", metavar="N", type=click.IntRange(1, 50), default=15, show_default=True, help="Most results."
 )
+@click.option(
+    "--refresh", is_flag=True, help="Without TEXT: ask the hub for sizes and licenses of these models first."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Names only.")
 @pass_program
-def search(program: Program, *, text: str | None, limit: int, as_json: bool, quiet: bool) -> None:
+def search(
+    program: Program, *, text: str | None, limit: int, refresh: bool, as_json: bool, quiet: bool
+) -> None:
     """Search the hub for models and show whether they fit this machine.
 
-    Without TEXT: recommended models by purpose, from a list inside llmbox. The hub is not contacted then.
+    Without TEXT: recommended models by purpose, from a list inside llmbox. The hub is not contacted then,
+    unless with --refresh.
     """
     if text is None:
+        if refresh:
+            _refresh_recommended(program)
         _list_recommended(program, as_json=as_json, quiet=quiet)
         return
     from ...hub.errors import HubError
@@ -73,6 +81,29 @@ def search(program: Program, *, text: str | None, limit: int, as_json: bool, qui
         output.table(
             ("NAME", "PARAMS", "FITS", "CONTEXT", "MEMORY", "DOWNLOADS", ""), rows, right=(1, 3, 4, 5)
         )
+
+
+def _refresh_recommended(program: Program) -> None:
+    from ...hub.errors import HubError
+    from ...hub.model_info import ask_recommended
+    from ...hub.repo_files import Hub
+    from ...models.recommended import keep_hub_facts
+
+    progress = output.ProgressLine()
+    progress.update(f"Asking {os.environ.get('HF_ENDPOINT') or 'the hub'}…")
+    try:
+        found, failed = ask_recommended(Hub.of_environment(lambda text: output.say(f"  {text}")))
+        keep_hub_facts(program.paths.recommended_file, found)
+    except HubError as error:
+        raise as_cli(error) from error
+    except OSError as error:
+        file = program.paths.recommended_file
+        raise CliError(f"cannot write {file}", error.strerror or str(error), "free some space") from error
+    finally:
+        progress.close()
+    output.say(f"{len(found)} of {len(found) + len(failed)} models refreshed.")
+    for repo, problem in failed.items():
+        output.say(f"  {repo}: as the package has it ({problem.why or problem.what})")
 
 
 def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:

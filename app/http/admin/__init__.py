@@ -27,6 +27,7 @@ from .library import (
     pause,
     pull,
     recommended,
+    refresh_recommended,
     resume,
     search,
 )
@@ -100,6 +101,7 @@ admin_router = Router(
         purge_requests,
         newest_tick,
         recommended,
+        refresh_recommended,
         replay_request,
         request_detail,
         request_outcomes,

@@ -169,6 +169,16 @@ async def recommended(request: Request[Any, Any, State]) -> dict[str, Any]:
     return {"models": [each.as_dict() for each in await _library(request).recommend()]}
 
 
+@post("/recommended/refresh", status_code=200, name="admin_refresh_recommended")
+async def refresh_recommended(request: Request[Any, Any, State]) -> dict[str, Any]:
+    """Ask the hub for sizes and licenses of the recommended models; the list is by them from then on."""
+    try:
+        count, failed = await _library(request).refresh_recommended()
+    except HubError as error:
+        raise ApiError(502, str(error), error.code) from error
+    return {"refreshed": count, "failed": {repo: str(error) for repo, error in failed.items()}}
+
+
 def _library(request: Request[Any, Any, State]) -> Library:
     control: DaemonController = request.app.state.control
     return control.library

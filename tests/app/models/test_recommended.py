@@ -18,11 +18,22 @@ from llmbox.app.fit.recommendations import (
     smaller_models,
 )
 from llmbox.app.hub.download import Download
-from llmbox.app.hub.model_info import parse_config_files
+from llmbox.app.hub.model_info import ask_recommended, parse_config_files
+from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import HUB_ID, resolve
-from llmbox.app.models.recommended import family_of, full_name, recommended, short_names
+from llmbox.app.models.recommended import (
+    HubFacts,
+    family_of,
+    full_name,
+    keep_hub_facts,
+    read_hub_facts,
+    recommended,
+    short_names,
+)
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware.machine import Cpu, Machine, Memory
+from support.hub_models import model_files
+from support.hub_stub import StubRepo, stub_hub
 
 CONFIG = EngineConfig(model_path="", name="", device="cpu")
 
@@ -125,6 +136,41 @@ def test_what_is_offered_answers_as_fast_as_people_read(tmp_path, memory):
     speeds = [each.fit.speed.expected for each in choices.values() if each.fit.speed]
     assert not speeds or min(speeds) >= USABLE_RATE
     assert begin_with(choices) is choices["Balanced"]
+
+
+def test_what_the_hub_told_counts_until_it_cannot_be_served(tmp_path):
+    packaged = {model.name: model for model in recommended()}
+    small, large = packaged["qwen3:0.6b"], packaged["qwen3:1.7b"]
+    facts = {
+        small.repo: HubFacts(
+            license="mit", gated=True, params=7, files=5_000_000_000, config=packaged["qwen3:4b"].config
+        ),
+        large.repo: HubFacts(license="mit", gated=True, params=7, files=1, config={"model_type": "new"}),
+    }
+    keep_hub_facts(tmp_path / "cache" / "recommended.json", facts)
+    told = read_hub_facts(tmp_path / "cache" / "recommended.json")
+    found = {each.model.name: each for each in planned(64, tmp_path, told=told)}
+    plain = {each.model.name: each for each in planned(64, tmp_path)}
+    now = found["qwen3:0.6b"]
+    assert (now.model.license, now.model.gated, now.fit.disk_need) == ("mit", True, 5_000_000_000)
+    assert now.fit.plan.weights_bytes == plain["qwen3:4b"].fit.plan.weights_bytes
+    other = found["qwen3:1.7b"]
+    assert (other.model, other.fit.plan) == (plain["qwen3:1.7b"].model, plain["qwen3:1.7b"].fit.plan)
+    (tmp_path / "torn").write_text("{")
+    assert read_hub_facts(tmp_path / "torn") == {}
+
+
+def test_the_hub_is_asked_for_all_and_those_without_an_answer_are_named(tmp_path, monkeypatch):
+    with stub_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+        hub.repos["Qwen/Qwen3-0.6B"] = StubRepo(model_files(), license="apache-2.0")
+        found, failed = ask_recommended(Hub.of_environment())
+    (facts,) = found.values()
+    size = sum(map(len, model_files().values()))
+    assert (facts.license, facts.gated, 0 < facts.files <= size) == ("apache-2.0", False, True)
+    assert facts.params == parse_config_files({"config.json": facts.config}).num_parameters
+    assert set(failed) == {model.repo for model in recommended()} - {"Qwen/Qwen3-0.6B"}
 
 
 def test_where_nothing_is_fast_the_smallest_is_offered(tmp_path):

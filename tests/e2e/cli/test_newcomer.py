@@ -123,6 +123,18 @@ def test_run_fetches_a_model_by_its_short_name_and_chats(box: Box, hub: StubHub)
     assert HUB_NAME in box.run("ps", "-q").out.split()
 
 
+def test_the_list_of_recommended_models_is_refreshed_from_the_hub_on_request(box: Box, hub: StubHub):
+    box.environ["HF_ENDPOINT"] = hub.url
+    before = {row["name"]: row for row in box.run("search", "--json").json["models"]}
+    assert not hub.seen
+    done = box.run("search", "--refresh", "--json")
+    assert done.code == 0, done.err
+    assert "1 of " in done.err
+    after = {row["name"]: row for row in done.json["models"]}
+    assert after["qwen3:0.6b"]["download_bytes"] < 1_000_000 < before["qwen3:0.6b"]["download_bytes"]
+    assert after["qwen3:4b"] == before["qwen3:4b"]
+
+
 def test_llmbox_alone_says_where_one_is_and_what_comes_next(box: Box):
     before = box.run()
     assert before.code == 0

@@ -93,6 +93,16 @@ PURPOSES = {
 """Headings of the recommended models, in their order on the page."""
 
 
+@post("/models/refresh-recommended", status_code=200, name="panel_refresh_recommended")
+async def refresh_recommended(request: PanelRequest) -> Response[str]:
+    try:
+        count, failed = await panel_of(request).control.library.refresh_recommended()
+    except HubError as error:
+        raise ApiError(502, f"{error.what}: {error.why}. {error.fix}", error.code) from error
+    left = f" The hub did not describe {', '.join(failed)}: they stay as they were." if failed else ""
+    return done(request, "/admin/models/discover", f"Refreshed {count} models.{left}")
+
+
 @get("/models/discover", name="panel_discover")
 async def discover_page(request: PanelRequest, text: FromQuery[str] = "") -> Response[str]:
     hits, problem, recommended = [], "", []
