@@ -14,6 +14,9 @@ KVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 BLOCK_SIZE = 16
 """Tokens per KV block: small, so that the last, partly filled block of a request wastes little."""
 
+LORA_BYTES = 512 << 20
+"""Memory that LoRA adapters may take where none was asked for."""
+
 DRAFT_MODEL_ROWS = 512
 """Maximum rows of one forward pass of a draft model: a long prompt takes several."""
 
@@ -72,6 +75,8 @@ class EngineConfig:
     """Directory of a draft model with the same vocabulary; None: drafts come from n-grams alone. As `on`, it
     refuses to load where drafts cannot be verified."""
     deterministic: bool = False
+    lora_bytes: int = 0
+    """Memory for LoRA adapters, part of the plan. 0: none is planned, and adapters may take `LORA_BYTES`."""
     overlap: bool | None = None
     """Launch the next step while the device still computes one; None: only on a GPU, where it pays."""
     cuda_graphs: bool = True

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .activation import Activation
+from .lora import LoraRows
 
 Scoring = Literal["softmax", "sigmoid"]
 """Function that turns a row's router logits into scores."""
@@ -130,6 +131,8 @@ class BatchLayout:
     """For models whose sliding-window layers have blocks of their own."""
     states: StateLayout | None = None
     """For models with recurrent layers."""
+    adapters: LoraRows | None = None
+    """Rows that have a LoRA adapter; None: no row has one."""
 
     def for_cache(self, *, is_windowed: bool) -> "BatchLayout":
         """Return the layout with the blocks and slots of this cache (`KVShape.is_windowed`)."""

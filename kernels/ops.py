@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .activation import Activation
 from .altup import AltUpOps
+from .lora import LoraOps
 from .op_types import BatchLayout, KVShape, Mixture
 from .recurrent import RecurrentOps
 from .sampling_types import (
@@ -301,6 +302,9 @@ class Ops:
 
     altup: AltUpOps | None = None
     """Operations of Gemma 3n; None: it cannot run."""
+
+    lora: LoraOps | None = None
+    """Operations of LoRA adapters; None: requests with one are refused."""
 
     rotate_and_write: RotateAndWrite | None = None
     """Fused QK-norm (where norm_nD is given), `rotary` and `write_kv` in one pass, or None:

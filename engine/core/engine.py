@@ -4,9 +4,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
-from ..errors import EngineError
+from ..checkpoint.adapter import read_adapter
+from ..errors import EngineError, InvalidRequest
 from ..ipc.messages import (
     AddRequest,
     BlockMap,
@@ -75,6 +77,8 @@ class Engine:
         started = self._clock()
         worked = bool(self._launched)
         plan = self._scheduler.schedule(self._pipeline)
+        if plan.rows and (adapters := self._scheduler.kv_cache.adapters) is not None and adapters.loads:
+            plan.adapter_loads.extend(adapters.take_loads())
         try:
             _update_masks(plan)
             if plan.rows:
@@ -148,13 +152,17 @@ class Engine:
         """
         check_request(message, self.info)
         check_images(message.images, message.prompt_ids, self.info)
+        namespace = message.cache_namespace
+        if message.adapter:
+            namespace = f"{namespace}\0{self._admit_adapter(message.adapter)}"
         request = Request(
             request_id=message.request_id,
             prompt_ids=message.prompt_ids,
             params=message.params,
             priority=message.priority,
             tenant=message.tenant,
-            cache_namespace=message.cache_namespace,
+            cache_namespace=namespace,
+            adapter=message.adapter,
             fork_of=message.fork_of,
             images=message.images,
             token_ids=message.prompt_ids + message.output_ids,
@@ -164,6 +172,20 @@ class Engine:
         request.constraint = self._grammars.constraint(request.params, request.num_prompt)
         self._scheduler.add(request)
         return None
+
+    def _admit_adapter(self, folder: str) -> str:
+        """Return the name that keys an adapter's blocks: its folder has the digest of its content. Raises
+        EngineError.
+        """
+        slots = self._scheduler.kv_cache.adapters
+        if slots is None:
+            raise InvalidRequest(
+                f"LoRA adapters are not applied here ({self.info.backend} on {self.info.device}): load the "
+                "base with --device cpu, or merge the adapter into a model with `llmbox lora merge`"
+            )
+        if not slots.knows(folder):
+            slots.admit(folder, read_adapter(Path(folder)).nbytes)
+        return Path(folder).name
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Remove a request and free its blocks at once; None if it is not (or no longer) here."""

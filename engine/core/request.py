@@ -34,6 +34,10 @@ class Request:
     tenant: str = ""
     """Id of the caller, for fair shares; see `AddRequest.tenant`."""
     cache_namespace: str = ""
+    adapter: str = ""
+    """Folder of its LoRA adapter; empty: none."""
+    adapter_slot: int = -1
+    """Slot of its adapter while it runs; -1: none. `AdapterSlots` writes it."""
     fork_of: str | None = None
     images: Sequence[PreparedImage] = ()
     """Pictures in the order of their places; `images.py` schedules them."""

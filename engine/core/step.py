@@ -57,12 +57,14 @@ class StepPlan:
 
     `copies` are (source, destination) blocks to copy before anything is written: copy-on-write of a
     partly filled block. `state_copies` are slots of recurrent state to copy then, one after another. Every
-    block that `rows` need is already in the requests' block tables.
+    block that `rows` need is already in the requests' block tables. `adapter_loads` are (slot, folder) of
+    adapters to load before that.
     """
 
     rows: list[ScheduledRequest] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
+    adapter_loads: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -17,12 +17,14 @@ import torch
 from llmbox.kernels.cpu.build import compile_progress
 from llmbox.kernels.cpu.isa import pick_cores
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
+from llmbox.kernels.lora import MAX_SLOTS
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.recurrent import make_state
 from llmbox.kernels.support import KernelSite
 
-from ..config import EngineConfig, SchedulerConfig
+from ..config import LORA_BYTES, EngineConfig, SchedulerConfig
+from ..core.adapter_slots import AdapterSlots
 from ..core.engine import Engine
 from ..core.executor_interface import Executor, SyncExecutor
 from ..core.images import ImageScheduler
@@ -120,6 +122,8 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
     encoded = local.images if isinstance(local, CPUModelRunner) else None
     scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, encoded)
+    if isinstance(share.runner, CPUModelRunner) and share.runner.takes_adapters:
+        scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes or LORA_BYTES)
     if isinstance(local, CPUModelRunner | GPUModelRunner):
         answers = open_tiers(config, plan, share, local.block_memory(), scheduler.kv_cache)
         scheduler.drafting.answers.stores.files = answers

@@ -27,6 +27,7 @@ _ROW = 9
 _MASK_UNIT = 4
 # Bytes of a grammar mask per integer.
 _GRAPH = "graph"
+_ADAPTERS = "adapters"
 _GONE = -1
 """Admission of a mirror that has left: runners recognize its stale state by it."""
 
@@ -71,6 +72,8 @@ class StepEncoder:
         for pair in copies:
             numbers.extend(pair)
         new: dict[str, Any] = {_GRAPH: graph} if graph else {}
+        if plan.adapter_loads:
+            new[_ADAPTERS] = plan.adapter_loads
         for row in plan.rows:
             known = self._mirrors.get(id(row.request))
             if known is None:
@@ -122,7 +125,8 @@ class StepDecoder:
             self._requests.pop(number).admissions = _GONE
         pairs = [(next(numbers), next(numbers)) for _ in range(copies + states)]
         decoded = [self._row(numbers, frame.body) for _ in range(rows)]
-        return StepPlan(decoded, pairs[:copies], pairs[copies:])
+        loads = [(slot, folder) for slot, folder in frame.body.get(_ADAPTERS, ())]
+        return StepPlan(decoded, pairs[:copies], pairs[copies:], loads)
 
     def _row(self, numbers: Iterable[int], new: dict[str, Any]) -> ScheduledRequest:
         number, start, tokens, flags, admission, pending, num_ids, added, mask = islice(numbers, _ROW)
@@ -163,17 +167,18 @@ def _introduction(request: Request) -> list[Any]:
         if field.name not in _IN_MASKS
         and (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
     }
-    return [request.request_id, request.num_prompt, params, request.state_slot]
+    return [request.request_id, request.num_prompt, params, request.state_slot, request.adapter_slot]
 
 
 def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
-    request_id, num_prompt, params, slot = told
+    request_id, num_prompt, params, slot, adapter_slot = told
     return Request(
         request_id=request_id,
         prompt_ids=ids[:num_prompt],
         params=_params(params),
         token_ids=ids,
         state_slot=slot,
+        adapter_slot=adapter_slot,
     )
 
 

@@ -89,6 +89,8 @@ class AddRequest:
     """Id of the caller's key, or empty: callers get equal shares of the engine (`core/fair_shares.py`)."""
     cache_namespace: str = ""
     """Namespace inside which prefix-cache blocks are shared (per-key salt, `cache_salt`)."""
+    adapter: str = ""
+    """Folder of a LoRA adapter, named by a digest of its content; empty: none."""
     fork_of: str | None = None
     """Id of a request of the same `n > 1` call, whose prompt blocks may be shared copy-on-write."""
     images: list[PreparedImage] = field(default_factory=list)

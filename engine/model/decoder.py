@@ -10,9 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmbox.kernels.lora import LoraRows
 from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
+from ..weights.adapters import AdapterLayers
 from ..weights.source import Weights, WeightSource
 from .blocks import DecoderBlock
 from .forward_context import ForwardContext
@@ -77,13 +79,22 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, source: WeightSource, make_layer: MakeLayer, mixed_layers: int = 0
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        make_layer: MakeLayer,
+        mixed_layers: int = 0,
+        adapters: AdapterLayers | None = None,
     ) -> None:
+        """`adapters`: those of `source`, where the kernels can apply some."""
         self.config = config
         self.dtype = source.dtype
-        self.ops = ops = source.ops
+        self.ops = ops = source.ops if adapters is None else adapters.ops
         self.rank = source.rank
-        layout, weights = source.rank.layout, Weights(source, names=config.names, mixed_layers=mixed_layers)
+        layout, weights = (
+            source.rank.layout,
+            Weights(source, names=config.names, mixed_layers=mixed_layers, listener=adapters),
+        )
         self.is_last = layout.is_last
         self._skip_what_others_have(weights)
         self.embedding = TokenEmbedding(config, weights, ops) if self._has_table else None
@@ -101,6 +112,9 @@ class Decoder:
             self._norm = partial(ops.layer_norm, bias_E=self._norm_bias(weights))
         source.finish()
         self._run_layers = self._layers if config.is_bidirectional else ops.graph(self._layers)
+        self.adapters = adapters
+        self._run_adapted = ops.graph(self._layers)
+        """Layers of a step in which rows have an adapter: a graph of its own."""
 
     @property
     def _has_table(self) -> bool:
@@ -145,8 +159,15 @@ class Decoder:
         if self.rank.layout.is_first:
             assert self.embedding is not None
             forward = self.embedding.localize_ids(forward)
-        run_layers = self._run_layers if forward.images is None else self._layers
-        x_TE, residual_TE = run_layers(forward)
+        run_layers = self._layers if forward.images is not None else self._run_layers
+        if forward.layout is None or forward.layout.adapters is None:
+            x_TE, residual_TE = run_layers(forward)
+        else:
+            assert self.adapters is not None
+            if forward.images is None:
+                run_layers = self._run_adapted
+            with self.adapters.applied(forward.layout.adapters):
+                x_TE, residual_TE = run_layers(forward)
         if self.norm_E is None:
             return x_TE[:0]
         if rows_R is not None:
@@ -196,10 +217,16 @@ class Decoder:
         ops.host_callback(self.rank.communicator.receive, (x_TE, residual_TE))
         return self.layers[0].resume(x_TE, residual_TE), residual_TE
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute logits [R, V] in float32 or the model's dtype; V is this rank's padded vocabulary shard."""
+    def logits(self, hidden_RE: Tensor, adapted: LoraRows | None = None) -> Tensor:
+        """Compute logits [R, V] in float32 or the model's dtype; V is this rank's padded vocabulary shard.
+        `adapted`: rows of R that have an adapter.
+        """
         if not self.is_last:
             return hidden_RE
+        if adapted is not None:
+            assert self.adapters is not None
+            with self.adapters.applied(adapted):
+                return self.logits(hidden_RE)
         scales, logits_RV = self.config.scales, self.ops.logits(self.head, hidden_RE)
         if scales.logits != 1.0:
             logits_RV.mul_(scales.logits)

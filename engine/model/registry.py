@@ -9,6 +9,7 @@ from llmbox.kernels.quant_formats import Quant
 from ..model_config.architecture import BlockKind
 from ..model_config.config import ModelConfig
 from ..model_config.recurrent.config import RecurrentKind
+from ..weights.adapters import AdapterLayers
 from ..weights.source import Weights, WeightSource
 from .attention import Attention, FullWidthQKNormAttention
 from .blocks import (
@@ -53,6 +54,9 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
     if config.encoder is not None:
         return Encoder(config, config.encoder, source, mixed_layers)
     ops = source.ops
+    adapters = None if ops.lora is None else AdapterLayers(ops)
+    if adapters is not None:
+        ops = adapters.ops
 
     def make_layer(number: int, weights: Weights) -> DecoderBlock:
         _split_stacked_projections(config, weights)
@@ -71,7 +75,7 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
         block = BLOCKS[config.recurrent_block if is_recurrent else config.block]
         return block(config, weights, ops, mixer, _make_mlp(config, number, weights, ops))
 
-    return Decoder(config, source, make_layer, mixed_layers)
+    return Decoder(config, source, make_layer, mixed_layers, adapters)
 
 
 def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer | None:

@@ -280,7 +280,7 @@ class Planner:
             native_threads=threads,
         )
         drafting = 0 if self.draft is None else need(self.draft.shape, rows=DRAFT_MODEL_ROWS)
-        return drafting + need(self.shape, rows=rows, graphs=self._graphs())
+        return drafting + self.config.lora_bytes + need(self.shape, rows=rows, graphs=self._graphs())
 
     def _graphs(self) -> int:
         """Return the maximum number of CUDA graphs to reserve memory for."""

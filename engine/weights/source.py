@@ -112,7 +112,8 @@ class Weights:
     """Tensors under a name prefix; `at` goes deeper.
 
     `names`: modules that the checkpoint calls otherwise, or whole names. `mixed_layers`: number of layers
-    of a model in mixed precision, whose linears of `is_fine` are packed like the output head.
+    of a model in mixed precision, whose linears of `is_fine` are packed like the output head. `listener`
+    is told of all requests.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class Weights:
         prefix: str = "",
         names: Mapping[str, str] = MappingProxyType({}),
         mixed_layers: int = 0,
+        listener: "WeightListener | None" = None,
     ) -> None:
         self._source = source
+        self._listener = listener
         self._prefix = prefix
         self._names = names
         self._mixed_layers = mixed_layers
@@ -140,7 +143,7 @@ class Weights:
         return self._source.device
 
     def at(self, name: str) -> "Weights":
-        return Weights(self._source, f"{self._full(name)}.", self._names, self._mixed_layers)
+        return Weights(self._source, f"{self._full(name)}.", self._names, self._mixed_layers, self._listener)
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._source.vector(self._full(name), size)
@@ -150,10 +153,15 @@ class Weights:
 
     def skip(self, name: str) -> None:
         self._source.skip(self._full(name))
+        if self._listener is not None:
+            self._listener.note_skip(self._full(name))
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         """Split the checkpoint's stacked linear `name` into several: {name: rows of all ranks}."""
-        self._source.split(self._full(name), {self._full(part): rows for part, rows in parts.items()})
+        full = {self._full(part): rows for part, rows in parts.items()}
+        self._source.split(self._full(name), full)
+        if self._listener is not None:
+            self._listener.note_split(self._full(name), full)
 
     def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
         full = [self._full(part) for part in parts]
@@ -161,25 +169,23 @@ class Weights:
 
     def embedding(self, name: str, vocab: ShardSlice, hidden: int, *, tied: bool) -> PackedLinear:
         outputs = {self._full(name): vocab}
-        return self._source.packed(
-            WeightRequest("tied" if tied else "table", outputs, ShardSlice.whole(hidden))
-        )
+        return self._packed(WeightRequest("tied" if tied else "table", outputs, ShardSlice.whole(hidden)))
 
     def head(self, name: str, vocab: ShardSlice, hidden: int, *, bias: bool = False) -> PackedLinear:
         outputs, inputs = {self._full(name): vocab}, ShardSlice.whole(hidden)
-        return self._source.packed(WeightRequest("head", outputs, inputs, bias))
+        return self._packed(WeightRequest("head", outputs, inputs, bias))
 
     def router(
         self, name: str, experts: ShardSlice, hidden: ShardSlice, *, bias: bool = False
     ) -> PackedLinear:
-        return self._source.packed(WeightRequest("router", {self._full(name): experts}, hidden, bias))
+        return self._packed(WeightRequest("router", {self._full(name): experts}, hidden, bias))
 
     def wide_linear(
         self, name: str, outputs: ShardSlice, inputs: ShardSlice, *, transposed: bool = False
     ) -> PackedLinear:
         """Request a linear that no format quantizes. `transposed`: as in `WeightRequest`."""
         asked = WeightRequest("router", {self._full(name): outputs}, inputs, transposed=transposed)
-        return self._source.packed(asked)
+        return self._packed(asked)
 
     def linear(
         self,
@@ -205,7 +211,13 @@ class Weights:
         asked = WeightRequest(kind, full, inputs, bias, order, transposed)
         if self._mixed_layers and is_fine(asked.name, self._mixed_layers):
             asked = replace(asked, kind="head")
-        return self._source.packed(asked)
+        return self._packed(asked)
+
+    def _packed(self, asked: WeightRequest) -> PackedLinear:
+        packed = self._source.packed(asked)
+        if self._listener is not None:
+            self._listener.note(asked, packed)
+        return packed
 
     def _full(self, name: str) -> str:
         if name in self._names:
@@ -220,3 +232,11 @@ class WeightObserver(Protocol):
 
     def vector(self, name: str, vector: Tensor) -> None: ...
     def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None: ...
+
+
+class WeightListener(Protocol):
+    """Listener to the requests of a model's layers."""
+
+    def note(self, asked: WeightRequest, packed: PackedLinear) -> None: ...
+    def note_split(self, name: str, parts: Mapping[str, int]) -> None: ...
+    def note_skip(self, name: str) -> None: ...

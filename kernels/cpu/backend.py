@@ -14,6 +14,7 @@ from .altup import CPUAltUp
 from .attention import CPUAttention, CPUAttentionMetadata, CPUKVCache
 from .command_buffer import CommandGraph, CommandRecorder
 from .ffi import NativeRouting, Step
+from .lora import CPULora
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
 from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer, pointers
@@ -76,6 +77,7 @@ class CPUBackend:
             row_invariant=True,
             recurrent=CPURecurrent(self.library, self.recorder).ops(),
             altup=CPUAltUp(self.library, self.recorder).ops(),
+            lora=CPULora(self.library, self.recorder).ops(),
             rotate_and_write=attention.rotate_and_write,
             attend_whole_texts=attention.attend_whole_texts,
             best_of=self.drawing.best_of,

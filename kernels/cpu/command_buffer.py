@@ -147,7 +147,7 @@ class CommandGraph:
 def ragged_step(rows: int, ragged: BatchLayout) -> Step:
     """Build the C++ step. `ragged` must stay alive until the step has run."""
     states, window = ragged.states, ragged.window
-    return Step(
+    step = Step(
         rows=rows,
         sequences=len(ragged.query_lens),
         block_size=ragged.block_size,
@@ -163,3 +163,6 @@ def ragged_step(rows: int, ragged: BatchLayout) -> Step:
         save_rows=None if states is None else states.save_rows.data_ptr(),
         save_slots=None if states is None else states.save_slots.data_ptr(),
     )
+    if ragged.adapters is not None:
+        step.use_adapters(ragged.adapters)
+    return step

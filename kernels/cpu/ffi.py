@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..lora import LoraRows
 from ..op_types import Routing
 from .compiling import NativeUnavailable
 
@@ -36,6 +37,10 @@ class Step(ctypes.Structure):
         ("save_starts", c_void_p),
         ("save_rows", c_void_p),
         ("save_slots", c_void_p),
+        ("adapter_rows", c_void_p),
+        ("adapter_starts", c_void_p),
+        ("adapter_slots", c_void_p),
+        ("adapter_runs", c_int32),
     )
 
     def use_angles(self, cos: Tensor, sin: Tensor) -> None:
@@ -44,6 +49,11 @@ class Step(ctypes.Structure):
         """
         self.angle_width = cos.shape[-1]
         self.cos, self.sin = cos.data_ptr(), sin.data_ptr()
+
+    def use_adapters(self, rows: LoraRows) -> None:
+        """Use the rows of adapters. They must stay alive until the step has run."""
+        self.adapter_rows, self.adapter_starts = rows.rows.data_ptr(), rows.starts.data_ptr()
+        self.adapter_slots, self.adapter_runs = rows.slots.data_ptr(), len(rows.slots)
 
 
 class NativeRouting(ctypes.Structure):
@@ -135,6 +145,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
     "llmbox_quant_op": (P, (INT, P, P, LONG, P, LONG, INT)),
     "llmbox_quant_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
+    "llmbox_lora_op": (P, (INT, INT, P, P, LONG, INT, P, LONG)),
+    "llmbox_lora_embedding_op": (P, (INT, P, FLOAT, P, LONG, INT)),
     "llmbox_norm_op": (P, (INT, INT, P, LONG, P, INT, INT, FLOAT, P)),
     "llmbox_add_norm_op": (P, (INT, INT, P, LONG, P, P, INT, FLOAT, P)),
     "llmbox_layer_norm_op": (P, (INT, INT, P, LONG, P, P, P, INT, FLOAT, P)),

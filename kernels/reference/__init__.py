@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..altup import ALTUP
+from ..lora import reference_lora
 from ..ops import Ops
 from .attention import attention, build_attention_metadata, write_kv
 from .elementwise import (
@@ -56,4 +57,5 @@ REFERENCE = Ops(
     kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
     recurrent=RECURRENT,
     altup=ALTUP,
+    lora=reference_lora(),
 )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ...config import SchedulerConfig
 from ...errors import DoesNotFit
 from ...ipc.messages import PrefixMissReason
+from ..adapter_slots import AdapterSlots
 from ..fair_shares import is_premium
 from ..request import Request
 from ..step import ScheduledRequest
@@ -61,6 +62,8 @@ class KVCacheManager:
         self.uses = PrefixUses()
         self.tiers: KVTiers | None = None
         """Tiers behind the pools; set once the engine has them."""
+        self.adapters: AdapterSlots | None = None
+        """Slots of adapters; set once the engine has some."""
         self.computed_by: list[str | None] = [None] * pool.num_blocks
         """Id of the request that last filled each block; meaningless for free blocks."""
 
@@ -107,6 +110,8 @@ class KVCacheManager:
         size = self._admission_size(request)
         fresh = size - len(shared)
         if not self._has_room(request, shared, fresh, alone=alone):
+            return None
+        if self.adapters is not None and not self.adapters.hold(request):
             return None
         self._count_prefix(request, hits)
         self.pool.touch(shared)
@@ -212,6 +217,8 @@ class KVCacheManager:
             self.states.free(request, suspect=suspect)
         if self.windows is not None:
             self.windows.free(request, suspect=suspect)
+        if self.adapters is not None:
+            self.adapters.release(request, suspect=suspect)
         self.pool.free(request.block_table)
         self._count_premium(request, -len(request.block_table))
         request.block_table = []
@@ -234,11 +241,13 @@ class KVCacheManager:
             self.tiers.forget(request)
 
     def check(self, running: Sequence[Request]) -> None:
-        """Assert that states and windows of running requests are accounted for."""
+        """Assert that states, windows and adapters of running requests are accounted for."""
         if self.states is not None:
             self.states.check(running)
         if self.windows is not None:
             self.windows.check(running)
+        if self.adapters is not None:
+            self.adapters.check(list(running))
 
     def _reserved(self, request: Request) -> int:
         """Return the blocks of the request at its maximum length. The last token's KV is never computed.

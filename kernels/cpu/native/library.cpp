@@ -10,6 +10,7 @@
 #include "attention/attention_op.h"
 #include "attention/qk_norm_rope_kv_write.h"
 #include "linear/embedding.h"
+#include "linear/lora.h"
 #include "sampling/argmax.h"
 
 using namespace llmbox;
@@ -57,6 +58,22 @@ Op* llmbox_quant_embedding_op(int dtype, const QuantLinear* table, float scale, 
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using Out = typename E::Element;
         return new QuantEmbeddingOp<Out>(*table, scale, static_cast<Out*>(out), out_stride);
+    });
+}
+
+// `weights`: addresses of `LoraWeights` by slot; y is of x's type or float32.
+Op* llmbox_lora_op(int dtype, int out_dtype, const int64_t* weights, const void* x, int64_t x_stride, int inputs, void* y,
+                   int64_t y_stride) {
+    return with_norm_types(dtype, out_dtype, [&]<class T, class Out>(T, Out) -> Op* {
+        return new LoraOp<T, Out>(weights, static_cast<const T*>(x), x_stride, inputs, static_cast<Out*>(y), y_stride);
+    });
+}
+
+// `tables`: addresses of embeddings by slot.
+Op* llmbox_lora_embedding_op(int dtype, const int64_t* tables, float scale, void* x, int64_t x_stride, int width) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new LoraEmbeddingOp<T>(tables, scale, static_cast<T*>(x), x_stride, width);
     });
 }
 

@@ -30,6 +30,10 @@ struct Step {
     const int32_t* save_starts;    // [sequences + 1]
     const int32_t* save_rows;      // [save_starts[sequences]]
     const int32_t* save_slots;     // as many
+    const int32_t* adapter_rows;   // [adapter_starts[adapter_runs]], rows by adapter; these three only with LoRA
+    const int32_t* adapter_starts; // [adapter_runs + 1]
+    const int32_t* adapter_slots;  // [adapter_runs]
+    int32_t adapter_runs;
 
     // Where a row's cos and sin begin.
     int64_t angles(int table, int row) const { return (static_cast<int64_t>(table) * rows + row) * angle_width; }

@@ -1,0 +1,108 @@
+"""Weights of an adapter as the linears of a model take them: sliced for a rank, stacked and in order.
+
+T rows of the step, I inputs, O outputs, R ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.lora import LoraPiece, LoraSite, LoraWeights
+from llmbox.kernels.ops import PackedLinear
+
+from ..checkpoint.adapter import AdapterTarget
+from ..checkpoint.files import open_regular
+from ..checkpoint.safetensors import TensorEntry
+from ..checkpoint.tensor_io import DTYPES, bytes_of, read_fully, refuse_non_finite
+from ..partition import ShardSlice
+from .source import WeightRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedLinear:
+    """One linear of the model, a stack of named outputs, and what adapters add to it."""
+
+    asked: WeightRequest
+    packed: PackedLinear
+    site: LoraSite = field(default_factory=LoraSite)
+    table: LoraSite = field(default_factory=LoraSite)
+    """Tables of adapters in place of it, as an embedding."""
+
+    def offset(self, name: str) -> int:
+        """Return the first row of an output in the stack, before `order`."""
+        names = list(self.asked.outputs)
+        return sum(self.asked.outputs[each].size for each in names[: names.index(name)])
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShare:
+    """Share of an adapted tensor in one output of a linear: rows of B `first .. first + total`."""
+
+    linear: AdaptedLinear
+    name: str
+    target: AdapterTarget
+    first: int
+
+
+def weights_of(shares: Sequence[AdapterShare], reader: "AdapterReader") -> LoraWeights:
+    """Stack what an adapter has for the outputs of one linear: each A once, B in the order of its rows."""
+    linear = shares[0].linear
+    firsts: dict[str, int] = {}
+    many_a: list[Tensor] = []
+    scales: list[Tensor] = []
+    rank = 0
+    for share in shares:
+        if share.target.name not in firsts:
+            firsts[share.target.name] = rank
+            many_a.append(cut(reader.read(share.target.a), linear.asked.inputs, 1))
+            scales.append(torch.full((share.target.rank,), share.target.scale))
+            rank += share.target.rank
+    pieces: list[LoraPiece] = []
+    for share in shares:
+        rows = linear.asked.outputs[share.name]
+        b_Or = cut(reader.read(share.target.b)[share.first : share.first + rows.total], rows, 0)
+        pieces += _pieces(linear, share.name, firsts[share.target.name], b_Or)
+    return LoraWeights(torch.cat(many_a).contiguous(), torch.cat(scales), tuple(pieces))
+
+
+def _pieces(linear: AdaptedLinear, name: str, first: int, b_Or: Tensor) -> Iterator[LoraPiece]:
+    """Return B in runs of neighboring outputs of the packed linear, whose rows may have another order."""
+    offset, order = linear.offset(name), linear.asked.order
+    if order is None:
+        yield LoraPiece(offset, offset + len(b_Or), first, b_Or.contiguous())
+        return
+    order_O = torch.tensor(order)
+    is_mine_O = (order_O >= offset) & (order_O < offset + len(b_Or))
+    changes = torch.nonzero(torch.diff(is_mine_O.int())).flatten() + 1
+    bounds = [0, *changes.tolist(), len(order)]
+    for start, stop in pairwise(bounds):
+        if bool(is_mine_O[start]):
+            yield LoraPiece(start, stop, first, b_Or[order_O[start:stop] - offset].contiguous())
+
+
+def cut(weight: Tensor, part: ShardSlice, dim: int) -> Tensor:
+    """Return this rank's rows or columns, with its padding."""
+    cut = weight.narrow(dim, part.start, part.stop - part.start)
+    if part.pad:
+        shape = list(cut.shape)
+        shape[dim] = part.pad
+        cut = torch.cat((cut, cut.new_zeros(shape)), dim)
+    return cut.contiguous()
+
+
+class AdapterReader:
+    """Reader of an adapter's tensors in the model's dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def read(self, entry: TensorEntry) -> Tensor:
+        stored = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        with open_regular(entry.file, 0) as stream:
+            stream.seek(entry.offset)
+            read_fully(stream.readinto, bytes_of(stored), entry)
+        refuse_non_finite(stored, entry, "")
+        return stored.to(self._dtype)

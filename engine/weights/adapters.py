@@ -1,0 +1,238 @@
+"""LoRA adapters beside the linears of a model: which tensor belongs where, and loading into slots.
+
+`AdapterLayers` is told of each linear as the model is built, and has operations that add what adapters have.
+
+T rows of the step, I inputs, O outputs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.lora import LoraOps, LoraRows
+from llmbox.kernels.ops import Ops, PackedLinear
+
+from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name
+from ..checkpoint.safetensors import TensorEntry, shown
+from ..errors import ModelError
+from .adapter_weights import AdaptedLinear, AdapterReader, AdapterShare, cut, weights_of
+from .source import WeightRequest
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+MERGE_FIRST = "`llmbox lora merge` writes a model of both"
+
+
+class AdapterLayers:
+    """Linears of one rank's model, by the names that adapters have for them."""
+
+    def __init__(self, ops: Ops) -> None:
+        assert ops.lora is not None
+        self._base = ops
+        self._lora: LoraOps = ops.lora
+        self.ops = replace(ops, linear=self._linear, logits=self._logits, embedding=self._embedding)
+        self.rows: LoraRows | None = None
+        """Rows of the step that runs or is recorded, where some have an adapter."""
+        self._linears: dict[int, AdaptedLinear] = {}
+        """By the id of the packed weights, which it keeps."""
+        self._outputs: dict[str, AdaptedLinear] = {}
+        """By the name of each output."""
+        self._stacks: dict[str, Mapping[str, int]] = {}
+        self._fixed: set[str] = set()
+        """Weights that no adapter changes, such as routers and experts."""
+        self._skipped: list[str] = []
+        self._heads: dict[int, PackedLinear] = {}
+        """Whole heads by slot."""
+
+    # ------------------------------------------------------------------ while the model is built
+
+    def note(self, asked: WeightRequest, packed: PackedLinear) -> None:
+        """Remember a weight that the model was given."""
+        names = {plain_name(name): name for name in asked.outputs}
+        if asked.kind in {"experts", "router"} or any(".experts." in name for name in names):
+            self._fixed |= names.keys()
+            return
+        linear = self._linears[id(packed)] = AdaptedLinear(asked, packed)
+        self._outputs |= dict.fromkeys(names, linear)
+        if asked.kind == "tied":
+            self._outputs[HEAD] = linear
+
+    def note_split(self, name: str, parts: Mapping[str, int]) -> None:
+        self._stacks[plain_name(name)] = {plain_name(part): rows for part, rows in parts.items()}
+
+    def note_skip(self, name: str) -> None:
+        self._skipped.append(name)
+
+    # ------------------------------------------------------------------ operations
+
+    @contextmanager
+    def applied(self, rows: LoraRows | None) -> Iterator[None]:
+        """Apply adapters to these rows inside."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    def _linear(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:
+        out_TO = self._base.linear(packed, x_TI)
+        if self.rows is not None:
+            self._add(packed, x_TI, out_TO, self.rows)
+        return out_TO
+
+    def _logits(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:
+        out_TO = self._base.logits(packed, x_TI)
+        if self.rows is not None:
+            if self._heads and (head := self._outputs.get(HEAD)) is not None and head.packed is packed:
+                for slot, index in self.rows.runs():
+                    if (own := self._heads.get(slot)) is not None:
+                        out_TO[index] = self._base.logits(own, x_TI[index]).to(out_TO.dtype)
+            self._add(packed, x_TI, out_TO, self.rows)
+        return out_TO
+
+    def _embedding(self, table: PackedLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
+        out_TE = self._base.embedding(table, ids_T, scale)
+        if self.rows is not None and (linear := self._linears.get(id(table))) is not None:
+            self._lora.embed(linear.table, ids_T, out_TE, scale, self.rows)
+        return out_TE
+
+    def _add(self, packed: PackedLinear, x_TI: Tensor, out_TO: Tensor, rows: LoraRows) -> None:
+        linear = self._linears.get(id(packed))
+        if linear is not None:
+            self._lora.add(linear.site, x_TI, out_TO, rows)
+
+    # ------------------------------------------------------------------ adapters
+
+    def match(self, adapter: Adapter) -> None:
+        """Raise AdapterError unless every tensor belongs to this model and can be applied beside it."""
+        if adapter.is_dora:
+            raise AdapterError(
+                f"{adapter.directory} is a DoRA adapter, whose magnitudes need the base's own weights: "
+                f"{MERGE_FIRST}"
+            )
+        for target in adapter.targets.values():
+            list(self._shares(target))
+        for name, entry in adapter.saved.items():
+            self._saved(name, entry)
+
+    def load(self, slot: int, adapter: Adapter, dtype: torch.dtype) -> int:
+        """Read an adapter into a free slot. Returns its bytes. Raises AdapterError, with the slot free."""
+        self.match(adapter)
+        try:
+            return self._load(slot, adapter, dtype)
+        except OSError as error:
+            self.unload(slot)
+            raise AdapterError(f"{adapter.directory} cannot be read: {error.strerror or error}") from None
+        except ModelError as error:
+            self.unload(slot)
+            raise AdapterError(str(error)) from None
+
+    def unload(self, slot: int) -> None:
+        self._heads.pop(slot, None)
+        for linear in self._linears.values():
+            self._lora.unload(linear.site, slot)
+            self._lora.unload(linear.table, slot)
+
+    def _load(self, slot: int, adapter: Adapter, dtype: torch.dtype) -> int:
+        reader = AdapterReader(dtype)
+        by_linear: dict[int, list[AdapterShare]] = {}
+        for target in adapter.targets.values():
+            for share in self._shares(target):
+                by_linear.setdefault(id(share.linear.packed), []).append(share)
+        taken = 0
+        for shares in by_linear.values():
+            weights = weights_of(shares, reader)
+            taken += weights.nbytes
+            self._lora.load(shares[0].linear.site, slot, weights)
+        for name, entry in adapter.saved.items():
+            if (found := self._saved(name, entry)) is None:
+                continue
+            rows = found.asked.outputs[_stored_name(found, name)]
+            table_VE = cut(reader.read(entry), rows, 0)
+            taken += table_VE.nbytes
+            if name == HEAD:
+                self._heads[slot] = self._base.pack_router(table_VE, None)
+            else:
+                self._lora.load_table(found.table, slot, table_VE)
+        return taken
+
+    def _shares(self, target: AdapterTarget) -> Iterator[AdapterShare]:
+        """Return where a target's outputs go; nothing for layers that are not here. Raises AdapterError."""
+        for name, first, rows in self._parts(target.name, 0, target.shape[0]):
+            linear = self._outputs.get(name)
+            if linear is None:
+                if self._is_skipped(name):
+                    continue
+                raise self._unknown(name, target.b)
+            asked = linear.asked
+            outputs = asked.outputs[_stored_name(linear, name)]
+            expected = outputs.total, asked.inputs.total
+            if (rows, target.shape[1]) != expected:
+                entry = target.a if target.shape[1] != expected[1] else target.b
+                raise _wrong_base(target.name, entry, target.shape, expected)
+            yield AdapterShare(linear, _stored_name(linear, name), target, first)
+
+    def _parts(self, name: str, first: int, rows: int) -> Iterator[tuple[str, int, int]]:
+        """Return (name, first row, rows) of the outputs that a stored stack consists of."""
+        parts = self._stacks.get(name)
+        if name in self._outputs or not parts:
+            yield name, first, rows
+            return
+        total = sum(parts.values())
+        for part, size in parts.items():
+            # A stack of another size is refused with the shape of its first part.
+            yield from self._parts(part, first, size if total == rows else rows)
+            first += size
+
+    def _saved(self, name: str, entry: TensorEntry) -> AdaptedLinear | None:
+        if name not in {EMBEDDING, HEAD}:
+            raise AdapterError(
+                f"{entry.file}: tensor {shown(entry.name)}: {name} is saved whole, and only embed_tokens and "
+                f"lm_head are read so: {MERGE_FIRST}"
+            )
+        linear = self._outputs.get(name)
+        if linear is None:
+            if self._is_skipped(name):
+                return None
+            raise self._unknown(name, entry)
+        rows = linear.asked.outputs[_stored_name(linear, name)]
+        expected = rows.total, linear.asked.inputs.total
+        if entry.shape != expected:
+            raise _wrong_base(name, entry, entry.shape, expected)
+        return linear
+
+    def _is_skipped(self, name: str) -> bool:
+        return any(
+            f"{name}.".startswith(plain_name(each[:-1]) + ".")
+            if each.endswith(".")
+            else plain_name(each.removesuffix(".weight")) == name
+            for each in self._skipped
+        )
+
+    def _unknown(self, name: str, entry: TensorEntry) -> AdapterError:
+        where = f"{entry.file}: tensor {shown(entry.name)}"
+        if ".experts" in name or name in self._fixed:
+            return AdapterError(
+                f"{where}: adapters of routers, of experts and of absorbed linears are not applied beside a "
+                f"model: {MERGE_FIRST}"
+            )
+        return AdapterError(f"{where}: the model has no linear {name}: the adapter is of another base")
+
+
+def _stored_name(linear: AdaptedLinear, name: str) -> str:
+    """Return the name in the request of a linear for that of an adapter."""
+    names = list(linear.asked.outputs)
+    return next((each for each in names if plain_name(each) == name), names[0])
+
+
+def _wrong_base(name: str, entry: TensorEntry, shape: Sequence[int], expected: Sequence[int]) -> AdapterError:
+    return AdapterError(
+        f"{entry.file}: tensor {shown(entry.name)}: it adapts a {name} of {_by(shape)}, and the model's has "
+        f"{_by(expected)}: the adapter is of another base"
+    )
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))

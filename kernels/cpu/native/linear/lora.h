@@ -1,0 +1,169 @@
+// LoRA adapters beside a linear: y += scale B (A x) for the rows of each adapter of a step.
+//
+// Rows are taken adapter by adapter (SGMV). A row's numbers are summed in one order, whatever rows are beside it: those
+// of A in ascending inputs, lane by lane, those of B in ascending ranks.
+#pragma once
+
+#include <algorithm>
+
+#include "threads/command_buffer.h"
+
+namespace llmbox {
+
+constexpr int LORA_PANEL = 64;  // outputs of a panel of B
+
+// As kernels/cpu/lora.py writes it: integers of 64 bits.
+struct LoraPiece {
+    int64_t start, stop;  // outputs
+    int64_t first, rank;  // of the ranks that it reads
+    int64_t panels;       // address of [panels][rank][LORA_PANEL]
+};
+struct LoraWeights {
+    int64_t a;       // address of [rank][inputs]
+    int64_t scales;  // address of [rank]
+    int64_t rank, pieces;
+
+    const LoraPiece& piece(int i) const { return reinterpret_cast<const LoraPiece*>(this + 1)[i]; }
+};
+
+template <class T, class Out> class LoraOp : public Op {
+public:
+    // `weights`: address of the weights of each slot, 0 where an adapter has none here.
+    LoraOp(const int64_t* weights, const T* x, int64_t x_stride, int inputs, Out* y, int64_t y_stride)
+        : weights_(weights), x_(x), x_stride_(x_stride), inputs_(inputs), y_(y), y_stride_(y_stride) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        Op::prepare(step, pool);
+        widest_ = 0;
+        for (int run = 0; run < step.adapter_runs; run++)
+            if (const LoraWeights* weights = of(step, run)) widest_ = std::max(widest_, static_cast<int>(weights->rank));
+        if (widest_) pool.shared().template take<float>(static_cast<size_t>(step.adapter_starts[step.adapter_runs]) * widest_);
+    }
+
+    void run(const Step& step, Member& member) override {
+        if (!widest_) return;
+        float* low = member.pool.shared().template get<float>();
+        each_item(step, member, [](const LoraWeights& w) { return ceil_div(static_cast<int>(w.rank), RANKS); },
+                  [&](const LoraWeights& w, int item, int begin, int end) { shrink(step, w, item * RANKS, begin, end, low); });
+        member.barrier();
+        each_item(step, member, [](const LoraWeights& w) { return panels_of(w); },
+                  [&](const LoraWeights& w, int item, int begin, int end) { expand(step, w, item, begin, end, low); });
+    }
+
+private:
+    static constexpr int RANKS = 4;   // of A that share the loads of x
+    static constexpr int ROWS = 16;   // of one item of work
+
+    const LoraWeights* of(const Step& step, int run) const {
+        return reinterpret_cast<const LoraWeights*>(weights_[step.adapter_slots[run]]);
+    }
+
+    static int panels_of(const LoraWeights& w) {
+        int panels = 0;
+        for (int i = 0; i < w.pieces; i++) panels += panels_of(w.piece(i));
+        return panels;
+    }
+    static int panels_of(const LoraPiece& piece) {
+        return ceil_div(static_cast<int>(piece.stop - piece.start), LORA_PANEL);
+    }
+
+    // Calls work(weights, item, first entry of the rows, their end) for this member's share of all runs.
+    template <class Count, class Work> void each_item(const Step& step, Member& member, Count count, Work work) const {
+        int total = 0;
+        for (int run = 0; run < step.adapter_runs; run++)
+            if (const LoraWeights* w = of(step, run)) total += count(*w) * blocks(step, run);
+        const auto mine = member.share(total);
+        int passed = 0;
+        for (int run = 0; run < step.adapter_runs && passed < mine.end; run++) {
+            const LoraWeights* w = of(step, run);
+            if (!w) continue;
+            const int rows = blocks(step, run), items = count(*w) * rows;
+            for (int i = std::max(mine.begin - passed, 0); i < std::min(mine.end - passed, items); i++) {
+                const int begin = step.adapter_starts[run] + i % rows * ROWS;
+                work(*w, i / rows, begin, std::min(begin + ROWS, step.adapter_starts[run + 1]));
+            }
+            passed += items;
+        }
+    }
+    static int blocks(const Step& step, int run) {
+        return ceil_div(step.adapter_starts[run + 1] - step.adapter_starts[run], ROWS);
+    }
+
+    // low[entry][rank] = scale A x for a few ranks of some rows.
+    NOINLINE void shrink(const Step& step, const LoraWeights& w, int rank, int begin, int end, float* low) const {
+        const T* a = reinterpret_cast<const T*>(w.a) + static_cast<int64_t>(rank) * inputs_;
+        const float* scales = reinterpret_cast<const float*>(w.scales) + rank;
+        const int ranks = std::min(RANKS, static_cast<int>(w.rank) - rank);
+        for (int entry = begin; entry < end; entry++) {
+            const T* x = x_ + step.adapter_rows[entry] * x_stride_;
+            Floats sums[RANKS] = {};
+            for (int i = 0; i < inputs_; i += LANES) {
+                const int left = inputs_ - i;
+                const Floats from = load(x + i, left);
+                UNROLL for (int r = 0; r < RANKS; r++)
+                    if (r < ranks) sums[r] = multiply_add(from, load(a + r * static_cast<int64_t>(inputs_) + i, left), sums[r]);
+            }
+            for (int r = 0; r < ranks; r++) low[static_cast<int64_t>(entry) * widest_ + rank + r] = sum(sums[r]) * scales[r];
+        }
+    }
+
+    // y += B low for one panel of outputs of some rows.
+    NOINLINE void expand(const Step& step, const LoraWeights& w, int panel, int begin, int end, const float* low) const {
+        int number = 0;
+        for (; panel >= panels_of(w.piece(number)); number++) panel -= panels_of(w.piece(number));
+        const LoraPiece& piece = w.piece(number);
+        const T* b = reinterpret_cast<const T*>(piece.panels) + static_cast<int64_t>(panel) * piece.rank * LORA_PANEL;
+        const int64_t column = piece.start + static_cast<int64_t>(panel) * LORA_PANEL;
+        const int columns = static_cast<int>(std::min<int64_t>(LORA_PANEL, piece.stop - column));
+        for (int entry = begin; entry < end; entry++) {
+            const float* from = low + static_cast<int64_t>(entry) * widest_ + piece.first;
+            Floats sums[LORA_PANEL / LANES] = {};
+            for (int r = 0; r < piece.rank; r++) {
+                const Floats factor = splat(from[r]);
+                UNROLL for (int i = 0; i < LORA_PANEL / LANES; i++)
+                    sums[i] = multiply_add(factor, load(b + r * LORA_PANEL + i * LANES), sums[i]);
+            }
+            Out* y = y_ + step.adapter_rows[entry] * y_stride_ + column;
+            for (int i = 0; i < columns; i += LANES) store(y + i, load(y + i, columns - i) + sums[i / LANES], columns - i);
+        }
+    }
+
+    const int64_t* weights_;
+    const T* x_;
+    int64_t x_stride_;
+    int inputs_;
+    Out* y_;
+    int64_t y_stride_;
+    int widest_ = 0;  // ranks of an adapter of the step
+};
+
+// x = row of the adapter's own embedding * scale, for adapters that have one.
+template <class T> class LoraEmbeddingOp : public Op {
+public:
+    LoraEmbeddingOp(const int64_t* tables, float scale, T* x, int64_t x_stride, int width)
+        : tables_(tables), scale_(scale), x_(x), x_stride_(x_stride), width_(width) {}
+
+    void run(const Step& step, Member& member) override {
+        for (int run = 0; run < step.adapter_runs; run++) {
+            const T* table = reinterpret_cast<const T*>(tables_[step.adapter_slots[run]]);
+            if (!table) continue;
+            const int begin = step.adapter_starts[run];
+            const auto mine = member.share(step.adapter_starts[run + 1] - begin);
+            for (int entry = begin + mine.begin; entry < begin + mine.end; entry++) {
+                const int row = step.adapter_rows[entry];
+                const T* from = table + step.ids[row] * width_;
+                T* to = x_ + row * x_stride_;
+                for (int i = 0; i < width_; i += LANES) store(to + i, load(from + i, width_ - i) * splat(scale_), width_ - i);
+            }
+        }
+    }
+
+private:
+    const int64_t* tables_;
+    float scale_;
+    T* x_;
+    int64_t x_stride_;
+    int width_;
+};
+
+}  // namespace llmbox

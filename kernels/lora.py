@@ -1,0 +1,158 @@
+"""Operations of LoRA adapters: y += scale B (A x) for the rows of each adapter of a step.
+
+T rows of the step, I inputs and O outputs of a linear, R ranks of all adapted parts of a stacked linear.
+An adapter in memory has a slot, the same at every linear.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Chen et al., "Punica: Multi-Tenant LoRA
+Serving", 2023.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_SLOTS = 64
+"""Adapters that are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Rows of a step that have an adapter, one run of `rows` for each; int32 tensors on the host."""
+
+    rows: Tensor
+    """Numbers of rows, those of one adapter next to each other."""
+    starts: Tensor
+    """First entry in `rows` of each run, and the end of the last one."""
+    slots: Tensor
+    """Slot of each run."""
+
+    @classmethod
+    def of(cls, slots_T: Iterable[tuple[int, range]]) -> "LoraRows | None":
+        """Group (slot, rows) by slot; a negative slot is none. None where no row has one."""
+        by_slot: dict[int, array[int]] = {}
+        for slot, rows in slots_T:
+            if slot >= 0:
+                by_slot.setdefault(slot, array("i")).extend(rows)
+        if not by_slot:
+            return None
+        order, starts = array("i"), array("i", [0])
+        for slot in sorted(by_slot):
+            order.extend(by_slot[slot])
+            starts.append(len(order))
+        return cls(*(torch.tensor(each, dtype=torch.int32) for each in (order, starts, sorted(by_slot))))
+
+    def runs(self) -> list[tuple[int, Tensor]]:
+        """Return slot and row numbers of each run, for indexing."""
+        bounds = self.starts.tolist()
+        each = zip(self.slots.tolist(), bounds, bounds[1:], strict=False)
+        return [(slot, self.rows[start:stop].long()) for slot, start, stop in each]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPiece:
+    """Outputs `start .. stop` of a linear, which read ranks `first .. first + B's columns`."""
+
+    start: int
+    stop: int
+    first: int
+    b_Or: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """Weights of one adapter for one linear, with the scale of each rank in float32."""
+
+    a_RI: Tensor
+    scales_R: Tensor
+    pieces: tuple[LoraPiece, ...]
+    packed: Any = None
+    """Form that the backend made of them."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.a_RI.nbytes + sum(piece.b_Or.nbytes for piece in self.pieces)
+
+
+@dataclass(slots=True)
+class LoraSite:
+    """One linear or embedding, and what the adapters in memory add to it or put in its place."""
+
+    weights: dict[int, LoraWeights] = field(default_factory=dict)
+    """Weights by slot."""
+    tables: dict[int, Tensor] = field(default_factory=dict)
+    """Whole embeddings [V, E] in place of the model's, by slot."""
+    addresses: "array[int]" = field(default_factory=lambda: array("q", bytes(8 * MAX_SLOTS)))
+    """Addresses by slot that C++ kernels read: of packed weights, or of a table; 0: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOps:
+    """Operations of adapters. A row's bits do not depend on the rows and the adapters beside it."""
+
+    load: Callable[[LoraSite, int, LoraWeights], None]
+    """(site, slot, weights in the model's dtype, contiguous): use them from the next step on."""
+
+    load_table: Callable[[LoraSite, int, Tensor], None]
+    """(site, slot, table_VE) as `load`, in place of an embedding."""
+
+    unload: Callable[[LoraSite, int], None]
+    """(site, slot): forget what is there, if anything."""
+
+    add: Callable[[LoraSite, Tensor, Tensor, LoraRows], None]
+    """(site, x_TI, y_TO, rows): add to y in place, in float32 and rounded once. y has the dtype of x or
+    float32; rows of both may be strided."""
+
+    embed: Callable[[LoraSite, Tensor, Tensor, float, LoraRows], None]
+    """(site, ids_T, x_TE, scale, rows): write embeddings of adapters that have a table, scaled."""
+
+
+def unload(site: LoraSite, slot: int) -> None:
+    site.addresses[slot] = 0
+    site.weights.pop(slot, None)
+    site.tables.pop(slot, None)
+
+
+def reference_lora() -> LoraOps:
+    """Return the meaning of the operations, in plain torch."""
+    return LoraOps(_load, _load_table, unload, _add, _embed)
+
+
+def _load(site: LoraSite, slot: int, weights: LoraWeights) -> None:
+    site.weights[slot] = weights
+
+
+def _load_table(site: LoraSite, slot: int, table_VE: Tensor) -> None:
+    site.tables[slot] = table_VE
+
+
+def _add(site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: LoraRows) -> None:
+    for slot, index in rows.runs():
+        weights = site.weights.get(slot)
+        if weights is None:
+            continue
+        low_R = x_TI[index].float() @ weights.a_RI.float().T * weights.scales_R
+        for piece in weights.pieces:
+            columns = slice(piece.start, piece.stop)
+            part_R = low_R[:, piece.first : piece.first + piece.b_Or.shape[1]]
+            added = y_TO[index, columns].float() + part_R @ piece.b_Or.float().T
+            y_TO[index, columns] = added.to(y_TO.dtype)
+
+
+def _embed(site: LoraSite, ids_T: Tensor, x_TE: Tensor, scale: float, rows: LoraRows) -> None:
+    for slot, index in rows.runs():
+        table_VE = site.tables.get(slot)
+        if table_VE is not None:
+            x_TE[index] = (table_VE[ids_T[index]].float() * scale).to(x_TE.dtype)
+
+
+def panels_of(piece: LoraPiece, width: int) -> Tensor:
+    """Return B as panels of `width` outputs, each rank by rank: [panels, r, width], padded with zeros."""
+    outputs, rank = piece.b_Or.shape
+    panels = -(-outputs // width)
+    padded = torch.zeros(panels * width, rank, dtype=piece.b_Or.dtype)
+    padded[:outputs] = piece.b_Or
+    return padded.view(panels, width, rank).transpose(1, 2).contiguous()
