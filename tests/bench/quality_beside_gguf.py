@@ -236,8 +236,8 @@ def predictions(engine: Engine, sequences: list[list[int]]) -> Predictions:
     decoder = runner_of(engine)._model
     logits, parts, logprobs = decoder.logits, [], []
 
-    def recorded(hidden_RE: Tensor) -> Tensor:
-        parts.append(logits(hidden_RE))
+    def recorded(hidden_RE: Tensor, *adapters: Tensor | None) -> Tensor:
+        parts.append(logits(hidden_RE, *adapters))
         return parts[-1]
 
     decoder.logits = recorded

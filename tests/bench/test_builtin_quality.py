@@ -35,6 +35,7 @@ def test_eight_bits_where_errors_show_most_are_nearer(plain: Predictions) -> Non
     assert mix < 0.8 * four
 
 
+@pytest.mark.nightly
 def test_calibration_on_its_own_text_is_nearer(plain: Predictions, tmp_path: Path) -> None:
     quantize(ASSETS, tmp_path / "out", QUANTS["int4"], 1, nothing, nothing)
     assert divergence(plain, tmp_path / "out") < 0.85 * divergence(plain, ASSETS, quant="int4")

@@ -74,6 +74,7 @@ def test_bits_count_scales_and_the_wider_head():
 
 
 @NATIVE
+@pytest.mark.nightly
 def test_a_mixed_format_and_a_calibrated_one_take_the_same_bits(tmp_path: Path):
     from safetensors.torch import load_file
 

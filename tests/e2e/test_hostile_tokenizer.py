@@ -50,7 +50,9 @@ def bodies(name: str, text: str) -> list[tuple[str, dict]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_it_is_a_400_and_the_model_serves_on(http, name):
-    for path, body in bodies(name, TEXTS[name]):
+    """Each route with one of them; two routes with those that take processor time until they are stopped."""
+    routes = bodies(name, TEXTS[name])
+    for path, body in routes if name == "backtracking" else routes[1:3]:
         answer = http.post(path, json={"model": name, **body})
         assert answer.status_code == 400, (path, answer.text)
         error = answer.json()["error"]

@@ -16,6 +16,10 @@ TWIN = "cpu avx512" if "cpu avx512-bf16" in backends() else None
 """Level with the registers and loops of a better one that is here too: compiled and tested each night."""
 
 
+WITH_LINEARS = ("test_linear", "test_moe", "test_lora")
+"""Files with what `onednn` computes; elsewhere its operations are the functions of `reference`."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The C++ kernels do not compute in float16: those combinations are no tests."""
     kept, left_out = [], []
@@ -24,6 +28,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if any(isinstance(value, str) and value == TWIN for value in params.values()):
             item.add_marker("nightly")
         native = params.get("ops", "reference") not in TORCH_BACKENDS
+        if params.get("ops") == "onednn" and item.path.stem not in WITH_LINEARS:
+            left_out.append(item)
+            continue
         (left_out if native and params.get("dtype") == torch.float16 else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
