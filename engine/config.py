@@ -25,6 +25,7 @@ QuantChoice = Literal[
 ]
 Batching = Literal["continuous", "static"]
 Speculate = Literal["auto", "on", "off"]
+UseMTP = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +73,11 @@ class EngineConfig:
     """Speculative decoding, where verification cannot change the tokens (`executor/build.py`); `on` refuses
     to load elsewhere."""
     draft_path: str | None = None
-    """Directory of a draft model with the same vocabulary; None: drafts come from n-grams alone. As `on`, it
+    """Directory of a draft model with the same vocabulary, or of an EAGLE-3 or Medusa head. As `on`, it
     refuses to load where drafts cannot be verified."""
+    mtp: UseMTP = "auto"
+    """Drafts of the layer for multi-token prediction that the checkpoint may have: where there is no
+    `draft_path` and they can be verified; `on` refuses to load elsewhere."""
     deterministic: bool = False
     lora_bytes: int = 0
     """Memory for LoRA adapters, part of the plan. 0: none is planned, and adapters may take `LORA_BYTES`."""

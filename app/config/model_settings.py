@@ -95,7 +95,12 @@ class ModelSettings:
         "repeat. auto does so on the C++ kernels; on refuses to load elsewhere.",
         live=True,
     )
-    draft: str = key("", "Smaller model with the same vocabulary whose guesses are verified too.", live=True)
+    draft: str = key(
+        "",
+        "Smaller model with the same vocabulary, or EAGLE-3 or Medusa head, whose guesses are verified too. "
+        "mtp: the checkpoint's own layer, which guesses anyway where it can; none: neither.",
+        live=True,
+    )
     deterministic: bool = key(
         False,
         "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",

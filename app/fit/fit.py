@@ -9,9 +9,9 @@ from typing import Any
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError, DoesNotFit, ModelError, ParallelError
 from llmbox.engine.hardware.machine import Machine
-from llmbox.engine.model_config.config import ModelConfig, parse_config
+from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.model_config.shape import ModelShape
-from llmbox.engine.planning.draft_compatibility import require_draft_for
+from llmbox.engine.planning.draft_compatibility import check_drafts
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
 from llmbox.engine.planning.parallel_cost import decode_scaling, traffic
 from llmbox.engine.planning.roofline import decode_tokens_per_second
@@ -157,9 +157,8 @@ def plan_within_budget(
         plan = estimate(config.shape(engine.context), have, asked)
         wanted = RunnablePlan.of(plan, config)
         require_runnable(wanted, kernel_site(have, plan), engine)
-        if engine.draft_path is not None and Path(engine.model_path).is_dir():
-            draft = parse_config(engine.draft_path)
-            require_draft_for(config, Path(engine.model_path), draft, Path(engine.draft_path))
+        if Path(engine.model_path).is_dir():
+            check_drafts(config, engine)
     except (DoesNotFit, DeviceError, ParallelError, ModelError) as error:
         return None, str(error)
     return plan, ""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from llmbox.engine.model_config.draft_heads import is_draft_head
+
 from ..fit.fit import DISK_RESERVE
 from ..models.catalog import HUB_ID
 from ..util.threads import in_thread
@@ -16,7 +18,7 @@ from . import errors
 from .cache_layout import Repo
 from .errors import HubError, RateLimiter, Retries, Stopped
 from .model_info import remote_config
-from .repo_files import Hub, Listing, RepoFile
+from .repo_files import CONFIG_LIMIT, Hub, Listing, RepoFile
 from .transfer import TransferContext, TransferProgress, fetch, free_space
 
 T = TypeVar("T")
@@ -166,7 +168,12 @@ def _look(hub: Hub, download: Download) -> tuple[Listing, list[RepoFile]]:
 
 
 def _check_fit(hub: Hub, listing: Listing, download: Download, fit: FitCheck) -> None:
-    reason = fit(remote_config(hub, listing))
+    try:
+        reason = fit(remote_config(hub, listing))
+    except HubError:
+        if is_draft_head(hub.read_json(listing, "config.json", CONFIG_LIMIT) or {}):
+            return  # small, and planned with its model
+        raise
     if reason:
         raise HubError(
             "does_not_fit",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ENDPOINT = "https://huggingface.co"
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+SINGLE, MEDUSA = "model.safetensors", "medusa_lm_head.safetensors"
 INDEX_LIMIT = 50_000_000
 CONFIG_LIMIT = 4_000_000
 SMALL_FILES = (
@@ -178,6 +178,8 @@ def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFil
         weights = [SINGLE]
     elif index is not None:
         weights = [INDEX, *shard_names(listing.repo, index)]
+    elif listing.file(MEDUSA) is not None:
+        weights = [MEDUSA]
     else:
         raise no_weights(listing)
     missing = [name for name in weights if listing.file(name) is None]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbox.engine.config import EngineConfig
+from llmbox.engine.config import EngineConfig, UseMTP
 from llmbox.engine.errors import EngineError
 
 from ..config.entries import Scalar
@@ -36,6 +36,10 @@ _SAME = (
     ),
 )
 """Settings of a model that `EngineConfig` has under the same name."""
+
+
+_MTP: dict[str, UseMTP] = {"mtp": "on", "none": "off"}
+"""Values of `draft` that name no model: the checkpoint's layer for multi-token prediction, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class ModelRequest:
             context=value("ctx"),
             memory_bytes=None if memory is None else int(memory * 1e9),
             overlap=None if value("overlap") else False,
-            draft_path=str(resolve(draft, os.environ).path) if draft else None,
+            draft_path=str(resolve(draft, os.environ).path) if draft and draft not in _MTP else None,
+            mtp=_MTP.get(draft, "auto"),
             **options,
         )
 
@@ -96,7 +101,9 @@ class ModelRequest:
 def with_draft_path(options: Mapping[str, Scalar], find: Callable[[str], ModelRef]) -> dict[str, Scalar]:
     """Replace the name of the draft model in `options` by its directory. Raises CliError."""
     draft = options.get("model.draft")
-    return {**options, "model.draft": str(find(str(draft)).path)} if draft else dict(options)
+    if not draft or draft in _MTP:
+        return dict(options)
+    return {**options, "model.draft": str(find(str(draft)).path)}
 
 
 def options_of(config: EngineConfig) -> dict[str, Scalar]:
@@ -107,5 +114,5 @@ def options_of(config: EngineConfig) -> dict[str, Scalar]:
         "ctx": config.context,
         "memory": None if memory is None else memory / 1e9,
         "overlap": config.overlap is not False,
-        "draft": config.draft_path or "",
+        "draft": config.draft_path or {"auto": "", "on": "mtp", "off": "none"}[config.mtp],
     }

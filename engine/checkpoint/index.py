@@ -11,6 +11,8 @@ from .safetensors import FETCH_AGAIN, TensorEntry, read_header, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MEDUSA = "medusa_lm_head.safetensors"
+"""File of Medusa heads."""
 _INSIDE, _TABLE = "model.", "embed_tokens.weight"
 _LANGUAGE = {
     "language_model.model.": "model.",
@@ -79,6 +81,8 @@ def _read_entries(directory: Path) -> dict[str, TensorEntry]:
         return read_header(directory / SINGLE)
     if (directory / INDEX).exists():
         return read_shards(directory)
+    if (directory / MEDUSA).exists():
+        return read_header(directory / MEDUSA)
     raise ModelError(no_weights(directory))
 
 
@@ -153,6 +157,8 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / SINGLE]
     if (directory / INDEX).exists():
         return [directory / name for name in sorted(set(read_index(directory / INDEX).values()))]
+    if (directory / MEDUSA).exists():
+        return [directory / MEDUSA]
     raise ModelError(no_weights(directory))
 
 

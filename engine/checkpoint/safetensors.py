@@ -22,6 +22,8 @@ MAX_HEADER = 100_000_000
 SUPPORTED = {"BF16": 2, "F16": 2, "F32": 4}
 SIZES = SUPPORTED | STORED_BYTES
 """Bytes of one element."""
+UNREAD_MASK = "t2d"
+"""Mask of an EAGLE-3 head, which says no more than its `d2t` and is not read."""
 OTHER_DTYPES = {
     "BOOL",
     "F8_E5M2",
@@ -111,13 +113,14 @@ def entry(file: Path, name: str, value: Any, data_start: int, size: int) -> Tens
     if not isinstance(value, dict):
         raise ModelError(f"{where}: its header entry is not an object; {FETCH_AGAIN}")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in SIZES:
+    sizes = SIZES | {"BOOL": 1} if name.endswith(UNREAD_MASK) else SIZES
+    if not isinstance(dtype, str) or dtype not in sizes:
         known = "is not supported" if str(dtype) in OTHER_DTYPES else "is unknown"
         raise ModelError(f"{where}: dtype {dtype!r} {known}; supported: {', '.join(SUPPORTED)}")
     if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
         raise ModelError(f"{where}: bad shape {shape!r} or data_offsets {offsets!r}; {FETCH_AGAIN}")
     begin, end = offsets
-    need = math.prod(shape) * SIZES[dtype]
+    need = math.prod(shape) * sizes[dtype]
     if end - begin != need:
         raise ModelError(
             f"{where}: shape {shape} needs {need} bytes, the header gives {end - begin}; {FETCH_AGAIN}"

@@ -41,6 +41,7 @@ from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.encoders.pooling import EncoderVectors, PoolingConfig, read_pooling, read_vectors
 from ..model_config.parallel_layout import ParallelLayout
+from ..planning.draft_compatibility import check_drafts
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
@@ -50,7 +51,7 @@ from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages, load_images
 from ..sampling import Sampler
-from .drafting import draft_rows, load_draft_model
+from .drafting import DraftTarget, draft_rows, load_proposers
 from .kv_tiers import open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
 from .multiproc import RankProcesses
@@ -69,7 +70,7 @@ class RankEngine:
 
     rotary: Rotary
     kernels: tuple[str, ...]
-    """Names of the kernels and of their layout, by which the bits of keys and values may differ."""
+    """Names of the kernels, of their layout and of a draft head, by which the bits of blocks may differ."""
     runner: CPUModelRunner | EncoderRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
     """Runner on a CPU, or a callable that creates the GPU runner after the rendezvous of all ranks."""
     plan: MemoryPlan
@@ -159,10 +160,11 @@ def load_rank(
         raise DeviceError(
             f"the kernels that run here ({ops.name}) have no recurrent layers: use --device cpu"
         )
+    check_drafts(model_config, config)
     weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
     model, measured = load_weights(model_config, weights, progress)
     rotary = Rotary(model_config, plan.context, device)
-    kernels = (ops.name, "" if ops.packing is None else ops.packing.layout)
+    kernels: tuple[str, ...] = (ops.name, "" if ops.packing is None else ops.packing.layout)
     if model_config.is_bidirectional:
         vectors = _read_vectors(model_config, directory)
         context, size = plan.context, plan.block_size
@@ -195,9 +197,9 @@ def load_rank(
         states=None if states is None else make_state(states, device),
         images=None if plan.image_problem else load_images(model_config, directory, ops, dtype),
     )
-    proposers = list[Proposer]()
-    if config.draft_path is not None:
-        proposers.append(load_draft_model(config, plan, model_config, threads, (dtype, kv_dtype), progress))
+    target = DraftTarget(config, plan, model, ops, runner, threads, kv_dtype, progress)
+    proposers, head = load_proposers(target) if rows else ([], "")
+    kernels += (head,) if head else ()
     return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, proposers)
 
 

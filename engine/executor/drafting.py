@@ -1,7 +1,9 @@
-"""Speculative decoding at load: rows for drafts, and the draft model beside its target."""
+"""Speculative decoding at load: rows for drafts, and the draft model or head beside its target."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -9,25 +11,33 @@ import torch
 
 from llmbox.kernels.cpu.isa import usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, select_ops
-from llmbox.kernels.op_types import KVShape
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import KVCache, Ops
 from llmbox.kernels.quant_formats import QUANTS
 
+from ..checkpoint.index import weight_files
 from ..config import EngineConfig
-from ..errors import DeviceError
+from ..core.speculation.proposer import DraftMethod, Proposer
+from ..errors import DeviceError, ModelError
 from ..model.decoder import Decoder
+from ..model.draft_heads import Eagle3Head, MedusaHeads, MTPHead, RecurringHead
 from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
-from ..planning.draft_compatibility import require_draft_for
+from ..model_config.draft_heads import Eagle3Config, MedusaConfig, read_draft_head
+from ..model_config.parallel_layout import ParallelLayout
+from ..partition import ShardSlice
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import why_no_drafts
 from ..runner.cpu_runner import CPUModelRunner
+from ..runner.draft_head import HeadProposer, MedusaProposer
 from ..runner.draft_model import DraftModel, DraftSampler
-from .load_model import WeightsWanted, load_weights
+from ..weights.checkpoint import Checkpoint
+from ..weights.packed_cache.key import identity
+from .load_model import WeightsWanted, cache_shapes, load_part, load_weights
 
 log = logging.getLogger("llmbox.engine")
 
+_CPU: Final = torch.device("cpu")
 _READ: Final = 12e9
 """Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
 operations per row, so `flops / _READ` rows are computed in the time that reading the weights takes."""
@@ -58,46 +68,126 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
     return 0, 0.0
 
 
-def load_draft_model(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    target: ModelConfig,
-    threads: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    progress: Callable[[int, int], None],
-) -> DraftModel:
-    """Load the draft model of `config.draft_path`. `dtypes`: of activations and of keys and values.
+@dataclass(frozen=True, slots=True)
+class DraftTarget:
+    """Loaded model that drafts are for."""
 
-    Raises ModelError for one that cannot propose tokens of this target, and DeviceError.
+    config: EngineConfig
+    plan: MemoryPlan
+    model: Decoder
+    ops: Ops
+    runner: CPUModelRunner
+    threads: int
+    kv_dtype: torch.dtype
+    progress: Callable[[int, int], None]
+
+    def select_ops(self) -> Ops:
+        """Select kernels for weights in another format than the target's. Raises DeviceError."""
+        quant = QUANTS.get(self.plan.draft_quant)
+        try:
+            return select_ops(_CPU, self.model.dtype, self.kv_dtype, self.threads, quant)
+        except QuantUnavailable as error:
+            raise DeviceError(f"draft model: {error}") from None
+
+    def make_cache(self, model: ModelConfig, ops: Ops) -> KVCache:
+        """Make a KV cache with as many blocks as the target's."""
+        plan, dtypes = self.plan, (self.kv_dtype, self.model.dtype)
+        shape, _ = cache_shapes(model, replace(plan, window=0), ParallelLayout(), *dtypes)
+        return ops.make_kv_cache(shape, _CPU)
+
+    def rotary(self, model: ModelConfig) -> Rotary:
+        return Rotary(model, self.plan.context, _CPU)
+
+    def sampler(self, ops: Ops) -> DraftSampler:
+        return DraftSampler(self.model.config.vocab_size, _CPU, ops)
+
+
+def load_proposers(target: DraftTarget) -> tuple[list[Proposer], str]:
+    """Load what proposes drafts beside n-grams; return it and, for a head, a name of its weights.
+
+    Raises ModelError for a draft model or head that cannot propose tokens of this target, and DeviceError.
     """
+    plan, config = target.plan, target.config
+    if plan.draft_method is None:
+        return [], ""
+    if plan.draft_method == "draft_model":
+        return [_load_draft_model(target)], ""
+    if plan.draft_method == "mtp":
+        try:
+            return [_load_mtp(target)], "mtp"
+        except ModelError as error:
+            if config.mtp == "on":
+                raise
+            log.warning("the MTP layer is left out: %s", error)
+            return [], ""
     assert config.draft_path is not None
-    directory, device = Path(config.draft_path), torch.device("cpu")
+    head = read_draft_head(Path(config.draft_path))
+    assert head is not None
+    proposer = _load_eagle3(target, head) if isinstance(head, Eagle3Config) else _load_medusa(target, head)
+    log.info("%s head: %s, %s", plan.draft_method, head.directory, plan.draft_quant)
+    return [proposer], "\0".join(identity(file.resolve()) for file in weight_files(head.directory))
+
+
+def _load_draft_model(target: DraftTarget) -> DraftModel:
+    config, plan, ops = target.config, target.plan, target.select_ops()
+    assert config.draft_path is not None
+    directory = Path(config.draft_path)
     model_config = parse_config(directory)
-    require_draft_for(target, Path(config.model_path), model_config, directory)
-    dtype, kv_dtype = dtypes
-    try:
-        ops = select_ops(device, dtype, kv_dtype, threads, QUANTS.get(plan.draft_quant))
-    except QuantUnavailable as error:
-        raise DeviceError(f"draft model: {error}") from None
-    wanted = WeightsWanted(directory, ops, dtype, device, plan.draft_quant)
-    model, _ = load_weights(model_config, wanted, progress)
+    wanted = WeightsWanted(directory, ops, target.model.dtype, _CPU, plan.draft_quant)
+    model, _ = load_weights(model_config, wanted, target.progress)
     assert isinstance(model, Decoder)
-    shape = KVShape(
-        num_layers=model_config.num_layers,
-        num_blocks=plan.num_blocks,
-        block_size=plan.block_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=kv_dtype,
-        compute_dtype=dtype,
-    )
     runner = CPUModelRunner(
         model,
-        Rotary(model_config, plan.context, device),
-        ops.make_kv_cache(shape, device),
-        DraftSampler(target.vocab_size, device, ops),
+        target.rotary(model_config),
+        target.make_cache(model_config, ops),
+        target.sampler(ops),
         block_size=plan.block_size,
-        device=device,
+        device=_CPU,
     )
     log.info("draft model: %s, %s", directory, plan.draft_quant)
     return DraftModel(runner, plan.num_blocks, plan.block_size)
+
+
+def _load_mtp(target: DraftTarget) -> HeadProposer:
+    """Load the MTP layer of the target's checkpoint, with its kernels."""
+    model, plan = target.model, target.plan
+    directory = Path(target.config.model_path)
+    wanted = WeightsWanted(directory, target.ops, model.dtype, _CPU, plan.quant, part=" mtp")
+    head, _ = load_part(model.config, wanted, target.progress, partial(MTPHead, model))
+    log.info("MTP layer: %s", head.names.layer)
+    return _follow(target, "mtp", head)
+
+
+def _load_eagle3(target: DraftTarget, config: Eagle3Config) -> HeadProposer:
+    model, ops = target.model, target.select_ops()
+    source = _open_head(target, ops, config.directory, lambda name: name.removeprefix("model."))
+    proposed_V = None
+    if source.has("d2t"):
+        offsets_V = source.read(source.entry("d2t"), (ShardSlice.whole(config.vocab),))
+        proposed_V = offsets_V.long() + torch.arange(config.vocab)
+        if not 0 <= int(proposed_V.min()) <= int(proposed_V.max()) < model.config.vocab_size:
+            raise ModelError(f"{config.directory}: d2t names tokens that the target does not have")
+    head = Eagle3Head(config, model, source, proposed_V)
+    return _follow(target, "eagle3", head, config.taps(model.config.num_layers))
+
+
+def _load_medusa(target: DraftTarget, config: MedusaConfig) -> MedusaProposer:
+    ops = target.select_ops()
+    heads = MedusaHeads(config, _open_head(target, ops, config.directory, config.rename))
+    proposer = MedusaProposer(heads, target.sampler(ops))
+    target.runner.attach(proposer)
+    return proposer
+
+
+def _open_head(target: DraftTarget, ops: Ops, directory: Path, rename: Callable[[str], str]) -> Checkpoint:
+    return Checkpoint(directory, ops, target.model.dtype, _CPU, target.progress, rename=rename)
+
+
+def _follow(
+    target: DraftTarget, method: DraftMethod, head: RecurringHead, taps: Sequence[int] = ()
+) -> HeadProposer:
+    """Make the proposer of a head and have it follow the target's steps."""
+    rotary, cache = target.rotary(head.layer), target.make_cache(head.layer, head.ops)
+    proposer = HeadProposer(method, head, rotary, cache, target.sampler(head.ops), target.plan.block_size)
+    target.runner.attach(proposer, taps)
+    return proposer

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -67,24 +68,41 @@ class WeightsWanted:
     device: torch.device
     quant: str
     rank: TensorParallel = SINGLE
+    part: str = ""
+    """Name of a part of the checkpoint that is packed for itself; empty: the model."""
 
 
-Loaded = tuple[Decoder | Encoder, int | None]
+M = TypeVar("M")
+Loaded = tuple[M, int | None]
 """Model, and the bytes of memory that it took (None where unknown)."""
+Build = Callable[[WeightSource], M]
 
 
-def load_weights(config: ModelConfig, wanted: WeightsWanted, progress: Progress) -> Loaded:
+def load_weights(config: ModelConfig, wanted: WeightsWanted, progress: Progress) -> Loaded[Decoder | Encoder]:
     """Load this rank's shard of the weights. Raises ModelError."""
+    return load_part(config, wanted, progress, model_builder(config, wanted))
+
+
+def model_builder(config: ModelConfig, wanted: WeightsWanted) -> Build[Decoder | Encoder]:
+    return lambda source: build_model(config, source, QUANTS.get(wanted.quant))
+
+
+def load_part(config: ModelConfig, wanted: WeightsWanted, progress: Progress, build: Build[M]) -> Loaded[M]:
+    """Load what `build` makes of a checkpoint's weights. Raises ModelError."""
     place = environment.read()
     if wanted.ops.packing is None or place is None:
-        return from_checkpoint(config, wanted, progress)
+        return from_checkpoint(config, wanted, progress, build)
 
-    return load_repacked(config, wanted, progress, place)
+    return load_repacked(config, wanted, progress, build, place)
 
 
 def from_checkpoint(
-    config: ModelConfig, wanted: WeightsWanted, progress: Progress, keeper: WeightObserver | None = None
-) -> Loaded:
+    config: ModelConfig,
+    wanted: WeightsWanted,
+    progress: Progress,
+    build: Build[M],
+    keeper: WeightObserver | None = None,
+) -> Loaded[M]:
     """Load the weights from the checkpoint; `keeper` gets every packed weight. Raises ModelError."""
     before = memory_in_use(wanted.device)
     options = (wanted.ops, wanted.dtype, wanted.device, progress, keeper, wanted.rank)
@@ -93,7 +111,7 @@ def from_checkpoint(
     source: WeightSource = (
         Checkpoint(wanted.directory, *options, rename) if file is None else GgufSource(file, config, *options)
     )
-    model = build_model(config, source, QUANTS.get(wanted.quant))
+    model = build(source)
     return model, delta_or_none(before, memory_in_use(wanted.device))
 
 
@@ -101,8 +119,12 @@ log = logging.getLogger(__name__)
 
 
 def load_repacked(
-    config: ModelConfig, wanted: WeightsWanted, progress: Progress, place: tuple[Path, int]
-) -> Loaded:
+    config: ModelConfig,
+    wanted: WeightsWanted,
+    progress: Progress,
+    build: Build[M],
+    place: tuple[Path, int],
+) -> Loaded[M]:
     """Load from the cache in `place` (folder, maximum bytes), or fill it. Raises ModelError."""
     packing = wanted.ops.packing
     assert packing is not None
@@ -112,20 +134,20 @@ def load_repacked(
         dtype=str(wanted.dtype),
         quant=wanted.quant,
         layout=packing.layout,
-        shard=wanted.rank.layout.shard,
+        shard=wanted.rank.layout.shard + wanted.part,
     )
-    found = _from_cache(config, wanted, cache, key)
+    found = _from_cache(wanted, build, cache, key)
     if found is not None:
         return found
     keeper = PackedWeightWriter(cache, key, packing)
-    loaded = from_checkpoint(config, wanted, progress, keeper)
+    loaded = from_checkpoint(config, wanted, progress, build, keeper)
     keeper.start()
     return loaded
 
 
 def _from_cache(
-    config: ModelConfig, wanted: WeightsWanted, cache: PackedWeightCache, key: PackKey
-) -> Loaded | None:
+    wanted: WeightsWanted, build: Build[M], cache: PackedWeightCache, key: PackKey
+) -> Loaded[M] | None:
     """Return the cached model; None when there is none. A damaged file is removed."""
     before = memory_in_use(wanted.device)
     try:
@@ -133,7 +155,7 @@ def _from_cache(
         if file is None:
             return None
         source = PackedWeightSource(wanted.ops, wanted.dtype, file, wanted.rank)
-        model = build_model(config, source, QUANTS.get(wanted.quant))
+        model = build(source)
     except DamagedPackedFile as damage:
         cache.discard(key, str(damage))
         return None

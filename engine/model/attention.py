@@ -18,7 +18,10 @@ from .norm import norm_weight
 class Attention:
     """Grouped-query attention with RoPE, optional per-head QK-norm, sliding window and logit softcap."""
 
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, ops: Ops, inputs: int | None = None
+    ) -> None:
+        """`inputs`: width of the rows that it reads; None: that of hidden states."""
         self.rank = rank = weights.rank
         self.ops = ops
         stage = rank.layout.layers(config.num_layers)
@@ -59,7 +62,7 @@ class Attention:
                 weights.skip(name)
         self.input = self.qkv = weights.linear(
             outputs,
-            ShardSlice.whole(config.hidden_size),
+            ShardSlice.whole(inputs or config.hidden_size),
             bias=config.qkv_bias,
             order=self._rows_in_order(),
         )

@@ -3,7 +3,7 @@
 T rows of the step, R rows whose logits are wanted, E hidden, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -111,6 +111,7 @@ class Decoder:
         if config.block in {"parallel", "layer_norm"}:
             self._norm = partial(ops.layer_norm, bias_E=self._norm_bias(weights))
         source.finish()
+        self._taps: dict[int, list[Tensor]] = {}
         self._run_layers = self._layers if config.is_bidirectional else ops.graph(self._layers)
         self.adapters = adapters
         self._run_adapted = ops.graph(self._layers)
@@ -125,7 +126,7 @@ class Decoder:
         here = self.rank.layout.layers(config.num_layers)
         for i in set(range(config.num_layers + config.extra_layers)) - set(here):
             weights.skip(f"model.layers.{i}.")
-        weights.skip("mtp.")  # layers that draft tokens, which are not run
+        weights.skip("mtp.")  # `draft_heads.py` reads it from a source of its own
         if not self._has_table:
             weights.skip("model.embed_tokens.weight")
         if not self.is_last:
@@ -150,6 +151,16 @@ class Decoder:
         if self.config.block != "layer_norm" or not self.is_last:
             return None
         return weights.vector("model.norm.bias", self.config.hidden_size)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Keep the inputs of these layers, none of them the first, in each later forward pass. Must come
+        before the first one, which may be recorded.
+        """
+        self._taps = {layer: [] for layer in layers}
+
+    def take_tapped(self) -> Tensor:
+        """Return the inputs of tapped layers in the last forward pass, side by side: [T, layers E]."""
+        return torch.cat([kept.pop() for kept in self._taps.values()], 1)
 
     def hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
         """Run the forward pass, writing KV for every row; return final normed hidden states [R, E].
@@ -189,6 +200,8 @@ class Decoder:
                 x_TE = after.enter(x_TE, residual_TE)
             else:
                 x_TE = after.resume(layer.complete(x_TE), residual_TE)
+            if level in self._taps:
+                self.ops.host_callback(partial(_keep_copy, self._taps[level]), (residual_TE,))
         last = self.layers[-1]
         x_TE = last.complete(last(x_TE, residual_TE, forward))
         if self.altup is not None:
@@ -232,3 +245,7 @@ class Decoder:
             logits_RV.mul_(scales.logits)
         cap = scales.logits_cap
         return logits_RV if cap is None else self.ops.softcap(logits_RV, cap)
+
+
+def _keep_copy(kept: list[Tensor], x_TE: Tensor) -> None:
+    kept[:] = [x_TE.clone()]

@@ -3,6 +3,8 @@
 An architecture is one entry in `engine/model_config/architectures.py`; this module turns it into layers.
 """
 
+from functools import partial
+
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import Quant
 
@@ -57,25 +59,27 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
     adapters = None if ops.lora is None else AdapterLayers(ops)
     if adapters is not None:
         ops = adapters.ops
-
-    def make_layer(number: int, weights: Weights) -> DecoderBlock:
-        _split_stacked_projections(config, weights)
-        mixer = _make_mixer(config, number, weights, ops)
-        if config.block == "scaled_sandwich":
-            assert isinstance(mixer, Attention)
-            return Gemma4Block(config, number, weights, ops, mixer)
-        if config.block == "altup":
-            assert isinstance(mixer, Attention)
-            return AltUpBlock(config, number, weights, ops, mixer)
-        if config.block == "single":
-            mlp = None if mixer else _make_mlp(config, number, weights, ops)
-            return SingleNormBlock(config, weights, ops, mixer, mlp)
-        assert mixer is not None
-        is_recurrent = config.recurrent is not None and config.recurrent.layers[number]
-        block = BLOCKS[config.recurrent_block if is_recurrent else config.block]
-        return block(config, weights, ops, mixer, _make_mlp(config, number, weights, ops))
-
+    make_layer = partial(build_layer, config, ops=ops)
     return Decoder(config, source, make_layer, mixed_layers, adapters)
+
+
+def build_layer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> DecoderBlock:
+    """Build a layer from its weights."""
+    _split_stacked_projections(config, weights)
+    mixer = _make_mixer(config, number, weights, ops)
+    if config.block == "scaled_sandwich":
+        assert isinstance(mixer, Attention)
+        return Gemma4Block(config, number, weights, ops, mixer)
+    if config.block == "altup":
+        assert isinstance(mixer, Attention)
+        return AltUpBlock(config, number, weights, ops, mixer)
+    if config.block == "single":
+        mlp = None if mixer else _make_mlp(config, number, weights, ops)
+        return SingleNormBlock(config, weights, ops, mixer, mlp)
+    assert mixer is not None
+    is_recurrent = config.recurrent is not None and config.recurrent.layers[number]
+    block = BLOCKS[config.recurrent_block if is_recurrent else config.block]
+    return block(config, weights, ops, mixer, _make_mlp(config, number, weights, ops))
 
 
 def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer | None:

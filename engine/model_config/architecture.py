@@ -10,6 +10,7 @@ from llmbox.kernels.activation import Activation
 from .fields import Fields, attends_both_ways
 from .latent import LatentRule, no_latent
 from .moe import ExpertRule, no_experts
+from .mtp import MTPStyle
 from .multipliers import Scales, no_scales
 from .recurrent.config import RecurrentRule, no_recurrence
 from .rope import RopeRule, one_rope
@@ -215,6 +216,9 @@ class Architecture:
     altup: Callable[[Fields], AltUpConfig | None] = no_altup
     extra_params: Callable[[Fields], tuple[int, int]] = no_extras
     """Rule that returns `ModelConfig.extra_params`."""
+    mtp: MTPStyle | None = None
+    """Names of the layer for multi-token prediction that its checkpoints may have; None: they have none, or
+    another one."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""
 

@@ -113,6 +113,7 @@ _DEEPSEEK_V3 = Architecture(
     ropes=deepseek_rope,
     experts=deepseek_v3_experts,
     own_code="modeling_deepseek.DeepseekV3ForCausalLM",
+    mtp="deepseek",
 )
 _ERNIE = Architecture(
     model_type="ernie4_5",
@@ -204,6 +205,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ropes=interleaved_rope,
         experts=deepseek_v2_experts,
         own_code="modeling_deepseek.DeepseekV2ForCausalLM",
+        mtp=None,
     ),
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_V3,
@@ -245,6 +247,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_norm_flag="use_qk_norm",
         ropes=partial_rope,
         experts=deepseek_v3_experts,
+        mtp="deepseek",
     ),
     "Ernie4_5_MoeForCausalLM": replace(
         _ERNIE, model_type="ernie4_5_moe", head_dim=None, experts=ernie_experts

@@ -20,6 +20,7 @@ from .encoders.pooling import has_head, read_vectors
 from .fields import Fields, attends_both_ways, checkpoint_dtype, norm_eps, text_fields
 from .latent import LatentConfig
 from .moe import ExpertsConfig
+from .mtp import MTPConfig, find_mtp, mtp_shape
 from .multipliers import Scales
 from .parameters import count_linear_params, count_parameters, list_inputs
 from .recurrent.config import RecurrentConfig
@@ -100,7 +101,9 @@ class ModelConfig:
     has_sinks: bool = False
     """True if each query head has a sink."""
     extra_layers: int = 0
-    """Layers after the last, which predict several tokens and are not read."""
+    """Layers after the last, which predict several tokens and are not layers of the model."""
+    mtp: MTPConfig | None = None
+    """The first of these layers, if the checkpoint has it."""
     is_bidirectional: bool = False
     """True if each token attends to those after it too. The model then makes vectors, and keeps no KV."""
     encoder: EncoderConfig | None = None
@@ -242,13 +245,18 @@ class ModelConfig:
             is_bidirectional=self.is_bidirectional,
             vision=None if self.vision is None else vision_shape(self.vision),
             image_problem=self.image_problem,
+            mtp=None if self.mtp is None else mtp_shape(self),
         )
 
 
 def parse_config(path: Path | str) -> ModelConfig:
     """Read `path`/config.json. Raises ModelError, or UnsupportedArchitecture with the supported ones."""
     file = Path(path) / "config.json"
-    fields = Fields(read_json(file), str(file))
+    return parse_fields(Fields(read_json(file), str(file)), Path(path))
+
+
+def parse_fields(fields: Fields, path: Path) -> ModelConfig:
+    """Do as `parse_config` with the content of config.json; `path` has the weights."""
     kind = architecture_of(fields)
     if kind.is_nested:
         fields = text_fields(fields)
@@ -269,16 +277,16 @@ def parse_config(path: Path | str) -> ModelConfig:
     layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
     is_bidirectional = kind.encoder is not None or attends_both_ways(fields)
-    head = not is_bidirectional and has_head(fields, Path(path))
+    head = not is_bidirectional and has_head(fields, path)
     encoder = None if kind.encoder is None else kind.encoder(fields)
     if is_bidirectional and (encoder is None or encoder.head is None):
-        read_vectors(Path(path), hidden)  # raises for a declaration that cannot be followed
+        read_vectors(path, hidden)  # raises for a declaration that cannot be followed
     bias = kind.attention_bias and fields.flag("attention_bias", default=False)
     scales = kind.scales(fields)
     latent = kind.latent(fields)
     ropes, layer_ropes = kind.ropes(fields, latent.rope if latent else head_dim, positions, layers)
     ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
-    stored = stored_format(fields, Path(path))
+    stored = stored_format(fields, path)
     if encoder is not None and stored is not None:
         raise fields.error("quantized checkpoints of encoders are not read: take another, with --quant int8")
     experts = kind.experts(fields, layers)
@@ -318,7 +326,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         fits_float16=kind.fits_float16,
         quant=running_format(stored, has_experts=experts is not None),
         stored=stored,
-        wide_params=0 if stored is None else count_unquantized_params(Path(path), stored),
+        wide_params=0 if stored is None else count_unquantized_params(path, stored),
         experts=experts,
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
@@ -327,6 +335,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         latent=latent,
         has_sinks=kind.has_sinks,
         extra_layers=int(fields.number("num_nextn_predict_layers", 0)),
+        mtp=None if isinstance(stored, GgufFormat) else find_mtp(kind.mtp, fields, path, layers),
         is_bidirectional=is_bidirectional,
         encoder=encoder,
         names=kind.names,

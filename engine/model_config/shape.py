@@ -200,6 +200,8 @@ class ModelShape:
     """Vision tower, if pictures are read; `params` does not count it."""
     image_problem: str = NO_TOWER
     """Reason why there is none."""
+    mtp: "ModelShape | None" = None
+    """Layer for multi-token prediction, not counted above."""
 
     @property
     def kv_layers(self) -> int:

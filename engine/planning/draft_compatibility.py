@@ -1,14 +1,82 @@
-"""Check that a model can propose tokens of another one: kind of layers, and vocabulary."""
+"""Check that a model or a draft head can propose tokens of a target: layers, widths and vocabulary."""
 
 from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint.files import MAX_BYTES, read_json, read_regular
+from ..checkpoint.index import list_tensors
+from ..config import EngineConfig
 from ..errors import ModelError
-from ..model_config.config import ModelConfig
+from ..model_config.config import ModelConfig, parse_config
+from ..model_config.draft_heads import DraftHeadConfig, Eagle3Config, read_draft_head
 
 _VOCABULARY_FILES: Final = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
 """Files that a vocabulary is read from, in the order of precedence."""
+
+
+def check_drafts(target: ModelConfig, config: EngineConfig) -> None:
+    """Raise ModelError if what `config` asks for cannot propose tokens of the target."""
+    if config.mtp == "on" and target.mtp is None:
+        raise ModelError(
+            f"{config.model_path} has no layer for multi-token prediction that is known here: load without "
+            "--draft mtp"
+        )
+    if config.draft_path is None:
+        return
+    directory = Path(config.draft_path)
+    head = read_draft_head(directory)
+    if head is None:
+        require_draft_for(target, Path(config.model_path), parse_config(directory), directory)
+    else:
+        require_head_for(target, Path(config.model_path), head)
+
+
+def require_head_for(target: ModelConfig, target_directory: Path, head: DraftHeadConfig) -> None:
+    """Raise ModelError if a draft head was not made for the target."""
+    directory, what = head.directory, "the Medusa heads"
+    hidden, vocab, layers = target.hidden_size, target.vocab_size, target.num_layers
+    if target.is_bidirectional or target.altup is not None:
+        raise ModelError(f"{target_directory} cannot have draft heads: load it without --draft")
+    widths = [("hidden states of {} numbers", head.shape().hidden, hidden)]
+    if isinstance(head, Eagle3Config):
+        what = "the EAGLE-3 head"
+        widths += [("hidden states of {} numbers", head.target_hidden, hidden)]
+        widths += [("a vocabulary of {} tokens", head.layer.vocab_size, vocab)]
+        taps = head.taps(layers)
+        if not all(0 < layer < layers for layer in taps):
+            raise ModelError(
+                f"{what} {directory} reads layers {', '.join(map(str, taps))} of its target, but "
+                f"{target_directory} has {layers}: choose the head of this model with --draft"
+            )
+    else:
+        widths += [("a vocabulary of {} tokens", head.vocab, vocab)]
+    for text, own, wanted in widths:
+        if own != wanted:
+            raise ModelError(
+                f"{what} {directory} was made for {text.format(own)}, but {target_directory} has {wanted}: "
+                "choose the head of this model with --draft"
+            )
+    if isinstance(head, Eagle3Config):
+        _check_eagle3_tensors(head)
+
+
+def _check_eagle3_tensors(head: Eagle3Config) -> None:
+    """Raise ModelError if tensors that decide what the head reads and proposes have other shapes."""
+    tensors = {name.removeprefix("model."): each for name, each in list_tensors(head.directory).items()}
+    wanted: dict[str, tuple[int, ...]] = {
+        "fc.weight": (head.layer.hidden_size, 3 * head.target_hidden),
+        "lm_head.weight": (head.vocab, head.layer.hidden_size),
+    }
+    if head.vocab != head.layer.vocab_size:
+        wanted["d2t"] = (head.vocab,)
+    for name, shape in wanted.items():
+        found = tensors.get(name)
+        if found is None or found.shape != shape:
+            problem = "is missing" if found is None else f"has shape {list(found.shape)}"
+            raise ModelError(
+                f"{head.directory}: tensor {name} of the EAGLE-3 head {problem}, config.json asks for "
+                f"{list(shape)}: fetch the head again"
+            )
 
 
 def require_draft_for(

@@ -3,22 +3,27 @@
 The engine allocates exactly what `estimate` returns, and `llmbox fit` shows it. It is one function, so that a
 model that fits never runs out of memory later.
 
-    total = weights + workspace + KV, those of a draft model included
+    total = weights + workspace + KV, those of a draft model or head included
     weights   = parameters · bytes of the weights' dtype, or see `weights_bytes` when quantized
     KV        = blocks · block size · 2 · layers · kv_heads · (head_dim · bytes of the KV dtype, or
                 head_dim + 4 with a scale per head); head_dim as the C++ kernels pad it
     workspace = see `workspace_bytes` in memory_model.py
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.support import KernelSite, why_no_quant
+from llmbox.kernels.support import KernelSite, is_row_invariant, why_no_quant
 
 from ..config import EngineConfig, QuantChoice
 from ..errors import DeviceError, DoesNotFit
 from ..model_config.config import parse_config
+from ..model_config.draft_heads import Eagle3Config, read_draft_head
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
 from .defaults import resolve_dtypes
@@ -27,6 +32,7 @@ from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 from .parallel_cost import rank_shape
 from .placement import Placement, candidate_placements
 from .planner import Planner
+from .runnable import why_no_drafts
 
 __all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "plans", "resolve_dtypes", "show_bytes"]
 
@@ -89,9 +95,9 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     reason = ""
     for attempt in tries:
         part = rank_shape(shape, cut.tp, cut.pp)
-        draft = None if attempt.draft_path is None else draft_sizes(shape, rank_budget, attempt)
+        make = partial(Planner, part, rank_budget, attempt, cut.pp, ranks_in_memory)
         try:
-            plan = Planner(part, rank_budget, attempt, cut.pp, ranks_in_memory, draft).plan()
+            plan = _plan_with_drafts(shape, rank_budget, attempt, cut.ranks, make)
         except DoesNotFit as error:
             if attempt is tries[-1]:
                 raise
@@ -130,13 +136,54 @@ def describe_images(shape: ModelShape, plan: MemoryPlan, problem: str) -> dict[s
     return {"image_problem": problem, "vision_bytes": vision, "image_cache_bytes": kept}
 
 
+def _plan_with_drafts(
+    shape: ModelShape,
+    budget: MemoryBudget,
+    config: EngineConfig,
+    ranks: int,
+    make: Callable[[DraftModelSizes | None], Planner],
+) -> MemoryPlan:
+    """Plan a rank with the draft model or head that is asked for. An MTP layer that nobody asked for must not
+    take memory that the model needs.
+    """
+    if config.draft_path is not None:
+        return make(draft_sizes(shape, budget, config)).plan()
+    if shape.mtp is None or not uses_mtp(shape, budget, config, ranks):
+        return make(None).plan()
+    sizes = DraftModelSizes(shape.mtp, config.quant, "mtp", "MTP layer", shape.hidden)
+    if config.mtp == "on":
+        return make(sizes).plan()
+    with suppress(DoesNotFit):
+        plan = make(sizes).plan()
+        if not plan.is_lowered:
+            return plan
+    plan = make(None).plan()
+    return replace(plan, notes=(*plan.notes, "the MTP layer drafts no tokens: the model needs its memory"))
+
+
+def uses_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ranks: int) -> bool:
+    """Return whether drafts of the checkpoint's MTP layer are wanted and can be verified."""
+    if config.mtp == "off" or config.speculate == "off" or config.batching == "static":
+        return False
+    dtype, kv_dtype = resolve_dtypes(shape, budget.device, config, native_kernels=budget.native_kernels)
+    site = KernelSite(device=budget.device, has_native=budget.native_kernels, capability=None)
+    invariant = is_row_invariant(dtype, kv_dtype, site, deterministic=config.deterministic)
+    overlaps = budget.device == "cuda" if config.overlap is None else config.overlap
+    return not why_no_drafts(ranks, overlaps=overlaps, row_invariant=invariant)
+
+
 def draft_sizes(target: ModelShape, budget: MemoryBudget, config: EngineConfig) -> DraftModelSizes:
-    """Return the sizes of the draft model beside a target. A quantized checkpoint keeps its format, another
-    is quantized as the target is. Raises ModelError and DeviceError.
+    """Return the sizes of the draft model or head beside a target. A quantized checkpoint keeps its format,
+    another is quantized as the target is. Raises ModelError and DeviceError.
     """
     assert config.draft_path is not None
-    shape = replace(parse_config(config.draft_path).shape(), vision=None)
     quant: QuantChoice = "none" if target.quant is not None else config.quant
+    head = read_draft_head(Path(config.draft_path))
+    if isinstance(head, Eagle3Config):
+        return DraftModelSizes(head.shape(), quant, "eagle3", "EAGLE-3 head", 3 * target.hidden)
+    if head is not None:
+        return DraftModelSizes(head.shape(), quant, "medusa", "Medusa heads", target.hidden)
+    shape = replace(parse_config(config.draft_path).shape(), vision=None)
     if shape.stored is not None or shape.quant is not None:
         shape, resolved, _ = _resolve_stored(shape, budget, replace(config, quant="none"))
         quant = resolved.quant

@@ -8,6 +8,7 @@ from llmbox.kernels.cpu.isa import LEVELS, usable_levels
 
 from ..config import Dtype, KVDtype, QuantChoice
 from ..core.microbatching import ceil_div
+from ..core.speculation.proposer import DraftMethod
 from ..hardware.machine import Machine
 from ..model_config.shape import ModelShape
 from ..model_config.vision.shape import NO_TOWER
@@ -64,10 +65,14 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelSizes:
-    """Draft model as it is planned beside its target."""
+    """Draft model or draft head as it is planned beside its target."""
 
     shape: ModelShape
     quant: QuantChoice
+    method: DraftMethod = "draft_model"
+    name: str = "draft model"
+    features: int = 0
+    """Numbers that a head keeps of each row of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +112,9 @@ class MemoryPlan:
     is_lowered: bool = False
     """True if the context is smaller than wanted."""
     draft_quant: QuantChoice = "none"
-    """Weight format of the draft model, whose weights and KV cache are counted with the model's."""
+    """Weight format of the draft model or head, whose weights and KV cache are counted with the model's."""
+    draft_method: DraftMethod | None = None
+    """Proposer of draft tokens that is loaded beside the model; None: there is none."""
     image_problem: str = NO_TOWER
     """Reason why no pictures are read; empty if they are."""
     vision_bytes: int = 0

@@ -1,5 +1,6 @@
 """Planner of one rank: decides everything that its configuration leaves open."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -46,7 +47,7 @@ class Planner:
         draft: DraftModelSizes | None = None,
     ) -> None:
         """`stages`: pipeline-parallel size. `ranks`: number of ranks in the memory of `budget`, this one
-        included. `draft`: draft model, which shares the block tables.
+        included. `draft`: draft model or head, which shares the block tables.
         """
         self.shape, self.budget, self.config, self.stages = shape, budget, config, stages
         self.ranks = ranks
@@ -82,7 +83,7 @@ class Planner:
         self.weights += weights
         self.kv_bytes_per_token += kv
         self.notes.append(
-            f"draft model: {show_bytes(weights)} of the weights and {kv:,} bytes of the KV cache per "
+            f"{draft.name}: {show_bytes(weights)} of the weights and {kv:,} bytes of the KV cache per "
             "token are its own"
         )
 
@@ -137,6 +138,7 @@ class Planner:
             notes=tuple(self.notes),
             is_lowered=context < limit,
             draft_quant="none" if self.draft is None else self.draft.quant,
+            draft_method=None if self.draft is None else self.draft.method,
         )
 
     def _stored_width(self, head_dim: int) -> int:
@@ -279,7 +281,11 @@ class Planner:
             max_running=self.max_running,
             native_threads=threads,
         )
-        drafting = 0 if self.draft is None else need(self.draft.shape, rows=DRAFT_MODEL_ROWS)
+        drafting = 0
+        if self.draft is not None:  # a head has no vocabulary of its own, and keeps rows of the step
+            vocab = max(self.draft.shape.vocab, self.shape.vocab)
+            drafting = need(replace(self.draft.shape, vocab=vocab), rows=DRAFT_MODEL_ROWS)
+            drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
         return drafting + self.config.lora_bytes + need(self.shape, rows=rows, graphs=self._graphs())
 
     def _graphs(self) -> int:

@@ -90,10 +90,12 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
     reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=invariant)
     if config.speculate == "on" and reason:
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
-    if config.draft_path is not None and config.speculate == "off":
-        raise DeviceError("a draft model was asked for with --speculate off: leave one of them out")
-    if config.draft_path is not None and reason:
-        raise DeviceError(f"a draft model was asked for, but {reason}: load without --draft")
+    wanted = "a draft model" if config.draft_path is not None else ""
+    wanted = "the MTP layer" if config.mtp == "on" else wanted
+    if wanted and config.speculate == "off":
+        raise DeviceError(f"{wanted} was asked for with --speculate off: leave one of them out")
+    if wanted and reason:
+        raise DeviceError(f"{wanted} was asked for, but {reason}: load without --draft")
 
 
 def why_no_drafts(ranks: int, *, overlaps: bool, row_invariant: bool) -> str:

@@ -5,6 +5,7 @@ T rows of the step, R rows whose logits are wanted, S of them to sample, E hidde
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from ..model.rotary import Rotary
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
 from .block_memory import DeviceBlockMemory, block_memory
+from .draft_head import FollowingProposer, HeadProposer
 from .draft_verification import requests_with_nan, verify_drafts
 from .image_rows import EncodedImages
 from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, sliding_table
@@ -76,6 +78,18 @@ class CPUModelRunner:
         """Reason why the adapter of a slot could not be loaded."""
         self._adapters: set[int] = set()
         """Slots with an adapter."""
+        self._follower: FollowingProposer | None = None
+        self._taps = False
+
+    def attach(self, proposer: FollowingProposer, taps: Sequence[int] = ()) -> None:
+        """Show the hidden states of each later step to a draft head. `taps`: layers whose inputs it reads in
+        place of the last hidden states.
+        """
+        self._follower, self._taps = proposer, bool(taps)
+        if taps:
+            self._model.tap(taps)
+        if isinstance(proposer, HeadProposer):
+            self._caches.append(proposer.cache)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -102,7 +116,27 @@ class CPUModelRunner:
         forward = self._forward(batch)
         if self.images is not None and any(row.request.images for row in rows):
             forward = self._with_images(forward, rows, self.images)
-        hidden_RE = self._model.hidden(forward, batch.wanted_R)
+        if self._follower is not None:
+            return self._execute_followed(forward, batch, rows, self._follower)
+        return self._finish(self._model.hidden(forward, batch.wanted_R), batch, rows)
+
+    def _execute_followed(
+        self,
+        forward: ForwardContext,
+        batch: StepBatch,
+        rows: list[ScheduledRequest],
+        follower: FollowingProposer,
+    ) -> StepResult:
+        """Run the rest of `execute` and show the hidden states of all rows to the draft head."""
+        hidden_TE = self._model.hidden(forward, None)
+        features_TF = self._model.take_tapped() if self._taps else hidden_TE
+        hidden_RE = hidden_TE if batch.wanted_R is None else hidden_TE[batch.wanted_R]
+        result = self._finish(hidden_RE, batch, rows)
+        follower.observe(rows, features_TF, result)
+        return result
+
+    def _finish(self, hidden_RE: Tensor, batch: StepBatch, rows: list[ScheduledRequest]) -> StepResult:
+        """Sample, score and pool the wanted rows."""
         result = self._sample(hidden_RE[: batch.num_sampled], batch)
         rest_RE = hidden_RE[batch.num_sampled :]
         if self._broken_adapters:

@@ -23,6 +23,7 @@ from ..core.step import SampledToken, ScheduledRequest, StepPlan
 from ..sampling import Sampler
 from ..sampling.logits_processors import FORBIDDEN
 from .cpu_runner import CPUModelRunner
+from .draft_verification import drafting
 
 
 class DraftSampler(Sampler):
@@ -71,11 +72,7 @@ class DraftModel:
         as many tokens next time.
         """
         drafts: list[list[int]] = [[] for _ in wanted]
-        masks = [request.mask for request, _ in wanted]
-        sizes = [request.num_tokens for request, _ in wanted]
-        try:
-            for request, _ in wanted:
-                request.mask = None  # of the token before
+        with drafting(wanted) as sizes:
             rows, passes, num_rows = self._catch_up(wanted), 0, 0
             while rows:
                 passes, num_rows = passes + 1, num_rows + sum(row.num_tokens for row in rows)
@@ -83,10 +80,6 @@ class DraftModel:
                 if passes == 1:
                     self._confirm(rows)
                 rows = self._next_rows(wanted, drafts, sizes)
-        finally:
-            for (request, _), mask, size in zip(wanted, masks, sizes, strict=True):
-                request.mask = mask
-                del request.token_ids[size:]
         return Proposals(drafts, passes, num_rows)
 
     def _catch_up(self, wanted: Sequence[tuple[Request, int]]) -> list[ScheduledRequest]:

@@ -104,6 +104,23 @@ def _restoring_token_ids(rows: Sequence[ScheduledRequest]) -> Iterator[None]:
             del token_ids[size:]
 
 
+@contextmanager
+def drafting(wanted: Sequence[tuple[Request, int]]) -> Iterator[list[int]]:
+    """Take the grammars' masks, which are of the token before, from these requests; give these back and take
+    back the drafts that were appended meanwhile. Yields the numbers of known tokens.
+    """
+    masks = [request.mask for request, _ in wanted]
+    sizes = [request.num_tokens for request, _ in wanted]
+    try:
+        for request, _ in wanted:
+            request.mask = None
+        yield sizes
+    finally:
+        for (request, _), mask, size in zip(wanted, masks, sizes, strict=True):
+            request.mask = mask
+            del request.token_ids[size:]
+
+
 def _rows(logits_SV: Tensor, places: Sequence[int]) -> Tensor:
     """Select rows; a view where they are contiguous, as in the first round."""
     if places[-1] - places[0] + 1 == len(places):

@@ -45,7 +45,7 @@ from .quantized import read_quantized, select_rows
 from .source import WeightObserver, WeightRequest, pack
 from .stored import StoredReader
 
-LAYERS = "model.layers."
+LAYERS = ("model.layers.", "mtp.layers.")
 NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
 """Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
 config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""

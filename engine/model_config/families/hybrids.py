@@ -44,6 +44,7 @@ _QWEN3_5 = Architecture(
     has_attention_gate=True,
     ropes=partial_rope,
     recurrence=qwen3_5_recurrence,
+    mtp="qwen",
 )
 
 _QWEN3_5_MOE = replace(

@@ -24,6 +24,8 @@ from llmbox.app.hub.errors import HubError, Retries
 from llmbox.app.hub.http import Web
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import describe, resolve
+from llmbox.engine.model_config.draft_heads import read_draft_head
+from support.draft_heads import make_eagle3, make_medusa, make_target
 from support.hub_models import model_files
 from support.hub_stub import Handler, StubHub, StubRepo, stub_hub, times
 
@@ -124,6 +126,17 @@ async def test_shards_and_revisions(place: Place, hub: StubHub):
     ref = resolve("org/shards@v1", {"HF_HUB_CACHE": str(place.cache)})
     assert len(list(ref.path.glob("*.safetensors"))) == 2
     assert Repo(place.cache, "org/shards").refs() == {"v1": "c" * 40}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+async def test_draft_heads_are_fetched(place: Place, hub: StubHub, tmp_path: Path, kind: str):
+    target = make_target(tmp_path / "target")
+    folder = (make_eagle3 if kind == "eagle3" else make_medusa)(tmp_path / kind, target)
+    hub.repos["org/head"] = StubRepo({file.name: file.read_bytes() for file in folder.iterdir()})
+    done = await place.pull("org/head")
+    assert done.state == "ready", done.error
+    ref = resolve("org/head", {"HF_HUB_CACHE": str(place.cache)})
+    assert read_draft_head(ref.path) is not None
 
 
 async def test_how_texts_are_pooled_comes_along(place: Place, hub: StubHub):

@@ -8,7 +8,7 @@ import pytest
 
 from llmbox.app.config.model_settings import ModelSettings
 from llmbox.app.models.catalog import ModelRef
-from llmbox.app.models.load_request import ModelRequest, options_of
+from llmbox.app.models.load_request import ModelRequest, options_of, with_draft_path
 from llmbox.app.models.recommended import recommended
 from llmbox.engine.config import EngineConfig
 
@@ -37,3 +37,11 @@ def test_encoders_run_on_the_cpu_of_a_machine_with_gpus_too(tmp_path: Path) -> N
     request = ModelRequest(ModelRef("encoder", tmp_path, "directory"))
     assert request.config(ModelSettings()).device == "cpu"
     assert ModelRequest(REF).config(ModelSettings()).device == "auto"
+
+
+@pytest.mark.parametrize(("draft", "mtp"), [("", "auto"), ("mtp", "on"), ("none", "off")])
+def test_two_names_of_drafts_are_those_of_no_model(draft: str, mtp: str) -> None:
+    options = with_draft_path({"model.draft": draft}, lambda name: pytest.fail(f"{name} was looked for"))
+    config = ModelRequest(REF, options=options).config(ModelSettings())
+    assert (config.mtp, config.draft_path) == (mtp, None)
+    assert options_of(config)["draft"] == draft

@@ -11,7 +11,7 @@ from llmbox.app.hub.model_info import local_facts
 from llmbox.app.models.catalog import describe, directory
 from llmbox.app.models.gguf_folders import folder_of
 from llmbox.engine.errors import ModelError, ParallelError
-from llmbox.engine.executor.load_model import WeightsWanted, from_checkpoint
+from llmbox.engine.executor.load_model import WeightsWanted, from_checkpoint, model_builder
 from llmbox.engine.gguf.folder import gguf_of
 from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.model_config.config import parse_config
@@ -125,7 +125,7 @@ def test_blocks_answer_alone_as_in_a_batch_and_from_the_packed_file(
     config, ops = parse_config(folder), select_ops(torch.device("cpu"), torch.bfloat16, quant=QUANTS["gguf"])
     wanted = WeightsWanted(folder, ops, torch.bfloat16, torch.device("cpu"), "gguf")
     keeper = Sizes(ops)
-    from_checkpoint(config, wanted, lambda _done, _total: None, keeper)
+    from_checkpoint(config, wanted, lambda _done, _total: None, model_builder(config, wanted), keeper)
     planned = weights_bytes(config.shape(None), "bfloat16", QUANTS["gguf"])
     assert keeper.nbytes == pytest.approx(planned, rel=0.03)
 

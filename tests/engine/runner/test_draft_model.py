@@ -175,7 +175,7 @@ def test_a_draft_without_a_token_proposes_none(model, near):
     engine = engine_with(model, near)
     runner = engine._scheduler.drafting._models[0].proposer._runner
     logits = runner._model.logits
-    runner._model.logits = lambda hidden: logits(hidden) * float("nan")
+    runner._model.logits = lambda hidden, *_: logits(hidden) * float("nan")
     requests = [ask("a", range(5, 30), 20)]
     assert told(run(engine, requests)["a"]) == told(run(engine_with(model), requests)["a"])
     assert engine.stats().model_draft_tokens == 0
