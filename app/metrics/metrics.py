@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from llmbox.engine.ipc.messages import EngineStats
+from llmbox.engine.ipc.messages import DraftCounts, EngineStats
 
 from ..store.record import RequestRecord
 
@@ -139,10 +139,26 @@ class _EngineCollector(Collector):
             for reading in readings:
                 counter.add_metric([reading.model], value(reading))
             yield counter
+        for name, text, count in _DRAFT_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name", "method"])
+            for reading in readings:
+                for method, counts in reading.stats.draft_methods.items():
+                    counter.add_metric([reading.model, method], count(counts))
+            yield counter
         yield CounterMetricFamily(
             "llmbox_request_log_dropped", "Log rows lost to a full disk or queue.", value=self._read_dropped()
         )
 
+
+_DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftCounts], float]], ...] = (
+    ("llmbox_spec_decode_num_drafts", "Times that guesses of a method were verified.", lambda c: c.drafts),
+    ("llmbox_spec_decode_num_draft_tokens", "Guessed tokens of a method.", lambda c: c.draft_tokens),
+    (
+        "llmbox_spec_decode_num_accepted_tokens",
+        "Guessed tokens of a method that were right.",
+        lambda c: c.accepted_tokens,
+    ),
+)
 
 _Value = Callable[[EngineReading], float]
 
@@ -188,16 +204,6 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
         "vllm:spec_decode_num_accepted_tokens",
         "Guessed tokens that were right.",
         lambda r: r.stats.accepted_tokens,
-    ),
-    (
-        "llmbox_draft_model_tokens",
-        "Guessed tokens that a draft model proposed.",
-        lambda r: r.stats.model_draft_tokens,
-    ),
-    (
-        "llmbox_draft_model_accepted_tokens",
-        "Guessed tokens of a draft model that were right.",
-        lambda r: r.stats.model_accepted_tokens,
     ),
     ("llmbox_engine_steps", "Steps run.", lambda r: r.stats.steps),
     ("llmbox_engine_step_seconds", "Time inside steps.", lambda r: r.stats.step_seconds),

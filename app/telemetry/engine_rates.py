@@ -208,6 +208,7 @@ class EngineReader:
             tpot_target=NA if target is None else target.tpot,
             draft_tokens=stats.draft_tokens,
             accepted_tokens=stats.accepted_tokens,
+            draft_methods=stats.draft_methods,
             preemptions=stats.preemptions,
             restarts=supervisor.restarts,
             resumed=supervisor.resumed,

@@ -9,6 +9,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from llmbox.engine.ipc.messages import DraftCounts
+
 from ..gateway.request_events import LiveRequest
 
 
@@ -135,6 +137,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Draft tokens that were accepted."""
+    draft_methods: dict[str, DraftCounts] = {}
     preemptions: int = 0
     restarts: int = 0
     resumed: int = 0

@@ -265,6 +265,15 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """Drafts of one method that were verified."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Gauges of the current state, and counters since the engine process started."""
 
@@ -300,9 +309,8 @@ class EngineStats:
     """Number of draft tokens in them."""
     accepted_tokens: int = 0
     """Number of accepted draft tokens: each saved its request a step."""
-    model_draft_tokens: int = 0
-    """Number of `draft_tokens` that a draft model proposed; n-grams proposed the others."""
-    model_accepted_tokens: int = 0
+    draft_methods: dict[str, DraftCounts] = field(default_factory=dict)
+    """These three by method (`DraftMethod`), for methods that have proposed any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ def _line(now: Mapping[str, Any]) -> str:
         else ""
     )
     right = (
-        f", drafts accepted {total['accepted_tokens'] / total['draft_tokens']:.0%}"
+        f", drafts accepted {total['accepted_tokens'] / total['draft_tokens']:.0%}{_by_method(now)}"
         if total["draft_tokens"]
         else ""
     )
@@ -92,6 +92,20 @@ def _line(now: Mapping[str, Any]) -> str:
         f"{state} | models {len(now['models'])} | running {total['running']}, waiting {total['waiting']} | "
         f"KV {_share(total):.0%}{hits} | {speed}{right} | restarts {total['restarts']}"
     )
+
+
+def _by_method(now: Mapping[str, Any]) -> str:
+    """Return the acceptance of each method of proposing draft tokens, over all models."""
+    counts: dict[str, list[int]] = {}
+    for model in now["models"]:
+        for method, each in model["stats"].get("draft_methods", {}).items():
+            of_method = counts.setdefault(method, [0, 0])
+            of_method[0] += each["accepted_tokens"]
+            of_method[1] += each["draft_tokens"]
+    shares = ", ".join(
+        f"{method} {right / tokens:.0%}" for method, (right, tokens) in counts.items() if tokens
+    )
+    return f" ({shares})" if shares else ""
 
 
 def _share(total: Mapping[str, Any]) -> float:

@@ -9,11 +9,14 @@ none. Proposers are asked in this order:
     models    draft models and heads, where they are expected to gain more (`model_drafting.py`)
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final, TypedDict
 
 from ...config import SchedulerConfig
+from ...ipc.messages import DraftCounts
 from ..kv_cache.manager import KVCacheManager
 from ..request import Request
 from ..step import SampledToken, ScheduledRequest, StepPlan
@@ -22,6 +25,11 @@ from .model_drafting import ModelDrafting
 from .ngram_proposer import LONGER, NgramProposer
 from .proposer import DraftMethod, Proposer
 from .suffix_proposer import SuffixProposer
+
+log = logging.getLogger("llmbox.engine")
+
+LOG_SECONDS: Final = 60.0
+"""Time between two lines of the log about drafts."""
 
 
 class AcceptanceCounts:
@@ -37,6 +45,20 @@ class AcceptanceCounts:
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
+
+    def read(self) -> DraftCounts:
+        return DraftCounts(
+            drafts=self.drafts, draft_tokens=self.draft_tokens, accepted_tokens=self.accepted_tokens
+        )
+
+
+class DraftStats(TypedDict):
+    """Fields of `EngineStats` about drafts."""
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    draft_methods: dict[str, DraftCounts]
 
 
 @dataclass(slots=True)
@@ -85,18 +107,21 @@ class DraftScheduler:
         self._began = 0.0
         methods: list[DraftMethod] = ["ngram", "suffix", *(each.proposer.method for each in self._models)]
         self.counts = {method: AcceptanceCounts() for method in methods}
+        self._stats: DraftStats | None = None
+        self._logged = clock(), 0
+        """Time and number of drafts when the log had the counts last."""
 
-    def stats(self) -> dict[str, int]:
-        """Return the counters of `EngineStats`."""
-        counts = self.counts.values()
-        model = self.counts.get("draft_model", AcceptanceCounts())
-        return {
-            "drafts": sum(each.drafts for each in counts),
-            "draft_tokens": sum(each.draft_tokens for each in counts),
-            "accepted_tokens": sum(each.accepted_tokens for each in counts),
-            "model_draft_tokens": model.draft_tokens,
-            "model_accepted_tokens": model.accepted_tokens,
-        }
+    def stats(self) -> DraftStats:
+        """Return the fields of `EngineStats` about drafts."""
+        if self._stats is None:
+            counts = {str(method): each.read() for method, each in self.counts.items() if each.drafts}
+            self._stats = DraftStats(
+                drafts=sum(each.drafts for each in counts.values()),
+                draft_tokens=sum(each.draft_tokens for each in counts.values()),
+                accepted_tokens=sum(each.accepted_tokens for each in counts.values()),
+                draft_methods=counts,
+            )
+        return self._stats
 
     def extend(self, plan: StepPlan, running: int) -> None:
         """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""
@@ -130,6 +155,7 @@ class DraftScheduler:
         request.num_scheduled = request.num_computed
         candidate = self._drafted[request]
         self.counts[candidate.method].add(drafted, accepted)
+        self._stats = None
         if candidate.model is not None:
             candidate.model.record_verification(request, drafted, accepted)
             return
@@ -141,6 +167,21 @@ class DraftScheduler:
         """Keep the answer of a request that has ended, for drafts of later ones."""
         if self._rows and not request.pools:
             self.answers.remember(request)
+            self._log_counts()
+
+    def _log_counts(self) -> None:
+        """Write the acceptance of each method into the log, while there are drafts."""
+        now, drafts = self._clock(), self.stats()["drafts"]
+        if now - self._logged[0] < LOG_SECONDS or drafts == self._logged[1]:
+            return
+        self._logged = now, drafts
+        log.info(
+            "draft tokens accepted so far: %s",
+            ", ".join(
+                f"{method} {each.accepted_tokens} of {each.draft_tokens}"
+                for method, each in self.stats()["draft_methods"].items()
+            ),
+        )
 
     def close(self, seconds: float) -> None:
         """Write the answers that are not on disk yet, for `seconds` at most. No step follows."""

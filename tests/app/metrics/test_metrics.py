@@ -2,7 +2,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmbox.app.metrics import EngineReading, Metrics
 from llmbox.app.store import RequestRecord
-from llmbox.engine.ipc.messages import EngineStats
+from llmbox.engine.ipc.messages import DraftCounts, EngineStats
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
@@ -14,6 +14,7 @@ def test_engine_gauges_are_read_at_scrape_time():
     stats = EngineStats(
         running=3, waiting=2, blocks_total=10, blocks_used=4, prefix_queries=100, prefix_hits=60,
         drafts=4, draft_tokens=9, accepted_tokens=5,
+        draft_methods={"suffix": DraftCounts(drafts=3, draft_tokens=7, accepted_tokens=4)},
     )  # fmt: skip
     metrics = Metrics(lambda: [EngineReading("m", stats, restarts=1, resumed=7, ready=True)], lambda: 5)
     got = samples(metrics)
@@ -24,6 +25,10 @@ def test_engine_gauges_are_read_at_scrape_time():
     assert got["vllm:spec_decode_num_draft_tokens_total", "m"] == 9
     assert got["vllm:spec_decode_num_accepted_tokens_total", "m"] == 5
     assert got["llmbox_requests_resumed_total", "m"] == 7
+    text = metrics.render().decode()
+    for name, value in (("drafts", 3), ("draft_tokens", 7), ("accepted_tokens", 4)):
+        labels = 'method="suffix",model_name="m"'
+        assert f"llmbox_spec_decode_num_{name}_total{{{labels}}} {value}.0" in text
     assert got["llmbox_request_log_dropped_total", ""] == 5
 
 

@@ -13,7 +13,7 @@ from llmbox.app.telemetry.gpus import GpuReader, HostReader
 from llmbox.app.telemetry.history import History
 from llmbox.app.telemetry.poller import Poller
 from llmbox.app.telemetry.snapshot import NA, Tick
-from llmbox.engine.ipc.messages import EngineStats
+from llmbox.engine.ipc.messages import DraftCounts, EngineStats
 from support.fake_nvml import FakeNvml
 from support.snapshots import live_request
 
@@ -72,7 +72,7 @@ async def test_a_tick_tells_rates_of_counters(tmp_path):
     scene.engines.supervisor.stats = EngineStats(
         running=2, waiting=1, blocks_total=10, blocks_used=4, blocks_cached=1,
         steps=5, prompt_tokens=100, output_tokens=50, prefix_queries=200, prefix_hits=150,
-        draft_tokens=8, accepted_tokens=6,
+        draft_tokens=8, accepted_tokens=6, draft_methods={"ngram": DraftCounts(draft_tokens=8)},
     )  # fmt: skip
     scene.latencies.add(
         RequestRecord(id="r", created=0.0, model="m", endpoint="chat", http_status=200, ttft_s=0.5)
@@ -84,6 +84,7 @@ async def test_a_tick_tells_rates_of_counters(tmp_path):
     assert (engine.blocks_live, engine.blocks_cached, engine.blocks_free) == (4, 1, 5)
     assert engine.prefix_hit == 0.75
     assert (engine.draft_tokens, engine.accepted_tokens) == (8, 6)
+    assert engine.draft_methods["ngram"].draft_tokens == 8
     assert engine.roofline is NA
     assert tick.totals.ttft_p95 == 0.5
     assert tick.totals.kv_used == 0.4

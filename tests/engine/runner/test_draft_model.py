@@ -115,10 +115,10 @@ def test_what_a_request_gets_is_the_same(model, near, name, drafting):
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
     engine._scheduler.check()
     stats = engine.stats()
-    assert stats.model_draft_tokens >= stats.model_accepted_tokens > 0
-    assert stats.model_draft_tokens <= stats.draft_tokens
+    counts = stats.draft_methods["draft_model"]
+    assert stats.draft_tokens >= counts.draft_tokens >= counts.accepted_tokens > 0
     if drafting == "near":
-        assert stats.model_draft_tokens > stats.model_accepted_tokens, "both ways were taken"
+        assert counts.draft_tokens > counts.accepted_tokens, "both ways were taken"
     if name == "preempted":
         assert stats.preemptions > 0
 
@@ -130,7 +130,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(model):
     for request in requests:
         run(engine, [request])
     stats = engine.stats()
-    assert stats.model_draft_tokens == stats.model_accepted_tokens > 60
+    counts = stats.draft_methods["draft_model"]
+    assert counts.draft_tokens == counts.accepted_tokens > 60
 
 
 def test_the_draft_of_a_cached_prompt_computes_only_the_rest(model):
@@ -161,7 +162,7 @@ def test_a_long_prompt_is_caught_up_over_several_steps(model, monkeypatch):
     expected = run(engine_with(model), requests)
     seen = run(engine, requests)
     assert {name: told(each) for name, each in seen.items()} == {n: told(o) for n, o in expected.items()}
-    assert engine.stats().model_accepted_tokens > 0
+    assert engine.stats().draft_methods["draft_model"].accepted_tokens > 0
 
 
 def test_its_memory_is_planned(model):
@@ -178,7 +179,7 @@ def test_a_draft_without_a_token_proposes_none(model, near):
     runner._model.logits = lambda hidden, *_: logits(hidden) * float("nan")
     requests = [ask("a", range(5, 30), 20)]
     assert told(run(engine, requests)["a"]) == told(run(engine_with(model), requests)["a"])
-    assert engine.stats().model_draft_tokens == 0
+    assert "draft_model" not in engine.stats().draft_methods
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import pytest
 from rich.cells import cell_len
 
 from llmbox.app.telemetry.snapshot import NA, GpuReading
+from llmbox.engine.ipc.messages import DraftCounts
 from llmbox.ui.tui.rendering import (
     ASCII,
     UNICODE,
@@ -15,11 +16,12 @@ from llmbox.ui.tui.rendering import (
     size,
     wrap,
 )
+from llmbox.ui.tui.screens.memory import _prefix_cache
 from llmbox.ui.tui.screens.overview import gpu_lines
 from llmbox.ui.tui.widgets.charts import AXIS, AxisChart, Series, draw_chart, nice_top, thin
 from llmbox.ui.tui.widgets.key_value import request_lines
 from llmbox.ui.tui.widgets.request_rows import time_bar
-from support.snapshots import detail, record
+from support.snapshots import detail, engine, record
 
 
 def test_fit_is_exact_for_any_text():
@@ -139,3 +141,10 @@ def test_wrapping_breaks_words_that_are_too_long():
     lines = ["".join(span for span, _ in line) for line in wrap("ab " + "x" * 12 + " 漢字漢字 c", 5)]
     assert lines == ["ab", "xxxxx", "xxxxx", "xx", "漢字", "漢字", "c"]
     assert wrap("", 5) == []
+
+
+def test_the_memory_screen_has_the_acceptance_of_each_method():
+    counts = {"ngram": DraftCounts(draft_tokens=30, accepted_tokens=15), "mtp": DraftCounts(draft_tokens=10)}
+    snapshot = engine(draft_tokens=40, accepted_tokens=15, draft_methods=counts)
+    ((text, _),) = _prefix_cache(snapshot)[0]
+    assert "38 % of draft tokens accepted (ngram 50 %, mtp 0 %)" in text

@@ -140,6 +140,11 @@ def _prefix_cache(engine: EngineSnapshot) -> list[Line]:
         speed += f", {percent(engine.roofline)} of what the memory bandwidth allows"
     if engine.draft_tokens:
         speed += f", {percent(engine.accepted_tokens / engine.draft_tokens)} of draft tokens accepted"
+        methods = ", ".join(
+            f"{method} {percent(each.accepted_tokens / each.draft_tokens)}"
+            for method, each in engine.draft_methods.items()
+        )
+        speed += f" ({methods})" if methods else ""
     return [((speed, "muted"),), ((f"   {hits}{tail}{preempted}", "muted"),)]
 
 

@@ -187,3 +187,17 @@ def test_drafts_of_a_model_take_no_more_states_than_are_free(monkeypatch):
     for row in plan.rows:
         assert {position for position, _ in row.saves} >= set(range(row.start + 1, row.end))
     play_model(scheduler, plan)
+
+
+def test_the_log_has_the_acceptance_of_each_method_once_a_minute(caplog):
+    now = [0.0]
+    scheduler = make_scheduler(draft_rows=16, clock=lambda: now[0])
+    caplog.set_level("INFO", "llmbox.engine")
+    for name in ("a", "b", "c"):
+        decoding(scheduler, name, max_tokens=4)
+        answer(scheduler, scheduler.schedule(), {name: [2, 3, 9]})
+        now[0] += 50.0
+    assert [record.getMessage() for record in caplog.records] == [
+        "draft tokens accepted so far: ngram 6 of 6",
+    ]
+    assert scheduler.drafting.stats()["draft_methods"]["ngram"].accepted_tokens == 6
