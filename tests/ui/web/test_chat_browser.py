@@ -1,5 +1,6 @@
 """The chat in a real browser: asked, kept, branched, found again, deleted; Markdown that runs nothing."""
 
+import ast
 import os
 import re
 import signal
@@ -16,6 +17,10 @@ SHOW = """async (text) => {
   document.getElementById("messages").append(shown);
   await showMarkdown(shown, text, true);
   return shown.innerHTML;
+}"""
+AS_PYTHON = """async (body) => {
+  const { asPython } = await import("/admin/static/playground/playground-calls.js");
+  return asPython("http://here", "/v1/chat/completions", body);
 }"""
 TEXT = """# Heading
 
@@ -119,6 +124,22 @@ def test_markdown_has_tables_code_and_formulas_and_loads_nothing_from_elsewhere(
     assert "javascript:" not in html.replace("[bad](javascript:alert(1))", "")
     assert window.page.title() != "run"
     assert window.strangers == []
+
+
+def test_an_answer_is_shown_as_code_for_a_terminal_python_and_javascript(window: Window):
+    window.open("/admin/chat")
+    page = window.page
+    ask(window, "True or false?")
+    page.get_by_role("button", name="As code").click()
+    shown = page.locator(".message .call")
+    assert shown.locator(".who").all_text_contents() == ["curl", "Python", "JavaScript"]
+    curl, python, javascript = shown.locator("pre").all_text_contents()
+    assert all("True or false?" in text for text in (curl, python, javascript))
+    assert "await client.chat.completions.create({" in javascript
+    extra = {"strict": True, "none": None, "text": 'true "null" \\'}
+    written = page.evaluate(AS_PYTHON, {"model": "m", "messages": [], **extra})
+    compile(written, "shown", "exec")
+    assert ast.literal_eval(written.partition("extra_body=")[2].partition(",\n    stream")[0]) == extra
 
 
 def test_a_preset_brings_prompt_sampling_and_schema_back(window: Window):

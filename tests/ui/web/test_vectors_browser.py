@@ -55,10 +55,13 @@ def test_vectors_as_an_api_call(window: Window):
     page.get_by_label("Kind").select_option("embeddings")
     page.get_by_label("Prompt", exact=True).fill("\n".join(TEXTS))
     page.get_by_text("View as API call").click()
-    curl, python = (page.locator(place).text_content() for place in ("#curl", "#python"))
+    curl, python, javascript = (
+        page.locator(place).text_content() for place in ("#curl", "#python", "#javascript")
+    )
     assert "/v1/embeddings" in curl
     assert TEXTS[2] in curl
-    assert "stream" not in curl + python
+    assert "stream" not in curl + python + javascript
+    assert "client.embeddings.create(" in javascript
     assert "client.embeddings.create(" in python
     compile(python, "shown", "exec")
 

@@ -1,7 +1,7 @@
 // The chat: a conversation as a tree, its branch on display, and answers streamed by the API of every client.
 
 import { begun, measure, streamAnswer } from "../playground/playground-answer.js";
-import { asCurl, asPython } from "../playground/playground-calls.js";
+import { asCurl, asJavaScript, asPython } from "../playground/playground-calls.js";
 import { Attachments } from "./chat-attach.js";
 import { button, element, find, folded } from "./chat-elements.js";
 import { showMarkdown } from "./chat-markdown.js";
@@ -149,7 +149,10 @@ function showCall(message) {
   const before = talk.branch();
   const body = bodyOf(before.slice(0, before.findIndex((each) => each.parent === message.parent)), message.model);
   const made = element("div", "call");
-  for (const text of [asCurl, asPython]) made.append(element("pre", "", text(page.dataset.url, "/v1/chat/completions", body)));
+  for (const [name, write] of Object.entries({ curl: asCurl, Python: asPython, JavaScript: asJavaScript })) {
+    const text = write(page.dataset.url, "/v1/chat/completions", body);
+    made.append(element("p", "who", name), button("Copy", () => navigator.clipboard.writeText(text), `Copy the call in ${name}`), element("pre", "", text));
+  }
   shown.append(made);
 }
 

@@ -4,7 +4,10 @@ const ofTheClient = new Set([
   "model", "messages", "prompt", "input", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop",
 ]);
 
-const python = (value) => JSON.stringify(value, null, 4).replaceAll("\n", "\n    "); // numbers, texts and lists are the same
+// Numbers, texts and lists are the same in Python; these three words are not.
+const words = { true: "True", false: "False", null: "None" };
+const python = (value) =>
+  JSON.stringify(value, null, 4).replaceAll("\n", "\n    ").replace(/"(?:[^"\\]|\\.)*"|true|false|null/g, (part) => words[part] ?? part);
 
 export function asCurl(url, path, body) {
   const streams = !path.endsWith("/embeddings");
@@ -27,6 +30,21 @@ from openai import OpenAI
 
 client = OpenAI(base_url="${url}/v1", api_key=os.environ["LLMBOX_API_KEY"])
 ${call}`;
+}
+
+export function asJavaScript(url, path, body) {
+  const given = (value) => JSON.stringify(value, null, 2);
+  const begin = `import OpenAI from "openai";
+
+const client = new OpenAI({ baseURL: "${url}/v1", apiKey: process.env.LLMBOX_API_KEY });
+`;
+  if (path.endsWith("/embeddings")) {
+    return `${begin}const answer = await client.embeddings.create(${given({ ...body, encoding_format: "float" })});
+for (const each of answer.data) console.log(each.embedding.length, each.embedding.slice(0, 3));`;
+  }
+  const chat = path.includes("chat");
+  return `${begin}const stream = await client.${chat ? "chat.completions" : "completions"}.create(${given({ ...body, stream: true })});
+for await (const chunk of stream) process.stdout.write(chunk.choices[0]?.${chat ? "delta?.content" : "text"} ?? "");`;
 }
 
 function vectorsCall(lines) {

@@ -1,7 +1,7 @@
 // The playground: what the form says, sent to one model or to two, through the API that every client uses.
 
 import { answerOf } from "./playground-answer.js";
-import { asCurl, asPython } from "./playground-calls.js";
+import { asCurl, asJavaScript, asPython } from "./playground-calls.js";
 import { VECTORS, textsOf, vectorsOf } from "./playground-vectors.js";
 
 const form = document.getElementById("playground");
@@ -143,6 +143,7 @@ function show(panes) {
   const [path, body] = panes[0].body(form.elements.prompt.value || "Hello");
   document.getElementById("curl").textContent = asCurl(form.dataset.url, path, body);
   document.getElementById("python").textContent = asPython(form.dataset.url, path, body);
+  document.getElementById("javascript").textContent = asJavaScript(form.dataset.url, path, body);
 }
 
 async function send(panes) {
