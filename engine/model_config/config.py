@@ -258,6 +258,7 @@ def parse_config(path: Path | str) -> ModelConfig:
 def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     """Do as `parse_config` with the content of config.json; `path` has the weights."""
     kind = architecture_of(fields)
+    vision, image_problem = find_vision(Path(path)) if kind.is_nested else (None, NO_TOWER)
     if kind.is_nested:
         fields = text_fields(fields)
         named = fields.raw.get("model_type")
@@ -290,7 +291,6 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     if encoder is not None and stored is not None:
         raise fields.error("quantized checkpoints of encoders are not read: take another, with --quant int8")
     experts = kind.experts(fields, layers)
-    vision, image_problem = find_vision(Path(path)) if kind.is_nested else (None, NO_TOWER)
     if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
         raise fields.error(
             f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"

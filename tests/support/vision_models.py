@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "text_config": TEXT | {"model_type": "mistral"},
             "vision_config": PIXTRAL | {"model_type": "pixtral"},
             "image_token_index": 10,
+            "tie_word_embeddings": False,
         },
         {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 96}, "patch_size": 12},
     ),
@@ -79,7 +80,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         {
-            "text_config": TEXT | {"tie_word_embeddings": True, "num_hidden_layers": 7, "sliding_window": 24},
+            "text_config": TEXT | {"num_hidden_layers": 7, "sliding_window": 24},
+            "tie_word_embeddings": False,
             "vision_config": SIGLIP | {"vision_use_head": False},
             "image_token_index": 10,
             "boi_token_index": 8,
@@ -153,7 +155,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             "text_config": TEXT
             | {
-                "tie_word_embeddings": True,
                 "num_hidden_layers": 4,
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
                 "global_head_dim": 32,
@@ -173,6 +174,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 "standardize": True,
             },
             "audio_config": None,
+            "tie_word_embeddings": False,
             "image_token_id": 10,
         },
         {
@@ -231,7 +233,8 @@ def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
     model = model_class(model_class.config_class(**values, **changes)).eval()
     with torch.no_grad():
         for each, parameter in model.named_parameters():
-            scale = 0.3 if parameter.dim() == 1 or "embed" in each else 1.2 * parameter[0].numel() ** -0.5
+            scale = 0.3 if parameter.dim() == 1 or "embed" in each else 1.5 * parameter[0].numel() ** -0.5
+            scale = 1.0 if "embed_tokens" in each else scale
             base = 1.0 if parameter.dim() == 1 and "norm" in each and each.endswith("weight") else 0.0
             parameter.copy_(torch.randn_like(parameter) * scale + base)
         for each, buffer in model.named_buffers():
@@ -268,3 +271,32 @@ def prepare(
         grid=layout.grid,
         num_tokens=layout.num_rows,
     )
+
+
+def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
+    """Return what transformers' processor gives the model. LFM2-VL's needs torchvision: it gets our tiles."""
+    from transformers import AutoImageProcessor
+
+    if vision.processor.kind != "lfm2":
+        nested = [pictures] if vision.processor.kind == "tiles" else pictures
+        inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt")
+        counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image"}
+        return {key: value for key, value in inputs.items() if key not in counts}
+    side, tiles, shapes = vision.tower.patch_size, [], []
+    for picture in pictures:
+        layout, image = prepare(vision, picture)
+        start = 0
+        for height, width in layout.tiles:
+            size = 3 * height * width
+            pixels = torch.frombuffer(bytearray(image.pixels[start : start + size]), dtype=torch.uint8) / 255
+            tile = ((pixels - 0.5) / 0.5).view(height // side, side, width // side, side, 3)
+            tiles.append(tile.transpose(1, 2).reshape(-1, 3 * side * side))
+            shapes.append([height // side, width // side])
+            start += size
+    longest = max(map(len, tiles))
+    padded = [torch.nn.functional.pad(tile, (0, 0, 0, longest - len(tile))) for tile in tiles]
+    return {
+        "pixel_values": torch.stack(padded),
+        "pixel_attention_mask": torch.stack([(torch.arange(longest) < len(tile)).int() for tile in tiles]),
+        "spatial_shapes": torch.tensor(shapes),
+    }

@@ -16,7 +16,7 @@ from llmbox.kernels.dispatch import select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.reference import REFERENCE
 from support.tiny_models import write_json
-from support.vision_models import MODELS, draw_picture, make_vision_model, prepare
+from support.vision_models import MODELS, draw_picture, make_vision_model, prepare, reference_inputs
 
 SIZES = [(50, 40), (13, 1), (30, 100), (131, 70)]
 CPU = torch.device("cpu")
@@ -38,38 +38,6 @@ def encode(encoder: VisionEncoder, picture: Image.Image) -> torch.Tensor:
             return rows
 
 
-def reference_inputs(directory: Path, encoder: VisionEncoder, picture: Image.Image) -> dict[str, Any]:
-    """Return what transformers' processor gives the model. LFM2-VL's needs torchvision: it gets our tiles."""
-    from transformers import AutoImageProcessor
-
-    processor = encoder.vision.processor
-    if processor.kind != "lfm2":
-        inputs = AutoImageProcessor.from_pretrained(directory)(images=[picture], return_tensors="pt")
-        known = {
-            "pixel_values",
-            "image_sizes",
-            "image_grid_thw",
-            "image_position_ids",
-            "pixel_attention_mask",
-        }
-        return {key: value for key, value in inputs.items() if key in known}
-    layout, image = prepare(encoder.vision, picture)
-    side, start, tiles = encoder.vision.tower.patch_size, 0, []
-    for height, width in layout.tiles:
-        size = 3 * height * width
-        pixels = torch.frombuffer(bytearray(image.pixels[start : start + size]), dtype=torch.uint8) / 255
-        tile = ((pixels - 0.5) / 0.5).view(height // side, side, width // side, side, 3)
-        tiles.append(tile.transpose(1, 2).reshape(-1, 3 * side * side))
-        start += size
-    longest = max(map(len, tiles))
-    padded = [torch.nn.functional.pad(tile, (0, 0, 0, longest - len(tile))) for tile in tiles]
-    return {
-        "pixel_values": torch.stack(padded),
-        "pixel_attention_mask": torch.stack([(torch.arange(longest) < len(tile)).int() for tile in tiles]),
-        "spatial_shapes": torch.tensor([[tall // side, wide // side] for tall, wide in layout.tiles]),
-    }
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     model = make_vision_model(tmp_path, kind)
@@ -80,7 +48,7 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None
     for size in SIZES:
         picture = draw_picture(*size)
         found = encode(encoder, picture)
-        inputs = reference_inputs(tmp_path, encoder, picture)
+        inputs = reference_inputs(tmp_path, encoder.vision, [picture])
         with torch.inference_mode():
             theirs = model.model.get_image_features(**inputs, return_dict=True)
         rows = theirs.pooler_output

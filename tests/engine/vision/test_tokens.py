@@ -1,0 +1,66 @@
+"""Whole vision-language models: greedy tokens of transformers for prompts with pictures."""
+
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.vision.families import read_vision
+from support.real_engines import ask, load, tokens
+from support.vision_models import MODELS, draw_picture, make_vision_model, prepare, reference_inputs
+
+IMAGE = 10
+SIZES = [(50, 40), (131, 70)]
+MANY = 12
+
+
+def prompt_with(directory: Path) -> tuple[AddRequest, list[Any]]:
+    """Return a request with texts around two pictures, and the pictures."""
+    vision = read_vision(directory)
+    assert vision is not None
+    ids, images, pictures = [3, 200, 17, 5], [], [draw_picture(*size) for size in SIZES]
+    for number, picture in enumerate(pictures):
+        layout, image = prepare(vision, picture)
+        pieces = layout.text.split(vision.image_text)
+        text = [[100 + 7 * number + sum(map(ord, piece)) % 90] if piece else [] for piece in pieces]
+        own = [*text[0], *(token for piece in text[1:] for token in (IMAGE, *piece))]
+        first, last = own.index(IMAGE), len(own) - own[::-1].index(IMAGE)
+        place = {"start": len(ids) + first, "num_tokens": last - first, "num_rows": layout.num_rows}
+        images.append(replace(image, content_hash=sha256(image.pixels).digest(), **place))
+        ids += [*own, *range(40, 47)]
+    request = ask("a", ids, MANY)
+    return replace(request, images=images), pictures
+
+
+@torch.inference_mode()
+def tokens_of_transformers(model: Any, ids: list[int], inputs: dict[str, Any]) -> list[int]:
+    """Greedy, the whole prompt for each token."""
+    ids = list(ids)
+    start = len(ids)
+    for _ in range(MANY):
+        all_ids = torch.tensor([ids])
+        kinds = (all_ids == IMAGE).int()
+        extra = {"token_type_ids" if "gemma3" in model.config.model_type else "mm_token_type_ids": kinds}
+        if model.config.model_type in {"mistral3", "idefics3", "lfm2_vl"}:
+            extra = {}
+        if hasattr(model.model, "rope_deltas"):
+            model.model.rope_deltas = None
+        logits = model(input_ids=all_ids, use_cache=False, **inputs, **extra).logits[0, -1]
+        ids.append(int(logits.argmax()))
+    return ids[start:]
+
+
+@pytest.mark.parametrize("kind", sorted(set(MODELS) - {"gemma3"}))
+def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    model = make_vision_model(tmp_path, kind)
+    request, pictures = prompt_with(tmp_path)
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    exact = tokens_of_transformers(model, request.prompt_ids, reference_inputs(tmp_path, vision, pictures))
+    assert len(set(exact)) > 2
+    for options in ({}, {"token_budget": 16, "max_running": 4}):
+        assert tokens(load(tmp_path, **options), [request])["a"] == exact
