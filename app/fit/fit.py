@@ -67,6 +67,8 @@ class Fit:
     notes: tuple[str, ...]
     disk_need: int
     disk_free: int
+    kv_disk_bytes: int
+    """Size of the KV cache on disk, which all models share; 0: it is off, or this model keeps none."""
     speed: Speed | None
 
     @property
@@ -77,6 +79,12 @@ class Fit:
     def fits_disk(self) -> bool:
         return self.disk_need == 0 or self.disk_need + DISK_RESERVE <= self.disk_free
 
+    @property
+    def kv_disk_tokens(self) -> int:
+        """Tokens of this model that the KV cache on disk holds where it has all of it."""
+        per_token = 0 if self.plan is None else self.plan.kv_bytes_per_token * self.plan.ranks
+        return self.kv_disk_bytes // per_token if per_token else 0
+
     def as_dict(self) -> dict[str, Any]:
         plan = self.plan
         extra = (
@@ -86,6 +94,7 @@ class Fit:
                 "kv_bytes": plan.kv_bytes,
                 "total_bytes": plan.total_bytes,
                 "max_concurrency": round(plan.max_concurrency, 2),
+                "kv_disk_tokens": self.kv_disk_tokens,
             }
         )
         found = asdict(self)
@@ -101,9 +110,10 @@ def fit(
     budget_gb: float | None,
     disk: Path,
     bandwidth: Bandwidth | None,
+    kv_disk: int = 0,
 ) -> Fit:
     """Plan a model on this machine. `config` holds the requested options; `disk` is where a download would
-    go; `bandwidth` is the device's.
+    go; `bandwidth` is the device's; `kv_disk` is the size of the KV cache on disk.
 
     Raises DeviceError where there is no such device.
     """
@@ -132,6 +142,7 @@ def fit(
         notes=notes,
         disk_need=facts.missing_bytes,
         disk_free=disk_free,
+        kv_disk_bytes=kv_disk if config.prefix_cache and writes else 0,
         speed=_speed(facts.config, plan, machine, bandwidth) if plan and bandwidth and writes else None,
     )
     if not result.fits_disk:

@@ -31,6 +31,7 @@ def fit_rows(result: Fit) -> dict[str, str]:
                 else "none: each text is computed at once"
             ),
             **({"state": _states(plan)} if plan.state_slots else {}),
+            **({"disk buffers": size(plan.buffer_bytes)} if plan.buffer_bytes else {}),
             "together": size(plan.total_bytes) + each,
             "context": f"{plan.context} tokens",
             "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
@@ -41,6 +42,9 @@ def fit_rows(result: Fit) -> dict[str, str]:
         if result.disk_need
         else "all here"
     )
+    if result.kv_disk_tokens:
+        told = f"{size(result.kv_disk_bytes)} for all models, {result.kv_disk_tokens:,} tokens of this one"
+        rows["KV on disk"] = told
     if result.speed is not None:
         rows |= _speed_rows(result.speed)
     return rows

@@ -1,6 +1,7 @@
 """Engine: add and abort requests, step, report. Token ids only; `process/engine_main.py` has the sockets."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -54,8 +55,10 @@ class Engine:
         self._images = scheduler.images
         self._runner = runner
         self._pipeline = pipeline_of(runner)
-        self._launched: deque[tuple[StepPlan, Any]] = deque()
-        """Launched steps whose results have not been collected, oldest first, with the executor's handles."""
+        self._launched: deque[tuple[StepPlan, Any, float]] = deque()
+        """Launched steps whose results have not been collected, oldest first, with the executor's handles and
+        the clock."""
+        self._collected_at = -math.inf
         self._grammars = GrammarCompiler(info.vocab_size)
         self._clock = clock
         self._steps = 0
@@ -82,17 +85,15 @@ class Engine:
         try:
             _update_masks(plan)
             if plan.rows:
-                self._launched.append((plan, self._runner.launch(plan)))
+                self._launched.append((plan, self._runner.launch(plan), started))
             outputs = self._take_results() if self._is_full or not plan.rows else []
         except BaseException:
             self._discard(plan)
             raise
-        if (tiers := self._scheduler.kv_cache.tiers) is not None:
-            if plan.num_tokens >= PROMPT_STEP and not self._runner.depth:
-                tiers.note_computed(plan.num_tokens, self._clock() - started)
-            tiers.pump(sparingly=self._runner.depth == 0)
-            if tiers.is_reading and not (plan.rows or worked):
-                tiers.wait(IDLE_SECONDS)
+        if (tiers := self._scheduler.kv_cache.tiers) is not None and tiers.has_work:
+            tiers.pump(sparingly=self.info.device == "cpu")
+            if tiers.reads.is_reading and not (plan.rows or worked):
+                tiers.reads.wait(IDLE_SECONDS)
         if self._images is not None and self._images.has_work:
             worked = True
             outputs += self._advance_images()
@@ -240,14 +241,18 @@ class Engine:
         """Wait for the oldest launched step, if there is one, and return its outputs."""
         if not self._launched:
             return []
-        plan, handle = self._launched[0]
+        plan, handle, launched_at = self._launched[0]
         result = self._runner.collect(handle)
         self._launched.popleft()
+        if plan.num_tokens >= PROMPT_STEP and (tiers := self._scheduler.kv_cache.tiers) is not None:
+            now = self._clock()  # a step that was launched before another ended began after it
+            tiers.reads.note_computed(plan.num_tokens, now - max(launched_at, self._collected_at))
+            self._collected_at = now
         return self._scheduler.update(plan, result)
 
     def _discard(self, plan: StepPlan) -> None:
         """Discard all launched steps and `plan`: the KV they wrote may be wrong and must not be used."""
-        for launched, _ in self._launched:
+        for launched, *_ in self._launched:
             self._scheduler.discard(launched)
         self._scheduler.discard(plan)
         self._launched.clear()

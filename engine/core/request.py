@@ -64,6 +64,8 @@ class Request:
     """Tokens of `num_cached` that came from disk."""
     disk_end: PrefixMissReason | None = None
     """Reason why no more of it came from disk, where the disk had more."""
+    reads_later: bool = False
+    """True if the disk may have blocks of it that memory has not, which its admission is to wait for."""
     scheduled_at: float | None = None
     """Clock at first admission, in seconds; None before it."""
     preemptions: int = 0

@@ -54,7 +54,9 @@ class WaitingQueue:
         self._standing_aside.add(request.request_id)
 
     def hold(self, request: Request) -> None:
-        """Add a request that waits until `release`, outside the order too."""
+        """Keep a request, new or queued, outside the order too until `release`."""
+        if self._is_present(request) and request.request_id not in self._standing_aside:
+            self.take(request)
         self._present[request.request_id] = request
         self._standing_aside.add(request.request_id)
 

@@ -11,6 +11,7 @@ preemption or a restart, in as many chunks as the token budget requires.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
@@ -57,8 +58,7 @@ class Scheduler:
         self._running = self.active.by_id
         self._microbatches = MicroBatcher()
         self._was_express = False
-        self.prompt_tokens = 0
-        self.output_tokens = 0
+        self.prompt_tokens = self.output_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -250,9 +250,8 @@ class Scheduler:
         """
         if budget <= 0:
             return budget
-        tokens = remaining = request.num_remaining
-        if self.config.chunked_prefill:
-            tokens = min(tokens, budget)
+        remaining = request.num_remaining
+        tokens = min(remaining, budget) if self.config.chunked_prefill else remaining
         if request.images and self.images is not None:
             tokens = self.images.limit(request, request.num_scheduled, tokens)
             if not tokens:
@@ -274,7 +273,10 @@ class Scheduler:
         return True
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
-        """Move a waiting request to the running ones; False when blocks are short."""
+        """Move a waiting request to the running ones; False when blocks are short or come from disk."""
+        if self.kv_cache.read_again(request):
+            self._waiting.hold(request)
+            return False
         copies = self.kv_cache.allocate(request, self._computed_sibling(request), alone=not self._running)
         if copies is None:
             return False
@@ -335,8 +337,7 @@ class Scheduler:
                 self.active.requeue(row.request, suspect=True)
 
     def _end_fork_waits(self) -> None:
-        for request_id in self._waiting.awaited_siblings():
-            sibling = self._requests[request_id]
+        for sibling in map(self._requests.__getitem__, self._waiting.awaited_siblings()):
             if sibling.has_computed_prompt:
                 self._waiting.end_fork_wait(sibling)
 
@@ -362,17 +363,16 @@ class Scheduler:
         self.pool.check()
         self._waiting.check()
         assert len(self._running) + len(self._waiting) == len(self._requests)
-        held: dict[int, int] = {}
+        held = Counter(self.kv_cache.loading("kv"))
         for request in self._running.values():
             assert self._requests[request.request_id] is request
-            assert 0 <= request.num_computed < request.num_tokens
-            assert request.num_computed <= request.num_scheduled <= request.num_tokens + request.num_pending
+            assert 0 <= request.num_computed <= request.num_scheduled
+            assert request.num_computed < request.num_tokens >= request.num_scheduled - request.num_pending
             assert request.num_scheduled <= len(request.block_table) * self.pool.block_size
-            for block in request.block_table:
-                held[block] = held.get(block, 0) + 1
+            held.update(request.block_table)
         self.pool.check_holders(held)
         self.kv_cache.check(list(self._running.values()))
         flows = [flow for _, flows in self._flows.bands for flow in flows]
         assert sum(flow.running for flow in flows) == len(self._running)
         assert sum(flow.present for flow in flows) == len(self._requests)
-        assert 0 <= self.slots_used <= self.pool.num_used * self.pool.block_size
+        assert self.slots_used in range(self.pool.num_used * self.pool.block_size + 1)

@@ -7,6 +7,9 @@ from torch import Tensor
 
 
 class DeviceEvent(Protocol):
+    @property
+    def is_done(self) -> bool: ...
+
     def wait(self) -> None:
         """Block until all work queued on the device before the event is done."""
         ...
@@ -37,6 +40,7 @@ class HostDevice:
     """CPU device: all work is done when the call returns."""
 
     torch_device = torch.device("cpu")
+    is_done = True
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype)
@@ -57,6 +61,11 @@ class CudaEvent:
         # Blocking: a spinning thread would take the core that the daemon's threads need.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record()
+
+    @property
+    def is_done(self) -> bool:
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         with torch.cuda.device(self._device):  # a new thread would create a context on the first GPU

@@ -367,7 +367,7 @@ def model_info(
         weights_bytes=plan.weights_bytes * plan.ranks,
         kv_bytes=plan.kv_bytes * plan.ranks,
         kv_bytes_per_token=plan.kv_bytes_per_token * plan.ranks,
-        workspace_bytes=plan.workspace_bytes * plan.ranks,
+        workspace_bytes=(plan.workspace_bytes + plan.buffer_bytes) * plan.ranks,
         max_running=plan.max_running,
         max_concurrency=plan.max_concurrency,
         load_seconds=load_seconds,

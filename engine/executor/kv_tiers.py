@@ -18,6 +18,7 @@ from ..kv_store import environment
 from ..kv_store.block_file import MODEL_BYTES
 from ..kv_store.folder import KVFolder, KVFolderUnusable
 from ..kv_store.store import BlockStore
+from ..kv_store.store_threads import BUFFER_BYTES
 from ..model.rotary import Rotary
 from ..planning.memory_plan import MemoryPlan
 from ..runner.block_memory import DeviceBlockMemory
@@ -26,6 +27,8 @@ from ..weights.packed_cache.key import PackKey
 
 log = logging.getLogger("llmbox.engine")
 
+LEAST_BUFFER_BYTES = 4 << 20
+"""Bytes of each direction's buffers where the plan has none to spare."""
 _CODE = ("engine/model", "engine/model_config", "engine/weights", "kernels")
 """Folders whose code decides the bits of keys and values, next to the kernels' own digest."""
 _PROBED = (1, 1000)
@@ -71,14 +74,13 @@ def open_tiers(
             "origins": [[origin.path, origin.size, origin.mtime_ns] for origin in key.origins()],
         }
         digest = fingerprint(key, plan, computed.rotary, memory)
-        store = BlockStore(folder, digest, about, make_buffer=memory.make_buffer)
+        limit = max(LEAST_BUFFER_BYTES, plan.buffer_bytes // 2) if plan.device == "cpu" else BUFFER_BYTES
+        store = BlockStore(folder, digest, about, queue_bytes=limit, make_buffer=memory.make_buffer)
         answers = AnswerFiles(folder, digest, about, partial(_count_damage, store))
     except (KVFolderUnusable, ModelError, OSError) as error:
         log.warning("the KV cache on disk is left out: %s", error)
         return None
-    log.info(
-        "KV cache on disk: %d blocks of this model, at most %s in all", store.num_blocks, show_bytes(place[1])
-    )
+    log.info("KV cache on disk: at most %s for all models, in %s", show_bytes(place[1]), folder.root)
     kv_cache.tiers = KVTiers(store, memory, kv_cache)
     return answers
 

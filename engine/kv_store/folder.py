@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from .block_file import ADDRESS_BYTES, MODEL_BYTES, BlockAddress, BlockKind
 from .environment import NETWORK, filesystem_of
+from .listing import PART, StoredBlock, evict, list_blocks, subfolders
 from .usage_file import UsageFile
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,6 @@ DISK_RESERVE: Final = 0.05
 """Share of the disk that stays free."""
 SLACK: Final = 0.01
 """Share of the limit that is freed at once."""
-TURN_END_SECONDS: Final = 86_400
-"""Time by which blocks at the ends of turns are kept longer than others."""
-TURN_END: Final = ".turn"
-PART: Final = ".part"
 ABOUT: Final = "about.json"
 _OWNER_DIGITS: Final = 16
 _MODEL_NAME: Final = re.compile(f"[0-9a-f]{{{2 * MODEL_BYTES}}}")
@@ -49,25 +46,6 @@ _OWN: Final = frozenset({"format", "secret", "lock", "usage", "lost+found"})
 
 class KVFolderUnusable(Exception):  # noqa: N818 - the tier is left out
     """Folder cannot serve as a cache; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """File of a block, as the folder lists it."""
-
-    path: Path
-    size: int
-    used_ns: int
-
-    @property
-    def owner(self) -> str:
-        return self.path.parent.name
-
-    @property
-    def rank(self) -> int:
-        """Return the sort key of eviction, smallest first."""
-        kept = TURN_END_SECONDS * 10**9 if self.path.suffix == TURN_END else 0
-        return self.used_ns + kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +187,8 @@ class KVFolder:
                 room = self._room(usage)
                 if size <= room:  # else not even an empty cache would do
                     most = usage if usage + size <= room else int(room * (1 - SLACK)) - size
-                    usage = self._evict(blocks, most, over, size)
+                    share = int(self.key_bytes * (1 - SLACK)) - size
+                    usage = evict(blocks, most, over, share)
                 has_room = usage + size <= self._room(usage)
             file.write(usage + size if has_room else usage)
         return has_room
@@ -230,67 +209,35 @@ class KVFolder:
         free = disk.f_bavail * disk.f_frsize - int(DISK_RESERVE * disk.f_blocks * disk.f_frsize)
         return min(self.most_bytes, usage + free)
 
-    def _evict(self, blocks: list[StoredBlock], most: int, over: str, size: int) -> int:
-        """Remove blocks until at most `most` bytes are left, and the owner `over` has room for `size` in its
-        share. Returns the bytes of the rest.
-        """
-        blocks.sort(key=lambda block: block.rank)
-        usage = sum(block.size for block in blocks)
-        own = [block for block in blocks if block.owner == over]
-        excess = sum(block.size for block in own) + size - int(self.key_bytes * (1 - SLACK))
-        for block in own:
-            if excess <= 0:
-                break
-            gone = _remove(block)
-            excess, usage = excess - gone, usage - gone
-        for block in blocks:
-            if usage <= most:
-                break
-            usage -= _remove(block)
-        return usage
-
     def recount(self) -> dict[str, int]:
-        """Count all files anew, without leftovers of dead writers. Returns the bytes of each owner."""
+        """Count all files anew. Returns the bytes of each owner."""
         owners: defaultdict[str, int] = defaultdict(int)
         with self._changing() as file:
-            horizon = time.time() - 60
-            for part in chain.from_iterable(model.glob(f"*/*{PART}") for model in _models(self.root)):
-                with contextlib.suppress(OSError):
-                    if part.stat().st_mtime < horizon:
-                        part.unlink()
             for block in self.blocks():
                 owners[block.owner] += block.size
             file.write(sum(owners.values()))
         return owners
 
+    def usage(self) -> int:
+        """Return the bytes of all files, as they were counted last; 0 if that is not known."""
+        with contextlib.suppress(OSError):
+            return UsageFile.glance(self.root / "usage") or 0
+        return 0
+
     # ------------------------------------------------------------------ what people call
 
     def blocks(self, model: Path | None = None) -> list[StoredBlock]:
         """List the files of all blocks, or of one model's."""
-        found = []
-        for folder in [model] if model is not None else _models(self.root):
-            for owner in _folders(folder):
-                with contextlib.suppress(OSError), os.scandir(owner) as entries:
-                    for entry in entries:
-                        if entry.name.endswith(PART):
-                            continue
-                        with contextlib.suppress(OSError):
-                            status = entry.stat(follow_symlinks=False)
-                            found.append(StoredBlock(Path(entry.path), status.st_size, status.st_mtime_ns))
-        return found
+        return list_blocks([model] if model is not None else _models(self.root))
 
     def models(self) -> list[ModelDiskUsage]:
         """List what each model takes, least recently used first."""
         found = []
         for folder in _models(self.root):
-            about: dict[str, Any] = {}
-            with contextlib.suppress(OSError, ValueError):
-                about = json.loads((folder / ABOUT).read_bytes())
             blocks = self.blocks(folder)
             used = max((block.used_ns for block in blocks), default=0) / 1e9
-            found.append(
-                ModelDiskUsage(folder, about, len(blocks), sum(block.size for block in blocks), used)
-            )
+            size = sum(block.size for block in blocks)
+            found.append(ModelDiskUsage(folder, _about(folder), len(blocks), size, used))
         return sorted(found, key=lambda usage: usage.used)
 
     def prune(self, *, everything: bool = False) -> int:
@@ -298,13 +245,24 @@ class KVFolder:
         if not self.root.is_dir():
             return 0
         freed = 0
-        for usage in self.models():
-            if everything or not _is_current(usage.about):
-                shutil.rmtree(usage.folder, ignore_errors=True)
-                freed += usage.size
+        for folder in _models(self.root):
+            if everything or not _is_current(_about(folder)):
+                freed += sum(block.size for block in self.blocks(folder))
+                shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
-            self.recount()
+            if self._remove_leftovers() or freed or self.usage() == 0:
+                self.recount()
         return freed
+
+    def _remove_leftovers(self) -> int:
+        """Remove unfinished files of dead writers. Returns their number."""
+        count, horizon = 0, time.time() - 60
+        for part in chain.from_iterable(model.glob(f"*/*{PART}") for model in _models(self.root)):
+            with contextlib.suppress(OSError):
+                if part.stat().st_mtime < horizon:
+                    part.unlink()
+                    count += 1
+        return count
 
     def purge(self, tenant: str) -> int:
         """Remove all blocks of one caller. Returns the bytes freed."""
@@ -319,7 +277,7 @@ class KVFolder:
     def _remove_owners(self, goes: Any) -> int:
         freed = 0
         for model in _models(self.root):
-            for owner in _folders(model):
+            for owner in subfolders(model):
                 if goes(owner.name):
                     freed += sum(block.size for block in self.blocks(model) if block.owner == owner.name)
                     shutil.rmtree(owner, ignore_errors=True)
@@ -335,6 +293,13 @@ class KVFolder:
     def _usage(self, file: UsageFile) -> int:
         known = file.read()
         return sum(block.size for block in self.blocks()) if known is None else known
+
+
+def _about(model: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        about = json.loads((model / ABOUT).read_bytes())
+        return about if isinstance(about, dict) else {}
+    return {}
 
 
 def _is_current(about: dict[str, Any]) -> bool:
@@ -354,26 +319,9 @@ def _is_same(origin: Sequence[Any]) -> bool:
     return (status.st_size, status.st_mtime_ns) == (size, mtime_ns)
 
 
-def _folders(path: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
-        return [child for child in path.iterdir() if child.is_dir() and not child.is_symlink()]
-    return []
-
-
 def _models(root: Path) -> list[Path]:
     """Return the folders of models: nothing else in `root` is ever removed."""
-    return [folder for folder in _folders(root) if _MODEL_NAME.fullmatch(folder.name)]
-
-
-def _remove(block: StoredBlock) -> int:
-    """Remove a file; return the bytes that are gone with it."""
-    try:
-        block.path.unlink()
-    except FileNotFoundError:
-        return block.size
-    except OSError:
-        return 0
-    return block.size
+    return [folder for folder in subfolders(root) if _MODEL_NAME.fullmatch(folder.name)]
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -33,6 +33,15 @@ class UsageFile:
         finally:
             os.close(handle)
 
+    @classmethod
+    def glance(cls, path: Path) -> int | None:
+        """Return the bytes without the lock, as any number read so may be old at once. Raises OSError."""
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return cls(handle).read()
+        finally:
+            os.close(handle)
+
     def read(self) -> int | None:
         """Return the bytes; None if the file is empty or damaged."""
         text = os.pread(self._handle, 2 * _DIGITS, 0)

@@ -122,6 +122,9 @@ class MemoryPlan:
     image_cache_bytes: int = 0
     """Part of `workspace_bytes` that keeps embeddings of pictures."""
 
+    buffer_bytes: int = 0
+    """Main memory for blocks on their way to and from disk, on a CPU."""
+
     @property
     def kv_bytes(self) -> int:
         return self.block_size * (
@@ -131,7 +134,8 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of one rank."""
-        return self.weights_bytes + self.workspace_bytes + self.kv_bytes + self.state_bytes
+        parts = self.weights_bytes, self.workspace_bytes, self.kv_bytes, self.state_bytes, self.buffer_bytes
+        return sum(parts)
 
     @property
     def state_bytes(self) -> int:

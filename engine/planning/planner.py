@@ -12,6 +12,7 @@ from ..config import DRAFT_MODEL_ROWS, EngineConfig
 from ..core.kv_cache.window_manager import pool_blocks
 from ..core.microbatching import ceil_div
 from ..errors import DoesNotFit
+from ..kv_store.store_threads import BUFFER_BYTES
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
 from .defaults import default_max_running, default_token_budget, resolve_dtypes
@@ -24,6 +25,8 @@ _CPU_SHARE, _CPU_MOST, _CUDA_SHARE = 0.5, 0.8, 0.85
 # Fractions of the available memory, if no budget is set: a desktop runs other programs too. A model that
 # would not reach a context of _COMFORTABLE_CONTEXT within _CPU_SHARE gets more, up to _CPU_MOST.
 _COMFORTABLE_CONTEXT = 4096
+_POOLS_PER_BUFFER = 8
+# Share of the KV pool that buffers take at most, inverted.
 _POOL_BYTES, _POOL_CONTEXTS = 512 << 20, 8
 # Default KV pool on a CPU; see `Planner._default_pool`.
 _KEPT_STATES, _MOST_KEPT_STATES, _KEPT_SHARE = 24, 4096, 0.05
@@ -115,6 +118,8 @@ class Planner:
                 "512 MiB, or as much as the weights if these are more, and one context in any case; more "
                 "with --memory or --max-running"
             )
+        blocks = min(room, wanted)
+        spare = have - self.weights - workspace - beside - blocks * self.block_bytes
         return MemoryPlan(
             device=self.budget.device,
             dtype=self.dtype,
@@ -124,7 +129,8 @@ class Planner:
             workspace_bytes=workspace,
             kv_bytes_per_token=self.kv_bytes_per_token,
             block_size=self.config.block_size,
-            num_blocks=min(room, wanted),
+            num_blocks=blocks,
+            buffer_bytes=self._buffers(spare, blocks * self.block_bytes),
             budget_bytes=have,
             context=context,
             max_running=self.max_running,
@@ -187,6 +193,14 @@ class Planner:
             f"sliding-window layers keep {self.window} tokens of a request: {show_bytes(each)} each"
         )
         return self._window_blocks(running)
+
+    def _buffers(self, spare: int, pool: int) -> int:
+        """Return the bytes of `spare` for blocks on their way between a `pool` of so many bytes and the disk.
+        On a GPU they are in main memory.
+        """
+        if not self.config.prefix_cache or self.shape.is_bidirectional or self.budget.device == "cuda":
+            return 0
+        return max(0, min(2 * BUFFER_BYTES // self.ranks, pool // _POOLS_PER_BUFFER, spare))
 
     def _slots(self, spare: int, context: int) -> int:
         """Return the slots of recurrent state, of which `spare` bytes may hold more than the fewest. Lowers

@@ -17,9 +17,19 @@ SECONDS = 20
 """Longest wait for the threads of a store."""
 
 
-class NoEvent:
+class CopiesEvent:
+    """Event of copies that are done after `polls` questions."""
+
+    def __init__(self, polls: int) -> None:
+        self._polls = polls
+
+    @property
+    def is_done(self) -> bool:
+        self._polls -= 1
+        return self._polls < 0
+
     def wait(self) -> None:
-        return
+        self._polls = 0
 
 
 class FakeBlockMemory:
@@ -27,6 +37,8 @@ class FakeBlockMemory:
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
+        self.polls = 0
+        """How often the tiers ask before copies are done."""
         block = 8 * runner.block_size
         self.sizes: dict[BlockKind, int] = {"kv": block}
         if runner.window:
@@ -46,8 +58,8 @@ class FakeBlockMemory:
         slots, count = self._slots(kind), self.sizes[kind] // 8
         slots[index * count : (index + 1) * count] = struct.unpack(f"<{count}q", data)
 
-    def record(self) -> NoEvent:
-        return NoEvent()
+    def record(self) -> CopiesEvent:
+        return CopiesEvent(self.polls)
 
     def _slots(self, kind: BlockKind) -> list[int | None]:
         runner = self._runner
@@ -61,7 +73,10 @@ def open_folder(root: Path, most_bytes: int = 1 << 30, **options: Any) -> KVFold
 
 
 def open_store(root: Path, most_bytes: int = 1 << 30, **options: Any) -> BlockStore:
-    return BlockStore(open_folder(root, most_bytes), MODEL, {"origins": []}, **options)
+    """Open a store that knows its files."""
+    store = BlockStore(open_folder(root, most_bytes), MODEL, {"origins": []}, **options)
+    assert store.wait(SECONDS, lambda: store.is_listed)
+    return store
 
 
 def write_out(tiers: KVTiers) -> None:
@@ -76,11 +91,15 @@ def write_out(tiers: KVTiers) -> None:
 class TieredEngine(FakeEngine):
     """A `FakeEngine` whose cached blocks go to `root` and come from there."""
 
-    def __init__(self, root: Path, store: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, root: Path, store: dict[str, Any] | None = None, *, polls: int = 0, **options: Any
+    ) -> None:
         super().__init__(**options)
         kv_cache = self.scheduler.kv_cache
         self.store = open_store(root, **(store or {}))
-        self.tiers = kv_cache.tiers = KVTiers(self.store, FakeBlockMemory(self.runner), kv_cache)
+        memory = FakeBlockMemory(self.runner)
+        memory.polls = polls
+        self.tiers = kv_cache.tiers = KVTiers(self.store, memory, kv_cache)
 
     def run(self, max_steps: int = 100_000) -> dict[str, Answer]:
         end = time.monotonic() + SECONDS

@@ -13,6 +13,7 @@ from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.planning.estimator import MemoryPlan
 
+from ...control.kv_cache import limit_bytes
 from ...engines.eviction import usable_device
 from ...errors import CliError, Exit
 from ...fit.bandwidth import device_bandwidth
@@ -68,6 +69,7 @@ def report(
         config,
         budget_gb=program.settings().settings.memory.budget,
         disk=hub_cache(program.environ),
+        kv_disk=limit_bytes(program.paths, program.settings().settings.cache),
         bandwidth=bandwidth,
     )
     if as_json:

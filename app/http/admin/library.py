@@ -62,6 +62,7 @@ def _on_disk(control: DaemonController) -> list[dict[str, Any]]:
 def _fit(control: DaemonController, model: str, *, probe: bool) -> dict[str, Any]:
     from llmbox.engine.hardware.machine import read_machine  # noqa: PLC0415
 
+    from ...control.kv_cache import limit_bytes  # noqa: PLC0415
     from ...engines.eviction import usable_device  # noqa: PLC0415
     from ...fit.bandwidth import device_bandwidth  # noqa: PLC0415
     from ...fit.fit import fit as check  # noqa: PLC0415
@@ -80,6 +81,7 @@ def _fit(control: DaemonController, model: str, *, probe: bool) -> dict[str, Any
         config,
         budget_gb=settings.memory.budget,
         disk=control.services.paths.state_dir,
+        kv_disk=limit_bytes(control.services.paths, settings.cache),
         bandwidth=device_bandwidth(
             machine, device, control.services.paths.bandwidth_file, config.threads, refresh=probe
         ),

@@ -124,6 +124,11 @@ class BlockPool:
 
 
 class CopyEvent(Protocol):
+    @property
+    def is_done(self) -> bool:
+        """True once the copies queued before the event are done."""
+        ...
+
     def wait(self) -> None:
         """Block until the copies queued before the event are done."""
         ...

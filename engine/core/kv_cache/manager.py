@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ...config import SchedulerConfig
 from ...errors import DoesNotFit
 from ...ipc.messages import PrefixMissReason
+from ...kv_store.block_file import BlockKind
 from ..adapter_slots import AdapterSlots
 from ..fair_shares import is_premium
 from ..request import Request
@@ -229,23 +230,31 @@ class KVCacheManager:
         """Begin to read blocks of a new request from disk. True: it is not to be queued until `take_in`
         returns it.
         """
-        return self.tiers is not None and self.tiers.begin(request)
+        return self.tiers is not None and self.tiers.reads.begin(request)
+
+    def read_again(self, request: Request) -> bool:
+        """Read what memory had no room for when the request came, or has lost since, as `read_ahead` does."""
+        return request.reads_later and self.fits(request) and self.read_ahead(request)
 
     def take_in(self) -> list[Request]:
         """Cache the blocks that have arrived from disk; return the requests that wait for no more."""
-        return [] if self.tiers is None else self.tiers.poll()
+        return self.tiers.reads.poll() if self.tiers is not None and self.tiers.reads.is_reading else []
 
     def forget(self, request: Request) -> None:
         """Stop reading for a request that is gone."""
         if self.tiers is not None:
-            self.tiers.forget(request)
+            self.tiers.reads.forget(request)
+
+    def loading(self, kind: BlockKind) -> list[int]:
+        """Return the blocks or slots that are being read from disk: used, and in no block table."""
+        return [] if self.tiers is None else self.tiers.reads.loading(kind)
 
     def check(self, running: Sequence[Request]) -> None:
         """Assert that states, windows and adapters of running requests are accounted for."""
         if self.states is not None:
-            self.states.check(running)
+            self.states.check(running, self.loading("state"))
         if self.windows is not None:
-            self.windows.check(running)
+            self.windows.check(running, self.loading("window"))
         if self.adapters is not None:
             self.adapters.check(list(running))
 

@@ -160,5 +160,5 @@ class StateManager:
         if suspect:
             self.pool.drop(request.block_hashes)
 
-    def check(self, running: Sequence[Request]) -> None:
-        self.pool.check([*(request.state_slot for request in running), *self._written])
+    def check(self, running: Sequence[Request], loading: Sequence[int] = ()) -> None:
+        self.pool.check([*(request.state_slot for request in running), *self._written, *loading])

@@ -7,6 +7,7 @@ The pool has room for the windows of all running requests and for the tokens of 
 they are needed.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ..request import Request
@@ -76,11 +77,10 @@ class WindowManager:
         self.pool.free(blocks)
         request.window_table, request.window_begin = [], 0
 
-    def check(self, running: Sequence[Request]) -> None:
+    def check(self, running: Sequence[Request], loading: Sequence[int] = ()) -> None:
         self.pool.check()
-        held: dict[int, int] = {}
+        held = Counter(loading)
         for request in running:
             assert not any(request.window_table[: request.window_begin])
-            for block in request.window_table[request.window_begin :]:
-                held[block] = held.get(block, 0) + 1
+            held.update(request.window_table[request.window_begin :])
         self.pool.check_holders(held)

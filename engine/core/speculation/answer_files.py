@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...kv_store.block_file import ADDRESS_BYTES, MODEL_BYTES
-from ...kv_store.folder import PART, KVFolder
+from ...kv_store.folder import KVFolder
+from ...kv_store.listing import PART
 
 log = logging.getLogger("llmbox.engine")
 

@@ -9,6 +9,7 @@ import pytest
 
 from llmbox.app.fit.bandwidth import Bandwidth
 from llmbox.app.fit.fit import Fit, fit
+from llmbox.app.fit.report import fit_rows
 from llmbox.app.hub.errors import HubError
 from llmbox.app.hub.model_info import local_facts, remote_facts, search
 from llmbox.app.hub.repo_files import Hub
@@ -103,6 +104,20 @@ def test_it_is_the_function_that_sizes_the_pool(hub: StubHub):
     shown = verdict(found, memory_bytes=100_000_000)
     budget = replace(MemoryBudget.of(MACHINE, "cpu"), available=10**10)
     assert shown.plan == estimate(found.config.shape(), budget, config)
+
+
+def test_the_size_of_the_cache_on_disk_is_told(hub: StubHub):
+    config = EngineConfig(model_path="", name="")
+    means: dict[str, Any] = {"budget_gb": None, "disk": Path("/tmp"), "bandwidth": None}
+    told = fit(facts(hub), MACHINE, config, kv_disk=10**9, **means)
+    assert told.plan is not None
+    assert told.plan.buffer_bytes > 0
+    assert told.as_dict()["plan"]["kv_disk_tokens"] == 10**9 // told.plan.kv_bytes_per_token
+    assert f"{told.kv_disk_tokens:,} tokens of this one" in fit_rows(told)["KV on disk"]
+    off = fit(facts(hub), MACHINE, replace(config, prefix_cache=False), kv_disk=10**9, **means)
+    assert off.plan is not None
+    assert (off.kv_disk_bytes, off.plan.buffer_bytes) == (0, 0)
+    assert "KV on disk" not in fit_rows(off)
 
 
 def test_what_would_make_it_fit_is_said(hub: StubHub):

@@ -1,5 +1,6 @@
 """Files of KV blocks: limits, owners, damage, and disks that fail."""
 
+import contextlib
 import errno
 import json
 import os
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.engine.kv_store import environment
+from llmbox.engine.kv_store import environment, store_threads
 from llmbox.engine.kv_store import store as store_module
 from llmbox.engine.kv_store.block_file import HEADER_BYTES
 from llmbox.engine.kv_store.environment import filesystem_of
-from llmbox.engine.kv_store.folder import TURN_END_SECONDS, KVFolder, KVFolderUnusable
-from llmbox.engine.kv_store.store import BlockStore, BlockWrite
+from llmbox.engine.kv_store.folder import KVFolder, KVFolderUnusable
+from llmbox.engine.kv_store.listing import TURN_END_SECONDS
+from llmbox.engine.kv_store.store import BlockStore, ModelFiles
+from llmbox.engine.kv_store.store_threads import BlockBuffers, BlockWrite
 from llmbox.engine.kv_store.usage_file import UsageFile
 from support.kv_tiers import MODEL, SECONDS, open_folder, open_store
 
@@ -40,6 +43,8 @@ def put(store, numbers, owner="", *, ends=()):
         data[:] = bytes([number % 256]) * SIZE
         store.write(BlockWrite(address(store, number, owner), data, bool(owner), number in ends))
         assert store.wait(SECONDS, lambda: store.has_written_all)
+        with contextlib.suppress(FileNotFoundError):  # the kernel's own times are equal for some milliseconds
+            os.utime(store._files.path(address(store, number, owner)), ns=(now := time.time_ns(), now))
 
 
 def get(store, numbers, owner=""):
@@ -59,6 +64,43 @@ def test_what_is_written_is_read_by_another_store(tmp_path, opened):
     assert second.num_blocks == 5
     assert get(second, range(5)) == ["read"] * 5
     assert get(second, [0, 77]) == ["read", "gone"]
+
+
+def test_a_start_reads_names_alone_in_a_thread(tmp_path, opened, monkeypatch):
+    """A start with 100,000 files took two seconds while it read the status of each."""
+    put(opened(tmp_path), range(3))
+    go, real = threading.Event(), ModelFiles.list
+
+    def slow(files):
+        assert go.wait(SECONDS)
+        real(files)
+
+    def refuse(*_):
+        raise AssertionError("a file's status is read")
+
+    monkeypatch.setattr(ModelFiles, "list", slow)
+    monkeypatch.setattr(KVFolder, "blocks", refuse)
+    store = BlockStore(open_folder(tmp_path), MODEL, {"origins": []})
+    assert not store.is_listed
+    job = store.read([])
+    assert not job.is_ended
+    go.set()
+    assert store.wait(SECONDS, lambda: job.is_ended)
+    assert store.num_blocks == 3
+    store.close(SECONDS)
+
+
+def test_buffers_take_no_more_than_they_may():
+    made = []
+    buffers = BlockBuffers(lambda size: made.append(size) or memoryview(bytearray(size)), 300)
+    used = [buffers.take(100) for _ in range(4)]
+    for each in used:
+        buffers.give_back(each)
+    assert len(buffers._free) == 3, "the fourth was over"
+    buffers.take(200)
+    assert sum(map(len, buffers._free)) <= 100
+    assert buffers.take(100) is used[-1]
+    assert made == [100] * 4 + [200]
 
 
 def test_the_limit_is_kept_and_the_least_used_leave(tmp_path, opened):
@@ -194,10 +236,10 @@ def test_a_writer_that_stands_still_blocks_nobody(tmp_path, opened, monkeypatch)
 def test_a_close_waits_no_longer_than_it_may(tmp_path, monkeypatch):
     """A write and a read hang: the wait and both threads share one time."""
     release, waits = threading.Event(), []
-    for name in ("write_block", "read_block"):
-        monkeypatch.setattr(store_module, name, lambda *_: release.wait(SECONDS))
+    monkeypatch.setattr(store_module, "write_block", lambda *_: release.wait(SECONDS))
+    monkeypatch.setattr(store_threads, "read_block", lambda *_: release.wait(SECONDS))
     store = open_store(tmp_path)
-    store._known[address(store, 1).digest] = False
+    store._files._is_turn_end[address(store, 1).digest] = False
     store.read([(address(store, 1), SIZE)])
     store.write(BlockWrite(address(store, 2), store.take_buffer(SIZE), has_quota=False, is_turn_end=False))
     for thread in store._threads:
@@ -218,7 +260,7 @@ def test_a_read_that_hangs_keeps_others_from_waiting(tmp_path, opened, monkeypat
         assert go.wait(SECONDS)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(store_module, "read_block", hang)
+    monkeypatch.setattr(store_threads, "read_block", hang)
     job = store.read([(address(store, 1), SIZE)])
     assert reading.wait(SECONDS)
     assert not store.is_stalled
@@ -354,5 +396,5 @@ def test_unfinished_files_of_dead_writers_go(tmp_path, opened):
     left = part / "x.part"
     left.write_text("half")
     os.utime(left, (1, 1))
-    KVFolder(tmp_path, 1000).recount()
+    KVFolder(tmp_path, 1000).prune()
     assert not left.exists()

@@ -129,7 +129,7 @@ def test_a_small_model_takes_only_what_it_needs():
     got = plan(TINY, 64 * GB)
     assert got.num_blocks == got.max_running * 2048 // 16
     assert got.max_concurrency == got.max_running == 32
-    assert got.total_bytes < GB / 2
+    assert got.total_bytes - got.buffer_bytes < GB / 2
 
 
 SMOL = ModelShape(

@@ -13,6 +13,7 @@ from litestar.params import FromQuery
 from llmbox.app.config.entries import Scalar
 from llmbox.app.config.loader import check_value
 from llmbox.app.config.schema import schema
+from llmbox.app.control.kv_cache import limit_bytes
 from llmbox.app.control.memory_estimate import read_loads
 from llmbox.app.engines.eviction import total_budget
 from llmbox.app.errors import ApiError, CliError, Exit
@@ -51,6 +52,8 @@ class WhatIfPlan:
     budget: int = 0
     parts: list[tuple[str, float, float]] = field(default_factory=list)
     """(kind, start, share) of each part of the budget."""
+    kv_disk: int = 0
+    """Bytes of the KV cache on disk."""
 
 
 DIVERGENCE: Final = {"none": 0.0, "int8": 0.00009, "int4-mix": 0.00216, "int4": 0.00311, "int4-g128": 0.00849}
@@ -153,12 +156,14 @@ def make_plan(
     if plan is None:
         return WhatIfPlan(ref, asked, None, reason)
     budget = total_budget(machine, plan.device, settings.memory.budget)
-    return WhatIfPlan(ref, asked, plan, reason, budget, _parts(plan, budget))
+    kv_disk = limit_bytes(panel.services.paths, settings.cache) if plan.kv_bytes_per_token else 0
+    return WhatIfPlan(ref, asked, plan, reason, budget, _parts(plan, budget), kv_disk)
 
 
 def _parts(plan: MemoryPlan, budget: int) -> list[tuple[str, float, float]]:
     parts, start = [], 0.0
-    sizes = (("weights", plan.weights_bytes), ("live", plan.kv_bytes), ("workspace", plan.workspace_bytes))
+    work = plan.workspace_bytes + plan.buffer_bytes
+    sizes = (("weights", plan.weights_bytes), ("live", plan.kv_bytes), ("workspace", work))
     for kind, size in sizes:
         share = size * plan.ranks_in_memory / budget
         parts.append((kind, start, share))

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.engine.core.kv_cache import tiers as tiers_module
+from llmbox.engine.core.kv_cache import write_behind
 from llmbox.engine.core.kv_cache.prefix_cache import extend_hashes
 from llmbox.engine.core.kv_cache.window_manager import pool_blocks
-from llmbox.engine.kv_store import store as store_module
+from llmbox.engine.kv_store import store_threads
+from llmbox.engine.kv_store.store import BlockStore, ModelFiles
 from support.fake_runner import expected_output
 from support.kv_tiers import SECONDS, TieredEngine, write_out
 from support.scheduling import make_request
@@ -19,7 +20,12 @@ KINDS = {
     "hybrid": {"state_slots": 20},
     "window": {"window": 5, "window_blocks": pool_blocks(5, 4, 8, 64)},
 }
-POOLS = {"roomy": {}, "tight": {"num_blocks": 13}, "overlap": {"depth": 1}, "drafts": {"draft_rows": 12}}
+POOLS = {
+    "roomy": {},
+    "tight": {"num_blocks": 13},
+    "overlap": {"depth": 1, "polls": 3},
+    "drafts": {"draft_rows": 12},
+}
 
 
 def workload(seed, suffix=""):
@@ -139,19 +145,73 @@ def test_blocks_of_another_key_are_neither_found_nor_told(tmp_path, engines):
     assert serve(second, [make_request("owner again", prompt, tenant="a", namespace="a/")]) == 36
 
 
+def test_a_request_that_memory_has_no_room_for_reads_when_it_is_admitted(tmp_path, engines):
+    first = engines(tmp_path)
+    serve(first, [make_request("a", range(100, 140))])
+    first.close()
+    engine = engines(tmp_path, num_blocks=16)
+    engine.add(make_request("runs", range(200, 236), max_tokens=12))
+    engine.step()
+    engine.add(make_request("waits", range(100, 140), max_tokens=4))
+    assert not engine.tiers.reads.is_reading
+    answers = engine.run()
+    assert answers["waits"].outputs[0].disk_tokens == 36
+
+
+def test_a_preempted_request_computes_nothing_again_that_the_disk_has(tmp_path, engines):
+    engine = engines(tmp_path, num_blocks=14)
+    requests = [
+        make_request(f"r{number}", range(number, number + 20), max_tokens=30) for number in (100, 200)
+    ]
+    for request in requests:
+        engine.add(request)
+    end = 400
+    while engine.engine.has_work and end:
+        engine.step()
+        write_out(engine.tiers)
+        end -= 1
+    assert engine.scheduler.active.preemptions
+    for request in requests:
+        expected = expected_output("", request.prompt_ids, request.params)
+        assert engine.answers[request.request_id].token_ids == expected
+    computed = sum(row.num_tokens for plan in engine.runner.plans for row in plan.rows)
+    assert computed < 2 * 50 + engine.scheduler.active.preemptions * 2 * 4
+
+
+def test_a_request_waits_until_the_files_are_listed(tmp_path, engines, monkeypatch):
+    first = engines(tmp_path)
+    serve(first, [make_request("a", range(100, 140))])
+    first.close()
+    go, real = threading.Event(), ModelFiles.list
+
+    def slow(files):
+        assert go.wait(SECONDS)
+        real(files)
+
+    monkeypatch.setattr(ModelFiles, "list", slow)
+    monkeypatch.setattr(BlockStore, "wait", lambda *_: True)
+    engine = engines(tmp_path)
+    monkeypatch.undo()
+    engine.add(make_request("b", range(100, 140)))
+    assert not engine.scheduler.schedule().rows
+    go.set()
+    engine.run()
+    assert engine.answers["b"].outputs[0].disk_tokens == 36
+
+
 def test_a_slow_disk_is_waited_for_to_a_limit(tmp_path, engines, monkeypatch):
     first = engines(tmp_path)
     serve(first, [make_request("a", range(100, 140))])
     first.close()
-    now, go, real = [0.0], threading.Event(), store_module.read_block
+    now, go, real = [0.0], threading.Event(), store_threads.read_block
 
     def slow(*args):
         assert go.wait(SECONDS)
         real(*args)
 
-    monkeypatch.setattr(store_module, "read_block", slow)
+    monkeypatch.setattr(store_threads, "read_block", slow)
     engine = engines(tmp_path)
-    engine.tiers._clock = lambda: now[0]
+    engine.tiers.reads._clock = lambda: now[0]
     request = make_request("b", range(100, 140))
     engine.add(request)
     assert not engine.scheduler.schedule().rows
@@ -159,7 +219,7 @@ def test_a_slow_disk_is_waited_for_to_a_limit(tmp_path, engines, monkeypatch):
     assert not engine.scheduler.schedule().rows
     now[0] = 1.19
     assert engine.scheduler.schedule().rows
-    assert engine.tiers.counters.late == 1
+    assert engine.tiers.reads.num_late == 1
     (late,) = engine.scheduler.running
     assert late.prefix_end == "late"
     go.set()
@@ -190,10 +250,11 @@ def test_blocks_that_may_be_wrong_leave_the_disk_too(tmp_path, engines):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_that_were_on_their_way_leave_the_disk_too(tmp_path, engines, kind):
-    engine = engines(tmp_path, **KINDS[kind])
+    engine = engines(tmp_path, polls=1000, **KINDS[kind])
     engine.add(make_request("bad", range(100, 140), max_tokens=30))
-    while not engine.tiers._copies:
+    for _ in range(5):
         engine.step()
+    assert engine.tiers.writes._copies
     engine.runner.poisoned.add("bad")
     engine.run()
     assert engine.answers["bad"].finish_reason == "error"
@@ -207,7 +268,7 @@ def test_nobody_takes_in_blocks_that_may_be_wrong(tmp_path, engines):
     first.close()
     engine = engines(tmp_path)
     engine.add(make_request("b", range(100, 140)))
-    assert engine.store.wait(SECONDS, lambda: engine.tiers._reading["b"].job.is_ended)
+    assert engine.store.wait(SECONDS, lambda: engine.tiers.reads._reading["b"].job.is_ended)
     bad = make_request("bad", range(100, 140))
     extend_hashes(bad, 4, 9)
     engine.tiers.note_suspect(bad)
@@ -236,21 +297,21 @@ def test_a_resumed_request_computes_nothing_again(tmp_path, engines):
 def test_beside_steps_few_bytes_are_copied_and_the_rest_when_nothing_runs(tmp_path, engines, monkeypatch):
     now = [0.0]
     engine = engines(tmp_path)
-    monkeypatch.setattr(engine.tiers, "_clock", lambda: now[0])
-    block = engine.tiers._memory.sizes["kv"]
-    monkeypatch.setattr(tiers_module, "BUSY_RATE", 2 * block)
-    monkeypatch.setattr(tiers_module, "BUSY_BURST", 2 * block)
-    engine.tiers._credit, engine.tiers._credited = 0.0, 0.0
+    monkeypatch.setattr(engine.tiers.writes, "_clock", lambda: now[0])
+    block = engine.tiers.blocks.memory.sizes["kv"]
+    monkeypatch.setattr(write_behind, "BUSY_RATE", 2 * block)
+    monkeypatch.setattr(write_behind, "BUSY_BURST", 2 * block)
+    engine.tiers.writes._credit, engine.tiers.writes._credited = 0.0, 0.0
     serve(engine, [make_request("long", range(100, 132), max_tokens=1)])
-    waiting = len(engine.tiers._pending)
+    waiting = len(engine.tiers.writes._pending)
     assert waiting >= 8
     now[0] = 1.0
     engine.tiers.pump(sparingly=True)
-    assert len(engine.tiers._pending) == waiting - 2
+    assert len(engine.tiers.writes._pending) == waiting - 2
     engine.tiers.pump(sparingly=True)
-    assert len(engine.tiers._pending) == waiting - 2
+    assert len(engine.tiers.writes._pending) == waiting - 2
     write_out(engine.tiers)
-    assert not engine.tiers._pending
+    assert not engine.tiers.writes._pending
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -259,4 +320,4 @@ def test_all_that_a_request_used_is_used_last(tmp_path, engines, kind, monkeypat
     engine, touched = engines(tmp_path, **KINDS[kind]), []
     monkeypatch.setattr(engine.store, "touch", touched.extend)
     serve(engine, [make_request("a", range(100, 132), max_tokens=4)])
-    assert {each.kind for each in touched} == set(engine.tiers._memory.sizes)
+    assert {each.kind for each in touched} == set(engine.tiers.blocks.memory.sizes)

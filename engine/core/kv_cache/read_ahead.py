@@ -1,0 +1,286 @@
+"""Read-ahead: blocks that a request's prompt has on disk come into memory before it is queued.
+
+a request is added -> `begin` finds its next blocks on disk -> the store's thread reads them
+                   -> `poll` copies each into a free block and caches it -> the request is queued
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from ...kv_store.block_file import BlockKind
+from ...kv_store.store_threads import ReadJob
+from ..request import Request
+from .block_pool import CopyEvent
+from .prefix_cache import extend_hashes
+
+if TYPE_CHECKING:
+    from .tiers import TierBlocks
+
+STEP_BYTES: Final = 64 << 20
+"""Most bytes that one call copies, next to a step."""
+LEAST_SECONDS: Final = 1.0
+"""Time that a request waits for the disk, however few tokens it saves."""
+WAIT_SHARE: Final = 0.5
+"""Share of the time that its tokens took to compute, for which it waits otherwise."""
+FIRST_RATE: Final = 100.0
+"""Prompt tokens computed a second, until some were measured."""
+QUIET_SECONDS: Final = 5.0
+"""Time without a block from disk after which a request waits no longer."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Request that waits for blocks from disk. Without items it waits until the files are listed."""
+
+    request: Request
+    job: ReadJob
+    items: list[tuple[BlockKind, bytes]]
+    deadline: float
+    heard: float
+    """Time of the last block."""
+    num_loading: int = 0
+    """Blocks that are being copied."""
+    has_room: bool = True
+
+    @property
+    def num_to_come(self) -> int:
+        """KV blocks that memory must have room for."""
+        return sum(kind == "kv" for kind, _ in self.items[max(0, self.job.started - len(self.job.arrived)) :])
+
+
+@dataclass(slots=True)
+class _Load:
+    """Block that is being copied to the device."""
+
+    reading: _Reading
+    kind: BlockKind
+    block: int
+    block_hash: bytes
+    data: memoryview
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    event: CopyEvent
+    loads: list[_Load] = field(default_factory=list)
+
+
+class ReadAhead:
+    """Requests that wait for blocks from disk, on the engine's thread."""
+
+    def __init__(self, blocks: "TierBlocks", clock: Callable[[], float]) -> None:
+        self.num_late = 0
+        """Requests that no longer waited for the disk."""
+        self._blocks, self._clock = blocks, clock
+        self._sizes = blocks.memory.sizes
+        self._reading: dict[str, _Reading] = {}
+        self._copies: deque[_Loads] = deque()
+        self._rate = FIRST_RATE
+
+    @property
+    def is_reading(self) -> bool:
+        return bool(self._reading)
+
+    def begin(self, request: Request, deadline: float = math.inf) -> bool:
+        """Read what the disk has of a request's prompt. True: it waits until `poll` returns it. Without room
+        in memory it reads later, when it is admitted.
+        """
+        store, now = self._blocks.store, self._clock()
+        request.reads_later = False
+        if store.is_stalled:
+            return False
+        items = self._missing(request) if store.is_listed else []
+        if store.is_listed and not items:
+            return False
+        self._refresh(request)
+        saved = sum(kind == "kv" for kind, _ in items) * self._blocks.kv_cache.pool.block_size
+        limit = min(deadline, now + LEAST_SECONDS + WAIT_SHARE * saved / self._rate)
+        job = store.read([(self._blocks.address(request, *item), self._sizes[item[0]]) for item in items])
+        self._reading[request.request_id] = _Reading(request, job, items, limit, now)
+        return True
+
+    def _missing(self, request: Request) -> list[tuple[BlockKind, bytes]]:
+        """Return what to read, in order, for the longest prefix that memory and disk have together; nothing
+        where memory has as much, or no room.
+        """
+        pool, kv_cache = self._blocks.kv_cache.pool, self._blocks.kv_cache
+        usable = kv_cache.lookup_blocks(request)
+        extend_hashes(request, pool.block_size, usable)
+        hashes = request.block_hashes[:usable]
+        room = pool.num_available - pool.num_idle(pool.find(hashes))
+        room -= sum(reading.num_to_come for reading in self._reading.values())
+        ahead = end = 0
+        for block_hash in hashes:
+            if not pool.has_prefix(block_hash):
+                if not self._blocks.is_on_disk(request, "kv", block_hash):
+                    break
+                if ahead >= room:
+                    request.reads_later = True
+                    return []
+                ahead += 1
+            end += 1
+        if not ahead and kv_cache.states is None and kv_cache.windows is None:
+            return []
+        known = self._known_end(request, hashes, end)
+        found, _ = kv_cache.find_prefix(request)
+        return self._items(hashes[:known]) if known > len(found) else []
+
+    def _known_end(self, request: Request, hashes: list[bytes], end: int) -> int:
+        """Return the longest prefix, of `end` blocks at most, whose state or window is known too."""
+        kv_cache, is_on_disk = self._blocks.kv_cache, self._blocks.is_on_disk
+        if kv_cache.windows is not None:
+            pool = kv_cache.windows.pool
+            has = [pool.has_prefix(each) or is_on_disk(request, "window", each) for each in hashes[:end]]
+            return kv_cache.windows.usable(has)
+        if kv_cache.states is None:
+            return end
+        states = kv_cache.states.pool
+        return next(
+            (
+                blocks
+                for blocks in range(end, 0, -1)
+                if states.has(hashes[blocks - 1]) or is_on_disk(request, "state", hashes[blocks - 1])
+            ),
+            0,
+        )
+
+    def _items(self, hashes: list[bytes]) -> list[tuple[BlockKind, bytes]]:
+        kv_cache = self._blocks.kv_cache
+        items: list[tuple[BlockKind, bytes]] = [
+            ("kv", block_hash) for block_hash in hashes if not kv_cache.pool.has_prefix(block_hash)
+        ]
+        if kv_cache.windows is not None:
+            first = kv_cache.windows.first_needed(len(hashes) * kv_cache.pool.block_size)
+            pool = kv_cache.windows.pool
+            items += [("window", each) for each in hashes[first:] if not pool.has_prefix(each)]
+        if kv_cache.states is not None and not kv_cache.states.pool.has(hashes[-1]):
+            items.append(("state", hashes[-1]))
+        return items
+
+    def poll(self) -> list[Request]:
+        """Take in the blocks that have arrived; return the requests that need not wait any more."""
+        self.finish_copies()
+        left, now, done = STEP_BYTES, self._clock(), list[Request]()
+        loads: list[_Load] = []
+        for reading in self._reading.values():
+            reading.heard = now if reading.job.arrived else reading.heard
+            while left > 0 and reading.has_room and reading.job.arrived:
+                position, outcome, data = reading.job.arrived.popleft()
+                if data is None:
+                    reading.request.disk_end = "damaged" if outcome == "damaged" else "evicted"
+                    continue
+                loads += self._load(reading, *reading.items[position], data)
+                left -= len(data)
+        if loads:
+            self._copies.append(_Loads(self._blocks.memory.record(), loads))
+            self.finish_copies()
+        for reading in [each for each in self._reading.values() if not each.num_loading]:
+            is_late = now > min(reading.deadline, reading.heard + QUIET_SECONDS)
+            is_ended = reading.job.is_ended and not reading.job.arrived
+            over = is_ended or is_late or not reading.has_room
+            if over and self._end(reading, is_late=is_late and not is_ended):
+                done.append(reading.request)
+        return done
+
+    def _end(self, reading: _Reading, *, is_late: bool) -> bool:
+        """End a read-ahead. False: what it lacked is read in another way."""
+        request = reading.request
+        del self._reading[request.request_id]
+        self._blocks.store.cancel(reading.job)
+        if is_late:
+            self.num_late += 1
+            request.disk_end = "late"
+        elif request.disk_end is not None or (not reading.items and reading.job.is_ended):
+            if self.begin(request, reading.deadline):
+                return False
+        elif not reading.has_room:
+            request.disk_end = "evicted"
+        self._refresh(request)
+        return True
+
+    def _refresh(self, request: Request) -> None:
+        """Make the request's blocks in memory the last to be evicted, and of these the first ones."""
+        pool = self._blocks.kv_cache.pool
+        blocks = pool.find(request.block_hashes)
+        pool.touch(blocks)
+        pool.free(blocks)
+
+    def _load(
+        self, reading: _Reading, kind: BlockKind, block_hash: bytes, data: memoryview
+    ) -> Iterable[_Load]:
+        """Begin to copy a block to the device, unless memory has it or has no room."""
+        blocks = self._blocks
+        block = None
+        if blocks.index(kind, block_hash) is None:
+            if kind == "state":
+                block = None if blocks.kv_cache.states is None else blocks.kv_cache.states.pool.allocate()
+            elif blocks.pool(kind).num_available:
+                (block,) = blocks.pool(kind).allocate(1)
+            reading.has_room = block is not None
+        if block is None:
+            blocks.store.give_back(data)
+            return ()
+        blocks.memory.load(kind, block, data)
+        reading.num_loading += 1
+        return (_Load(reading, kind, block, block_hash, data),)
+
+    def finish_copies(self, *, wait: bool = False) -> None:
+        """Cache the blocks whose copies are done, or `wait` for all."""
+        while self._copies and (wait or self._copies[0].event.is_done):
+            copies = self._copies.popleft()
+            copies.event.wait()
+            for load in reversed(copies.loads):  # a prefix is evicted tail first
+                self._finish(load)
+
+    def _finish(self, load: _Load) -> None:
+        load.reading.num_loading -= 1
+        self._blocks.store.give_back(load.data)
+        if load.kind == "state":
+            states = self._blocks.kv_cache.states
+            assert states is not None
+            if load.is_wanted:
+                states.pool.keep(load.block, load.block_hash, is_end=True)
+            else:
+                states.pool.free(load.block)
+            return
+        pool = self._blocks.pool(load.kind)
+        if load.is_wanted:
+            pool.cache_block(load.block, load.block_hash)
+            load.reading.request.num_disk_blocks += load.kind == "kv"
+        pool.free([load.block])
+
+    def forget(self, request: Request) -> None:
+        """Stop reading for a request that is gone."""
+        reading = self._reading.pop(request.request_id, None)
+        if reading is not None:
+            self._blocks.store.cancel(reading.job)
+
+    def drop(self, hashes: frozenset[bytes]) -> None:
+        """End reads of these blocks; none that is on its way is cached."""
+        for load in (load for copies in self._copies for load in copies.loads):
+            load.is_wanted &= load.block_hash not in hashes
+        for reading in self._reading.values():
+            if not hashes.isdisjoint(block_hash for _, block_hash in reading.items):
+                self._blocks.store.cancel(reading.job)  # `poll` returns its request
+
+    def loading(self, kind: BlockKind) -> list[int]:
+        """Return the blocks or slots that copies fill, which no block table has yet."""
+        loads = (load for copies in self._copies for load in copies.loads)
+        return [load.block for load in loads if load.kind == kind]
+
+    def note_computed(self, tokens: int, seconds: float) -> None:
+        """Note how long a step with prompts took: waiting for the disk must not take longer."""
+        if seconds > 0:
+            self._rate += 0.3 * (tokens / seconds - self._rate)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a block has arrived from disk, or in memory."""
+        if self._copies:
+            self._copies[0].event.wait()
+            return
+        jobs = [reading.job for reading in self._reading.values()]
+        self._blocks.store.wait(seconds, lambda: any(job.arrived or job.is_ended for job in jobs))

@@ -1,0 +1,130 @@
+"""Write-behind: blocks that were cached in memory are copied and given to the store's writer.
+
+A block that was cached waits, `pump` copies it, and the store's thread writes the file. A block that is
+evicted before it was copied is not written.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ...kv_store.block_file import BlockAddress, BlockKind
+from ...kv_store.store_threads import BlockWrite
+from ..request import Request
+from .block_pool import CopyEvent
+
+if TYPE_CHECKING:
+    from .tiers import TierBlocks
+
+STEP_BYTES: Final = 64 << 20
+"""Most bytes that one call copies, next to a step."""
+BUSY_RATE: Final = 12e6
+"""Bytes a second that are copied and written beside steps on a CPU, which needs its cores and its memory's
+bandwidth for these. The rest is written when nothing runs.
+"""
+BUSY_BURST: Final = 8e6
+"""Bytes of these at once."""
+SMALL_STATE_BLOCKS: Final = 16
+"""KV blocks whose bytes a recurrent state may take to be written at every place where it is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingBlock:
+    kind: BlockKind
+    block_hash: bytes
+    address: BlockAddress
+    has_quota: bool
+    is_turn_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Blocks whose copies are queued on the device, and the event after the last one."""
+
+    event: CopyEvent
+    saved: list[tuple[_PendingBlock, memoryview]]
+
+
+class WriteBehind:
+    """Blocks that wait to be written, on the engine's thread."""
+
+    def __init__(self, blocks: "TierBlocks", clock: Callable[[], float]) -> None:
+        self.num_passed = 0
+        """Blocks that were evicted before they could be written."""
+        self._blocks, self._clock = blocks, clock
+        self._sizes = blocks.memory.sizes
+        self._pending: OrderedDict[tuple[BlockKind, bytes], _PendingBlock] = OrderedDict()
+        self._copies: deque[_Copies] = deque()
+        self._most_pending = blocks.kv_cache.pool.num_blocks
+        self._credit, self._credited = BUSY_BURST, clock()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._pending or self._copies)
+
+    def note_cached(
+        self, request: Request, kind: BlockKind, block_hash: bytes, *, is_turn_end: bool = False
+    ) -> None:
+        """Have a block that was just cached written, unless it is on disk."""
+        address = self._blocks.address(request, kind, block_hash)
+        if not self._blocks.store.has(address):
+            block = _PendingBlock(kind, block_hash, address, bool(request.tenant), is_turn_end)
+            self._pending[kind, block_hash] = block
+            if len(self._pending) > self._most_pending:
+                self._pending.popitem(last=False)
+                self.num_passed += 1
+
+    def note_state(self, request: Request, block_hash: bytes, *, is_turn_end: bool) -> None:
+        """Have a state that was just kept written, if it is the end of a turn or small."""
+        if is_turn_end or self._sizes["state"] <= SMALL_STATE_BLOCKS * self._sizes["kv"]:
+            self.note_cached(request, "state", block_hash, is_turn_end=is_turn_end)
+
+    def drop(self, kind: BlockKind, block_hash: bytes) -> None:
+        self._pending.pop((kind, block_hash), None)
+
+    def pump(self, *, sparingly: bool = False) -> bool:
+        """Copy blocks for the writer as far as it keeps up. Returns True if blocks are left that can be.
+
+        `sparingly`: beside steps on a CPU.
+        """
+        self.finish_copies()
+        store, saved = self._blocks.store, list[tuple[_PendingBlock, memoryview]]()
+        left = allowed = self._allowance() if sparingly else STEP_BYTES
+        while self._pending:
+            key, block = next(iter(self._pending.items()))
+            size = self._sizes[block.kind]
+            enough = left > 0 if sparingly else left >= min(size, STEP_BYTES)
+            if not enough or not store.accepts(size):
+                break
+            del self._pending[key]
+            index = self._blocks.index(block.kind, block.block_hash)
+            if index is None:
+                self.num_passed += 1
+                continue
+            buffer = store.take_buffer(size)
+            self._blocks.memory.save(block.kind, index, buffer)
+            saved.append((block, buffer))
+            left -= size
+        if sparingly:
+            self._credit -= allowed - left
+        if saved:
+            self._copies.append(_Copies(self._blocks.memory.record(), saved))
+            self.finish_copies()
+        return bool(self._copies or (self._pending and not store.is_paused))
+
+    def _allowance(self) -> int:
+        """Return the bytes that may be copied beside this step; below 0: none."""
+        now = self._clock()
+        self._credit = min(BUSY_BURST, self._credit + (now - self._credited) * BUSY_RATE)
+        self._credited = now
+        return int(self._credit)
+
+    def finish_copies(self, *, wait: bool = False) -> None:
+        """Hand on the copies that are done, or `wait` for all."""
+        while self._copies and (wait or self._copies[0].event.is_done):
+            copies = self._copies.popleft()
+            copies.event.wait()
+            for block, buffer in copies.saved:
+                write = BlockWrite(block.address, buffer, block.has_quota, block.is_turn_end)
+                self._blocks.store.write(write)
