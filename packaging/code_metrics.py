@@ -103,7 +103,8 @@ def contracts() -> list[str]:
 def duplicated_lines() -> int:
     """Lines of code in runs of six or more that occur twice; names, strings and numbers must agree too.
 
-    Imports, docstrings, comments and lines of brackets alone do not count.
+    Imports, docstrings, comments, lines of brackets alone and signatures do not count: the implementations of
+    an interface repeat its signatures.
     """
     places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
     for number, path in enumerate(modules()):
@@ -121,12 +122,14 @@ def duplicated_lines() -> int:
 
 
 def code_lines(path: Path) -> list[str]:
-    """Lines of a module that hold code other than imports, stripped, without comments."""
+    """Lines of a module that hold code other than imports and signatures, stripped, without comments."""
     skipped: set[int] = set()
     for node in ast.walk(tree_of(path)):
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if text or isinstance(node, ast.Import | ast.ImportFrom):
             skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            skipped.update(range(node.lineno, max(node.lineno + 1, node.body[0].lineno)))
     kept: dict[int, list[str]] = defaultdict(list)
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):

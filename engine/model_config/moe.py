@@ -119,45 +119,47 @@ def no_experts(_fields: Fields, _layers: int) -> None:
     return None
 
 
-def mixtral_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    count, per_token = count_experts(fields)
-    inner, chosen = fields.integer("intermediate_size"), (True,) * layers
+def in_all_layers(fields: Fields, layers: int, selected: tuple[int, int], **more: Any) -> ExpertsConfig:
+    """Read experts in place of all MLPs, with weights that add up to one. `selected`: experts, and those of a
+    token.
+    """
+    count, per_token = selected
+    inner = fields.integer("intermediate_size")
     return ExpertsConfig(
+        count=count, per_token=per_token, inner=inner, normalised=True, layers=(True,) * layers, **more
+    )
+
+
+def in_sparse_layers(
+    fields: Fields, layers: int, selected: tuple[int, int], **more: Any
+) -> ExpertsConfig | None:
+    """Read experts of Qwen's kind, in the layers of `sparse_layers`; None if that is no layer."""
+    count, per_token = selected
+    found = ExpertsConfig(
         count=count,
         per_token=per_token,
-        inner=inner,
-        normalised=True,
-        layers=chosen,
-        module="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
+        inner=fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", default=False),
+        layers=sparse_layers(fields, layers),
+        **more,
     )
+    return found if any(found.layers) else None
+
+
+def mixtral_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    w123 = ("w1", "w3", "w2")
+    return in_all_layers(fields, layers, count_experts(fields), module="block_sparse_moe", projections=w123)
 
 
 def qwen3_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    count, per_token = count_experts(fields)
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        normalised=fields.flag("norm_topk_prob", default=False),
-        layers=sparse_layers(fields, layers),
-    )
-    return found if any(found.layers) else None
+    return in_sparse_layers(fields, layers, count_experts(fields))
 
 
 def qwen2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    count, per_token = selected_of(fields, "num_experts")
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        normalised=fields.flag("norm_topk_prob", default=False),
-        layers=sparse_layers(fields, layers),
-        shared_inner=fields.integer("shared_expert_intermediate_size"),
-        has_shared_gate=True,
-        shared="shared_expert",
-    )
-    return found if any(found.layers) else None
+    selected = selected_of(fields, "num_experts")
+    inner = fields.integer("shared_expert_intermediate_size")
+    shared: dict[str, Any] = {"shared_inner": inner, "has_shared_gate": True, "shared": "shared_expert"}
+    return in_sparse_layers(fields, layers, selected, **shared)
 
 
 def qwen3_5_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -197,13 +199,10 @@ def gpt_oss_experts(fields: Fields, layers: int) -> ExpertsConfig:
     for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         if fields.number(key, known) != known:
             raise fields.error(f"{key} {fields.raw[key]} is not supported, only {known}")
-    count, per_token = count_experts(fields)
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("intermediate_size"),
-        normalised=True,
-        layers=(True,) * layers,
+    return in_all_layers(
+        fields,
+        layers,
+        count_experts(fields),
         has_bias=True,
         router="router",
         stacked=StackedExperts(is_transposed=True, is_interleaved=True),
@@ -211,13 +210,10 @@ def gpt_oss_experts(fields: Fields, layers: int) -> ExpertsConfig:
 
 
 def granite_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    count, per_token = selected_of(fields, "num_local_experts")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("intermediate_size"),
-        normalised=True,
-        layers=(True,) * layers,
+    return in_all_layers(
+        fields,
+        layers,
+        selected_of(fields, "num_local_experts"),
         module="block_sparse_moe",
         router="router.layer",
         stacked=StackedExperts(gate_up="input_linear", down="output_linear"),
@@ -249,13 +245,10 @@ def minimax_m2_experts(fields: Fields, layers: int) -> ExpertsConfig:
     is_corrected = fields.flag("use_routing_bias", default=True)
     if not is_corrected or fields.text("scoring_func", "sigmoid") != "sigmoid":
         raise fields.error("only a scoring_func of 'sigmoid' with use_routing_bias is supported")
-    count, per_token = selected_of(fields, "num_local_experts")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("intermediate_size"),
-        normalised=True,
-        layers=(True,) * layers,
+    return in_all_layers(
+        fields,
+        layers,
+        selected_of(fields, "num_local_experts"),
         scoring="sigmoid",
         module="block_sparse_moe",
         correction="e_score_correction_bias",

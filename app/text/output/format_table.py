@@ -29,6 +29,19 @@ REASONING_MARKS: Final = (
 
 _RESPONSE: Final = ("<response>", "</response>")
 
+_DEEPSEEK_V3: Final = ToolSyntax(
+    style="named_json",
+    opener="<｜tool▁calls▁begin｜>",
+    closer="<｜tool▁calls▁end｜>",
+    several=True,
+    ends_thoughts=True,
+    head=r"<｜tool▁call▁begin｜>(?:\w+<｜tool▁sep｜>)?([^\s<]+)\s*(?:```json\s*|<｜tool▁sep｜>)",
+    tail=r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
+    before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    after_name="\n```json\n",
+    after_call="\n```<｜tool▁call▁end｜>",
+    between="\n",
+)
 OUTPUT_FORMATS: Final = (
     OutputFormat(
         name="harmony",
@@ -82,35 +95,18 @@ OUTPUT_FORMATS: Final = (
         name="deepseek_v3",
         families="DeepSeek V3, R1",
         signs=(("<｜tool▁calls▁begin｜>", "```json"),),
-        tools=ToolSyntax(
-            style="named_json",
-            opener="<｜tool▁calls▁begin｜>",
-            closer="<｜tool▁calls▁end｜>",
-            several=True,
-            ends_thoughts=True,
-            head=r"<｜tool▁call▁begin｜>(?:\w+<｜tool▁sep｜>)?([^\s<]+)\s*(?:```json\s*|<｜tool▁sep｜>)",
-            tail=r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
-            before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-            after_name="\n```json\n",
-            after_call="\n```<｜tool▁call▁end｜>",
-            between="\n",
-        ),
+        tools=_DEEPSEEK_V3,
     ),
     OutputFormat(
         name="deepseek_v31",
         families="DeepSeek V3.1",
         signs=(("<｜tool▁calls▁begin｜>",),),
-        tools=ToolSyntax(
-            style="named_json",
-            opener="<｜tool▁calls▁begin｜>",
-            closer="<｜tool▁calls▁end｜>",
-            several=True,
-            ends_thoughts=True,
-            head=r"<｜tool▁call▁begin｜>(?:\w+<｜tool▁sep｜>)?([^\s<]+)\s*(?:```json\s*|<｜tool▁sep｜>)",
-            tail=r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
+        tools=replace(
+            _DEEPSEEK_V3,
             before_name="<｜tool▁call▁begin｜>",
             after_name="<｜tool▁sep｜>",
             after_call="<｜tool▁call▁end｜>",
+            between="",
         ),
     ),
     OutputFormat(
