@@ -36,6 +36,11 @@ class ServerSettings:
         "Ask for an API key on this machine too. Where other machines can connect one is always needed.",
         live=True,
     )
+    fetch_images: bool = key(
+        False,
+        "Fetch pictures of requests from http and https URLs, of public addresses alone.",
+        live=True,
+    )
     mcp_commands: bool = key(False, "Let programs be MCP servers of the chat, run as this user.", live=True)
     drain_timeout: float = key(
         30.0,
@@ -57,6 +62,12 @@ class ServerSettings:
 class LimitSettings:
     body_bytes: int = key(2_000_000, "Largest request body.", low=1024, high=1 << 30)
     file_bytes: int = key(100_000_000, "Largest file that is uploaded.", low=1024, high=1 << 36)
+    image_body_bytes: int = key(
+        32_000_000, "Largest body of a request that may have pictures.", low=1024, high=1 << 30
+    )
+    image_bytes: int = key(20_000_000, "Largest picture of a request, as a file.", low=1024, high=1 << 28)
+    image_pixels: int = key(40_000_000, "Most pixels of a picture that is decoded.", low=1024, high=1 << 28)
+    images: int = key(64, "Most pictures of one request.", low=0, high=10_000)
     header_line_bytes: int = key(
         16_384, "Longest header line, request line included.", low=1024, high=1 << 20
     )

@@ -271,6 +271,7 @@ class DaemonController:
         self.loaded = loaded
         self.services.settings = loaded.settings
         self.services.gateway.prices = loaded.settings.usage.prices
+        self.services.gateway.fetches_images = loaded.settings.server.fetch_images
         self.services.telemetry.targets = loaded.settings.usage.targets
         logs.set_level(loaded.settings.log)
         self.residency.failed.clear()

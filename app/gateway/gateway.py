@@ -18,6 +18,7 @@ from ..config.settings import Settings
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError
+from ..images.reader import ImageReader
 from ..metrics.metrics import Metrics
 from ..sandbox.pool import GrammarPool, TemplatePool
 from ..security.keys import tier_of
@@ -74,6 +75,9 @@ class Gateway:
         """Prices of tokens, for the budgets of keys; a reload sets them anew."""
         self.templates = TemplatePool()
         self.grammars = GrammarPool()
+        self.images = ImageReader()
+        self.fetches_images = settings.server.fetch_images
+        """True if pictures of http and https URLs are fetched; a reload sets it anew."""
         self._log = log
         self._metrics = metrics
         self._observer = observer or NullObserver()
@@ -134,6 +138,7 @@ class Gateway:
         self._revocation.close()
         await self.templates.close()
         await self.grammars.close()
+        await self.images.close()
 
     def _submit(self, generation: Generation) -> OpenRequest:
         supervisor = generation.model.supervisor
@@ -198,6 +203,7 @@ class Gateway:
                         tenant=generation.tenant,
                         cache_namespace=generation.cache_salt,
                         fork_of=first,
+                        images=generation.images,
                     )
                 )
                 first = first or engine_id

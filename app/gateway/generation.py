@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmbox.engine.ipc.messages import TokenLogprobs
+from llmbox.engine.ipc.messages import PreparedImage, TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
 
 from ..engines.admission import QueueReservation
@@ -36,6 +36,8 @@ class Generation:
     endpoint: str
     model: LoadedModel
     prompts: list[list[int]]
+    images: list[PreparedImage] = field(default_factory=list)
+    """Pictures of the only prompt."""
     params: SamplingParams
     """Sampling parameters of one choice. `max_tokens` and `seed` are set for each (`max_tokens` here is not
     read). With `pooling` each prompt gives a vector instead.

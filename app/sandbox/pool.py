@@ -22,8 +22,9 @@ from typing import Any
 from llmbox.engine.hardware.proc import read_state
 
 from ..errors import ApiError
+from .worker import ATTACHED
 
-ATTEMPT_SECONDS = 1.2
+ATTEMPT_SECONDS, SECOND_ATTEMPT_SECONDS = 1.2, 0.8
 TOTAL_SECONDS = 2.0
 START_SECONDS = 10.0
 """Time for a new worker to come up: a tenth of a second, but not on a machine that is short of processors."""
@@ -44,24 +45,32 @@ _TOO_EXPENSIVE = "it takes more than 1 s of computing"
 class WorkerPool:
     """Pool that belongs to one event loop. `close` leaves no process behind."""
 
-    def __init__(self, module: str, size: int) -> None:
+    def __init__(
+        self, module: str, size: int, seconds: tuple[float, ...] = (ATTEMPT_SECONDS, SECOND_ATTEMPT_SECONDS)
+    ) -> None:
         """Create an empty pool. `module` lies under `llmbox.app.sandbox` and runs as a program
-        (`worker.py`).
+        (`worker.py`). `seconds`: time of each attempt.
         """
         self._module = module
+        self._seconds = seconds
         self._slots = asyncio.Semaphore(size)
         self._idle: list[Process] = []
         self._busy: set[Process] = set()
         self._waiting = 0
 
-    async def answer(self, job: bytes) -> dict[str, str]:
+    async def answer(self, job: bytes) -> dict[str, Any]:
         """Return the worker's answer, or an object with `error`. Raises ApiError 503 where no worker lasts or
         becomes free in time.
         """
+        frame = len(job).to_bytes(4, "little") + job
+        return await self.answer_frame(frame)
+
+    async def answer_frame(self, frame: bytes) -> dict[str, Any]:
+        """Do as `answer` with a whole frame (`worker.to_frame`)."""
         await self._wait_for_slot()
         try:
-            for seconds in (ATTEMPT_SECONDS, TOTAL_SECONDS - ATTEMPT_SECONDS):
-                reply = await self._try(job, seconds)
+            for seconds in self._seconds:
+                reply = await self._try(frame, seconds)
                 if reply is not None:
                     return reply
         finally:
@@ -93,15 +102,15 @@ class WorkerPool:
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             raise _no_worker() from None
 
-    async def _try(self, job: bytes, seconds: float) -> dict[str, str] | None:
+    async def _try(self, frame: bytes, seconds: float) -> dict[str, Any] | None:
         """Try a job once. None: the worker is gone, for no fault of the job."""
         worker = await self._worker()
         self._busy.add(worker)
         used = _cpu_seconds(worker.pid)
-        reply: dict[str, str] | None = None
+        reply: dict[str, Any] | None = None
         expensive = False
         try:
-            reply = await _within(seconds, worker, _exchange(worker, job))
+            reply = await _within(seconds, worker, _exchange(worker, frame))
         except TimeoutError:
             expensive = _cpu_seconds(worker.pid) - used > MUCH_CPU
         except (OSError, asyncio.IncompleteReadError):
@@ -156,18 +165,21 @@ async def _within(seconds: float, worker: Process, work: Coroutine[Any, Any, Any
         await asyncio.wait({task})  # its reader must be free for `_wait_for_exit`
 
 
-async def _exchange(worker: Process, job: bytes) -> dict[str, str]:
+async def _exchange(worker: Process, frame: bytes) -> dict[str, Any]:
     assert worker.stdin is not None
-    worker.stdin.write(len(job).to_bytes(4, "little") + job)
+    worker.stdin.write(frame)
     await worker.stdin.drain()
-    reply: dict[str, str] = await _read(worker)
+    reply: dict[str, Any] = await _read(worker)
     return reply
 
 
 async def _read(worker: Process) -> Any:
     assert worker.stdout is not None
     size = int.from_bytes(await worker.stdout.readexactly(4), "little")
-    return json.loads(await worker.stdout.readexactly(size))
+    value = json.loads(await worker.stdout.readexactly(size))
+    if isinstance(value, dict) and ATTACHED in value:
+        value[ATTACHED] = await worker.stdout.readexactly(value[ATTACHED])
+    return value
 
 
 async def _end(worker: Process) -> None:
@@ -252,7 +264,7 @@ class TemplatePool(WorkerPool):
         reply = await self.answer(job)
         if "error" in reply:
             raise _refused(reply["error"])
-        return reply["text"]
+        return str(reply["text"])
 
 
 def _refused(reason: str) -> ApiError:

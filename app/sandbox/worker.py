@@ -3,6 +3,8 @@
 Frames on stdin and stdout: 4 bytes of length (little-endian), then JSON.
 in:  {...}, one job
 out: "ready" once, then an object for each, with "error" where there is no answer
+
+Bytes may follow an object, as many as its `attached` says.
 """
 
 import json
@@ -18,6 +20,7 @@ from setproctitle import setproctitle
 
 CPU_SECONDS = 1.0
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
+ATTACHED = "attached"
 
 
 def limit_process(memory: int) -> None:
@@ -35,12 +38,24 @@ def read_frame(stream: BinaryIO) -> Any | None:
     head = stream.read(4)
     if len(head) < 4:
         return None
-    return json.loads(stream.read(int.from_bytes(head, "little")))
+    value = json.loads(stream.read(int.from_bytes(head, "little")))
+    if isinstance(value, dict) and ATTACHED in value:
+        value[ATTACHED] = stream.read(value[ATTACHED])
+    return value
+
+
+def to_frame(value: Any) -> bytes:
+    """Return the frame of a value, whose `attached` are bytes, if it has some."""
+    attached = b""
+    if isinstance(value, dict) and ATTACHED in value:
+        attached = value[ATTACHED]
+        value = value | {ATTACHED: len(attached)}
+    data = json.dumps(value).encode()
+    return len(data).to_bytes(4, "little") + data + attached
 
 
 def write_frame(stream: BinaryIO, value: Any) -> None:
-    data = json.dumps(value).encode()
-    stream.write(len(data).to_bytes(4, "little") + data)
+    stream.write(to_frame(value))
     stream.flush()
 
 

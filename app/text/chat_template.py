@@ -9,8 +9,8 @@ what the tokenizer gives for the rendered text.
 
 import json
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from llmbox.engine.errors import ModelError
 
 from ..errors import ApiError
+from ..images.source import ImageSource
 from ..sandbox.pool import TemplatePool, job
 from ..util.threads import off_loop
 from .tokenizer.text_encoder import SpecialTokenMarkers
@@ -42,15 +43,20 @@ _RESERVED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Input of a template. Message contents are strings."""
+    """Input of a template. Message contents are strings, with `image_mark` where a picture stands."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSource, ...] = ()
+    image_mark: str = ""
+    """Text that no message has by itself; empty without pictures."""
 
 
+_IMAGE_PART: Final = re.compile(r"""['"]image(?:_url)?['"]""")
+"""Type of a part in a template that reads content in parts."""
 _LONGEST = 1024
 """Longest added token, in characters."""
 _Trie = dict[str, "_Trie"]
@@ -118,6 +124,21 @@ class RenderedChat:
     markers: SpecialTokenMarkers
     encode: Callable[[str, SpecialTokenMarkers], list[int]]
 
+    def with_pictures(self, placeholder: str, texts: Sequence[str]) -> "RenderedChat":
+        """Return the prompt with its placeholders replaced by the texts of pictures. Raises ApiError where
+        the template has written another number of them. A client's own literals stand behind a marker.
+        """
+        pieces = re.split(f"(?<!{re.escape(self.markers.start)}){re.escape(placeholder)}", self.marked)
+        if len(pieces) != len(texts) + 1:
+            raise ApiError(
+                400,
+                f"The model's chat template has {len(pieces) - 1} places for {len(texts)} pictures.",
+                code="chat_template_error",
+                param="messages",
+            )
+        marked = "".join(piece + text for piece, text in zip(pieces, (*texts, ""), strict=True))
+        return replace(self, marked=marked)
+
     @property
     def text(self) -> str:
         return self.marked.replace(self.markers.start, "").replace(self.markers.end, "")
@@ -150,11 +171,14 @@ async def render_chat(
     control: ControlTokens,
     chat: Chat,
     encode: Callable[[str, SpecialTokenMarkers], list[int]],
+    placeholder: str = "",
 ) -> RenderedChat:
-    """Render a chat. `encode` turns the text with its marks into ids."""
+    """Render a chat. `encode` turns the text with its marks into ids. `placeholder`: text of a picture's
+    place, for models that read pictures.
+    """
     _check_kwargs(chat.template_kwargs, special_tokens)
     size = sum(len(message["content"]) for message in chat.messages)
-    markers, work = await off_loop(size, lambda: _job(template, special_tokens, control, chat))
+    markers, work = await off_loop(size, lambda: _job(template, special_tokens, control, chat, placeholder))
     text = await pool.render(work)
     if chat.continue_final_message:
         text = _cut(text, markers.tail)
@@ -174,7 +198,7 @@ def _check_kwargs(kwargs: dict[str, Any], special_tokens: dict[str, str]) -> Non
 
 
 def _job(
-    template: str, special_tokens: dict[str, str], control: ControlTokens, chat: Chat
+    template: str, special_tokens: dict[str, str], control: ControlTokens, chat: Chat, placeholder: str
 ) -> tuple[SpecialTokenMarkers, bytes]:
     spoken = json.dumps([chat.messages, chat.tools, chat.template_kwargs], ensure_ascii=False)
     markers = SpecialTokenMarkers.absent_from(template + spoken)
@@ -182,11 +206,29 @@ def _job(
     messages = [control.mark(m, markers, every=m["role"] != "assistant") for m in chat.messages]
     if chat.continue_final_message:
         messages[-1]["content"] += markers.tail + " "
+    if placeholder:
+        messages = [with_parts(message, chat.image_mark, template, placeholder) for message in messages]
     tools = control.mark(chat.tools, markers, every=True)
     variables: dict[str, Any] = special_tokens | {"tools": tools, "documents": None}
     variables |= control.mark(chat.template_kwargs, markers, every=True)
     variables |= {"messages": messages, "add_generation_prompt": chat.add_generation_prompt}
     return markers, job(template, variables)
+
+
+def with_parts(message: dict[str, Any], mark: str, template: str, placeholder: str) -> dict[str, Any]:
+    """Return a message in the form that a template of a model with pictures reads: content in parts where the
+    template knows parts of pictures, else the placeholder in the text.
+    """
+    pieces = message["content"].split(mark) if mark else [message["content"]]
+    if not _IMAGE_PART.search(template):
+        return {**message, "content": placeholder.join(pieces)}
+    if len(pieces) == 1 and "is string" in template:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(pieces):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return {**message, "content": parts}
 
 
 def _cut(text: str, tail: str) -> str:

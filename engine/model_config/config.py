@@ -258,8 +258,9 @@ def parse_config(path: Path | str) -> ModelConfig:
 def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     """Do as `parse_config` with the content of config.json; `path` has the weights."""
     kind = architecture_of(fields)
-    vision, image_problem = find_vision(Path(path)) if kind.is_nested else (None, NO_TOWER)
+    vision, image_problem = None, NO_TOWER
     if kind.is_nested:
+        vision, image_problem = find_vision(Path(path))
         fields = text_fields(fields)
         named = fields.raw.get("model_type")
         kind = next((inner for inner in kind.nested if inner.model_type == named), kind)

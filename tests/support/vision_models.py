@@ -1,16 +1,18 @@
 """Tiny random vision-language models, and pictures."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from tokenizers import AddedToken, Tokenizer
 
 from llmbox.app.images.tiles import make_tiles
 from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
 from llmbox.engine.model_config.vision.layout import lay_out_image
-from support.tiny_models import write_json
+from support.tiny_models import write_json, write_tokenizer
 
 TEXT: dict[str, Any] = {
     "vocab_size": 320,
@@ -230,7 +232,7 @@ def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
     name, values, processor = MODELS[kind]
     model_class = getattr(transformers, name)
     torch.manual_seed(11)
-    model = model_class(model_class.config_class(**values, **changes)).eval()
+    model = model_class(model_class.config_class(**{**values, **changes})).eval()
     with torch.no_grad():
         for each, parameter in model.named_parameters():
             scale = 0.3 if parameter.dim() == 1 or "embed" in each else 1.5 * parameter[0].numel() ** -0.5
@@ -300,3 +302,30 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         "pixel_attention_mask": torch.stack([(torch.arange(longest) < len(tile)).int() for tile in tiles]),
         "spatial_shapes": torch.tensor(shapes),
     }
+
+
+SEEING_TEMPLATE = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for part in m.content %}"
+    "{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def make_seeing_chat_model(directory: Path) -> Path:
+    """Write a Qwen3-VL with a tokenizer and a chat template that has places for pictures."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    text = TEXT | {"rope_parameters": MROPE | {"mrope_interleaved": True}}
+    text |= {"vocab_size": tokenizer.get_vocab_size()}
+    make_vision_model(
+        directory, "qwen3_vl", text_config=text, image_token_id=tokenizer.token_to_id("<|image_pad|>")
+    )
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    write_json(directory / "tokenizer_config.json", config | {"chat_template": SEEING_TEMPLATE})
+    return directory

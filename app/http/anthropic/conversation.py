@@ -73,7 +73,11 @@ def _system(system: str | list[TextBlock]) -> str:
 
 
 def _text_of(turn: ChatMessages) -> str:
-    return "\n".join(part["text"] for message in turn for part in message["content"])
+    """Return the text of system messages, which have no pictures."""
+    parts = [part for message in turn for part in message["content"]]
+    if any(part["type"] != "text" for part in parts):
+        raise ApiError(400, "A system message has no pictures.", code="unsupported_content", param="messages")
+    return "\n".join(part["text"] for part in parts)
 
 
 def _append(made: ChatMessages, turn: ChatMessages) -> None:
@@ -97,7 +101,8 @@ def _fold(made: ChatMessages, text: str) -> None:
     part = {"type": "text", "text": f"<system-reminder>\n{text}\n</system-reminder>"}
     last = made[-1]
     if last["role"] == "tool":
-        last["content"] = f"{last['content']}\n{part['text']}"
+        before = last["content"]
+        last["content"] = f"{before}\n{part['text']}" if isinstance(before, str) else [*before, part]
     elif last["role"] == "user":
         last["content"] = [*(last["content"] or ()), part]
     else:
@@ -110,7 +115,8 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": [{"type": "text", "text": message.content}]}]
-    texts, results, calls, thoughts = [], [], [], []
+    texts: list[dict[str, Any]] = []
+    results, calls, thoughts = [], [], []
     for number, block in enumerate(message.content):
         place = f"{at}.content[{number}]"
         match block:
@@ -123,8 +129,10 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
                 thoughts.append(block.thinking)
             case RedactedThinkingBlock():
                 pass
+            case ImageBlock():
+                texts.append(_image(place, block))
             case _:
-                texts.append(_text(place, block))
+                texts.append({"type": "text", "text": _text(place, block)})
     if message.role == "system" and (results or calls):
         raise ApiError(
             400,
@@ -135,11 +143,8 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
     if results and not (texts or calls):
         return results
     if message.role == "assistant" and not texts and not calls:
-        texts = [""]
-    made: dict[str, Any] = {
-        "role": message.role,
-        "content": [{"type": "text", "text": each} for each in texts],
-    }
+        texts = [{"type": "text", "text": ""}]
+    made: dict[str, Any] = {"role": message.role, "content": texts}
     if not texts and (results or calls):
         made["content"] = None
     made |= {"tool_calls": calls} if calls else {}
@@ -148,15 +153,36 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
 
 
 def _result(at: str, block: ToolResultBlock) -> dict[str, Any]:
-    if isinstance(block.content, list):
-        text = "\n".join(_text(at, each) for each in block.content)
+    content: str | list[dict[str, Any]]
+    if not isinstance(block.content, list):
+        content = f"Error: {block.content or ''}" if block.is_error else block.content or ""
+    elif any(isinstance(each, ImageBlock) for each in block.content):
+        content = [
+            _image(at, each) if isinstance(each, ImageBlock) else {"type": "text", "text": _text(at, each)}
+            for each in block.content
+        ]
     else:
-        text = block.content or ""
-    return {
-        "role": "tool",
-        "tool_call_id": block.tool_use_id,
-        "content": f"Error: {text}" if block.is_error else text,
-    }
+        text = "\n".join(_text(at, each) for each in block.content)
+        content = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _image(at: str, block: ImageBlock) -> dict[str, Any]:
+    """Return the picture as a part of a chat message. Raises ApiError 400."""
+    source = block.source
+    match source.type:
+        case "base64" if source.data is not None:
+            url = f"data:{source.media_type or 'image/png'};base64,{source.data}"
+        case "url" if source.url is not None:
+            url = source.url
+        case _:
+            raise ApiError(
+                400,
+                f"'{at}.source': a picture has 'data' in base64 or a 'url'; files are not supported.",
+                code="unsupported_content",
+                param=f"{at}.source",
+            )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(at: str, block: Block | ToolReferenceBlock) -> str:

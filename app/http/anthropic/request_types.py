@@ -16,8 +16,17 @@ class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
     citations: NoEffect = None
 
 
+class ImageSourceParam(Struct, kw_only=True):
+    type: Literal["base64", "url", "file"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class ImageBlock(Struct, kw_only=True, tag_field="type", tag="image"):
-    source: Any = None
+    """Picture, in base64 or by its URL."""
+
+    source: ImageSourceParam
     cache_control: NoEffect = None
 
 

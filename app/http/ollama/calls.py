@@ -49,7 +49,10 @@ def chat_fields(request: ChatRequest) -> dict[str, Any]:
 def generate_fields(request: GenerateRequest) -> dict[str, Any]:
     body = _common(request)
     system = [{"role": "system", "content": request.system}] if request.system else []
-    body["messages"] = [*system, {"role": "user", "content": request.prompt or ""}]
+    body["messages"] = [
+        *system,
+        {"role": "user", "content": with_images(request.prompt or "", request.images)},
+    ]
     return body
 
 
@@ -97,6 +100,17 @@ def _format(asked: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": asked}}
 
 
+def with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """Return the content of a message: pictures stand before its text."""
+    if not images:
+        return text
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": each if "," in each[:64] else f"data:;base64,{each}"}}
+        for each in images
+    ]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
 def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Convert messages. Ollama's calls have no ids, and some templates want them: results are matched to
     calls in order.
@@ -104,12 +118,11 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     waiting: list[str] = []
     calls = 0
-    for number, message in enumerate(messages):
-        if message.images:
-            raise ApiError(
-                400, "Images are not supported: this model reads text.", param=f"messages[{number}].images"
-            )
-        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    for message in messages:
+        plain: dict[str, Any] = {
+            "role": message.role,
+            "content": with_images(message.content, message.images),
+        }
         if message.thinking is not None:
             plain["reasoning_content"] = message.thinking
         for call in message.tool_calls or ():
@@ -173,6 +186,8 @@ async def prepare_ollama(call: RequestContext, data: ChatRequest | GenerateReque
 
 
 async def _prepare_raw(call: RequestContext, data: GenerateRequest, warnings: list[str]) -> OllamaCall:
+    if data.images:
+        raise invalid("images", "a prompt without a template has no places for pictures")
     raw = await prepare_translated_completion(call, raw_fields(data), NAMES)
     params = raw.generation.params
     if data.logprobs:

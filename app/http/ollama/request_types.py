@@ -75,7 +75,8 @@ class OllamaMessage(Struct, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: Never = None
+    images: list[str] | None = None
+    """Pictures in base64."""
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
 
@@ -116,7 +117,8 @@ class GenerateRequest(Common, kw_only=True):
     raw: bool | None = None
     """The prompt is taken as it is, without template and system prompt."""
     template: Never = None
-    images: Never = None
+    images: list[str] | None = None
+    """Pictures in base64."""
     context: Never = None
     width: Never = None
     height: Never = None

@@ -5,14 +5,17 @@ from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType
 
-from llmbox.engine.ipc.messages import TokenLogprobs
+from llmbox.engine.ipc.messages import PreparedImage, TokenLogprobs
+from llmbox.engine.model_config.vision.shape import NO_TOWER
 from llmbox.engine.sampling_params import ThinkingParams
 
 from ...engines.loaded_model import LoadedModel
+from ...errors import ApiError
 from ...gateway.gateway import Gateway, check_generates
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
-from ...text.chat_template import Chat
+from ...images.reader import DecodedImage, place_images
+from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
@@ -86,6 +89,7 @@ async def prepare_chat(
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     reservation = call.reserve(model, body.n or 1)
     params = await sampling_params(body, model, call.limits, logprobs)
+    decoded = await read_images(call.gateway, model, chat)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
     calls = find_call_constraint(body, chat.tools, parsing.tools, call.limits)
@@ -94,13 +98,16 @@ async def prepare_chat(
     params = replace(params, thinking=thinking)
     params, unchecked = await add_grammar(params, answer, calls, model, call.gateway, call.limits)
     warnings += unchecked
-    prompt = await model.text.off_loop(len(rendered.marked), rendered.ids)
+    prompt, images = await encode_chat(model, rendered, decoded)
     check_prompts([prompt], "messages", model)
+    if images and body.truncate_prompt_tokens is not None:
+        raise invalid("truncate_prompt_tokens", "a prompt with pictures is not cut")
     prompts, cut = truncate_prompts([prompt], body.truncate_prompt_tokens, max_tokens, model)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
         model=model,
         prompts=prompts,
+        images=images,
         params=params,
         max_tokens=max_tokens,
         n=body.n or 1,
@@ -146,8 +153,37 @@ def _echo(chat: Chat) -> str:
 
 
 async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int]:
-    rendered = await model.text.render_chat(gateway.templates, chat)
-    return await model.text.off_loop(len(rendered.marked), rendered.ids)
+    decoded = await read_images(gateway, model, chat)
+    ids, _ = await encode_chat(model, await model.text.render_chat(gateway.templates, chat), decoded)
+    return ids
+
+
+async def read_images(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[DecodedImage]:
+    """Decode the pictures of a conversation. Raises ApiError 400, also for a model that reads none."""
+    if not chat.images:
+        return []
+    info, vision = model.supervisor.info, model.text.vision
+    assert info is not None
+    if info.image_problem or vision is None:
+        raise ApiError(
+            400,
+            f"{model.name} reads no pictures: {info.image_problem or NO_TOWER}.",
+            code="images_not_supported",
+            param=chat.images[0].param,
+        )
+    return await gateway.images.read(chat.images, vision, gateway.limits, may_fetch=gateway.fetches_images)
+
+
+async def encode_chat(
+    model: LoadedModel, rendered: RenderedChat, decoded: Sequence[DecodedImage]
+) -> tuple[list[int], list[PreparedImage]]:
+    """Return the ids of a prompt, and its pictures with their places. Raises ApiError."""
+    vision = model.text.vision
+    if not decoded or vision is None:
+        return await model.text.off_loop(len(rendered.marked), rendered.ids), []
+    rendered = rendered.with_pictures(vision.placeholder, [each.text for each in decoded])
+    ids = await model.text.off_loop(len(rendered.marked), rendered.ids)
+    return ids, await off_loop(len(ids), lambda: place_images(ids, decoded, vision))
 
 
 async def complete_chat(gateway: Gateway, chat: ChatCall, store: Store | None = None) -> ChatCompletion:

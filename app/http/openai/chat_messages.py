@@ -5,6 +5,7 @@ name.
 import contextlib
 import hashlib
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from ...config.settings import LimitSettings
 from ...errors import ApiError
 from ...gateway.open_request import OpenRequest
+from ...images.source import ImageSource
 from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import Schemas
 from ...text.output.output_formats import OutputFormat, ReasoningMarks, Thinking, ToolSyntax, thinking_after
@@ -33,7 +35,10 @@ def build_chat(body: Any, limits: LimitSettings) -> Chat:
     add = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and add:
         raise invalid("add_generation_prompt", "it cannot be combined with 'continue_final_message'")
-    messages = [_message(i, message) for i, message in enumerate(body.messages)]
+    images = ChatImages()
+    messages = [_message(i, message, images) for i, message in enumerate(body.messages)]
+    if len(images.sources) > limits.images:
+        raise invalid("messages", f"at most {limits.images} pictures are allowed (limits.images)")
     if continues and messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message", "the last message is not the assistant's")
     return Chat(
@@ -42,10 +47,28 @@ def build_chat(body: Any, limits: LimitSettings) -> Chat:
         add_generation_prompt=add,
         continue_final_message=continues,
         template_kwargs=body.chat_template_kwargs or {},
+        images=tuple(images.sources),
+        image_mark=images.mark if images.sources else "",
     )
 
 
-def _message(index: int, message: Message) -> dict[str, Any]:
+class ChatImages:
+    """Pictures of a conversation, and the mark that stands for each in the text around them."""
+
+    def __init__(self) -> None:
+        self.sources: list[ImageSource] = []
+        self.mark = f"\uf8ff{secrets.token_hex(8)}\uf8ff"
+
+    def add(self, at: str, part: ContentPart) -> str:
+        found = part.image_url
+        if found is None:
+            raise _missing(f"{at}.image_url")
+        url, detail = (found, None) if isinstance(found, str) else (found.url, found.detail)
+        self.sources.append(ImageSource(url, detail == "low", f"{at}.image_url"))
+        return self.mark
+
+
+def _message(index: int, message: Message, images: ChatImages) -> dict[str, Any]:
     at = f"messages[{index}]"
     if message.role == "function":
         raise ApiError(
@@ -64,7 +87,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
             )
     # Templates know the older name of the role.
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _content(at, message)}
+    plain: dict[str, Any] = {"role": role, "content": _content(at, message, images)}
     if message.tool_calls:
         calls = enumerate(message.tool_calls)
         plain["tool_calls"] = [_called(f"{at}.tool_calls[{n}]", call) for n, call in calls]
@@ -91,7 +114,7 @@ def _called(at: str, call: ToolCall) -> dict[str, Any]:
     return {"id": call.id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _content(at: str, message: Message) -> str:
+def _content(at: str, message: Message, images: ChatImages) -> str:
     content = message.content
     if message.tool_calls and not content:
         return ""
@@ -103,7 +126,22 @@ def _content(at: str, message: Message) -> str:
         return content
     if not content:
         raise invalid(f"{at}.content", "there must be at least one part")
-    return "\n".join(_part(f"{at}.content[{j}]", part) for j, part in enumerate(content))
+    if not any(part.type == "image_url" for part in content):
+        return "\n".join(_part(f"{at}.content[{j}]", part) for j, part in enumerate(content))
+    if message.role not in {"user", "tool"}:
+        raise ApiError(
+            400,
+            f"Messages of the role {message.role!r} have no pictures: send them in a user message.",
+            code="unsupported_content",
+            param=f"{at}.content",
+        )
+    joined, ends_in_text = "", False
+    for j, part in enumerate(content):
+        is_text = part.type != "image_url"
+        own = _part(f"{at}.content[{j}]", part) if is_text else images.add(f"{at}.content[{j}]", part)
+        joined += "\n" + own if is_text and ends_in_text else own
+        ends_in_text = is_text
+    return joined
 
 
 def _part(at: str, part: ContentPart) -> str:
@@ -111,7 +149,8 @@ def _part(at: str, part: ContentPart) -> str:
     if part.type not in {"text", "refusal"}:
         raise ApiError(
             400,
-            f"Content parts of type {part.type!r} are not supported: this model reads text.",
+            f"Content parts of type {part.type!r} are not supported: models here read text and pictures "
+            "('image_url').",
             code="unsupported_content",
             param=f"{at}.type",
         )

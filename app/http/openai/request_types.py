@@ -146,10 +146,18 @@ class GenerationFields(Struct, kw_only=True):
     use_beam_search: Never = None
 
 
+class ImageUrl(Struct, kw_only=True):
+    url: str
+    """`data:` URL with base64; an http or https URL where the server fetches pictures."""
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    """`low`: a small picture without tiles."""
+
+
 class ContentPart(Struct, kw_only=True):
     type: Name
     text: str | None = None
     refusal: str | None = None
+    image_url: str | ImageUrl | None = None
 
 
 class FunctionCall(Struct, kw_only=True):

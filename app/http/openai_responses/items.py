@@ -53,12 +53,11 @@ def _add(messages: list[dict[str, Any]], at: str, item: dict[str, Any], joined: 
     match item.get("type", "message"):
         case "message":
             message = convert_item(at, item, MessageItem)
-            content = _text(f"{at}.content", message.content)
             if message.role == "assistant":
                 turn = _turn(messages, done=lambda last: bool(last["content"] or last.get("tool_calls")))
-                turn["content"] = content
+                turn["content"] = _text(f"{at}.content", message.content)
             else:
-                messages.append({"role": message.role, "content": content})
+                messages.append({"role": message.role, "content": _content(f"{at}.content", message.content)})
         case "function_call":
             call = convert_item(at, item, FunctionCallItem)
             function = {"name": joined(call.namespace, call.name), "arguments": call.arguments}
@@ -132,6 +131,27 @@ def _text(at: str, content: str | list[Part]) -> str:
                 param=f"{at}[{number}].type",
             )
     return "\n".join(part.text or part.refusal or "" for part in content)
+
+
+def _content(at: str, content: str | list[Part]) -> str | list[dict[str, Any]]:
+    """Return text, or text and pictures as parts of a chat message."""
+    if isinstance(content, str) or all(part.type != "input_image" for part in content):
+        return _text(at, content)
+    parts: list[dict[str, Any]] = []
+    for number, part in enumerate(content):
+        if part.type != "input_image":
+            parts.append({"type": "text", "text": _text(f"{at}[{number}]", [part])})
+        elif part.image_url is None:
+            raise ApiError(
+                400,
+                "A picture has an 'image_url': files are not supported.",
+                code="unsupported_content",
+                param=f"{at}[{number}]",
+            )
+        else:
+            url = {"url": part.image_url, "detail": part.detail}
+            parts.append({"type": "image_url", "image_url": url})
+    return parts
 
 
 def _output(parts: list[Part]) -> str:

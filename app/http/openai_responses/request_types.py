@@ -23,6 +23,9 @@ class Part(Struct, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    """Picture of an `input_image`: a `data:` URL with base64, or a URL that the server may fetch."""
+    detail: str | None = None
 
 
 class MessageItem(Struct, kw_only=True):

@@ -74,6 +74,13 @@ _PDF_ROUTE = "/admin/api/chat/pdf"
 _PDF_BYTES = 20_000_000
 _UPLOAD_TYPES = {"/v1/files": b"multipart/form-data", _PDF_ROUTE: b"application/pdf"}
 """Media types of routes that take files, which may be larger than other bodies."""
+_IMAGE_ROUTES = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+        *("/v1/responses/input_tokens", "/api/chat", "/api/generate", "/tokenize", "/admin/api/chat"),
+    }
+)
+"""Routes whose requests may have pictures."""
 _UNTYPED_ROUTES = "/api/"
 """Prefix of Ollama's routes, whose clients and examples send no Content-Type. From a web page they need one,
 as all routes do.
@@ -113,12 +120,14 @@ class SecurityMiddleware:
         drain: Drain,
         cors: Cors | None = None,
         file_bytes: int = 0,
+        image_body_bytes: int = 0,
     ) -> None:
         self._app = app
         self._hosts = hosts
         self._cors = cors or Cors()
         self._body_bytes = body_bytes
         self._file_bytes = file_bytes or body_bytes
+        self._image_body_bytes = max(image_body_bytes, body_bytes)
         self._drain = drain
         self._pacer = RequestPacer()
 
@@ -151,6 +160,8 @@ class SecurityMiddleware:
         """Return the most bytes that the body may have."""
         if scope["path"] == _PDF_ROUTE:
             return min(_PDF_BYTES, self._file_bytes)
+        if scope["path"] in _IMAGE_ROUTES:
+            return self._image_body_bytes
         return self._file_bytes if scope["path"] in _UPLOAD_TYPES else self._body_bytes
 
     def _screen(self, scope: Any, exchange: "_RequestScope") -> list[Header] | None:
@@ -330,7 +341,7 @@ def _unsupported(message: str) -> ApiError:
 
 def _too_large(limit: int) -> ApiError:
     message = (
-        f"The request body is too large: at most {limit:,} bytes are taken (limits.body_bytes, and "
-        "limits.file_bytes for files)."
+        f"The request body is too large: at most {limit:,} bytes are taken (limits.body_bytes, "
+        "limits.image_body_bytes for chats, and limits.file_bytes for files)."
     )
     return ApiError(413, message, "request_too_large", None, error_type(413))

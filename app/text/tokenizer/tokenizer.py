@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 
 from llmbox.engine.checkpoint.files import MAX_BYTES, parse_json, read_regular
 from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.vision.config import VisionConfig
+from llmbox.engine.model_config.vision.families import find_vision
 
 from ...errors import ApiError
 from ...sandbox.pool import TemplatePool
@@ -68,6 +70,8 @@ class TextModel:
     """Sampling values used where a request leaves a field absent."""
     warnings: tuple[str, ...] = ()
     """Ignored declarations in the model's files, and features that will not work."""
+    vision: VisionConfig | None = None
+    """Vision part of the model."""
     system: str | None = None
     """System prompt of an alias, used where a conversation has no system message."""
 
@@ -160,7 +164,10 @@ class TextModel:
         template = (chat.tools and self.tool_template) or self.chat_template
         if self.output_format.name == "kimi_k2":
             chat = replace(chat, messages=number_calls(chat.messages))
-        return await render_chat(pool, template, self.special_tokens, self.control, chat, self.encode_marked)
+        placeholder = "" if self.vision is None else self.vision.placeholder
+        return await render_chat(
+            pool, template, self.special_tokens, self.control, chat, self.encode_marked, placeholder
+        )
 
     async def renders_late_system(self, pool: TemplatePool) -> bool:
         """Return True if the template renders system messages after a conversation has begun: some refuse
@@ -224,6 +231,7 @@ def _load(path: Path) -> TextModel:
         control=ControlTokens(tokenizer, frozenset(special_tokens.values())),
         special_tokens=special_tokens,
         chat_template=template,
+        vision=find_vision(path)[0],
         tool_template=tool_template,
         eos_token_ids=end_token_ids(tokenizer, special_tokens, template, declared),
         warnings=tuple(warnings),

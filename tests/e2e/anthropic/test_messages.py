@@ -181,13 +181,13 @@ def test_results_of_tools_go_back(http):
             "compact_20260112",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
             400,
             "invalid_request_error",
-            "image",
+            "a picture has",
         ),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "'stop_sequences'"),
-        ({"messages": [{"role": "user", "content": "x" * 3_000_000}]}, 413, "request_too_large", "large"),
+        ({"messages": [{"role": "user", "content": "x" * 32_000_001}]}, 413, "request_too_large", "large"),
     ],
 )
 def test_errors_have_anthropics_shape(http, fields, status, kind, word):

@@ -50,7 +50,7 @@ def generate(client: ollama.Client) -> None:
         assert (told.done_reason, told.eval_count) == ("length", 2)
     gap = client.generate(FILLER, "def f(", suffix="): pass", options={"num_predict": 20})
     assert gap.response == "the"
-    for refused in ({"template": "x"}, {"context": [1]}, {"images": ["aGk="]}, {"width": 1}, {"suffix": "x"}):
+    for refused in ({"template": "x"}, {"context": [1]}, {"width": 1}, {"suffix": "x"}):
         with pytest.raises(ollama.ResponseError, match=next(iter(refused))):
             client.generate(MODEL, "hello", **refused)
 

@@ -142,7 +142,7 @@ def test_a_conversation_goes_on_with_its_items(client):
         ({"model": "caller", "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0]"),
         ({"input": []}, "input"),
         ({"max_output_tokens": 10_000}, "max_output_tokens"),

@@ -1,0 +1,179 @@
+"""Pictures of a request, from URLs to what the engine takes: fetched, decoded in a worker, kept a while."""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from llmbox.engine.ipc.messages import PreparedImage
+from llmbox.engine.model_config.vision.config import VisionConfig
+
+from ..config.settings import LimitSettings
+from ..errors import ApiError
+from ..sandbox.pool import WorkerPool
+from ..sandbox.worker import ATTACHED, to_frame
+from ..util.threads import off_loop
+from .fetch import FetchError, fetch_image
+from .source import ImageSource
+
+WORKERS: Final = 2
+SECONDS: Final = (15.0, 10.0)
+"""Time of each attempt to decode a picture; a worker's processor time is bounded too (`image_worker.py`)."""
+KEPT_BYTES: Final = 64 << 20
+"""Pixels of decoded pictures that are kept: a conversation sends its pictures again with every turn."""
+MOST_PIXEL_BYTES: Final = 48 << 20
+"""Pixels of all pictures of a request, which one message to the engine holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedImage:
+    image: PreparedImage
+    """Without its place in the prompt."""
+    text: str
+    """Text that replaces the placeholder of the chat template."""
+
+
+class ImageReader:
+    """Reader of all requests' pictures, with a cache of decoded ones. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._pool = WorkerPool("image_worker", WORKERS, SECONDS)
+        self._kept: OrderedDict[bytes, DecodedImage] = OrderedDict()
+        self._size = 0
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def read(
+        self, sources: Sequence[ImageSource], vision: VisionConfig, limits: LimitSettings, *, may_fetch: bool
+    ) -> list[DecodedImage]:
+        """Fetch and decode pictures. Raises ApiError 400 with the place of one that cannot be used."""
+        facts = msgspec.json.encode(replace(vision, tensors={})).decode()
+        found, size = [], 0
+        for source in sources:
+            try:
+                data = await self._data(source, limits, may_fetch=may_fetch)
+                decoded = await self._decode(data, facts, source, limits)
+            except (FetchError, ValueError) as error:
+                raise image_error(source.param, str(error)) from None
+            size += len(decoded.image.pixels)
+            if size > MOST_PIXEL_BYTES:
+                raise image_error(
+                    source.param,
+                    f"the pictures of this request have more than {MOST_PIXEL_BYTES // 3:,} pixels together "
+                    "after they are resized: send fewer, or smaller ones",
+                )
+            found.append(decoded)
+        return found
+
+    async def _data(self, source: ImageSource, limits: LimitSettings, *, may_fetch: bool) -> bytes:
+        scheme = source.url[:8].lower()
+        if scheme.startswith("data:"):
+            return await off_loop(len(source.url), lambda: decode_data_url(source.url))
+        if not scheme.startswith(("http://", "https://")):
+            raise FetchError("it is neither a data: URL with base64 nor an http or https URL")
+        if not may_fetch:
+            raise FetchError(
+                "this server fetches no pictures: send it as a data: URL, or let the owner set "
+                "server.fetch_images"
+            )
+        return await fetch_image(source.url, limits.image_bytes)
+
+    async def _decode(
+        self, data: bytes, facts: str, source: ImageSource, limits: LimitSettings
+    ) -> DecodedImage:
+        if not data:
+            raise ValueError("it is empty")
+        if len(data) > limits.image_bytes:
+            most = f"at most {limits.image_bytes:,} are taken (limits.image_bytes)"
+            raise ValueError(f"it has {len(data):,} bytes, {most}")
+        job = {"vision": facts, "low": source.low_detail, "most_pixels": limits.image_pixels}
+        named = f"{facts}\0{job['low']}\0{job['most_pixels']}\0".encode()
+        key = await off_loop(len(data), lambda: hashlib.sha256(named + data).digest())
+        if (kept := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            return kept
+        frame = await asyncio.to_thread(to_frame, job | {ATTACHED: data})
+        reply = await self._pool.answer_frame(frame)
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        decoded = _decoded(reply)
+        self._keep(key, decoded)
+        return decoded
+
+    def _keep(self, key: bytes, decoded: DecodedImage) -> None:
+        if key in self._kept:  # another request has decoded it meanwhile
+            return
+        self._kept[key] = decoded
+        self._size += len(decoded.image.pixels)
+        while self._size > KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._size -= len(oldest.image.pixels)
+
+
+def _decoded(reply: dict[str, Any]) -> DecodedImage:
+    image = PreparedImage(
+        content_hash=bytes.fromhex(reply["hash"]),
+        tiles=[(height, width) for height, width in reply["tiles"]],
+        pixels=reply[ATTACHED],
+        grid=tuple(reply["grid"]),
+        num_rows=reply["num_rows"],
+    )
+    return DecodedImage(image, reply["text"])
+
+
+def decode_data_url(url: str) -> bytes:
+    """Return the bytes of a `data:` URL. Raises ValueError."""
+    head, comma, data = url.partition(",")
+    if not comma:
+        raise ValueError("its data: URL has no comma before the data")
+    if not head.lower().endswith(";base64"):
+        return unquote_to_bytes(data)
+    try:
+        return base64.b64decode(unquote_to_bytes(data) if "%" in data else data, validate=True)
+    except binascii.Error:
+        pass
+    try:  # line breaks, and URLs' alphabet, as some clients send
+        compact = "".join(data.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
+        return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("its data: URL does not hold base64") from None
+
+
+def image_error(param: str, why: str) -> ApiError:
+    return ApiError(400, f"A picture cannot be used: {why}.", code="invalid_image", param=param)
+
+
+def place_images(
+    ids: Sequence[int], decoded: Sequence[DecodedImage], vision: VisionConfig
+) -> list[PreparedImage]:
+    """Return the pictures with their places in a prompt. Raises ApiError for other image tokens."""
+    images, position = [], 0
+    for each in decoded:
+        try:
+            start = end = ids.index(vision.image_token_id, position)
+            for _ in range(each.image.num_rows - 1):
+                end = ids.index(vision.image_token_id, end + 1)
+        except ValueError:
+            raise _misplaced() from None
+        position = end + 1
+        images.append(replace(each.image, start=start, num_tokens=position - start))
+    if vision.image_token_id in ids[position:]:
+        raise _misplaced()
+    return images
+
+
+def _misplaced() -> ApiError:
+    return ApiError(
+        400,
+        "The model's chat template and tokenizer do not give a prompt with one place for each picture.",
+        code="chat_template_error",
+        param="messages",
+    )

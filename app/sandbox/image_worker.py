@@ -1,0 +1,126 @@
+"""Image worker: decodes and resizes pictures, `python -P -m llmbox.app.sandbox.image_worker`.
+
+A hostile file may take long or much memory, so the process lives under limits and the daemon may kill it
+(`worker.py`). The size in a file's header is checked before anything is decoded.
+
+job:    {"vision": JSON of a VisionConfig, "low": bool, "most_pixels": int}, with the file attached
+answer: {"tiles", "grid", "num_rows", "text", "hash", "size"} with RGB pixels attached, or {"error": str}
+"""
+
+import hashlib
+import io
+import json
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+from PIL import (
+    GifImagePlugin,
+    Image,
+    ImageOps,
+    JpegImagePlugin,
+    PngImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
+
+from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
+from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image
+
+from ..images.tiles import make_tiles
+from .worker import ATTACHED, run_worker
+
+MEMORY_BYTES: Final = 1536 << 20
+CPU_SECONDS: Final = 8.0
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+_PLUGINS: Final = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlugin)
+"""Imported before the limits are set: no file is opened later."""
+_TRANSPARENT: Final = ("RGBA", "RGBa", "LA", "La", "PA")
+_16_BIT: Final = ("I;16", "I;16B", "I;16L", "I;16N")
+_VERSION: Final = 1
+"""Number to raise where the same file gives other pixels."""
+
+
+class ImageError(Exception):
+    """Picture that cannot be used, with the reason."""
+
+
+def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -> dict[str, Any]:
+    """Return the answer, with the pixels of all tiles. Raises ImageError."""
+    picture = decode(data, most_pixels)
+    try:
+        layout = lay_out_image(vision, *picture.size, low_detail=low)
+    except ImageSizeError as error:
+        raise ImageError(str(error)) from None
+    if (size := sum(height * width for height, width in layout.tiles)) > most_pixels:
+        raise ImageError(f"this model makes {size:,} pixels of it, at most {most_pixels:,} are taken")
+    tiles = make_tiles(picture, vision, layout)
+    if [(tile.height, tile.width) for tile in tiles] != list(layout.tiles):
+        raise ImageError("its tiles have other sizes than were laid out")
+    pixels = b"".join(tile.tobytes() for tile in tiles)
+    return {
+        "tiles": layout.tiles,
+        "grid": layout.grid,
+        "num_rows": layout.num_rows,
+        "text": layout.text,
+        "hash": content_hash(pixels, vision, layout),
+        "size": picture.size,
+        ATTACHED: pixels,
+    }
+
+
+def decode(data: bytes, most_pixels: int) -> Image.Image:
+    """Return the first frame in RGB, turned as its EXIF data say. Raises ImageError."""
+    try:
+        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ImageError("it is no PNG, JPEG, WebP or GIF") from None
+    width, height = picture.size
+    if width * height > most_pixels:
+        raise ImageError(
+            f"it has {width:,} x {height:,} pixels, at most {most_pixels:,} are decoded (limits.image_pixels)"
+        )
+    picture.load()
+    return to_rgb(ImageOps.exif_transpose(picture))
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Convert to RGB: 16 bits to 8, and what is transparent over white."""
+    if picture.mode in _16_BIT:
+        picture = picture.convert("I")
+    if picture.mode == "I":
+        return picture.point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
+    if picture.mode in _TRANSPARENT or "transparency" in picture.info:
+        colors = picture.convert("RGBA")
+        white = Image.new("RGBA", colors.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, colors).convert("RGB")
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def content_hash(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> str:
+    """Return the digest of the pixels and of everything that decides their embeddings beside the weights."""
+    facts = [_VERSION, vision.family, asdict(vision.processor), layout.tiles, layout.grid, layout.tile_grid]
+    return hashlib.sha256(json.dumps(facts).encode() + b"\0" + pixels).hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _vision(text: str) -> VisionConfig:
+    return msgspec.json.decode(text, type=VisionConfig)
+
+
+def answer(message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        vision, low = _vision(message["vision"]), message["low"]
+        return prepare(message[ATTACHED], vision, low=low, most_pixels=message["most_pixels"])
+    except ImageError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY_BYTES >> 20} MB of memory"}
+    except Exception as error:  # noqa: BLE001 - whatever a file does wrong is an answer, not a crash
+        return {"error": f"it cannot be decoded: {(str(error) or type(error).__name__)[:200]}"}
+
+
+if __name__ == "__main__":
+    Image.MAX_IMAGE_PIXELS = None  # `decode` has a limit of its own
+    run_worker("image worker", lambda: answer, MEMORY_BYTES, cpu_seconds=CPU_SECONDS)

@@ -1,0 +1,110 @@
+"""Whole models with pictures in prompts: the tokens of transformers, cut anywhere, cached and resumed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.ipc.messages import AddRequest, PreparedImage
+from llmbox.engine.model_config.vision.families import read_vision
+from llmbox.engine.sampling_params import SamplingParams
+from support.real_engines import load, run, tokens
+from support.vision_models import draw_picture, make_vision_model, prepare, reference_inputs
+
+KINDS = ["qwen3_vl", "qwen2_5_vl", "mistral3", "qwen3_5"]
+IMAGE, BREAK, END = 10, 11, 12
+"""Ids of the image token, and of the two that Pixtral has at the ends of rows and pictures."""
+
+
+def picture_of(directory: Path, width: int, height: int) -> tuple[list[int], PreparedImage]:
+    """Return the ids of a picture and the picture, which starts at the first of them."""
+    vision = read_vision(directory)
+    assert vision is not None
+    layout, image = prepare(vision, draw_picture(width, height))
+    text = layout.text.replace("[IMG_BREAK]", chr(BREAK)).replace("[IMG_END]", chr(END))
+    ids = [ord(each) for each in text.replace(vision.image_text, chr(IMAGE)) if ord(each) < 20]
+    places = [number for number, token in enumerate(ids) if token == IMAGE]
+    tokens = places[-1] - places[0] + 1
+    image = replace(
+        image, content_hash=bytes([width]) * 32, start=places[0], num_tokens=tokens, num_rows=layout.num_rows
+    )
+    return ids, image
+
+
+def seeing(directory: Path, name: str = "a", size: tuple[int, int] = (50, 40), ask: int = 40) -> AddRequest:
+    """A request of text, a picture, and text again."""
+    ids, image = picture_of(directory, *size)
+    before = list(range(20, 26))
+    prompt = [*before, *ids, *range(ask, ask + 7)]
+    placed = replace(image, start=image.start + len(before))
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    return AddRequest(request_id=name, prompt_ids=prompt, images=[placed], params=params)
+
+
+@torch.inference_mode()
+def their_tokens(model: Any, directory: Path, request: AddRequest, size: tuple[int, int]) -> list[int]:
+    """Greedy tokens of transformers, the whole text for each."""
+    vision = read_vision(directory)
+    assert vision is not None
+    inputs = reference_inputs(directory, vision, [draw_picture(*size)])
+    ids = list(request.prompt_ids)
+    for _ in range(6):
+        given = torch.tensor([ids])
+        types = {"mm_token_type_ids": (given == IMAGE).int()} if "image_grid_thw" in inputs else {}
+        logits = model(input_ids=given, use_cache=False, **inputs, **types).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(request.prompt_ids) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    model = make_vision_model(tmp_path, kind, tie_word_embeddings=False)
+    engine = load(tmp_path, dtype="float32")
+    assert engine.info.image_problem == ""
+    assert engine.info.vision_bytes > 0
+    for number, size in enumerate([(50, 40), (131, 70)]):
+        asked = seeing(tmp_path, str(number), size)
+        assert tokens(engine, [asked])[str(number)] == their_tokens(model, tmp_path, asked, size)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_chunks_caches_and_batches_change_no_token(tmp_path: Path, kind: str) -> None:
+    make_vision_model(tmp_path, kind)
+    asked = [seeing(tmp_path, "a"), seeing(tmp_path, "b", (131, 70)), seeing(tmp_path, "c", ask=60)]
+    asked.append(AddRequest(request_id="text", prompt_ids=list(range(30, 60)), params=asked[0].params))
+
+    def fresh(**options: Any) -> Engine:
+        return load(tmp_path, dtype="float32", context=512, **options)
+
+    plain = fresh(prefix_cache=False)
+    alone = {each.request_id: tokens(plain, [each])[each.request_id] for each in asked}
+    engine = fresh(token_budget=32)
+    assert tokens(engine, asked) == alone
+    again = run(engine, [replace(asked[0], request_id="again")])["again"]
+    assert again[0].cached_tokens > 0
+    assert [token for output in again for token in output.token_ids] == alone["a"]
+    resumed = replace(asked[1], output_ids=alone["b"][:3])
+    assert tokens(fresh(token_budget=7, max_running=4), [resumed])["b"] == alone["b"][3:]
+
+
+def test_a_model_without_chunks_says_why_it_reads_no_pictures(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "qwen3_vl")
+    engine = load(tmp_path, dtype="float32", context=512, chunked_prefill=False)
+    assert "chunked prefill" in engine.info.image_problem
+    refusal = run(engine, [seeing(tmp_path)])["a"][0]
+    assert refusal.error_code == "invalid_request"
+    assert "reads no pictures" in refusal.error_message
+
+
+def test_the_plan_counts_the_tower_and_the_cache_of_pictures(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "qwen3_vl")
+    info = load(tmp_path, dtype="float32", context=512).info
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    assert info.vision_bytes == vision.num_params * 4
+    assert info.image_cache_bytes == 4096 * 64 * 3 * 4
+    assert info.weights_bytes > info.vision_bytes
+    assert info.workspace_bytes > info.image_cache_bytes
