@@ -40,6 +40,12 @@ class ToolRound(Struct, kw_only=True, forbid_unknown_fields=True):
     calls: Sequence[ToolCallRecord] = ()
 
 
+Picture = Annotated[
+    str, Meta(max_length=700_000, pattern=r"^data:image/(jpeg|png|webp);base64,[A-Za-z0-9+/]+=*$")
+]
+"""Picture as a `data:` URL, as the chat page makes it."""
+
+
 class ConversationMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     """Message of a conversation, which is a tree: an edit or a second answer is another child."""
 
@@ -56,6 +62,8 @@ class ConversationMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     """Id of the request in the log."""
     rounds: Sequence[ToolRound] = ()
     """Calls of tools before `content`."""
+    images: Annotated[Sequence[Picture], Meta(max_length=8)] = ()
+    """Pictures of a question."""
     pair: str = ""
     """Id that two answers share that were asked for side by side."""
 

@@ -60,6 +60,7 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     pooling: Literal["last", "mean", "cls"] = "mean"
     pooling_problem: str = ""
     generates: bool = True
+    image_problem: str = "it has no vision tower"
     step_delay: float = 0.0
     hold_at: int | None = None
     """A request with this many output tokens gets no more until the model's folder holds the file `go`: for
@@ -372,6 +373,7 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         pooling=options.pooling,
         pooling_problem=options.pooling_problem,
         generates=options.generates,
+        image_problem=options.image_problem,
         notes=("every layer shared, as asked",) if config.tp else (),
     )
 

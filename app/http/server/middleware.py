@@ -98,7 +98,10 @@ from a foreign page.
 _SECURITY = [
     (
         b"content-security-policy",
-        b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'",
+        (
+            b"default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+            b"frame-ancestors 'none'; form-action 'self'"
+        ),
     ),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"referrer-policy", b"no-referrer"),

@@ -1,6 +1,7 @@
 """The chat in a real browser: asked, kept, branched, found again, deleted; Markdown that runs nothing."""
 
 import ast
+import base64
 import os
 import re
 import signal
@@ -21,6 +22,11 @@ SHOW = """async (text) => {
 AS_PYTHON = """async (body) => {
   const { asPython } = await import("/admin/static/playground/playground-calls.js");
   return asPython("http://here", "/v1/chat/completions", body);
+}"""
+DRAW = """([width, height]) => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [width, height];
+  return canvas.toDataURL("image/png");
 }"""
 TEXT = """# Heading
 
@@ -216,3 +222,38 @@ def test_texts_and_pdfs_are_attached_and_other_files_say_why_not(window: Window)
     assert "plain words" in said
     assert "printed words" in said
     assert "odd.bin" not in said
+
+
+def test_a_picture_is_made_small_kept_and_sent_to_models_that_see(window: Window):
+    box, page = window.panel.box, window.page
+    assert box.run("load", box.model("seeing", vocab_size=480, image_problem="")).code == 0
+    window.open("/admin/chat?model=seeing")
+    drawn = page.evaluate(DRAW, [2000, 1000]).partition(",")[2]
+    picture = {"name": "photo.png", "mimeType": "image/png", "buffer": base64.b64decode(drawn)}
+    sent: list[dict] = []
+
+    def handle(route) -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(status=200, headers={"Content-Type": "text/event-stream"}, body="data: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", handle)
+    page.locator("#files").set_input_files([picture])
+    page.get_by_text(re.compile(r"photo\.png \(1024 . 512\)")).wait_for()
+    page.get_by_label("Message", exact=True).fill("What is it?")
+    page.keyboard.press("Enter")
+    page.get_by_title("Answer again").wait_for()
+    image, text = sent[0]["messages"][-1]["content"]
+    assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert text == {"type": "text", "text": "What is it?"}
+    page.locator("#model").select_option("tiny")  # it gets the text, and says why it takes no picture
+    page.get_by_title("Answer again").click()
+    until(lambda: len(sent) == 2)
+    assert sent[1]["messages"][-1]["content"] == "What is it?"
+    page.locator("#files").set_input_files([picture])
+    page.get_by_text("photo.png: tiny reads no pictures").wait_for()
+    page.reload()
+    page.locator("#conversations button").first.click()
+    shown = page.get_by_alt_text("Attached picture 1")
+    shown.wait_for()
+    assert shown.evaluate("(image) => image.naturalWidth") == 1024
+    assert box.run("unload", "seeing").code == 0

@@ -41,6 +41,11 @@ async def chat_page(request: PanelRequest, model: FromQuery[str] = "") -> Respon
         for each in describe_all(panel.control)
         if each.state in {"ready", "restarting"} and each.chat
     }
+    sees = {
+        each.name
+        for each in services.engines.models()
+        if (info := each.supervisor.info) and not info.image_problem
+    }
     waits = bool(model) and model not in models and await _is_on_disk(panel, model)
     if waits:
         models = {model: False, **models}
@@ -52,6 +57,7 @@ async def chat_page(request: PanelRequest, model: FromQuery[str] = "") -> Respon
         "chat.html",
         "chat",
         models=models,
+        sees=sees,
         chosen=model,
         waits=waits,
         sampling=SAMPLING,

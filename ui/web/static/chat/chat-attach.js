@@ -1,13 +1,18 @@
-// Files attached to a question: texts are read here, the text of a PDF comes from this box.
+// Files attached to a question: texts are read here, the text of a PDF comes from this box, pictures are made small.
 
 import { button, element, find } from "./chat-elements.js";
 
 const LARGEST_TEXT = 400_000; // bytes
 const LARGEST_PDF = 20_000_000;
+const LARGEST_PICTURE = 20_000_000;
+const LONGEST_SIDE = 1024; // pixels that are sent; the conversation keeps them
+const MOST_PICTURES = 8; // of a message
 
 export class Attachments {
-  constructor(csrf) {
+  // `blind` says why the model on display cannot take a picture; nothing if it can.
+  constructor(csrf, blind) {
     this.csrf = csrf;
+    this.blind = blind;
     this.all = [];
     this.reading = 0;
   }
@@ -19,7 +24,7 @@ export class Attachments {
       this.reading += 1;
       this.draw();
       try {
-        Object.assign(entry, await (isPdf(file) ? this.pdf(file) : text(file)));
+        Object.assign(entry, await (isPicture(file) ? this.picture(file) : isPdf(file) ? this.pdf(file) : text(file)));
       } catch (error) {
         entry.problem = error.message;
       }
@@ -38,25 +43,49 @@ export class Attachments {
     return { content: read.text, note: `${read.read_pages} of ${read.pages} pages` };
   }
 
-  // Texts to put before the question; the list is empty then.
+  async picture(file) {
+    if (this.blind()) throw new Error(this.blind());
+    if (this.all.filter((each) => each.image).length >= MOST_PICTURES) throw new Error(`more than ${MOST_PICTURES} pictures`);
+    if (file.size > LARGEST_PICTURE) throw new Error("larger than 20 MB");
+    return shrunk(file);
+  }
+
+  // Texts to put before the question, and pictures beside it; the list is empty then.
   take() {
-    const texts = this.all.map(({ name, content }) => `File ${name}:\n\`\`\`\n${content}\n\`\`\``);
+    const texts = this.all.filter((each) => each.content).map(({ name, content }) => `File ${name}:\n\`\`\`\n${content}\n\`\`\``);
+    const images = this.all.map((each) => each.image).filter(Boolean);
     this.all = [];
     this.draw();
-    return texts;
+    return { texts, images };
   }
 
   draw() {
     find("attached").replaceChildren(...this.all.map((each) => {
       const words = each.problem ? `: ${each.problem}` : each.note ? ` (${each.note})` : "";
       const line = element("li", each.problem ? "failure" : "", each.name + words);
-      if (each.content) line.append(" ", button("Remove", () => ((this.all = this.all.filter((other) => other !== each)), this.draw()), `Remove ${each.name}`));
+      if (each.content || each.image) line.append(" ", button("Remove", () => ((this.all = this.all.filter((other) => other !== each)), this.draw()), `Remove ${each.name}`));
       return line;
     }));
   }
 }
 
+const isPicture = (file) => file.type.startsWith("image/") && file.type !== "image/svg+xml";
 const isPdf = (file) => file.type === "application/pdf" || file.name.toLowerCase().endsWith(".pdf");
+
+async function shrunk(file) {
+  const bitmap = await createImageBitmap(file).catch(() => {
+    throw new Error("not a picture that this browser reads");
+  });
+  const scale = Math.min(1, LONGEST_SIDE / Math.max(bitmap.width, bitmap.height));
+  const canvas = element("canvas");
+  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+  const brush = canvas.getContext("2d");
+  brush.fillStyle = "white"; // under what is transparent
+  brush.fillRect(0, 0, canvas.width, canvas.height);
+  brush.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return { image: canvas.toDataURL("image/jpeg", 0.85), note: `${canvas.width} × ${canvas.height}` };
+}
 
 async function text(file) {
   if (file.size > LARGEST_TEXT) throw new Error("larger than 400 kB");

@@ -88,8 +88,11 @@ function asSaved(message) {
 }
 
 // Messages of the API that say what a message of the conversation says: its calls, their results, its text.
-// `withCalls`: the model knows calls; another one sees the text alone.
-export function asMessages({ role, content, rounds }, withCalls) {
+// `withCalls`: the model knows calls; `sees`: it takes pictures. Another one gets the text alone.
+export function asMessages({ role, content, rounds, images }, withCalls, sees) {
+  if (images?.length && sees) {
+    return [{ role, content: [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: content }] }];
+  }
   if (!rounds?.length || !withCalls) return [{ role, content }];
   const found = rounds.flatMap((round) => [
     { role, content: round.content || null, tool_calls: round.calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: isJson(call.arguments) ? call.arguments : "{}" } })) },

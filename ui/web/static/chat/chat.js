@@ -20,9 +20,11 @@ let stopper = null;
 
 const canCall = (model) => [...find("model").options].some((each) => each.value === model && each.dataset.tools);
 
+const canSee = (model) => [...find("model").options].some((each) => each.value === model && each.dataset.images);
+
 function bodyOf(branch, model) {
   const { system, ...rest } = settings.read();
-  const messages = branch.flatMap((message) => asMessages(message, canCall(model)));
+  const messages = branch.flatMap((message) => asMessages(message, canCall(model), canSee(model)));
   if (system) messages.unshift({ role: "system", content: system });
   return { model, ...settings.body(rest), messages };
 }
@@ -70,8 +72,21 @@ function drawMessage(message) {
   shown.append(what);
   if (message.role === "user") what.textContent = message.content;
   else rendering.push(showMarkdown(what, message.content, true));
+  if (message.images?.length) shown.append(drawPictures(message.images));
   shown.append(drawActions(message));
   return shown;
+}
+
+const withImages = (images) => (images?.length ? { images } : {});
+
+function drawPictures(images) {
+  const made = element("div", "pictures");
+  for (const [number, url] of images.entries()) {
+    const shown = made.appendChild(element("img"));
+    shown.src = url;
+    shown.alt = `Attached picture ${number + 1}`;
+  }
+  return made;
 }
 
 function drawThoughts(text, open = false) {
@@ -128,7 +143,7 @@ function edit(message) {
   field.rows = Math.min(12, message.content.split("\n").length + 1);
   const send = () => {
     if (stopper || !field.value.trim()) return;
-    const made = talk.add("user", field.value, message.parent);
+    const made = talk.add("user", field.value, message.parent, withImages(message.images));
     answer(made.id);
   };
   const line = element("div", "do");
@@ -288,8 +303,8 @@ async function send() {
   const text = find("prompt").value.trim();
   if (stopper || !text) return;
   if (attachments.reading) return report("A file is still being read. Send again when it is there.");
-  const files = attachments.take();
-  const made = talk.add("user", [...files, text].join("\n\n"), talk.leaf);
+  const { texts, images } = attachments.take();
+  const made = talk.add("user", [...texts, text].join("\n\n"), talk.leaf, withImages(images));
   if (talk.title.startsWith("File ")) talk.title = text.split("\n")[0].slice(0, 80);
   find("prompt").value = "";
   report("");
@@ -302,7 +317,8 @@ const call = page && caller(page.dataset.csrf);
 const store = page && new Store(call);
 const settings = page && new Settings(page, call, report);
 const tools = page && new Tools(call, report);
-const attachments = page && new Attachments(page.dataset.csrf);
+const blind = () => (canSee(find("model").value) ? "" : `${find("model").value} reads no pictures`);
+const attachments = page && new Attachments(page.dataset.csrf, blind);
 const prices = page && JSON.parse(page.dataset.prices);
 
 async function save(saved = talk) {
@@ -379,6 +395,11 @@ if (page) {
   find("stop").addEventListener("click", () => stopper?.abort());
   document.addEventListener("keydown", (event) => event.key === "Escape" && stopper?.abort());
   find("new").addEventListener("click", startNew);
+  find("prompt").addEventListener("paste", (event) => {
+    const files = [...event.clipboardData.files];
+    if (files.length) event.preventDefault();
+    attachments.add(files);
+  });
   find("files").addEventListener("change", async (event) => (await attachments.add([...event.target.files]), (event.target.value = "")));
   find("model").addEventListener("change", showToolUse);
   tools.onChange = showToolUse;
