@@ -57,21 +57,10 @@ def report(
     program: Program, facts: ModelFacts, config: EngineConfig, *, as_json: bool, probe: bool = False
 ) -> int:
     """Print a fit. Returns the exit code."""
-    machine = read_machine()
     try:
-        device = usable_device(machine, config.device)
+        result = fit_here(program, facts, config, probe=probe)
     except DeviceError as error:
         raise CliError(f"{facts.name} cannot be served", str(error), "llmbox doctor") from error
-    bandwidth = device_bandwidth(machine, device, program.paths.bandwidth_file, config.threads, refresh=probe)
-    result = check_fit(
-        facts,
-        machine,
-        config,
-        budget_gb=program.settings().settings.memory.budget,
-        disk=hub_cache(program.environ),
-        kv_disk=limit_bytes(program.paths, program.settings().settings.cache),
-        bandwidth=bandwidth,
-    )
     if as_json:
         output.write_json("fit", result.as_dict())
     else:
@@ -84,24 +73,31 @@ def report(
     return Exit.OK if result.fits else Exit.DOES_NOT_FIT
 
 
+def fit_here(program: Program, facts: ModelFacts, config: EngineConfig, *, probe: bool = False) -> Fit:
+    """Plan a model on this machine. `probe` measures the memory bandwidth again. Raises DeviceError."""
+    machine = read_machine()
+    device = usable_device(machine, config.device)
+    return check_fit(
+        facts,
+        machine,
+        config,
+        budget_gb=program.settings().settings.memory.budget,
+        disk=hub_cache(program.environ),
+        kv_disk=limit_bytes(program.paths, program.settings().settings.cache),
+        bandwidth=device_bandwidth(
+            machine, device, program.paths.bandwidth_file, config.threads, refresh=probe
+        ),
+    )
+
+
 def slow_here(program: Program, facts: ModelFacts) -> str:
     """Return a sentence if a model with the default settings would answer slowly here; empty where it is
     fast, does not fit, or its speed is not known.
     """
-    settings, machine = program.settings().settings, read_machine()
-    config = default_engine(settings.model)
     try:
-        device = usable_device(machine, config.device)
+        result = fit_here(program, facts, default_engine(program.settings().settings.model))
     except DeviceError:
         return ""
-    result = check_fit(
-        facts,
-        machine,
-        config,
-        budget_gb=settings.memory.budget,
-        disk=hub_cache(program.environ),
-        bandwidth=device_bandwidth(machine, device, program.paths.bandwidth_file, config.threads),
-    )
     return slow_warning(result.speed, recommendations(program)) if result.speed else ""
 
 
