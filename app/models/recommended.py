@@ -17,7 +17,7 @@ import msgspec
 
 from ..util.atomic_file import write_whole
 
-Purpose = Literal["chat", "code", "embedding", "reranking", "tiny"]
+Purpose = Literal["chat", "code", "vision", "embedding", "reranking", "tiny"]
 FILE = Path(__file__).parents[1] / "assets" / "recommended.json"
 PUBLISHED_BYTES = 2
 """Bytes of a published parameter: bfloat16."""

@@ -1,6 +1,7 @@
 """Recommended models: their data, names and plans, and what is offered in place of one that does not fit."""
 
 import json
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +54,10 @@ def planned(gigabytes: float, tmp_path, memory: float | None = 50e9, **options) 
 
 @pytest.mark.parametrize("model", recommended(), ids=lambda model: model.name)
 def test_the_config_describes_the_published_number_of_parameters(model):
-    assert parse_config_files({"config.json": model.config}).num_parameters == model.params
+    config = parse_config_files({"config.json": model.config})
+    tower = sum(map(prod, config.vision.tensors.values())) if config.vision else 0
+    assert config.num_parameters + tower == model.params
+    assert (config.vision is not None and not config.image_problem) is (model.purpose == "vision")
 
 
 def test_names_are_unique_and_each_family_has_one_default():

@@ -440,7 +440,7 @@ def test_discover_and_first_run_offer_models_that_fit_without_asking_the_hub(pan
     first = signed_in.get("/admin/first-run").text
     assert re.search(r"<h3>(Quick|Balanced|Best|Smallest): ", first)
     rows = signed_in.get("/admin/api/recommended").json()["models"]
-    assert {row["purpose"] for row in rows} >= {"chat", "code", "embedding"}
+    assert {row["purpose"] for row in rows} >= {"chat", "code", "vision", "embedding"}
     assert len(panel.hub.seen) == before
     done = signed_in.post("/admin/models/refresh-recommended", data={"csrf_token": csrf(page)})
     assert done.status_code == 200  # back on the page

@@ -86,6 +86,7 @@ HITS = 20
 PURPOSES = {
     "chat": "Chat",
     "code": "Code",
+    "vision": "Vision: texts about pictures",
     "embedding": "Embeddings",
     "reranking": "Reranking",
     "tiny": "Tiny: for trials and small machines",
