@@ -155,12 +155,15 @@ class Scheduler:
             self.active.displace()
         decoding, prompts = self._by_phase()
         budget = ceil_div(self.config.token_budget, pipeline.stages)
-        self._was_express = not self._was_express and self._schedule_express(
+        has_prompts = bool(prompts or self._waiting)
+        may_be_express = has_prompts and not self._was_express
+        self._was_express = may_be_express and self._schedule_express(
             plan, budget, decoding, prompts, pipeline
         )
         if not self._was_express:
             self._schedule_decoding(plan, self._microbatches.next_microbatch(decoding, pipeline))
-            self._schedule_prompts(plan, budget - len(plan.rows), prompts)
+            if has_prompts:
+                self._schedule_prompts(plan, budget - len(plan.rows), prompts)
         if not plan.rows:
             self._schedule_decoding(plan, self._microbatches.fill_bubble(decoding, pipeline))
         self.drafting.extend(plan, len(self._running))
@@ -218,8 +221,6 @@ class Scheduler:
         A waiting request that does not fit blocks all but better bands, so that large requests get their
         turn; a starved one blocks better bands too. A static batch is filled whatever the budget.
         """
-        if not (prompts or self._waiting):
-            return
         static = self.config.batching == "static"
         if static and self._running:
             better_than = NO_BAND

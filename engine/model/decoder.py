@@ -95,6 +95,7 @@ class Decoder:
             source.rank.layout,
             Weights(source, names=config.names, mixed_layers=mixed_layers, listener=adapters),
         )
+        self.is_first = layout.is_first
         self.is_last = layout.is_last
         self._skip_what_others_have(weights)
         self.embedding = TokenEmbedding(config, weights, ops) if self._has_table else None
@@ -119,7 +120,7 @@ class Decoder:
 
     @property
     def _has_table(self) -> bool:
-        return self.rank.layout.is_first or (self.is_last and self.config.tie_word_embeddings)
+        return self.is_first or (self.is_last and self.config.tie_word_embeddings)
 
     def _skip_what_others_have(self, weights: Weights) -> None:
         config = self.config
@@ -167,7 +168,7 @@ class Decoder:
 
         `rows_R` selects the wanted rows; None: all. Stages other than the last return no rows.
         """
-        if self.rank.layout.is_first:
+        if self.is_first:
             assert self.embedding is not None
             forward = self.embedding.localize_ids(forward)
         run_layers = self._layers if forward.images is not None else self._run_layers
@@ -218,7 +219,7 @@ class Decoder:
 
     def _begin(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return the first layer's input and the residual, from the embedding or the previous stage."""
-        if self.rank.layout.is_first:
+        if self.is_first:
             assert self.embedding is not None
             residual_TE = self.embedding(forward.ids_T)
             if forward.images is not None:

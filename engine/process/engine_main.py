@@ -99,9 +99,10 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
     preparing = True
     while True:
         outputs: list[RequestOutput] = []
-        if preparing and not engine.has_work:
+        has_work = engine.has_work
+        if preparing and not has_work:
             preparing = engine.prepare()
-        idle = channel.congested or not (engine.has_work or preparing)
+        idle = channel.congested or not (has_work or preparing)
         for message in channel.receive(block=idle):
             if isinstance(message, Shutdown):
                 engine.close()
