@@ -148,8 +148,11 @@ def _plan_with_drafts(
     """
     if config.draft_path is not None:
         return make(draft_sizes(shape, budget, config)).plan()
-    if shape.mtp is None or not uses_mtp(shape, budget, config, ranks):
+    if shape.mtp is None or config.mtp == "off" or config.speculate == "off":
         return make(None).plan()
+    if reason := why_no_mtp(shape, budget, config, ranks):
+        plan = make(None).plan()
+        return replace(plan, notes=(*plan.notes, f"the MTP layer drafts no tokens: {reason}"))
     sizes = DraftModelSizes(shape.mtp, config.quant, "mtp", "MTP layer", shape.hidden)
     if config.mtp == "on":
         return make(sizes).plan()
@@ -161,15 +164,13 @@ def _plan_with_drafts(
     return replace(plan, notes=(*plan.notes, "the MTP layer drafts no tokens: the model needs its memory"))
 
 
-def uses_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ranks: int) -> bool:
-    """Return whether drafts of the checkpoint's MTP layer are wanted and can be verified."""
-    if config.mtp == "off" or config.speculate == "off" or config.batching == "static":
-        return False
+def why_no_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ranks: int) -> str:
+    """Return why drafts of the checkpoint's MTP layer cannot be verified; empty if they can."""
     dtype, kv_dtype = resolve_dtypes(shape, budget.device, config, native_kernels=budget.native_kernels)
     site = KernelSite(device=budget.device, has_native=budget.native_kernels, capability=None)
     invariant = is_row_invariant(dtype, kv_dtype, site, deterministic=config.deterministic)
     overlaps = budget.device == "cuda" if config.overlap is None else config.overlap
-    return not why_no_drafts(ranks, overlaps=overlaps, row_invariant=invariant)
+    return why_no_drafts(ranks, overlaps=overlaps, row_invariant=invariant)
 
 
 def draft_sizes(target: ModelShape, budget: MemoryBudget, config: EngineConfig) -> DraftModelSizes:

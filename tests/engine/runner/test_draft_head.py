@@ -15,6 +15,7 @@ from llmbox.engine.core.speculation.model_drafting import ModelDrafting
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.kv_store import environment
 from llmbox.engine.model_config.config import parse_config
 from support.draft_heads import add_mtp, ask_always, make_eagle3, make_medusa, make_predictable, make_target
 from support.families import make_family
@@ -141,6 +142,26 @@ def test_a_cached_prompt_has_the_heads_keys(pairs: dict[str, Pair], kind: str) -
     assert again[0].cached_tokens == 56
     assert told(again) == told(first)
     assert counts(engine) == (2 * drafted, 2 * accepted)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_blocks_on_disk_have_the_heads_keys(
+    pairs: dict[str, Pair], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.variables(tmp_path / "kv", 1 << 30, 1.0).items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    pair = pairs[kind]
+    for make in (pair.load, pair.load, pair.plain):
+        engine = make(dtype="float32")
+        engine._scheduler.drafting.remember = lambda _request: None
+        outputs = run(engine, [ask("a", range(5, 65), 24)])["a"]
+        seen.append((told(outputs), counts(engine) if make == pair.load else (0, 0), outputs[0].disk_tokens))
+        engine.close()
+    first, second, without = seen
+    assert second == (*first[:2], 48)
+    assert not without[2], "blocks without a head are others"
+    assert without[0] == first[0]
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
@@ -283,6 +304,21 @@ def test_where_it_cannot_run_loading_is_refused(
 ) -> None:
     with pytest.raises(DeviceError, match=reason):
         load(pairs["mtp"].model, **options)
+
+
+def test_a_plan_says_why_a_layer_that_is_there_is_not_run(pairs: dict[str, Pair]) -> None:
+    config = EngineConfig(model_path=str(pairs["mtp"].model), name="", tp=2, memory_bytes=256 << 20)
+    plan, reason = plan_alone(parse_config(pairs["mtp"].model), read_machine(), config, None)
+    assert plan is not None, reason
+    assert any("the MTP layer drafts no tokens: the model runs on 2 ranks" in note for note in plan.notes)
+
+
+def test_a_head_alone_says_that_it_needs_a_model(pairs: dict[str, Pair]) -> None:
+    assert pairs["eagle3"].head is not None
+    with pytest.raises(
+        ModelError, match="it needs the model that it drafts for, which is loaded with --draft"
+    ):
+        load(pairs["eagle3"].head)
 
 
 def test_a_model_without_an_mtp_layer_says_so(pairs: dict[str, Pair]) -> None:
