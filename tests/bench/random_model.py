@@ -3,6 +3,9 @@
 With `--draft LAYERS` also a draft model: the first layers of a target whose others change little, `--damping`
 times as much as they would, so that both often agree.
 
+The shape with an MTP layer predicts the successor of the last token in a fixed order, and so does its MTP
+layer; `--damping` says how much the layers of both add to that, so how often they disagree.
+
 Every id decodes to some text, so that streams carry a piece a token: 256 bytes, then made-up words.
 """
 
@@ -61,6 +64,32 @@ SHAPES = {
         "torch_dtype": "bfloat16",
         "eos_token_id": 2,
     },
+    # Qwen3.5 0.8B with an output head of its own, which needs another table than the embedding here.
+    "qwen3.5-0.8b-mtp": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 6,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+        "mtp_num_hidden_layers": 1,
+        "eos_token_id": 2,
+    },
 }
 
 
@@ -72,6 +101,9 @@ def main() -> None:
     parser.add_argument("--damping", type=float, default=0.1)
     options = parser.parse_args()
     config = SHAPES[options.shape]
+    if "mtp_num_hidden_layers" in config:
+        write_mtp_model(options.out / options.shape, config, options.damping)
+        return
     if options.draft is None:
         write_model(options.out / options.shape, config)
         return
@@ -102,6 +134,72 @@ def write_model(folder: Path, config: dict, whole: int | None = None, damping: f
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(folder, config["vocab_size"])
     return folder
+
+
+def write_mtp_model(folder: Path, config: dict, damping: float) -> Path:
+    """Write a hybrid with an MTP layer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(1234)
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    weights = {name: draw(name, shape, generator, damping) for name, shape in hybrid_shapes(config).items()}
+    table = weights["model.embed_tokens.weight"]
+    order = torch.randperm(vocab, generator=generator)
+    head = torch.empty_like(table)
+    head[order.roll(-1)] = table[order]
+    weights["lm_head.weight"] = head
+    weights["mtp.fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1).bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder, vocab)
+    return folder
+
+
+def draw(name: str, shape: tuple[int, ...], generator: torch.Generator, damping: float) -> torch.Tensor:
+    if len(shape) == 1:  # norms that multiply by 1 + w, and the gates of recurrent layers
+        return torch.zeros(shape) if "linear_attn" not in name else torch.full(shape, 0.5)
+    weight = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+    adds = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+    return weight * damping if adds else weight
+
+
+def hybrid_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Return every tensor of a Qwen3.5 with an MTP layer."""
+    hidden, inner, width = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    value_heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    keys, values = key_heads * config["linear_key_head_dim"], value_heads * config["linear_value_head_dim"]
+    full = {
+        "q_proj.weight": (2 * heads * width, hidden),
+        "k_proj.weight": (kv_heads * width, hidden),
+        "v_proj.weight": (kv_heads * width, hidden),
+        "o_proj.weight": (hidden, heads * width),
+        "q_norm.weight": (width,),
+        "k_norm.weight": (width,),
+    }
+    linear = {
+        "in_proj_qkv.weight": (2 * keys + values, hidden),
+        "in_proj_z.weight": (values, hidden),
+        "in_proj_b.weight": (value_heads, hidden),
+        "in_proj_a.weight": (value_heads, hidden),
+        "conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
+        "A_log": (value_heads,),
+        "dt_bias": (value_heads,),
+        "norm.weight": (config["linear_value_head_dim"],),
+        "out_proj.weight": (hidden, values),
+    }
+    mlp = {"gate_proj.weight": (inner, hidden), "up_proj.weight": (inner, hidden)}
+    mlp["down_proj.weight"] = (hidden, inner)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    kinds = {f"model.layers.{number}": kind for number, kind in enumerate(config["layer_types"])}
+    for layer, kind in (kinds | {"mtp.layers.0": "full_attention"}).items():
+        mixer, parts = ("self_attn", full) if kind == "full_attention" else ("linear_attn", linear)
+        shapes |= {f"{layer}.{mixer}.{name}": shape for name, shape in parts.items()}
+        shapes |= {f"{layer}.mlp.{name}": shape for name, shape in mlp.items()}
+        shapes |= {
+            f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")
+        }
+    norms = ("model.norm", "mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
+    return shapes | {f"{name}.weight": (hidden,) for name in norms}
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
