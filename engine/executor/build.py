@@ -46,6 +46,7 @@ from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import RunnablePlan, require_runnable
+from ..runner.block_memory import DeviceBlockMemory
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
@@ -56,6 +57,7 @@ from .kv_tiers import open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
 from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
+from .rank_blocks import RankBlockMemory
 from .workers import cores_of_rank
 
 log = logging.getLogger("llmbox.engine")
@@ -109,6 +111,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     runner: Executor
     local: object = None
     worker_pids: list[int] = []
+    ranks: RankProcesses | None = None
     if layout.ranks == 1:
         share = load_rank(config, plan, SINGLE, weights_progress(progress))
         local, plan = share.finish()
@@ -125,8 +128,13 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, encoded)
     if isinstance(share.runner, CPUModelRunner) and share.runner.takes_adapters:
         scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes or LORA_BYTES)
+    memory: DeviceBlockMemory | RankBlockMemory | None = None
     if isinstance(local, CPUModelRunner | GPUModelRunner):
-        answers = open_tiers(config, plan, share, local.block_memory(), scheduler.kv_cache)
+        memory = local.block_memory()
+    elif ranks is not None and config.prefix_cache:
+        memory = ranks.block_memory()
+    if memory is not None:
+        answers = open_tiers(config, plan, share, memory, scheduler.kv_cache)
         scheduler.drafting.answers.stores.files = answers
     return Engine(scheduler, runner, info)
 

@@ -24,6 +24,7 @@ from ..planning.memory_plan import MemoryPlan
 from ..runner.block_memory import DeviceBlockMemory
 from ..units import show_bytes
 from ..weights.packed_cache.key import PackKey
+from .rank_blocks import RankBlockMemory
 
 log = logging.getLogger("llmbox.engine")
 
@@ -50,7 +51,7 @@ def open_tiers(
     config: EngineConfig,
     plan: MemoryPlan,
     computed: ComputedBy,
-    memory: DeviceBlockMemory,
+    memory: DeviceBlockMemory | RankBlockMemory,
     kv_cache: KVCacheManager,
 ) -> AnswerFiles | None:
     """Set the tiers behind `kv_cache`, and return the files for answers beside them. Where they are left out,
@@ -89,12 +90,16 @@ def _count_damage(store: BlockStore) -> None:
     store.counters.damaged += 1
 
 
-def fingerprint(key: PackKey, plan: MemoryPlan, rotary: Rotary, memory: DeviceBlockMemory) -> bytes:
+def fingerprint(
+    key: PackKey, plan: MemoryPlan, rotary: Rotary, memory: DeviceBlockMemory | RankBlockMemory
+) -> bytes:
     """Return the digest of all that the bytes of a block depend on, but its tokens. Raises ModelError and
     OSError.
     """
     digest = hashlib.sha256()
-    shapes = plan.kv_dtype, plan.block_size, plan.window, sorted(memory.sizes.items())
+    shapes: tuple[object, ...] = plan.kv_dtype, plan.block_size, plan.window, sorted(memory.sizes.items())
+    if plan.ranks > 1:  # the parts of a block lie one behind the other
+        shapes = (*shapes, plan.tp, plan.pp)
     for part in (key.digest(), _code(), *shapes):
         digest.update(f"{part}\0".encode())
     positions = torch.tensor([min(position, plan.context - 1) for position in _PROBED], device=memory.device)

@@ -4,6 +4,7 @@
 `AsyncMultiprocExecutor` drives asynchronous runners (GPU), which launch steps ahead of their results.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,10 +25,14 @@ from ..hardware.proc import at_exit
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 from ..planning.placement import are_nvlink_peers
+from ..runner.cpu_runner import CPUModelRunner
 from ..runner.gpu_runner import GPUModelRunner, LaunchedStep
+from .rank_blocks import RankBlockMemory
 from .step_codec import StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
 from .workers import Transport, WorkerGroup
+
+log = logging.getLogger("llmbox.engine")
 
 
 class MultiprocExecutor:
@@ -149,6 +154,7 @@ class RankProcesses:
         self._workers = WorkerGroup(layout)
         self._watchdog: WorkerWatchdog | None = None
         """Set once all have loaded: until then a rank that fails can still report why."""
+        self._local: object = None
 
     def load(self, load: Callable[[TensorParallel, Progress], L], progress: Progress) -> tuple[L, int | None]:
         """Load all ranks; return rank 0's shard and the bytes that the weights of all ranks took.
@@ -200,9 +206,20 @@ class RankProcesses:
             runner = AsyncMultiprocExecutor(local, self._workers, self._watchdog)
         else:
             runner = SyncMultiprocExecutor(local, self._workers, self._watchdog)
+        self._local = local
         # Before what `load` left to finish, so that all ranks finish that in parallel; `_end` comes last.
         at_exit(runner.shut_down)
         return runner, plan
+
+    def block_memory(self) -> RankBlockMemory | None:
+        """Return access to the KV blocks of all ranks; None on GPUs. Called before the first step."""
+        if not isinstance(self._local, CPUModelRunner) or self._watchdog is None:
+            return None
+        try:
+            return RankBlockMemory(self._local.block_memory(), self._workers, self._watchdog.guarding)
+        except OSError as error:
+            log.warning("the KV cache on disk is left out: ranks cannot share memory: %s", error)
+            return None
 
     def _close(self) -> None:
         if self._watchdog is not None:

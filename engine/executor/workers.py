@@ -23,6 +23,9 @@ from ..hardware.proc import read_state
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 
+ARENA_BYTES: Final = 1 << 30
+"""Address space of the memory that ranks share for KV blocks (`rank_blocks.py`); the system gives pages when
+they are first used."""
 STOPPED_SECONDS: Final = 5.0
 """Time after which a worker that was stopped (SIGSTOP) while others wait for it counts as lost."""
 _TICK: Final = 1.0
@@ -134,16 +137,25 @@ class WorkerGroup:
         self.processes: list[Worker] = []
         self._ends: PeerSockets | None = None
         """Rank 0's ends of the shared-memory transport, until they are taken."""
+        self.shared_blocks = -1
+        """Memory for KV blocks on their way to and from disk."""
+        self.block_events: list[int] = []
+        """Eventfd of each worker, for its copies of KV blocks."""
         self._folder: Path | None = None
         self._shut_down_at: float | None = None
 
     def start(self, config: EngineConfig, plan: MemoryPlan) -> WorkerBarrier:
         """Start every worker on loading its shard; the barrier collects their `loaded` frames."""
         self._ends, *others = make_ends(self.layout)
+        self.shared_blocks = os.memfd_create("llmbox-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.shared_blocks, ARENA_BYTES)
         for rank, ends in enumerate(others, 1):
-            worker = spawn(rank, ends)
+            self.block_events.append(os.eventfd(0, os.EFD_CLOEXEC))
+            blocks = self.shared_blocks, self.block_events[-1]
+            worker = spawn(rank, ends, blocks)
             self.processes.append(worker)
             body = {"config": asdict(config), "plan": asdict(plan), "rank": rank, "ends": asdict(ends)}
+            body["blocks"] = blocks
             worker.link.send(Frame("load", body).encode())
             ends.close()
         return WorkerBarrier(self.processes, "loaded")
@@ -200,6 +212,9 @@ class WorkerGroup:
                 worker.process.kill()
                 worker.process.wait()
         self.processes = []
+        for handle in (*self.block_events, *([self.shared_blocks] if self.shared_blocks >= 0 else [])):
+            os.close(handle)
+        self.shared_blocks, self.block_events = -1, []
         if self._ends is not None:
             self.take_sockets().close()
         self._forget_folder()
@@ -210,14 +225,16 @@ class WorkerGroup:
             self._folder = None
 
 
-def spawn(rank: int, ends: PeerSockets) -> Worker:
-    """Start a worker in this process group, so that a signal to the group reaches all ranks."""
+def spawn(rank: int, ends: PeerSockets, blocks: tuple[int, ...] = ()) -> Worker:
+    """Start a worker in this process group, so that a signal to the group reaches all ranks. `blocks`:
+    descriptors for KV blocks.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         process = subprocess.Popen(  # noqa: S603 - the command is ours
             [*COMMAND, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *ends.all),
+            pass_fds=(theirs.fileno(), *ends.all, *blocks),
         )
     return Worker(rank, process, Link(ours))
 

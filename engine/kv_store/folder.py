@@ -78,7 +78,10 @@ class KVFolder:
         try:
             self._open()
         except OSError as error:
-            raise KVFolderUnusable(f"{self.root} cannot be used: {error.strerror or error}") from error
+            raise KVFolderUnusable(
+                f"{self.root} cannot be used ({error.strerror or error}): use a --data-dir on a disk that "
+                "can be written, or set cache.kv_disk_gb to 0"
+            ) from error
 
     def _open(self) -> None:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)

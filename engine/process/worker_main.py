@@ -31,24 +31,33 @@ from ..distributed.socket_link import Frame, Link
 from ..errors import DoesNotFit, EngineError, RankLost
 from ..executor.build import RankEngine, load_rank
 from ..executor.multiproc import connect
+from ..executor.rank_blocks import WorkerBlocks
 from ..executor.step_codec import StepDecoder, decode_graph, encode_result
 from ..executor.workers import all_min_on_worker
 from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.estimator import MemoryPlan
+from ..runner.cpu_runner import CPUModelRunner
 from ..runner.gpu_runner import GPUModelRunner
 
 
-def serve_steps(link: Link, runner: ModelRunner, *, answers: bool) -> None:
+def serve_steps(
+    link: Link, runner: ModelRunner, *, answers: bool, blocks: WorkerBlocks | None = None
+) -> None:
     """Execute steps in order of arrival until rank 0 is gone, which raises RankLost.
 
-    `answers`: this rank sends results. A thread sends them: rank 0 may be blocked until this stage receives
-    the hidden states of its next step, and reads no results until then.
+    `blocks` copies KV blocks between them. `answers`: this rank sends results. A thread sends them: rank 0
+    may be blocked until this stage receives the hidden states of its next step, and reads no results until
+    then.
     """
     decoder = StepDecoder()
     with ThreadPoolExecutor(1, "answers") as sender:
         while True:
-            result = runner.execute(decoder.decode(link.receive()))
+            frame = link.receive()
+            if blocks is not None and frame.kind in {"block_sizes", "copy_blocks"}:
+                blocks.execute(frame)
+                continue
+            result = runner.execute(decoder.decode(frame))
             if answers:
                 sender.submit(link.send, encode_result(result).encode())
 
@@ -170,7 +179,7 @@ def _run(link: Link) -> int:
         select.select([link], [], [], _LAST_WORDS_SECONDS)
         return _EXIT_LOAD_FAILED
     link.send(Frame("joined").encode())
-    _serve(link, share, answers=layout.rank == layout.answers)
+    _serve(link, share, tuple(frame.body["blocks"]), answers=layout.rank == layout.answers)
     return 0
 
 
@@ -178,8 +187,8 @@ def _refuse(link: Link, code: str, message: str) -> None:
     link.send(Frame("refused", {"code": code, "message": message}).encode())
 
 
-def _serve(link: Link, share: RankEngine, *, answers: bool) -> None:
-    """Execute steps until rank 0 is gone, which raises RankLost."""
+def _serve(link: Link, share: RankEngine, blocks: tuple[int, int], *, answers: bool) -> None:
+    """Execute steps until rank 0 is gone, which raises RankLost. `blocks`: see `WorkerBlocks`."""
     try:
         local, _ = share.finish(lambda blocks: all_min_on_worker(link, blocks))
     except DoesNotFit:
@@ -188,7 +197,10 @@ def _serve(link: Link, share: RankEngine, *, answers: bool) -> None:
     if isinstance(local, GPUModelRunner):
         serve_launches(link, local, answers=answers)
     else:
-        serve_steps(link, local, answers=answers)
+        parts = (
+            WorkerBlocks(link, local.block_memory(), *blocks) if isinstance(local, CPUModelRunner) else None
+        )
+        serve_steps(link, local, answers=answers, blocks=parts)
 
 
 if __name__ == "__main__":

@@ -42,11 +42,13 @@ def asked(number: int, name: str = "a") -> AddRequest:
     return AddRequest(request_id=f"{name}{number}", prompt_ids=prompt, params=params)
 
 
-async def test_a_killed_engine_computes_no_prompt_of_its_streams_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+async def test_a_killed_engine_computes_no_prompt_of_its_streams_again(
+    tmp_path: Path, ranks: dict[str, Any]
+) -> None:
     make_tiny_model(tmp_path / "model", max_position_embeddings=1024)
-    config = EngineConfig(
-        model_path=str(tmp_path / "model"), name="tiny", device="cpu", memory_bytes=256 << 20, threads=1
-    )
+    options: dict[str, Any] = {"device": "cpu", "memory_bytes": 256 << 20, "threads": 1, **ranks}
+    config = EngineConfig(model_path=str(tmp_path / "model"), name="tiny", **options)
     launch = Launch(env=environment.variables(tmp_path / "kv", 1 << 30, 1.0))
     supervisor = Supervisor(config, SupervisorOptions(launch=launch, deaths=RestartLimits(pauses=(0.0,))))
     apart = Supervisor(config)

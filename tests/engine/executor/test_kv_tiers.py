@@ -63,6 +63,23 @@ def test_another_engine_goes_on_from_disk_with_the_same_tokens(arch, tmp_path, d
     third.close()
 
 
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_keep_their_parts_in_one_file(ranks, tmp_path, disk):
+    model = make(tmp_path / "model", "qwen3")
+    first = load(model, dtype="float32", **ranks)
+    expected = answer(first, PROMPT)[0]
+    assert first._scheduler.kv_cache.tiers is not None
+    first.close()
+    first._runner.close()
+    second = load(model, dtype="float32", **ranks)
+    assert answer(second, PROMPT) == (expected, 496)
+    second.close()
+    second._runner.close()
+    alone = load(model, dtype="float32")
+    assert answer(alone, PROMPT)[1] == 0, "its blocks lie otherwise"
+    alone.close()
+
+
 def test_overlapping_steps_read_and_write_too(tmp_path, disk, monkeypatch):
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     model = make(tmp_path / "model", "qwen3")
