@@ -23,9 +23,8 @@ from llmbox.app.http.server.request import load
 from llmbox.app.sandbox import grammar_worker, template_worker
 from llmbox.app.text.output.call_parsers import parse_calls
 from llmbox.app.text.output.format_table import OUTPUT_FORMATS
-from llmbox.app.text.tokenizer.detokenizer import decode
+from llmbox.app.text.tokenizer.detokenizer import TokenBytes, decode
 from llmbox.app.text.tokenizer.text_encoder import TextEncoder, TokenizeError, load_tokenizer
-from llmbox.app.text.tokenizer.token_bytes import TokenBytes
 from llmbox.app.text.tokenizer.tokenizer_safety import find_unsafe_step
 from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.errors import ModelError

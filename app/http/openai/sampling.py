@@ -14,7 +14,7 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.generation import TokenEntry, draw_seed
-from ...text.tokenizer.token_bytes import TokenBytes
+from ...text.tokenizer.detokenizer import TokenBytes
 from .request_types import GenerationFields
 from .response_types import (
     ChatLogprobs,

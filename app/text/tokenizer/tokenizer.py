@@ -30,11 +30,10 @@ from ..chat_template import (
 )
 from ..output.format_table import recognize_format
 from ..output.output_formats import OutputFormat
-from .detokenizer import Detokenizer, decode
+from .detokenizer import Detokenizer, TokenBytes, decode
 from .end_tokens import declared_ids, end_token_ids
 from .sandboxed_encoder import SandboxedEncoder, as_api_error
 from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
-from .token_bytes import TokenBytes
 from .tokenizer_builder import build_source, find_source
 from .tokenizer_safety import find_unsafe_part, find_unsafe_step
 

@@ -20,8 +20,8 @@ from llmbox.engine.checkpoint.files import MAX_BYTES, parse_json, read_regular
 from llmbox.engine.errors import ModelError
 
 from ...sandbox.worker import limit_process
+from .detokenizer import BYTE_ALPHABET
 from .sentencepiece_file import BYTE, CONTROL, SPACE, UNKNOWN, USER, SentencePieceFile
-from .token_bytes import BYTE_ALPHABET
 
 SOURCES: Final = (("tekken.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 """Files to build from, the first that are all there."""

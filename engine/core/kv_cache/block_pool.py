@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ...kv_store.block_file import BlockKind
-from .prefix_cache import PrefixCache
-from .prefix_history import PrefixHistory
+from .prefix_cache import PrefixCache, PrefixHistory
 
 
 class BlockPool:

@@ -20,8 +20,7 @@ from ..fair_shares import is_premium
 from ..request import Request
 from ..step import ScheduledRequest
 from .block_pool import BlockPool
-from .prefix_cache import extend_hashes, first_block_digest
-from .prefix_history import PrefixUses
+from .prefix_cache import PrefixUses, extend_hashes, first_block_digest
 from .state_manager import StateManager
 from .state_pool import StatePool
 from .tiers import KVTiers

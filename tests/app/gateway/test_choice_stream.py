@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from llmbox.app.gateway.choice_stream import REPEATS_CALLS, ChoiceStream
 from llmbox.app.gateway.generation import Generation
 from llmbox.app.text.stop_strings import CallMark, StopStrings
-from llmbox.app.text.tokenizer.detokenizer import Detokenizer, decode
-from llmbox.app.text.tokenizer.token_bytes import TokenBytes
+from llmbox.app.text.tokenizer.detokenizer import Detokenizer, TokenBytes, decode
 from llmbox.engine.ipc.messages import RequestOutput, TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
 from support.lanes import examples

@@ -5,8 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from llmbox.engine.hardware import machine
-from llmbox.engine.hardware.cgroup import cpu_quota, memory_left
-from llmbox.engine.hardware.machine import name_gpus, read_cpu, read_gpus, read_machine, read_memory
+from llmbox.engine.hardware.machine import (
+    cpu_quota,
+    memory_left,
+    name_gpus,
+    read_cpu,
+    read_gpus,
+    read_machine,
+    read_memory,
+)
 
 # ---------------------------------------------------------------------------- this machine
 

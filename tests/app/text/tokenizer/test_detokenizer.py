@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from llmbox.app.text.tokenizer.detokenizer import Detokenizer, decode
-from llmbox.app.text.tokenizer.token_bytes import TokenBytes
+from llmbox.app.text.tokenizer.detokenizer import Detokenizer, TokenBytes, decode
 from llmbox.engine.errors import ModelError
 from support.lanes import examples
 from support.tokenizers_zoo import FAMILIES

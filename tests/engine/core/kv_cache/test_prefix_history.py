@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmbox.engine.core.kv_cache.prefix_history import PrefixHistory
+from llmbox.engine.core.kv_cache.prefix_cache import PrefixHistory
 from support.scheduling import make_request, make_scheduler, play_model
 
 
