@@ -131,6 +131,10 @@ class BatchLayout:
     """For models whose sliding-window layers have blocks of their own."""
     states: StateLayout | None = None
     """For models with recurrent layers."""
+    spans_N: Tensor | None = None
+    """For models whose rows of a picture see each other: 0 for rows that see positions up to their own, 1 for
+    a sequence whose rows see all of them up to its last, 2 for one that does so in layers with a sliding
+    window alone. C++ kernels follow it."""
     adapters: LoraRows | None = None
     """Rows that have a LoRA adapter; None: no row has one."""
 

@@ -37,10 +37,14 @@ class ImageEncoder(Protocol):
 class ImageScheduler:
     """Order in which pictures are encoded, and the bounded cache of their embeddings."""
 
-    def __init__(self, encoder: ImageEncoder, *, row_bytes: int, cache_bytes: int) -> None:
+    def __init__(
+        self, encoder: ImageEncoder, *, row_bytes: int, cache_bytes: int, is_bidirectional: bool = False
+    ) -> None:
         """`row_bytes`: size of the embeddings of one row. `cache_bytes`: size of all that are kept; one
-        picture is kept whatever its size.
+        picture is kept whatever its size. `is_bidirectional`: rows of a picture need those after them, so
+        that it is never cut.
         """
+        self._is_bidirectional = is_bidirectional
         self._encoder = encoder
         self._row_bytes = row_bytes
         self._room = cache_bytes
@@ -69,6 +73,11 @@ class ImageScheduler:
                 self._readers[request.request_id] = request, image.content_hash
                 return max(0, image.start - start)
             self._encoded.move_to_end(image.content_hash)
+            if self._is_bidirectional and end < (image_end := image.start + image.num_tokens):
+                # The budget is exceeded for a picture alone, so that one larger than it is computed too.
+                tokens = image.start - start if image.start > start else image_end - start
+                end = start + tokens
+                break
         following = first_image(images, end)
         if following < len(images) and images[following].start < end:
             self._readers[request.request_id] = request, images[following].content_hash

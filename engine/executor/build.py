@@ -50,7 +50,7 @@ from ..runner.block_memory import DeviceBlockMemory
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
-from ..runner.image_rows import EncodedImages, load_images
+from ..runner.image_rows import EncodedImages, load_images, why_no_pictures
 from ..sampling import Sampler
 from .drafting import DraftTarget, draft_rows, load_proposers
 from .kv_tiers import open_tiers
@@ -190,6 +190,7 @@ def load_rank(
         parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         return RankEngine(rotary, kernels, make, plan, ops.name, measured)
+    plan = replace(plan, image_problem=plan.image_problem or why_no_pictures(model_config, ops))
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)
     window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
@@ -340,7 +341,12 @@ def make_scheduler(
     )
     images = None
     if encoded is not None:
-        images = ImageScheduler(encoded, row_bytes=encoded.row_bytes, cache_bytes=plan.image_cache_bytes)
+        images = ImageScheduler(
+            encoded,
+            row_bytes=encoded.row_bytes,
+            cache_bytes=plan.image_cache_bytes,
+            is_bidirectional=encoded.config.is_bidirectional,
+        )
     return Scheduler(settings, pool, proposers=proposers, images=images)
 
 

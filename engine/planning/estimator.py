@@ -118,8 +118,6 @@ def why_no_images(shape: ModelShape, budget: MemoryBudget, config: EngineConfig,
     """Return why a model would read no pictures; empty if it would."""
     if shape.vision is None:
         return shape.image_problem
-    if shape.vision.is_bidirectional:
-        return "rows of its pictures attend to each other in both directions, which is not computed yet"
     if budget.device == "cuda":
         return "it runs on a GPU, and pictures are read on CPUs so far: load it with --device cpu"
     if ranks > 1:

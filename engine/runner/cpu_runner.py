@@ -113,9 +113,14 @@ class CPUModelRunner:
             self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, sliding_table))
         for cache in self._caches:
             self._ops.clear_blocks(cache, batch.fresh_blocks)
+        images = self.images
+        if images is not None and not any(row.request.images for row in rows):
+            images = None
+        if images is not None:
+            batch = replace(batch, ragged=images.split(batch.ragged, rows))
         forward = self._forward(batch)
-        if self.images is not None and any(row.request.images for row in rows):
-            forward = self._with_images(forward, rows, self.images)
+        if images is not None:
+            forward = self._with_images(forward, rows, images)
         if self._follower is not None:
             return self._execute_followed(forward, batch, rows, self._follower)
         return self._finish(self._model.hidden(forward, batch.wanted_R), batch, rows)

@@ -5,11 +5,13 @@ L = 1 + deepstack levels, R rows of pictures in the step, T rows of the step, E 
 
 from array import array
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import Ops
 
 from ..core.request import first_image
@@ -80,6 +82,15 @@ class EncodedImages:
             return None
         return ImageRows(torch.cat(places), torch.cat(levels, 1))
 
+    def split(self, layout: BatchLayout, rows: Sequence[ScheduledRequest]) -> BatchLayout:
+        """Return the layout with a sequence for each picture of the step, where rows of a picture attend to
+        each other in both directions.
+        """
+        if not self.config.is_bidirectional:
+            return layout
+        span = 2 if self.config.bidirectional_windows else 1
+        return split_pictures(layout, rows, span)
+
     def positions(self, rows: Sequence[ScheduledRequest]) -> Tensor | None:
         """Return the RoPE positions of a step by time, height and width, [3, T]; None where these are those
         of the tokens.
@@ -90,6 +101,44 @@ class EncodedImages:
         for row in rows:
             extend_positions(axes, row.request.images, row.start, row.start + row.num_tokens)
         return torch.stack([from_array(axis) for axis in axes])
+
+
+def split_pictures(layout: BatchLayout, rows: Sequence[ScheduledRequest], span: int) -> BatchLayout:
+    """Cut sequences of a step before and after each picture, whose sequence has `span` in `spans_N`."""
+    lens, ends, spans, owners = [], [], array("i"), []
+    for owner, row in enumerate(rows):
+        position, end = row.start, row.start + row.num_tokens
+        images = row.request.images
+        for image in images[first_image(images, position) :]:
+            if image.start >= end:
+                break
+            for stop, kind in ((image.start, 0), (min(image.start + image.num_tokens, end), span)):
+                if stop > position:
+                    lens.append(stop - position)
+                    ends.append(stop)
+                    spans.append(kind)
+                    owners.append(owner)
+                    position = stop
+        if end > position:
+            lens.append(end - position)
+            ends.append(end)
+            spans.append(0)
+            owners.append(owner)
+    if not any(spans):
+        return layout
+    window = layout.window
+    if window is not None:
+        window = replace(window, block_tables_NB=window.block_tables_NB[owners])
+    return replace(
+        layout,
+        query_lens=lens,
+        contexts=ends,
+        query_starts_N1=torch.tensor([0, *lens]).cumsum(0).int(),
+        context_lens_N=torch.tensor(ends, dtype=torch.int32),
+        block_tables_NB=layout.block_tables_NB[owners],
+        window=window,
+        spans_N=from_array(spans),
+    )
 
 
 def extend_positions(
@@ -121,6 +170,13 @@ def extend_positions(
         shift += max(image.grid) - image.num_tokens
     for axis in axes:
         axis.extend(range(position + shift, end + shift))
+
+
+def why_no_pictures(model: ModelConfig, ops: Ops) -> str:
+    """Return why these operations cannot run a model's pictures; empty if they can."""
+    if model.vision is None or not model.vision.is_bidirectional or ops.attend_whole_texts is not None:
+        return ""
+    return f"rows of its pictures attend to each other in both directions, which {ops.name} does not compute"
 
 
 def load_images(model: ModelConfig, directory: Path, ops: Ops, dtype: torch.dtype) -> EncodedImages:

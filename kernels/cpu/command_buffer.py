@@ -165,4 +165,6 @@ def ragged_step(rows: int, ragged: BatchLayout) -> Step:
     )
     if ragged.adapters is not None:
         step.use_adapters(ragged.adapters)
+    if ragged.spans_N is not None:
+        step.spans = ragged.spans_N.data_ptr()
     return step

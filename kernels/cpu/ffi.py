@@ -41,6 +41,7 @@ class Step(ctypes.Structure):
         ("adapter_starts", c_void_p),
         ("adapter_slots", c_void_p),
         ("adapter_runs", c_int32),
+        ("spans", c_void_p),
     )
 
     def use_angles(self, cos: Tensor, sin: Tensor) -> None:

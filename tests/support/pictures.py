@@ -153,7 +153,10 @@ class SeeingModel:
         blocks = num_blocks or min(64, self.plan.num_blocks)
         pool = BlockPool(blocks, self.plan.block_size, enable_prefix_cache=cache)
         images = ImageScheduler(
-            self.runner.images, row_bytes=self.runner.images.row_bytes, cache_bytes=image_bytes
+            self.runner.images,
+            row_bytes=self.runner.images.row_bytes,
+            cache_bytes=image_bytes,
+            is_bidirectional=self.vision.is_bidirectional,
         )
         scheduler = Scheduler(SchedulerConfig(**{**numbers, **config}), pool, images=images)
         return Engine(scheduler, SyncExecutor(self.runner), self.info)

@@ -232,7 +232,7 @@ def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
     name, values, processor = MODELS[kind]
     model_class = getattr(transformers, name)
     torch.manual_seed(11)
-    model = model_class(model_class.config_class(**{**values, **changes})).eval()
+    model = model_class(model_class.config_class(**values | changes)).eval()
     with torch.no_grad():
         for each, parameter in model.named_parameters():
             scale = 0.3 if parameter.dim() == 1 or "embed" in each else 1.5 * parameter[0].numel() ** -0.5

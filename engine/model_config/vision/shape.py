@@ -23,8 +23,6 @@ class VisionShape:
     """Numbers of the embeddings of one row."""
     patch_numbers: int
     """Numbers of a layer's activations for each row."""
-    is_bidirectional: bool = False
-    """True if rows of a picture attend to each other in both directions."""
 
 
 def vision_shape(vision: VisionConfig) -> VisionShape:
@@ -33,5 +31,4 @@ def vision_shape(vision: VisionConfig) -> VisionShape:
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
         patch_numbers=tower.merge**2 * (6 * tower.hidden_size + 2 * tower.intermediate_size),
-        is_bidirectional=vision.is_bidirectional,
     )

@@ -17,6 +17,7 @@ KINDS = {
     "M-RoPE": {"mrope_section": (4, 2, 2)},
     "interleaved M-RoPE": {"mrope_section": (4, 2, 2), "mrope_interleaved": True},
     "deepstack": {"deepstack": (0, 1)},
+    "both directions": {"is_bidirectional": True},
 }
 
 

@@ -54,9 +54,15 @@ def tokens_of_transformers(model: Any, ids: list[int], inputs: dict[str, Any]) -
     return ids[start:]
 
 
-@pytest.mark.parametrize("kind", sorted(set(MODELS) - {"gemma3"}))
+def both_directions(kind: str) -> dict[str, Any]:
+    """Return the change by which pictures of Gemma 4 attend in both directions, in sliding windows alone."""
+    return {"text_config": MODELS[kind][1]["text_config"] | {"use_bidirectional_attention": "vision"}}
+
+
+@pytest.mark.parametrize("kind", [*MODELS, "gemma4 in both directions"])
 def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    model = make_vision_model(tmp_path, kind)
+    changes = both_directions("gemma4") if " " in kind else {}
+    model = make_vision_model(tmp_path, kind.partition(" ")[0], **changes)
     request, pictures = prompt_with(tmp_path)
     vision = read_vision(tmp_path)
     assert vision is not None
@@ -64,3 +70,13 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert len(set(exact)) > 2
     for options in ({}, {"token_budget": 16, "max_running": 4}):
         assert tokens(load(tmp_path, **options), [request])["a"] == exact
+
+
+def test_kernels_without_attention_in_both_directions_refuse_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_vision_model(tmp_path, "gemma3")
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    engine = load(tmp_path)
+    assert "in both directions" in engine.info.image_problem
+    assert tokens(engine, [ask("text", [3, 4, 5], 2)])["text"]

@@ -94,14 +94,22 @@ private:
     }
 
     Walk walk_of(const Step& step, const Tile& tile) const {
-        const int position = position_of(step, tile), seen = VisibleRanges{position, 1, window_}.oldest(0);
+        const int position = position_of(step, tile), seen = VisibleRanges{position, 1, window_, 0}.oldest(0);
         const int32_t* table = cache_.tables(step) + static_cast<int64_t>(tile.sequence) * step.table_width;
         const int first = strip_of(step, seen) / STRIPS * STRIPS;  // whole chunks, from the beginning on
-        return {table, tile.head, first, strip_of(step, position + tile.tokens - 1) + 1};
+        const int newest = std::max(position + tile.tokens - 1, last_of(step, tile));
+        return {table, tile.head, first, strip_of(step, newest) + 1};
+    }
+
+    // Position that all rows of a tile see, whatever their own; 0 where there is none.
+    int last_of(const Step& step, const Tile& tile) const {
+        const int span = step.spans ? step.spans[tile.sequence] : 0;
+        return span == 1 || (span == 2 && window_) ? step.contexts[tile.sequence] - 1 : 0;
     }
 
     void run_tile(const Step& step, const Tile& tile, const std::optional<Tile>& following, Member& member) const {
-        const int row = step.query_starts[tile.sequence] + tile.first, position = position_of(step, tile);
+        const int row = step.query_starts[tile.sequence] + tile.first;
+        const VisibleRanges visible{position_of(step, tile), group_, window_, last_of(step, tile)};
         Work<E> work(tile.tokens * group_, cache_.padded_dim, member.scratch);
         load_queries(row, tile.head, work);
         const bool tiled = use_tiles(work);
@@ -111,8 +119,8 @@ private:
             if (walk.strip < walk.end) next = find_chunk(step, walk);
             else next = following ? find_chunk(step, walk_of(step, *following)) : chunk;
             if (W::SCALED) prefetch_scales(next);
-            if (tiled) add_tiled(work, chunk, next, position, member);
-            else add_chunk(work, chunk, next, position);
+            if (tiled) add_tiled(work, chunk, next, visible, member);
+            else add_chunk(work, chunk, next, visible);
         }
         store_result(row, tile.head, work);
     }
@@ -122,15 +130,15 @@ private:
         return false;
     }
 
-    void add_chunk(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next, int position) const {
+    void add_chunk(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next,
+                   VisibleRanges visible) const {
         score(work, chunk);
-        update_softmax_rows(work, 0, work.rows, chunk, position);
+        update_softmax_rows(work, 0, work.rows, chunk, visible);
         add_values(work, chunk, next);
     }
 
-    void add_tiled(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next, int position,
+    void add_tiled(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next, VisibleRanges visible,
                    Member& member) const {
-        const VisibleRanges visible{position, group_, window_};
         if constexpr (Tiled::OWN_SOFTMAX) {
             Tiled::add_chunk(work, chunk, next, visible, powers_, member.tiles);
         } else if constexpr (Tiled::POSSIBLE) {
@@ -140,20 +148,21 @@ private:
                 const Band band{row, rows, strips_seen(chunk, visible.newest(row + rows - 1)), row + rows == work.rows};
                 if (band.strips == 0) break;
                 Tiled::score(work, band, chunk, member.tiles);
-                update_softmax_rows(work, row, row + rows, chunk, position);
+                update_softmax_rows(work, row, row + rows, chunk, visible);
                 Tiled::add(work, band, chunk, band.first ? &next : nullptr, member.tiles);
             }
         }
     }
 
-    void update_softmax_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
-        if (powers_.cap == 0) update_softmax_rows_of<false>(work, row, end, chunk, position);
-        else update_softmax_rows_of<true>(work, row, end, chunk, position);
+    void update_softmax_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk,
+                             VisibleRanges visible) const {
+        if (powers_.cap == 0) update_softmax_rows_of<false>(work, row, end, chunk, visible);
+        else update_softmax_rows_of<true>(work, row, end, chunk, visible);
     }
 
     template <bool CAPPED>
-    NOINLINE void update_softmax_rows_of(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
-        const VisibleRanges visible{position, group_, window_};
+    NOINLINE void update_softmax_rows_of(const Work<E>& work, int row, int end, const Chunk<E>& chunk,
+                                         VisibleRanges visible) const {
         const VisibleRange common = visible.common(row, end);
         if (all_seen(chunk, common)) {
             for (; row < end; row++) update_softmax<E, false, CAPPED>(work, row, chunk, cache_.codes_bytes, powers_, common);

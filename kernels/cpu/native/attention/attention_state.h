@@ -78,14 +78,15 @@ struct VisibleRange {
 };
 
 // The rows of a tile: `group` of each token, from the token at `position` on. A window of 0 has no end; one of -c begins with
-// the chunk of c positions that the row is in.
+// the chunk of c positions that the row is in. Rows of a picture all see the position `last`, 0 for others.
 struct VisibleRanges {
-    int position, group, window;
+    int position, group, window, last;
 
-    int newest(int row) const { return position + row / group; }
+    int own(int row) const { return position + row / group; }
+    int newest(int row) const { return std::max(own(row), last); }
     int oldest(int row) const {
-        if (window < 0) return newest(row) / -window * -window;
-        return window ? std::max(0, newest(row) - window + 1) : 0;
+        if (window < 0) return own(row) / -window * -window;
+        return window ? std::max(0, own(row) - window + 1) : 0;
     }
     VisibleRange of(int row) const { return {oldest(row), newest(row)}; }
     // What all of them see.

@@ -34,6 +34,7 @@ struct Step {
     const int32_t* adapter_starts; // [adapter_runs + 1]
     const int32_t* adapter_slots;  // [adapter_runs]
     int32_t adapter_runs;
+    const int32_t* spans;          // [sequences]; only with pictures whose rows see each other: see `BatchLayout`
 
     // Where a row's cos and sin begin.
     int64_t angles(int table, int row) const { return (static_cast<int64_t>(table) * rows + row) * angle_width; }
