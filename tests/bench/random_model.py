@@ -6,6 +6,11 @@ times as much as they would, so that both often agree.
 The shape with an MTP layer predicts the successor of the last token in a fixed order, and so does its MTP
 layer; `--damping` says how much the layers of both add to that, so how often they disagree.
 
+With `--agreement SHARE` a target and a draft of 0.1 billion weights (hidden 512, the same vocabulary) whose
+next tokens agree that often. Greedy answers of the target go through all ids in one cycle: a row of the head
+is the embedding of the id before it, and layers add little to it. The draft has the same cycle for a share of
+the ids and another one for the rest. Nothing is left out: each step reads all weights of its shape.
+
 Every id decodes to some text, so that streams carry a piece a token: 256 bytes, then made-up words.
 """
 
@@ -15,7 +20,7 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -93,16 +98,31 @@ SHAPES = {
 }
 
 
+SMALL = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""Changes that make a draft of Qwen3-0.6B."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--draft", type=int, metavar="LAYERS")
     parser.add_argument("--damping", type=float, default=0.1)
+    parser.add_argument("--agreement", type=float, metavar="SHARE")
     options = parser.parse_args()
     config = SHAPES[options.shape]
     if "mtp_num_hidden_layers" in config:
         write_mtp_model(options.out / options.shape, config, options.damping)
+        return
+    if options.agreement is not None:
+        write_cycle_pair(options.out, config, options.agreement)
         return
     if options.draft is None:
         write_model(options.out / options.shape, config)
@@ -120,7 +140,7 @@ def write_model(folder: Path, config: dict, whole: int | None = None, damping: f
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=torch.bfloat16)
         weight = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
-        layer = name.split(".")[2]
+        layer = name.split(".")[2] if name.count(".") > 1 else ""
         is_late = whole is not None and layer.isdigit() and int(layer) >= whole
         return (
             weight * damping if is_late and name.endswith(("o_proj.weight", "down_proj.weight")) else weight
@@ -200,6 +220,24 @@ def hybrid_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         }
     norms = ("model.norm", "mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
     return shapes | {f"{name}.weight": (hidden,) for name in norms}
+
+
+def write_cycle_pair(out: Path, config: dict, agreement: float) -> None:
+    """Write `target` and `draft`, whose greedy tokens agree after so large a share of all ids."""
+    size = config["vocab_size"]
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(7))
+    follower = torch.empty(size, dtype=torch.long)
+    follower[order] = order.roll(-1)
+    other = order[torch.rand(size, generator=torch.Generator().manual_seed(8)) >= agreement]
+    guess = follower.clone()
+    guess[other] = follower[other.roll(1)]
+    for name, changes, next_id in (("target", {}, follower), ("draft", SMALL, guess)):
+        shape = config | changes | {"tie_word_embeddings": False}
+        folder = write_model(out / name, shape, 0, 0.01)
+        weights = load_file(folder / "model.safetensors")
+        embedding = weights["model.embed_tokens.weight"].normal_(generator=torch.Generator().manual_seed(9))
+        weights["lm_head.weight"][next_id] = embedding * 0.05
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_tokenizer(folder: Path, size: int) -> None:

@@ -35,7 +35,9 @@ MOST_CREDIT: Final = 3.0
 """Tokens of gain that may be lost again."""
 CLIPPED: Final = log(2)
 """Largest deviation of one step's time that counts: others use the machine too."""
-FORGOTTEN: Final = 512
+FIRST_COUNT: Final = 2.0
+"""Steps that the expected time of so many rows counts for, when they are measured for the first time."""
+FORGOTTEN: Final = 128
 """Steps after which half of what is known of a number of rows is forgotten, where none had it meanwhile."""
 
 REFRESHED: Final = 16
@@ -95,7 +97,7 @@ class RowPrices:
         price = known.get(place)
         if price is None:
             levels = self._levels(requests, range(rows, rows + 1)) if known else [observed - self._level]
-            price = known[place] = RowPrice(levels[0], 1.0, self._steps)
+            price = known[place] = RowPrice(levels[0], FIRST_COUNT, self._steps)
             self._tables.pop(requests, None)
         error = max(-CLIPPED, min(CLIPPED, observed - self._level - price.level))
         price.count = self._count(price) + 1

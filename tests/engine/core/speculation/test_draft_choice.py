@@ -81,8 +81,8 @@ def test_old_prices_are_forgotten():
     for _ in range(10):
         prices.record(1, 1, 1.0)
         prices.record(1, 6, 4.0)
-    assert prices.table(1, 5)[5] > 3
-    for _ in range(6000):
+    assert prices.table(1, 5)[5] > 2.5
+    for _ in range(2000):
         prices.record(1, 1, 1.0)
     assert prices.table(1, 5)[5] == pytest.approx(1.15, abs=0.01)
 
@@ -117,6 +117,9 @@ PRICES = {
     "all compute": lambda requests, rows: float(rows),
 }
 
+FIRST = {"dear": 0.12, "all compute": 0.45}
+"""Prices that are assumed at first on such a machine, where they are higher than those of a fast one."""
+
 
 def adverse(rng, ids=8, length=400):
     """Endings that stood before nearly always, and what followed them never follows again."""
@@ -133,14 +136,14 @@ def adverse(rng, ids=8, length=400):
 @pytest.mark.parametrize("price", PRICES)
 def test_no_text_costs_more_than_a_hundredth(price, streams):
     rng, spent, plain = random.Random(f"{price} {streams}"), 0.0, 0.0
-    played = PlayedRequests(PRICES[price], first_price=0.45 if price == "all compute" else 0.03)
+    played = PlayedRequests(PRICES[price], first_price=FIRST.get(price, 0.03))
     for _ in range(3):
         texts = [adverse(rng, length=250) for _ in range(streams)]
         spent += played.run(texts)
         plain += time_without_drafts(PRICES[price], texts)
     counts = played.scheduler.drafting.counts["ngram"]
     assert counts.accepted_tokens <= 0.1 * counts.draft_tokens
-    assert counts.draft_tokens > 0 or price == "all compute", "nothing was tried"
+    assert counts.draft_tokens > 0 or price in FIRST, "nothing was tried"
     assert spent <= plain / 0.99
 
 
