@@ -47,7 +47,7 @@ class BlockBuffers:
                     return self._free.pop(index)
             self._bytes += size
             self._shrink()
-        return self._make(size)
+            return self._make(size)  # with the lock: `make` need not expect two threads
 
     def give_back(self, buffer: memoryview) -> None:
         with self._lock:
