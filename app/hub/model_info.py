@@ -45,7 +45,7 @@ class ModelFacts:
     stored_bytes: int
     """Bytes of the weights in the files."""
     stored_params: int
-    """Counted from the headers; a copy of a tied matrix not counted."""
+    """Counted from the headers; a copy of a tied matrix and MTP layers are not counted."""
     disk_bytes: int
     """Bytes of all files that serving needs."""
     missing_bytes: int
@@ -206,7 +206,14 @@ def _facts(
                 refuse_undeclared(each)
     elif not isinstance(config.stored, GgufFormat):
         check_tensors(config.stored, split_experts(config.stored, {each.name: each for each in entries}))
-    counted = [e for e in entries if not (config.tie_word_embeddings and e.name.endswith(_TIED))]
+    extra = range(config.num_layers, config.num_layers + config.extra_layers)
+    layers_of_drafts = ("mtp.", *(f"model.layers.{layer}." for layer in extra))
+    counted = [
+        e
+        for e in entries
+        if not (config.tie_word_embeddings and e.name.endswith(_TIED))
+        and not e.name.startswith(layers_of_drafts)
+    ]
     return ModelFacts(
         name,
         config,

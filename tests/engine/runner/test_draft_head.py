@@ -9,6 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from llmbox.app.fit.fit import plan_alone
+from llmbox.app.hub.model_info import local_facts
+from llmbox.app.models.catalog import directory
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.speculation.model_drafting import ModelDrafting
@@ -311,6 +313,11 @@ def test_a_plan_says_why_a_layer_that_is_there_is_not_run(pairs: dict[str, Pair]
     plan, reason = plan_alone(parse_config(pairs["mtp"].model), read_machine(), config, None)
     assert plan is not None, reason
     assert any("the MTP layer drafts no tokens: the model runs on 2 ranks" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "mtp of latents"])
+def test_parameters_of_an_mtp_layer_are_no_disagreement(pairs: dict[str, Pair], kind: str) -> None:
+    assert local_facts(directory(pairs[kind].model)).notes == ()
 
 
 def test_a_head_alone_says_that_it_needs_a_model(pairs: dict[str, Pair]) -> None:
