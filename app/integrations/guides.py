@@ -121,6 +121,8 @@ def _claude(at: Endpoint) -> dict[str, Any]:
     told |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
     told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = "8192"
     told["API_TIMEOUT_MS"] = "3600000"  # a long prompt takes minutes on a CPU; it gives up after ten
+    # Versions before 2.1.181 begin the system prompt with a token of the request: no prefix would be found.
+    told["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"
     told["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"  # reports and updates that would leave the box
     if at.context is not None and at.context >= _LEAST_COMPACT_WINDOW:
         told["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(at.context)

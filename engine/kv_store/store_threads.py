@@ -313,17 +313,19 @@ class StoreReader(StoreThread):
         with self._changed:
             self._held_bytes += size
             self._reading_since = self._clock()
-        data = self._buffers.take(size)
+        data: memoryview | None = None
+        outcome: ReadOutcome = "damaged"
         try:
+            data = self._buffers.take(size)
             outcome = self._read(address, data)
         except Exception:
             log.exception("a block of the KV cache cannot be read")
-            outcome = "damaged"
         with self._changed:
             self._reading_since = None
             if outcome != "read" or job.is_cancelled:
                 self._held_bytes -= size
-                self._buffers.give_back(data)
+                if data is not None:
+                    self._buffers.give_back(data)
             if not job.is_cancelled:
                 job.arrived.append((job.started, outcome, data if outcome == "read" else None))
                 job.started += 1

@@ -168,6 +168,7 @@ def test_claude_code_is_told_of_a_context_that_it_can_be_told_of(context: int | 
     told = settings(at)["env"]
     assert told.get("CLAUDE_CODE_AUTO_COMPACT_WINDOW") == window
     assert told["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
+    assert told["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0", "else each prompt begins with another text"
 
 
 @pytest.mark.parametrize("name", MCP_PROGRAMS)
