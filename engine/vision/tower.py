@@ -222,6 +222,7 @@ class VisionTower:
         """Return normalized patches [P, K] in the order of `places_P2`."""
         tower, side = self.tower, self.tower.patch_size
         rows, columns = (size // side for size in pixels_YX3.shape[:2])
+        pixels_YX3 = pixels_YX3[: rows * side, : columns * side]  # SmolVLM2 has tiles of 27.4 patches
         values = torch.stack([self._values_3C[color][pixels_YX3[:, :, color].long()] for color in range(3)])
         patches = values.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4)
         patches = patches[places_P2[:, 0], places_P2[:, 1]]

@@ -7,15 +7,18 @@ from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
 
+from ..checkpoint.safetensors import shown
+from ..errors import ModelError
 from ..model_config.vision.tensors import BOUNDS
 from ..partition import ShardSlice
-from ..weights.source import WeightRequest, WeightSource
+from ..weights.checkpoint import Checkpoint
+from ..weights.source import WeightRequest
 
 
 class TowerWeights:
     """Weights of a tower under a name prefix."""
 
-    def __init__(self, source: WeightSource, prefix: str = "") -> None:
+    def __init__(self, source: Checkpoint, prefix: str = "") -> None:
         self._source, self._prefix = source, prefix
 
     @property
@@ -57,9 +60,15 @@ class TowerWeights:
         return self._source.packed(asked)
 
     def bounds(self, linear: str) -> tuple[float, ...]:
-        """Return the bounds of a linear that clips: of its inputs, then of its results."""
+        """Return the bounds of a linear that clips, of inputs and of results. They may be infinite."""
         at = self._prefix + linear.removesuffix(".linear")
-        return tuple(float(self._source.floats(f"{at}.{bound}", (1,))) for bound in BOUNDS)
+        numbers = []
+        for bound in BOUNDS:
+            entry = self._source.entry(f"{at}.{bound}")
+            numbers.append(float(self._source.read(entry, (ShardSlice.whole(1),))))
+            if numbers[-1] != numbers[-1]:
+                raise ModelError(f"{entry.file}: tensor {shown(entry.name)} is not a number")
+        return tuple(numbers)
 
 
 class TowerNorm:

@@ -181,8 +181,8 @@ def tiles_of(
 
 
 def _idefics3_layout(vision: VisionConfig, rows: int, columns: int) -> ImageLayout:
-    tile, side = vision.processor.tile, vision.processor.unit
-    each = (tile // side) ** 2
+    tile, tower = vision.processor.tile, vision.tower
+    each = (tile // tower.patch_size // tower.merge) ** 2
     tokens, edge = vision.image_text * each, vision.start
     parts = [
         "".join(f"{edge}<row_{row}_col_{column}>{tokens}" for column in range(1, columns + 1)) + "\n"

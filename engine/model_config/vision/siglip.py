@@ -113,8 +113,8 @@ def idefics3(files: VisionFiles) -> VisionConfig:
     )
     rules, unit = files.processor, tower.patch_size * merge
     tile = size_of(rules, "max_image_size", ("longest_edge",), 364, MAX_SIDE)
-    if tile % unit:
-        raise rules.error(f"max_image_size {tile} is not a multiple of {unit}, the pixels of an embedding")
+    if not tile // tower.patch_size or tile // tower.patch_size % merge:
+        raise rules.error(f"max_image_size {tile} has no whole squares of {merge} x {merge} patches")
     processor = ImageProcessorConfig(
         kind="tiles",
         unit=unit,

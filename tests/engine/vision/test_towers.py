@@ -59,6 +59,18 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None
         assert layout.text.count(encoder.vision.image_text) == layout.num_rows == len(rows)
 
 
+def test_tiles_that_are_not_whole_patches_lose_their_edge(tmp_path: Path) -> None:
+    tower = MODELS["idefics3"][1]["vision_config"] | {"image_size": 53}
+    model = make_vision_model(tmp_path, "idefics3", vision_config=tower)
+    rules = MODELS["idefics3"][2] | {"size": {"longest_edge": 106}, "max_image_size": {"longest_edge": 53}}
+    write_json(tmp_path / "preprocessor_config.json", rules)
+    encoder, picture = load(tmp_path), draw_picture(60, 40)
+    with torch.inference_mode():
+        inputs = reference_inputs(tmp_path, encoder.vision, [picture])
+        rows = model.model.get_image_features(**inputs, return_dict=True).pooler_output[0]
+    torch.testing.assert_close(encode(encoder, picture)[0], rows, rtol=1e-4, atol=1e-4)
+
+
 def is_vision(name: str) -> bool:
     parts = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector", "embed_vision")
     return any(part in name for part in parts)

@@ -108,7 +108,7 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ("mistral3", {"patch_size": [4, 6]}, {}, "only squares"),
         ("mistral3", {"num_attention_heads": 5}, {}, "not a multiple"),
         ("mistral3", {}, {"size": {"longest_edge": 10**9}}, "beyond anything known"),
-        ("idefics3", {}, {"max_image_size": {"longest_edge": 50}}, "not a multiple of 16"),
+        ("idefics3", {}, {"max_image_size": {"longest_edge": 40}}, "no whole squares of 2 x 2"),
         ("gemma3", {}, {"do_pan_and_scan": True}, "do_pan_and_scan"),
         ("gemma3", {}, {"size": {"height": 32, "width": 32}}, "that of the tower"),
         ("qwen3_vl", {"deepstack_visual_indexes": [7]}, {}, "must be different layers"),
