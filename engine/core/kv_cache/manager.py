@@ -21,8 +21,7 @@ from ..request import Request
 from ..step import ScheduledRequest
 from .block_pool import BlockPool
 from .prefix_cache import PrefixUses, extend_hashes, first_block_digest
-from .state_manager import StateManager
-from .state_pool import StatePool
+from .state_manager import StateManager, StatePool
 from .tiers import KVTiers
 from .window_manager import WindowManager
 

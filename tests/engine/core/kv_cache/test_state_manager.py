@@ -4,8 +4,7 @@ from typing import cast
 
 import pytest
 
-from llmbox.engine.core.kv_cache.state_manager import StateManager
-from llmbox.engine.core.kv_cache.state_pool import StatePool
+from llmbox.engine.core.kv_cache.state_manager import StateManager, StatePool
 from llmbox.engine.core.request import Request
 
 BLOCK = 16
