@@ -203,6 +203,8 @@ class Card:
     defaults: dict[str, float] = field(default_factory=dict)
     """Default sampling parameters."""
     for_vectors: bool = False
+    sees: bool = False
+    """The model reads pictures, where it runs on a CPU."""
     """The model makes embeddings, and no text."""
 
     @property
@@ -240,6 +242,7 @@ def read_card(folder: Path) -> Card:
         config=config,
         template=template,
         defaults=defaults,
+        sees=config is not None and config.vision is not None,
         for_vectors=is_declared(folder) or (config is not None and not config.has_head),
     )
 

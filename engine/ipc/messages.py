@@ -195,7 +195,7 @@ class ModelInfo:
     """Reason why the model gives no embeddings; empty if it does."""
     generates: bool = True
     """True if the model generates text; False if it only gives embeddings."""
-    image_problem: str = "it has no vision tower"
+    image_problem: str = "it is a language model without a vision tower"
     """Reason why the model reads no pictures; empty if it does."""
     image_token_id: int = -1
     """Token id of rows that take the embeddings of a picture."""

@@ -25,6 +25,7 @@ from ..errors import DeviceError, DoesNotFit
 from ..model_config.config import parse_config
 from ..model_config.draft_heads import Eagle3Config, read_draft_head
 from ..model_config.shape import DTYPE_BYTES, ModelShape
+from ..model_config.vision.shape import NO_TOWER, USUAL_SIDE
 from ..units import show_bytes
 from .defaults import resolve_dtypes
 from .memory_model import image_cache_bytes
@@ -110,6 +111,7 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
         if budget.device == "cpu" and 1 < budget.cores < cut.ranks:
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         images = describe_images(shape, plan, problem)
+        notes += note_images(shape, images, problem)
         return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes, **images)
     raise AssertionError("one try is the last")
 
@@ -169,6 +171,15 @@ def why_no_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ra
     invariant = is_row_invariant(dtype, kv_dtype, site, deterministic=config.deterministic)
     overlaps = budget.device == "cuda" if config.overlap is None else config.overlap
     return why_no_drafts(ranks, overlaps=overlaps, row_invariant=invariant)
+
+
+def note_images(shape: ModelShape, images: dict[str, Any], problem: str) -> tuple[str, ...]:
+    """Return the note on what pictures cost, or why a model with a tower reads none."""
+    if shape.vision is None:
+        return () if problem == NO_TOWER else (f"no pictures are read: {problem}",)
+    tower, kept = show_bytes(images["vision_bytes"]), show_bytes(images["image_cache_bytes"])
+    cost = f"one of {USUAL_SIDE} x {USUAL_SIDE} takes {shape.vision.usual_rows:,} tokens"
+    return (f"pictures: {cost}; the vision tower is {tower} of the weights, kept embeddings {kept}",)
 
 
 def draft_sizes(target: ModelShape, budget: MemoryBudget, config: EngineConfig) -> DraftModelSizes:

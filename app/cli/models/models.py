@@ -125,6 +125,7 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
         or None,
         **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
         **_output_format(place.path),
+        "pictures": _describe_pictures(place.path),
         "loaded": memory,
         "loads": _loads(program, place.name),
     }
@@ -155,6 +156,21 @@ def _output_format(folder: Path) -> dict[str, str | None]:
     marks = format_.reasoning
     thoughts = f"{marks.opener.strip()} … {marks.closer}" if marks else None
     return {"tool_calls": calls, "thoughts": thoughts}
+
+
+def _describe_pictures(folder: Path) -> str | None:
+    """Describe what a picture costs, or why none is read; None for a model of texts."""
+    from llmbox.engine.errors import EngineError
+    from llmbox.engine.model_config.vision.families import find_vision
+    from llmbox.engine.model_config.vision.shape import NO_TOWER, USUAL_SIDE, vision_shape
+
+    try:
+        vision, problem = find_vision(folder)
+    except (EngineError, OSError):
+        return None
+    if vision is None:
+        return None if problem == NO_TOWER else f"not read: {problem}"
+    return f"{vision_shape(vision).usual_rows:,} tokens for one of {USUAL_SIDE} x {USUAL_SIDE}"
 
 
 _CONFIG_FACTS = {

@@ -243,6 +243,8 @@ def capabilities(card: Card) -> list[str]:
         found.append("tools")
     if format_.reasoning is not None:
         found.append("thinking")
+    if card.sees:
+        found.append("vision")
     return found
 
 

@@ -11,6 +11,7 @@ from ..fields import Fields, text_fields
 from .config import VisionConfig
 from .fields import VisionFiles, VisionRule
 from .qwen import glm_ocr, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .shape import NO_TOWER
 from .siglip import gemma3, gemma4, idefics3, lfm2_vl, mistral3
 from .tensors import check_vision_tensors, list_tower_tensors
 
@@ -48,7 +49,7 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
     model = _read(directory, "config.json")
     tower, kind = model.raw.get("vision_config"), model.raw.get("model_type")
     if tower is None:
-        return None, "it is a language model without a vision tower"
+        return None, NO_TOWER
     rule = VISION_FAMILIES.get(str(kind))
     if rule is None:
         return None, f"the vision tower of {kind} is not supported; docs/models.md lists those that are"

@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 
 from .config import VisionConfig
+from .layout import lay_out_image
 
 PICTURE_ROWS = 2048
 """Rows of the largest picture that memory is planned for; larger ones take more while they are encoded."""
+USUAL_SIDE = 1024
+"""Side of the picture whose tokens are shown, in pixels."""
 KEPT_PICTURE_ROWS = 4096
 """Rows whose embeddings are kept."""
 
-NO_TOWER = "it has no vision tower"
+NO_TOWER = "it is a language model without a vision tower"
 """Reason why a model of texts reads no pictures."""
 
 
@@ -23,6 +26,8 @@ class VisionShape:
     """Numbers of the embeddings of one row."""
     patch_numbers: int
     """Numbers of a layer's activations for each row."""
+    usual_rows: int = 0
+    """Rows of a picture of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
 
 
 def vision_shape(vision: VisionConfig) -> VisionShape:
@@ -31,4 +36,5 @@ def vision_shape(vision: VisionConfig) -> VisionShape:
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
         patch_numbers=tower.merge**2 * (6 * tower.hidden_size + 2 * tower.intermediate_size),
+        usual_rows=lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows,
     )
