@@ -152,7 +152,8 @@ class Engine:
         no trace.
         """
         check_request(message, self.info)
-        check_images(message.images, message.prompt_ids, self.info)
+        if message.images:
+            check_images(message.images, message.prompt_ids, self.info)
         namespace = message.cache_namespace
         if message.adapter:
             namespace = f"{namespace}\0{self._admit_adapter(message.adapter)}"
