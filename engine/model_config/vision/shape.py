@@ -26,15 +26,19 @@ class VisionShape:
     """Numbers of the embeddings of one row."""
     patch_numbers: int
     """Numbers of a layer's activations for each row."""
+    whole_rows: int = 0
+    """Most rows of a picture where a step computes all of one, beyond its budget if need be; 0 otherwise."""
     usual_rows: int = 0
     """Rows of a picture of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
 
 
 def vision_shape(vision: VisionConfig) -> VisionShape:
-    tower = vision.tower
+    tower, rules = vision.tower, vision.processor
+    usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
     return VisionShape(
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
         patch_numbers=tower.merge**2 * (6 * tower.hidden_size + 2 * tower.intermediate_size),
-        usual_rows=lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows,
+        whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
+        usual_rows=usual,
     )

@@ -1,20 +1,19 @@
-"""Whole models with pictures in prompts: the tokens of transformers, cut anywhere, cached and resumed."""
+"""Whole models with pictures in prompts: cut, cached, batched and resumed; what their plans count."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.kv_cache.window_manager import pool_blocks
 from llmbox.engine.ipc.messages import AddRequest, PreparedImage
 from llmbox.engine.model_config.vision.families import read_vision
 from llmbox.engine.sampling_params import SamplingParams
 from support.real_engines import load, run, tokens
-from support.vision_models import draw_picture, make_vision_model, prepare, reference_inputs
+from support.vision_models import draw_picture, make_vision_model, prepare
 
-KINDS = ["qwen3_vl", "qwen2_5_vl", "mistral3", "qwen3_5"]
 IMAGE, BREAK, END = 10, 11, 12
 """Ids of the image token, and of the two that Pixtral has at the ends of rows and pictures."""
 
@@ -25,7 +24,8 @@ def picture_of(directory: Path, width: int, height: int) -> tuple[list[int], Pre
     assert vision is not None
     layout, image = prepare(vision, draw_picture(width, height))
     text = layout.text.replace("[IMG_BREAK]", chr(BREAK)).replace("[IMG_END]", chr(END))
-    ids = [ord(each) for each in text.replace(vision.image_text, chr(IMAGE)) if ord(each) < 20]
+    text = text.replace("\n", "").replace(vision.image_text, chr(IMAGE))
+    ids = [ord(each) for each in text if ord(each) < 20]
     places = [number for number, token in enumerate(ids) if token == IMAGE]
     tokens = places[-1] - places[0] + 1
     image = replace(
@@ -42,32 +42,6 @@ def seeing(directory: Path, name: str = "a", size: tuple[int, int] = (50, 40), a
     placed = replace(image, start=image.start + len(before))
     params = SamplingParams(max_tokens=6, temperature=0.0)
     return AddRequest(request_id=name, prompt_ids=prompt, images=[placed], params=params)
-
-
-@torch.inference_mode()
-def their_tokens(model: Any, directory: Path, request: AddRequest, size: tuple[int, int]) -> list[int]:
-    """Greedy tokens of transformers, the whole text for each."""
-    vision = read_vision(directory)
-    assert vision is not None
-    inputs = reference_inputs(directory, vision, [draw_picture(*size)])
-    ids = list(request.prompt_ids)
-    for _ in range(6):
-        given = torch.tensor([ids])
-        types = {"mm_token_type_ids": (given == IMAGE).int()} if "image_grid_thw" in inputs else {}
-        logits = model(input_ids=given, use_cache=False, **inputs, **types).logits
-        ids.append(int(logits[0, -1].argmax()))
-    return ids[len(request.prompt_ids) :]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    model = make_vision_model(tmp_path, kind, tie_word_embeddings=False)
-    engine = load(tmp_path, dtype="float32")
-    assert engine.info.image_problem == ""
-    assert engine.info.vision_bytes > 0
-    for number, size in enumerate([(50, 40), (131, 70)]):
-        asked = seeing(tmp_path, str(number), size)
-        assert tokens(engine, [asked])[str(number)] == their_tokens(model, tmp_path, asked, size)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
@@ -108,3 +82,17 @@ def test_the_plan_counts_the_tower_and_the_cache_of_pictures(tmp_path: Path) -> 
     assert info.image_cache_bytes == 4096 * 64 * 3 * 4
     assert info.weights_bytes > info.vision_bytes
     assert info.workspace_bytes > info.image_cache_bytes
+
+
+def test_a_picture_larger_than_a_step_has_room_in_sliding_windows(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "gemma3")
+    asked = [seeing(tmp_path, str(number), ask=40 + number) for number in range(3)]
+    engine = load(tmp_path, dtype="float32", context=512, token_budget=3, max_running=3)
+    assert engine._scheduler.config.window > 0
+    assert engine._scheduler.kv_cache.windows is not None
+    pool = engine._scheduler.kv_cache.windows.pool.num_blocks
+    assert pool == pool_blocks(engine._scheduler.config.window, engine.info.block_size, 3, 3 + 9)
+    plain = load(tmp_path, dtype="float32", context=512)
+    assert tokens(engine, asked) == {
+        each.request_id: tokens(plain, [each])[each.request_id] for each in asked
+    }
