@@ -81,6 +81,8 @@ _IMAGE_ROUTES = frozenset(
     }
 )
 """Routes whose requests may have pictures."""
+_CONVERSATIONS = "/admin/api/conversations/"
+"""Prefix of routes that keep conversations of the panel's chat, with their pictures."""
 _UNTYPED_ROUTES = "/api/"
 """Prefix of Ollama's routes, whose clients and examples send no Content-Type. From a web page they need one,
 as all routes do.
@@ -163,7 +165,7 @@ class SecurityMiddleware:
         """Return the most bytes that the body may have."""
         if scope["path"] == _PDF_ROUTE:
             return min(_PDF_BYTES, self._file_bytes)
-        if scope["path"] in _IMAGE_ROUTES:
+        if scope["path"] in _IMAGE_ROUTES or scope["path"].startswith(_CONVERSATIONS):
             return self._image_body_bytes
         return self._file_bytes if scope["path"] in _UPLOAD_TYPES else self._body_bytes
 

@@ -58,6 +58,16 @@ def test_a_conversation_is_kept_found_replaced_and_deleted(callers):
     read = anna.http.get(f"{PATH}/conversation-1").json()
     assert [message["content"] for message in read["messages"]] == ["Hello again", "Yes"]
     assert anna.http.delete(f"{PATH}/conversation-1").status_code == 200
+    pictured = saying("Look", "A cat")
+    pictured["messages"][0]["images"] = [
+        "data:image/jpeg;base64," + "A" * 400_000
+    ] * 6  # over limits.body_bytes
+    assert anna.put("conversation-3", pictured).status_code == 200
+    kept = anna.http.get(f"{PATH}/conversation-3").json()["messages"][0]["images"]
+    assert kept == pictured["messages"][0]["images"]
+    pictured["messages"][0]["images"] = ["https://elsewhere.test/a.png"]
+    assert anna.put("conversation-3", pictured).status_code == 400
+    assert anna.http.delete(f"{PATH}/conversation-3").status_code == 200
     assert anna.http.delete(f"{PATH}/conversation-1").status_code == 404
     assert anna.http.get(f"{PATH}/conversation-1").status_code == 404
 
