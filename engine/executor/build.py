@@ -35,11 +35,10 @@ from ..device.cuda_order import cuda_machine
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import read_machine
-from ..ipc.messages import ModelInfo, Progress
+from ..ipc.messages import Progress
 from ..model.decoder import Decoder
 from ..model.rotary import Rotary
-from ..model_config.config import ModelConfig, parse_config
-from ..model_config.encoders.pooling import EncoderVectors, PoolingConfig, read_pooling, read_vectors
+from ..model_config.config import parse_config
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.draft_compatibility import check_drafts
 from ..planning.estimator import MemoryBudget, estimate
@@ -55,6 +54,7 @@ from ..sampling import Sampler
 from .drafting import DraftTarget, draft_rows, load_proposers
 from .kv_tiers import open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
+from .model_info import model_info, read_model_vectors
 from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
 from .rank_blocks import RankBlockMemory
@@ -174,7 +174,7 @@ def load_rank(
     rotary = Rotary(model_config, plan.context, device)
     kernels: tuple[str, ...] = (ops.name, "" if ops.packing is None else ops.packing.layout)
     if model_config.is_bidirectional:
-        vectors = _read_vectors(model_config, directory)
+        vectors = read_model_vectors(model_config, directory)
         context, size = plan.context, plan.block_size
         encoder = EncoderRunner(model, rotary, vectors, context=context, block_size=size, device=device)
         if device.type == "cuda":
@@ -223,12 +223,6 @@ def encoder_options(config: EngineConfig) -> EngineConfig:
         chunked_prefill=False,
         speculate="off",
     )
-
-
-def _read_vectors(model: ModelConfig, directory: Path) -> EncoderVectors:
-    if model.encoder is not None and model.encoder.head is not None:
-        return EncoderVectors("cls")
-    return read_vectors(directory, model.hidden_size)
 
 
 def open_kernels(progress: Callable[[Progress], None]) -> None:
@@ -348,58 +342,3 @@ def make_scheduler(
             is_bidirectional=encoded.config.is_bidirectional,
         )
     return Scheduler(settings, pool, proposers=proposers, images=images)
-
-
-def model_info(
-    config: EngineConfig,
-    model: ModelConfig,
-    plan: MemoryPlan,
-    backend: str,
-    load_seconds: float,
-    measured: int | None,
-    worker_pids: list[int],
-) -> ModelInfo:
-    pooling = read_pooling(Path(config.model_path), generates=model.has_head)
-    width, labels = model.hidden_size, 0
-    if model.is_bidirectional:
-        labels = model.encoder.head.labels if model.encoder and model.encoder.head else 0
-        pooling = PoolingConfig("classify" if labels else "embed", is_declared=True)
-        dense = _read_vectors(model, Path(config.model_path)).dense
-        width = dense[-1].outputs if dense else width
-    return ModelInfo(
-        name=config.name,
-        architecture=model.model_type,
-        device=plan.device,
-        dtype=plan.dtype,
-        kv_dtype=plan.kv_dtype,
-        quant=plan.quant,
-        backend=backend,
-        context_window=plan.context,
-        vocab_size=model.vocab_size,
-        block_size=plan.block_size,
-        num_blocks=plan.num_blocks,
-        weights_bytes=plan.weights_bytes * plan.ranks,
-        kv_bytes=plan.kv_bytes * plan.ranks,
-        kv_bytes_per_token=plan.kv_bytes_per_token * plan.ranks,
-        workspace_bytes=(plan.workspace_bytes + plan.buffer_bytes) * plan.ranks,
-        max_running=plan.max_running,
-        max_concurrency=plan.max_concurrency,
-        load_seconds=load_seconds,
-        measured_weights_bytes=measured,
-        tp=plan.tp,
-        pp=plan.pp,
-        state_slots=plan.state_slots,
-        state_bytes=plan.state_bytes * plan.ranks,
-        gpus=tuple(plan.gpus),
-        worker_pids=tuple(worker_pids),
-        notes=plan.notes,
-        hidden_size=width,
-        num_labels=labels,
-        pooling=pooling.pooling,
-        pooling_problem=pooling.problem,
-        generates=model.has_head and not pooling.is_declared,
-        image_problem=plan.image_problem,
-        image_token_id=-1 if model.vision is None else model.vision.image_token_id,
-        vision_bytes=plan.vision_bytes,
-        image_cache_bytes=plan.image_cache_bytes,
-    )

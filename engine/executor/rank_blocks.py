@@ -130,7 +130,7 @@ class RankBlockMemory:
             {kind: sum(sizes.get(kind, 0) for sizes in parts[:rank]) for kind in kinds if sizes_of.get(kind)}
             for rank, sizes_of in enumerate(parts)
         ]
-        """Where a rank's part begins, for each kind that it has."""
+        """Begin of a rank's part, for each kind that it has."""
         self._copies: list[list[tuple[str, BlockKind, int, int]]] = [[] for _ in workers.processes]
         self._sent = 0
         self._done = [0] * len(workers.processes)

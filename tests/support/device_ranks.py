@@ -18,7 +18,8 @@ from llmbox.engine.core.step import StepPlan
 from llmbox.engine.distributed.communicator import TensorParallel
 from llmbox.engine.distributed.socket_link import Frame, Link
 from llmbox.engine.errors import RankLost
-from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget, model_info
+from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget
+from llmbox.engine.executor.model_info import model_info
 from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor
 from llmbox.engine.executor.profile import build
 from llmbox.engine.executor.watchdog import WorkerWatchdog

@@ -19,7 +19,8 @@ from llmbox.engine.distributed.communicator import AsyncWork, CompletedWork, Ten
 from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.errors import RankLost
-from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget, model_info
+from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget
+from llmbox.engine.executor.model_info import model_info
 from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
