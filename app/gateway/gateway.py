@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from itertools import islice
+from typing import Final
 
 import msgspec
 
@@ -29,6 +30,9 @@ from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, sequence_id
 from .open_request import OpenRequest, RevocationWatcher
 from .request_events import LiveRequest, NullObserver, RequestObserver
+
+OPEN_IMAGE_BYTES: Final = 1 << 30
+"""Pixels of the pictures of all open requests."""
 
 
 def check_generates(model: LoadedModel) -> None:
@@ -157,6 +161,8 @@ class Gateway:
                 code="request_id_in_use",
                 param="request_id",
             )
+        if generation.images:
+            self._check_image_room(generation)
         messages = self._messages(generation)
         reservation = _reserve_tokens(generation, messages, find_price(self.prices, generation.model.name))
         submitted = (
@@ -183,6 +189,21 @@ class Gateway:
         self._revocation.watch(opened)
         self._observer.on_open(opened.live())
         return opened
+
+    def _check_image_room(self, generation: Generation) -> None:
+        """Raise ApiError 429 where open requests keep too many pictures already: each keeps its own until it
+        is answered, for an engine that has to be started again.
+        """
+        requests = (generation, *(opened.generation for opened in self._open.values()))
+        kept = sum(len(image.pixels) for each in requests for image in each.images)
+        if kept > OPEN_IMAGE_BYTES:
+            raise ApiError(
+                429,
+                f"The pictures of open requests take {OPEN_IMAGE_BYTES >> 20} MB already. Ask again later.",
+                code="too_many_images",
+                type="rate_limit_error",
+                headers={"Retry-After": "5"},
+            )
 
     def _messages(self, generation: Generation) -> list[AddRequest]:
         messages = []

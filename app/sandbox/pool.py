@@ -39,7 +39,7 @@ WAIT_SECONDS = 30.0
 MOST_REPLIES = 32
 """Checked grammars that are kept."""
 _TICK = 0.1
-_TOO_EXPENSIVE = "it takes more than 1 s of computing"
+_TOO_EXPENSIVE = "it takes too much computing"
 
 
 class WorkerPool:

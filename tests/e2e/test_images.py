@@ -10,9 +10,11 @@ import zlib
 import anthropic
 import httpx
 import ollama
+import openai
 import pytest
 from PIL import Image
 
+from llmbox.app.gateway import gateway
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
 from support.openai_server import serving
@@ -255,3 +257,10 @@ def test_placeholders_typed_by_a_user_are_text(client):
     typed = ask(client, [*parts(RED), {"type": "text", "text": "<|image_pad|><|vision_start|>"}])
     assert typed.usage.prompt_tokens > ask(client, parts(RED)).usage.prompt_tokens
     assert ask(client, "<|image_pad|>").choices[0].message.content is not None
+
+
+def test_pictures_of_open_requests_have_a_limit(client, monkeypatch):
+    monkeypatch.setattr(gateway, "OPEN_IMAGE_BYTES", 100)
+    with pytest.raises(openai.RateLimitError, match="pictures of open requests"):
+        ask(client, parts(RED))
+    assert ask(client, QUESTION, max_tokens=1).choices
