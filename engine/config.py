@@ -14,8 +14,7 @@ KVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 BLOCK_SIZE = 16
 """Tokens per KV block: small, so that the last, partly filled block of a request wastes little."""
 
-LORA_BYTES = 512 << 20
-"""Memory that LoRA adapters may take where none was asked for."""
+LORA_BYTES = 500_000_000
 
 DRAFT_MODEL_ROWS = 512
 """Maximum rows of one forward pass of a draft model: a long prompt takes several."""
@@ -79,8 +78,10 @@ class EngineConfig:
     """Drafts of the layer for multi-token prediction that the checkpoint may have: where there is no
     `draft_path` and they can be verified; `on` refuses to load elsewhere."""
     deterministic: bool = False
-    lora_bytes: int = 0
-    """Memory for LoRA adapters, part of the plan. 0: none is planned, and adapters may take `LORA_BYTES`."""
+    lora_bytes: int = LORA_BYTES
+    """Most memory of LoRA adapters."""
+    plans_adapters: bool = False
+    """Make that memory part of the plan: the model has adapters."""
     overlap: bool | None = None
     """Launch the next step while the device still computes one; None: only on a GPU, where it pays."""
     cuda_graphs: bool = True

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Quantize a model's weights into a new folder.",
     ),
     "alias": (".models.alias:alias", "Names and parameter variants of models."),
+    "lora": (".models.lora:lora", "LoRA adapters of models: add, list, remove, merge."),
     "load": (".models.load:load", "Load a model into the running daemon."),
     "unload": (".models.load:unload", "Unload a model from memory."),
     "pin": (".models.load:pin", "Pin a model in memory: it is never evicted."),
@@ -65,7 +66,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 SECTIONS: Final = {
     "The first day": ("up", "run", "search", "pull", "top", "down"),
     "Models": (
-        *("ls", "show", "fit", "ps", "load", "unload", "pin", "unpin", "alias"),
+        *("ls", "show", "fit", "ps", "load", "unload", "pin", "unpin", "alias", "lora"),
         *("adopt", "import", "quantize", "rm", "df"),
     ),
     "Daemon": ("status", "restart", "serve", "service", "logs", "stats", "dash"),

@@ -101,6 +101,12 @@ class ModelSettings:
         "mtp: the checkpoint's own layer, which guesses anyway where it can; none: neither.",
         live=True,
     )
+    lora_memory: float = key(
+        0.5,
+        "Memory for a model's LoRA adapters in GB; those unused for longest leave it.",
+        live=True,
+        low=0.001,
+    )
     deterministic: bool = key(
         False,
         "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",

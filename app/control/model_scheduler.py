@@ -103,9 +103,12 @@ class ModelScheduler:
             return self._engines.get(None)
         alias = self._alias(name)
         model = self._engines.get(await self._ensure(name))
-        return (
-            model if alias is None else model.with_alias_defaults(alias.sampling, alias.system, alias.context)
-        )
+        if alias is None:
+            return model
+        variant = model.with_alias_defaults(alias.sampling, alias.system, alias.context)
+        if not alias.adapter:
+            return variant
+        return replace(variant, name=name, adapter=str(self._deps.registry.adapters_home / alias.adapter))
 
     def _alias(self, name: str) -> Alias | None:
         if self._engines.knows(name):
@@ -248,6 +251,7 @@ class ModelScheduler:
 
     async def _admit(self, config: EngineConfig, *, on_request: bool) -> EngineConfig:
         async with self._admitting:
+            config = await asyncio.to_thread(self._with_adapters, config)
             device, have = await asyncio.to_thread(self._place, config)
             ours: Counter[int] = Counter()
             for each in self.residents(device, but=config.name):
@@ -279,6 +283,14 @@ class ModelScheduler:
                 memory_is_limit=config.memory_bytes is None or config.memory_is_limit,
                 gpus=room.places if device == "cuda" else None,
             )
+
+    def _with_adapters(self, config: EngineConfig) -> EngineConfig:
+        """Return the config with memory for adapters planned, if the model has some."""
+        names = self._deps.registry.read_or_nothing()
+        bases = {alias.model for alias in names.aliases.values() if alias.adapter}
+        folders = {str(ref.path) for base in bases if (ref := self._deps.find(base)) is not None}
+        here = {config.model_path, config.name}
+        return replace(config, plans_adapters=bool(here & (bases | folders)))
 
     def _place(self, config: EngineConfig) -> tuple[Place, tuple[int, ...]]:
         device = self._deps.device(config.device)

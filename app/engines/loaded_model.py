@@ -38,6 +38,8 @@ class LoadedModel:
     """Loaded because a request named it. Requests may then also set its time to live."""
     context_cap: int | None = None
     """Tokens: the context limit of an alias, where it is below the engine's window."""
+    adapter: str = ""
+    """Folder of the LoRA adapter that the request named; `name` is then the adapter's."""
     users: "set[asyncio.Task[Any]]" = field(default_factory=set)
     """Tasks of requests that found this model and have not ended."""
 

@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -223,6 +224,7 @@ class Gateway:
                         priority=generation.priority,
                         tenant=generation.tenant,
                         cache_namespace=generation.cache_salt,
+                        adapter=generation.model.adapter,
                         fork_of=first,
                         images=generation.images,
                     )
@@ -299,15 +301,17 @@ def system_fingerprint(model: LoadedModel) -> str:
     """Hash that changes with the build or the effective settings, and so when answers to the same seed may
     change.
     """
-    return _fingerprint(model.config, model.supervisor.info)
+    return _fingerprint(model.config, model.supervisor.info, Path(model.adapter).name)
 
 
 @lru_cache(maxsize=64)
-def _fingerprint(config: EngineConfig, info: ModelInfo | None) -> str:
+def _fingerprint(config: EngineConfig, info: ModelInfo | None, adapter: str) -> str:
     facts = {} if info is None else asdict(info)
     for varying in ("load_seconds", "measured_weights_bytes", "gpus", "worker_pids"):
         facts.pop(varying, None)
-    encoded = msgspec.json.encode([__version__, asdict(config), facts], order="sorted")
+    encoded = msgspec.json.encode(
+        [__version__, asdict(config), facts, *filter(None, [adapter])], order="sorted"
+    )
     return "fp_" + hashlib.sha256(encoded).hexdigest()[:12]
 
 

@@ -23,6 +23,7 @@ CLIENT_CLOSED = 499
 
 _ENGINE_STATUS = {
     "does_not_fit": 400,
+    "bad_adapter": 400,
     "request_too_large": 400,
     "invalid_request": 400,
     "grammar_error": 400,

@@ -16,6 +16,7 @@ from litestar.types import ControllerRouterHandler, Receive, Scope, Send
 from litestar.typing import FieldDefinition
 
 from ..services import Services
+from .adapter_routes import adapter_router
 from .anthropic import anthropic_router
 from .auth.guard import Access, default_deny
 from .auth.sign_in_routes import sign_in_routes
@@ -233,4 +234,5 @@ DIALECTS: list[Router] = [
     anthropic_router,
     ollama_router,
     memory_router,
+    adapter_router,
 ]

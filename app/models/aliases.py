@@ -29,6 +29,8 @@ def set_alias(
             Exit.USAGE,
         )
     target = resolve(ref, environ, names, memory)
+    if name in names.aliases and names.aliases[name].adapter:
+        raise CliError(f"{name} is an adapter", "an alias would replace it", "choose another", Exit.CONFLICT)
     holder = (memory or {}).get(name)
     if name == "builtin" or name in names.directories or (holder is not None and holder.path != target.path):
         raise CliError(f"{name} is a model's name", "an alias would hide it", "choose another", Exit.CONFLICT)

@@ -85,6 +85,7 @@ class ModelRequest:
             overlap=None if value("overlap") else False,
             draft_path=str(resolve(draft, os.environ).path) if draft and draft not in _MTP else None,
             mtp=_MTP.get(draft, "auto"),
+            lora_bytes=int(value("lora_memory") * 1e9),
             **options,
         )
 
@@ -115,4 +116,5 @@ def options_of(config: EngineConfig) -> dict[str, Scalar]:
         "memory": None if memory is None else memory / 1e9,
         "overlap": config.overlap is not False,
         "draft": config.draft_path or {"auto": "", "on": "mtp", "off": "none"}[config.mtp],
+        "lora_memory": config.lora_bytes / 1e9,
     }

@@ -6,6 +6,8 @@ replace. Readers check the file's stamp first, so a change takes effect at once 
 
 import json
 import logging
+import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,6 +40,10 @@ class Alias:
 
     model: str
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    adapter: str = ""
+    """LoRA adapter of `model` that the name stands for: a folder in `Registry.adapters_home`, named by a
+    digest of its content. Empty: none.
+    """
 
     @property
     def context(self) -> int | None:
@@ -77,6 +83,11 @@ class Registry:
         self._names = self._nothing
         self._complained = False
 
+    @property
+    def adapters_home(self) -> Path:
+        """Folder with a folder for each adapter."""
+        return self._file.parent / "adapters"
+
     def read(self) -> NameLookup:
         """Read the file. Empty without one. Raises CliError when it is broken."""
         try:
@@ -112,6 +123,9 @@ class Registry:
             fresh = self._file.with_suffix(".new")
             try:
                 kept = {name: value for name, value in asdict(names).items() if name != "gguf_home"}
+                for alias in kept["aliases"].values():
+                    if not alias["adapter"]:
+                        del alias["adapter"]
                 fresh.write_text(json.dumps({"schema": 1, **kept}, indent=1) + "\n")
                 fresh.replace(self._file)
             except OSError as error:
@@ -135,7 +149,10 @@ class Registry:
                 )
             return replace(names, aliases={k: v for k, v in names.aliases.items() if k != name})
 
-        self.change(edit)
+        adapter = self.read().aliases.get(name, Alias("")).adapter
+        left = self.change(edit)
+        if adapter and all(alias.adapter != adapter for alias in left.aliases.values()):
+            shutil.rmtree(self.adapters_home / adapter, ignore_errors=True)
 
     def adopt_cache(self, folder: Path) -> None:
         def edit(names: NameLookup) -> NameLookup:
@@ -199,12 +216,20 @@ def _bad(word: str, why: str) -> CliError:
     return CliError(f"{word[:100]!r} is no parameter of an alias", why, "llmbox alias set --help", Exit.USAGE)
 
 
+def _checked_digest(text: object) -> str:
+    if not isinstance(text, str) or not re.fullmatch(r"([0-9a-f]{32})?", text):
+        raise ValueError(f"{text!r} is no digest of an adapter")
+    return text
+
+
 def _parse(file: Path) -> NameLookup:
     try:
         data: dict[str, Any] = json.loads(file.read_bytes())
         aliases = {
             str(name): Alias(
-                str(value["model"]), {k: check_parameter(k, v) for k, v in value["parameters"].items()}
+                str(value["model"]),
+                {k: check_parameter(k, v) for k, v in value["parameters"].items()},
+                _checked_digest(value.get("adapter", "")),
             )
             for name, value in data["aliases"].items()
         }

@@ -56,8 +56,6 @@ class AdapterSlots:
     def hold(self, request: Request) -> bool:
         """Give a request the slot of its adapter; False, with nothing changed, where all are held."""
         folder = request.adapter
-        if not folder:
-            return True
         resident = self._residents.get(folder)
         if resident is None:
             resident = self._take(folder)

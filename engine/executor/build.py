@@ -23,7 +23,7 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.recurrent import make_state
 from llmbox.kernels.support import KernelSite
 
-from ..config import LORA_BYTES, EngineConfig, SchedulerConfig
+from ..config import EngineConfig, SchedulerConfig
 from ..core.adapter_slots import AdapterSlots
 from ..core.engine import Engine
 from ..core.executor_interface import Executor, SyncExecutor
@@ -127,7 +127,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     encoded = local.images if isinstance(local, CPUModelRunner) else None
     scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, encoded)
     if isinstance(share.runner, CPUModelRunner) and share.runner.takes_adapters:
-        scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes or LORA_BYTES)
+        scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes)
     memory: DeviceBlockMemory | RankBlockMemory | None = None
     if isinstance(local, CPUModelRunner | GPUModelRunner):
         memory = local.block_memory()

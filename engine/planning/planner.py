@@ -305,7 +305,8 @@ class Planner:
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
             drafting = need(replace(self.draft.shape, vocab=vocab), rows=DRAFT_MODEL_ROWS)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
-        return drafting + self.config.lora_bytes + need(self.shape, rows=rows, graphs=self._graphs())
+        adapters = self.config.lora_bytes if self.config.plans_adapters else 0
+        return drafting + adapters + need(self.shape, rows=rows, graphs=self._graphs())
 
     def _graphs(self) -> int:
         """Return the maximum number of CUDA graphs to reserve memory for."""

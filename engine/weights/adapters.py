@@ -171,7 +171,7 @@ class AdapterLayers:
             expected = outputs.total, asked.inputs.total
             if (rows, target.shape[1]) != expected:
                 entry = target.a if target.shape[1] != expected[1] else target.b
-                raise _wrong_base(target.name, entry, target.shape, expected)
+                raise wrong_base(target.name, entry, target.shape, expected)
             yield AdapterShare(linear, _stored_name(linear, name), target, first)
 
     def _parts(self, name: str, first: int, rows: int) -> Iterator[tuple[str, int, int]]:
@@ -200,7 +200,7 @@ class AdapterLayers:
         rows = linear.asked.outputs[_stored_name(linear, name)]
         expected = rows.total, linear.asked.inputs.total
         if entry.shape != expected:
-            raise _wrong_base(name, entry, entry.shape, expected)
+            raise wrong_base(name, entry, entry.shape, expected)
         return linear
 
     def _is_skipped(self, name: str) -> bool:
@@ -218,7 +218,7 @@ class AdapterLayers:
                 f"{where}: adapters of routers, of experts and of absorbed linears are not applied beside a "
                 f"model: {MERGE_FIRST}"
             )
-        return AdapterError(f"{where}: the model has no linear {name}: the adapter is of another base")
+        return unknown_module(name, entry)
 
 
 def _stored_name(linear: AdaptedLinear, name: str) -> str:
@@ -227,7 +227,7 @@ def _stored_name(linear: AdaptedLinear, name: str) -> str:
     return next((each for each in names if plain_name(each) == name), names[0])
 
 
-def _wrong_base(name: str, entry: TensorEntry, shape: Sequence[int], expected: Sequence[int]) -> AdapterError:
+def wrong_base(name: str, entry: TensorEntry, shape: Sequence[int], expected: Sequence[int]) -> AdapterError:
     return AdapterError(
         f"{entry.file}: tensor {shown(entry.name)}: it adapts a {name} of {_by(shape)}, and the model's has "
         f"{_by(expected)}: the adapter is of another base"
@@ -236,3 +236,8 @@ def _wrong_base(name: str, entry: TensorEntry, shape: Sequence[int], expected: S
 
 def _by(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
+
+
+def unknown_module(name: str, entry: TensorEntry) -> AdapterError:
+    where = f"{entry.file}: tensor {shown(entry.name)}"
+    return AdapterError(f"{where}: the model has no linear {name}: the adapter is of another base")

@@ -165,6 +165,10 @@ def test_settings_keys_and_names(box: InstalledBox, models: Path):
     box.run("alias", "set", "poet", "builtin", "temperature=0.5")
     assert "poet" in box.run("alias", "ls").out
     box.run("alias", "rm", "poet")
+    assert box.json("lora", "list")["adapters"] == []
+    box.run("lora", "add", "none", models, "--base", "builtin", code=1)
+    box.run("lora", "rm", "none", code=4)
+    box.run("lora", "merge", "none", "--out", models / "merged", code=4)
     assert {"builtin", "adopted"} <= {row["name"] for row in box.json("ls")["models"]}
     box.run("show", "adopted")
     box.run("df")

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,6 +36,13 @@ def sign_in_link(program: Program) -> str:
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @daemon_options
 @model_options
+@click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="Add the LoRA adapter in DIR under NAME; its base is the first MODEL. May be repeated.",
+)
 @click.option("--wait/--no-wait", default=True, help="Wait until the models are ready (default).")
 @click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
 @click.option("--yes", is_flag=True, help="Fetch models that are not on this disk without asking.")
@@ -47,6 +55,7 @@ def up(
     models: tuple[str, ...],
     alias: str | None,
     *,
+    adapters: tuple[str, ...],
     wait: bool,
     timeout: float,
     yes: bool,
@@ -66,6 +75,7 @@ def up(
     if models:
         require_single(models, alias)
         fetch_missing(program, models, _server_flags(given_flags), yes=yes)
+    _add_adapters(program, adapters, models)
     started = _find_or_start(program, models, alias, given_flags)
     if started.process is not None:
         names = [model.served_name for model in program.find_models(models, alias, given_flags)]
@@ -84,6 +94,21 @@ def up(
 
 def _server_flags(flags: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {name: value for name, value in flags.items() if name.startswith("server.")}
+
+
+def _add_adapters(program: Program, adapters: Sequence[str], models: Sequence[str]) -> None:
+    """Add adapters, or replace those of the same names."""
+    from ...models.adapters import add_adapter
+
+    for text in adapters:
+        name, sign, folder = text.partition("=")
+        if not sign or not folder:
+            raise CliError(
+                f"{text!r} names no adapter", "it is written NAME=DIR", "llmbox up --help", Exit.USAGE
+            )
+        base = models[0] if models else None
+        memory = program.in_memory()
+        add_adapter(program.registry, program.environ, name, Path(folder), base, memory, may_replace=True)
 
 
 def _open(link: str) -> None:

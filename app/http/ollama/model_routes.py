@@ -14,7 +14,7 @@ from litestar.types import ControllerRouterHandler
 from ...control.controller import DaemonController
 from ...control.library import STATUS_OF_EXIT, Card, read_card
 from ...engines.loaded_model import LoadedModel
-from ...errors import ApiError, CliError
+from ...errors import ApiError, CliError, Exit
 from ...gateway.gateway import context_limit
 from ...hub.download import Download
 from ...hub.errors import HubError
@@ -121,6 +121,10 @@ def _set_alias(control: DaemonController, source: str, destination: str) -> None
     """Create the alias. A copy of an alias has its parameters. Raises CliError."""
     registry = control.library.registry
     known = registry.read().aliases.get(source)
+    if known is not None and known.adapter:
+        raise CliError(
+            f"{source} is an adapter", "it has one name", "llmbox lora add gives it another", Exit.CONFLICT
+        )
     parameters = [] if known is None else [f"{key}={value}" for key, value in known.parameters.items()]
     target = source if known is None else known.model
     set_alias(registry, os.environ, destination, target, parameters, control.in_memory())

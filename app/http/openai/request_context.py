@@ -23,7 +23,7 @@ from ..auth.credentials import identity_of
 from ..server.request import StrictRequest, is_local_socket, request_id
 from .unsupported import unknown_fields
 
-_ADAPTER = "Adapters are not supported: merge it into the model's weights and load that model."
+_ADAPTER = "An adapter that was added (llmbox lora add) is named in 'model'."
 _SAMPLER = "This sampling method is not supported. Supported: 'temperature', 'top_k', 'top_p' and 'min_p'."
 _BEAMS = "Beam search is not supported."
 _PROCESSOR = "Custom logits processors are not run. Use 'logit_bias', 'bad_words' or 'allowed_token_ids'."

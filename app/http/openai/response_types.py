@@ -223,6 +223,8 @@ class ModelCard(Struct, kw_only=True):
     """The same, under vLLM's name."""
     state: Literal["loaded", "loading", "on_disk"] = "loaded"
     """A request that names one on disk loads it first."""
+    parent: str | None = None
+    """Base model of a LoRA adapter."""
 
 
 class DeletedModel(Struct, kw_only=True):

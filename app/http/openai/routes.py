@@ -11,6 +11,7 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
 from ...text.tokenizer.tokenizer import read_tokenizer_config
+from ...util.formatting import hide_folders
 from ...util.threads import off_loop
 from ..auth.credentials import identity_of
 from ..auth.guard import Access
@@ -176,6 +177,9 @@ async def listed_models(call: RequestContext) -> list[ModelCard]:
                 max_model_len=offer.context_window,
                 state=offer.state,
             )
+    for name, alias in call.services.aliases().items():
+        if alias.adapter and name in shown:
+            shown[name].parent = hide_folders(call.services.real_name(name))
     return list(shown.values())
 
 

@@ -110,7 +110,7 @@ class KVCacheManager:
         fresh = size - len(shared)
         if not self._has_room(request, shared, fresh, alone=alone):
             return None
-        if self.adapters is not None and not self.adapters.hold(request):
+        if request.adapter and self.adapters is not None and not self.adapters.hold(request):
             return None
         self._count_prefix(request, hits)
         self.pool.touch(shared)
@@ -216,7 +216,7 @@ class KVCacheManager:
             self.states.free(request, suspect=suspect)
         if self.windows is not None:
             self.windows.free(request, suspect=suspect)
-        if self.adapters is not None:
+        if request.adapter and self.adapters is not None:
             self.adapters.release(request, suspect=suspect)
         self.pool.free(request.block_table)
         self._count_premium(request, -len(request.block_table))

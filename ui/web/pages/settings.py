@@ -101,6 +101,7 @@ TITLES = {
     "model.chunked_prefill": "Chunked prefill",
     "model.speculate": "Speculative decoding",
     "model.draft": "Draft model",
+    "model.lora_memory": "Memory for adapters",
     "model.deterministic": "Deterministic kernels only",
     "model.overlap": "Overlapped scheduling on a GPU",
     "model.cuda_graphs": "CUDA graphs",

@@ -1,0 +1,122 @@
+"""`llmbox lora`: adapters over a model that is loaded once."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from ...errors import CliError, Exit
+from ...lifecycle.program import Command, Program, pass_program
+from ...models.adapters import (
+    MERGE_JOB,
+    add_adapter,
+    find_adapter,
+    list_adapters,
+    remove_adapter,
+    resolve_base,
+)
+from ...util import formatting
+from .. import output
+from ..root import CommandGroup
+from .convert import run_job
+
+
+@click.group(cls=CommandGroup)
+def lora() -> None:
+    """LoRA adapters of models."""
+
+
+@lora.command("add", cls=Command)
+@click.argument("name")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--base", metavar="MODEL", help="Model that it was trained on; default is the one it names.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def add(program: Program, *, name: str, folder: Path, base: str | None, as_json: bool) -> None:
+    """Add the adapter in DIR, as PEFT saves it, under NAME.
+
+    Its files are checked against the base and copied. Requests with "model": NAME then use it; the base is
+    loaded on demand, once for all its adapters.
+    """
+    found = add_adapter(program.registry, program.environ, name, folder, base, program.in_memory())
+    if as_json:
+        output.write_json("lora", asdict(found))
+        return
+    size = formatting.size(found.nbytes)
+    output.say(
+        f"{name} is {found.base} with an adapter of rank {found.rank}, {found.modules} modules, {size}."
+    )
+    output.say(f'Ask it: "model": "{name}", or llmbox run {name}')
+
+
+@lora.command("list", cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def list_(program: Program, *, as_json: bool, quiet: bool) -> None:
+    """List the adapters."""
+    found = list_adapters(program.registry)
+    if as_json:
+        output.write_json("adapters", {"adapters": [asdict(each) for each in found]})
+    elif quiet:
+        for each in found:
+            output.write(each.name)
+    elif found:
+        rows = [
+            (each.name, each.base, each.problem or str(each.rank), formatting.size(each.nbytes))
+            for each in found
+        ]
+        output.table(("NAME", "BASE", "RANK", "SIZE"), rows)
+    else:
+        output.say("No adapters. Add one: llmbox lora add NAME DIR --base MODEL")
+
+
+@lora.command("rm", cls=Command)
+@click.argument("name")
+@pass_program
+def rm(program: Program, *, name: str) -> None:
+    """Remove an adapter and its copied files. Its base and the folder it was added from stay."""
+    remove_adapter(program.registry, name)
+    output.say(f"{name} is no longer an adapter.")
+
+
+@lora.command("merge", cls=Command)
+@click.argument("adapter", metavar="NAME")
+@click.option("--base", metavar="MODEL", help="Model to merge into, of an adapter that was not added.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder to make.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def merge(program: Program, *, adapter: str, base: str | None, out: Path, as_json: bool) -> None:
+    """Merge an adapter into its base: a model folder that transformers and vLLM load too.
+
+    NAME is an adapter, or a folder of one that was not added, such as DoRA, which cannot be applied beside a
+    model. The base is a checkpoint in 16 or 32 bits.
+    """
+    folder, known = find_adapter(program.registry, adapter)
+    from llmbox.engine.checkpoint.adapter import read_adapter
+    from llmbox.engine.errors import ModelError
+
+    try:
+        parsed = read_adapter(folder)
+    except ModelError as error:
+        raise CliError("not merged", str(error), "docs/adapters.md has what is read", Exit.FAILED) from None
+    ref = resolve_base(parsed, base or known, program.environ, program.names, program.in_memory())
+    target = out.absolute()
+    arguments = [str(ref.path), str(folder), "--out", str(target)]
+    report = run_job(
+        program,
+        MERGE_JOB,
+        arguments,
+        failed="not merged",
+        words=lambda _what, done, total: f"merged {done / max(1, total):.0%} of {formatting.size(total)}",
+    )
+    if as_json:
+        output.write_json("merge", {"base": ref.name, "out": str(target), **report})
+        return
+    output.write(f"{target}")
+    output.write(f"Serve it: llmbox up {target}")

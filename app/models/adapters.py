@@ -1,0 +1,225 @@
+"""LoRA adapters of the box: each a name that stands for a model with an adapter, whose files are kept here.
+
+The files are copied to a folder that is named by a digest of their content, so they never change while a
+request or a cached block depends on them.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from llmbox.engine.checkpoint.adapter import CONFIG, WEIGHTS, Adapter, read_adapter
+from llmbox.engine.checkpoint.files import open_regular
+from llmbox.engine.errors import ModelError
+
+from ..errors import CliError, Exit
+from .catalog import BUILTIN, ModelRef, check_name, resolve
+from .registry import Alias, NameLookup, Registry
+
+MERGE_JOB: Final = "llmbox.engine.quantize.merge_adapter"
+CHECK_SECONDS: Final = 120.0
+_CHUNK: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AddedAdapter:
+    """Adapter as lists show it. `rank`: its largest; `nbytes` in 16 bits."""
+
+    name: str
+    base: str
+    rank: int
+    nbytes: int
+    modules: int
+    problem: str = ""
+    """Reason why its files cannot be read; empty where they can."""
+
+
+def list_adapters(registry: Registry) -> list[AddedAdapter]:
+    """List the adapters by name, with what their files say."""
+    names = registry.read()
+    found = []
+    for name, alias in sorted(names.aliases.items()):
+        if not alias.adapter:
+            continue
+        try:
+            adapter = read_adapter(registry.adapters_home / alias.adapter)
+        except ModelError as error:
+            found.append(AddedAdapter(name, alias.model, 0, 0, 0, str(error)))
+        else:
+            found.append(_added(name, alias.model, adapter))
+    return found
+
+
+def add_adapter(
+    registry: Registry,
+    environ: Mapping[str, str],
+    name: str,
+    folder: Path,
+    base: str | None,
+    memory: Mapping[str, ModelRef] | None = None,
+    *,
+    may_replace: bool = False,
+) -> AddedAdapter:
+    """Check an adapter against its base, copy it, and give it a name. Takes seconds.
+
+    `base` None: the model that the adapter names. Raises CliError, with the words of loading a folder that
+    cannot be applied.
+    """
+    names = registry.read()
+    check_name(name)
+    _require_free(name, names, memory or {}, may_replace=may_replace)
+    source = folder.expanduser().absolute()
+    adapter = _parsed(source)
+    ref = resolve_base(adapter, base, environ, names, memory)
+    _check(ref, source)
+    digest = _keep(source, registry.adapters_home)
+    old = names.aliases.get(name)
+    known = ref.name if ref.name in names.directories or ref.source != "directory" else ref.ref
+    registry.set_alias(name, Alias(known, adapter=digest))
+    if old is not None and old.adapter not in {"", digest}:
+        _forget_files(registry, old.adapter)
+    return _added(name, known, adapter)
+
+
+def remove_adapter(registry: Registry, name: str) -> None:
+    """Forget an adapter and delete its copied files. Raises CliError (exit 4)."""
+    alias = registry.read().aliases.get(name)
+    if alias is None or not alias.adapter:
+        raise CliError(f"no adapter {name}", "it is not in the list", "llmbox lora list", Exit.NOT_FOUND)
+    registry.remove_alias(name)
+
+
+def find_adapter(registry: Registry, text: str) -> tuple[Path, str | None]:
+    """Return the folder and the base of a name, or a folder that was not added. Raises CliError."""
+    alias = registry.read().aliases.get(text)
+    if alias is not None and alias.adapter:
+        return registry.adapters_home / alias.adapter, alias.model
+    folder = Path(text).expanduser().absolute()
+    if folder.is_dir():
+        return folder, None
+    raise CliError(
+        f"no adapter {text}", "it is neither in the list nor a folder", "llmbox lora list", Exit.NOT_FOUND
+    )
+
+
+def resolve_base(
+    adapter: Adapter,
+    base: str | None,
+    environ: Mapping[str, str],
+    names: NameLookup,
+    memory: Mapping[str, ModelRef] | None = None,
+) -> ModelRef:
+    """Return the base model: the one that is named, or else that of the adapter's config. Raises CliError."""
+    text = base or adapter.base
+    if not text:
+        raise CliError(
+            "the base is not known", f"{CONFIG} does not name it", "name it: --base MODEL", Exit.USAGE
+        )
+    if text in names.aliases and names.aliases[text].adapter:
+        raise CliError(f"{text} is an adapter itself", "a base is a model", "--base MODEL", Exit.USAGE)
+    try:
+        return resolve(text, environ, names, memory)
+    except CliError as error:
+        if base is None:
+            error.fix = "name the base, which is on this disk: --base MODEL; see llmbox ls"
+        raise
+
+
+def _require_free(name: str, names: NameLookup, memory: Mapping[str, ModelRef], *, may_replace: bool) -> None:
+    alias = names.aliases.get(name)
+    if alias is not None and alias.adapter and may_replace:
+        return
+    taken = (
+        "an adapter"
+        if alias is not None and alias.adapter
+        else "an alias"
+        if alias is not None
+        else "a model"
+    )
+    if alias is not None or name == BUILTIN or name in names.directories or name in memory:
+        fix = f"llmbox lora rm {name}, then again" if taken == "an adapter" else "choose another name"
+        raise CliError(f"the name {name} is taken", f"it is {taken}'s", fix, Exit.CONFLICT)
+
+
+def _parsed(folder: Path) -> Adapter:
+    try:
+        return read_adapter(folder)
+    except ModelError as error:
+        raise _refused(str(error)) from None
+
+
+def _refused(why: str) -> CliError:
+    return CliError("this adapter cannot be used", why, "docs/adapters.md has what is read", Exit.FAILED)
+
+
+def _check(ref: ModelRef, folder: Path) -> None:
+    """Check an adapter against its base in a process of its own, as this one imports no torch."""
+    command = [sys.executable, "-P", "-m", MERGE_JOB, str(ref.path), str(folder)]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own program
+            command,
+            capture_output=True,
+            text=True,
+            timeout=CHECK_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _refused(f"it could not be checked: {error}") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    if "error" in last:
+        raise _refused(last["error"]["message"])
+    if "report" not in last:
+        told = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise _refused(f"it could not be checked: {told[0]}")
+
+
+def _keep(source: Path, home: Path) -> str:
+    """Copy an adapter's two files into the folder of their digest; return its name. Raises CliError."""
+    part = home / f".part-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part.mkdir(mode=0o700)
+        digest = hashlib.sha256()
+        for name in (CONFIG, WEIGHTS):
+            _copy(source / name, part / name, digest)
+        read_adapter(part)  # what was copied, not what was checked before
+        text = digest.hexdigest()[:32]
+        if not (home / text).is_dir():
+            part.rename(home / text)
+    except (OSError, ModelError) as error:
+        raise _refused(f"its files cannot be kept: {error}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return text
+
+
+def _copy(source: Path, target: Path, digest: "hashlib._Hash") -> None:
+    with open_regular(source) as read, target.open("xb") as written:
+        while data := read.read(_CHUNK):
+            digest.update(data)
+            written.write(data)
+        digest.update(b"\0")
+        written.flush()
+        os.fsync(written.fileno())
+
+
+def _forget_files(registry: Registry, digest: str) -> None:
+    if re.fullmatch(r"[0-9a-f]{32}", digest) and all(
+        alias.adapter != digest for alias in registry.read().aliases.values()
+    ):
+        shutil.rmtree(registry.adapters_home / digest, ignore_errors=True)
+
+
+def _added(name: str, base: str, adapter: Adapter) -> AddedAdapter:
+    modules = len(adapter.targets) + len(adapter.saved)
+    return AddedAdapter(name, base, adapter.rank, adapter.nbytes, modules)

@@ -1,0 +1,205 @@
+"""Check a LoRA adapter against its base, or merge both into a model folder that loads by itself.
+
+`python -P -m llmbox.engine.quantize.merge_adapter BASE ADAPTER [--out DIR]` reports as
+`ipc/subprocess_job.py` describes: {"progress": [done, total]}…, then an `AdapterReport`.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..light_torch import import_torch_or_restart
+
+if __name__ == "__main__":
+    import_torch_or_restart()
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import PackedLinear
+from llmbox.kernels.reference import REFERENCE
+
+from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name, read_adapter
+from ..checkpoint.files import read_json
+from ..checkpoint.index import list_tensors
+from ..checkpoint.safetensors import TensorEntry
+from ..checkpoint.tensor_io import DTYPES
+from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
+from ..distributed.communicator import SINGLE, TensorParallel
+from ..errors import ModelError
+from ..ipc.subprocess_job import ReportProgress, run_job
+from ..model.decoder import Decoder
+from ..model.registry import build_model
+from ..model_config.config import parse_config
+from ..weights.adapter_weights import AdapterReader
+from ..weights.adapters import EMBEDDING, HEAD, unknown_module, wrong_base
+from ..weights.source import WeightRequest
+from .quantize import DISK_RESERVE, copy_side_files
+
+WIDE = torch.float32
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """Facts of an adapter that fits its base."""
+
+    rank: int
+    targets: int
+    nbytes: int
+
+
+def check_adapter(base: Path, folder: Path) -> AdapterReport:
+    """Check that an adapter can be applied beside its base, as loading would. Raises EngineError."""
+    adapter = read_adapter(folder)
+    config = parse_config(base)
+    if config.is_bidirectional:
+        raise AdapterError(f"{base} makes vectors from both directions: adapters of it are not applied")
+    model = build_model(config, ShapeSource())
+    assert isinstance(model, Decoder)
+    assert model.adapters is not None
+    model.adapters.match(adapter)
+    return _report(adapter)
+
+
+def merge(base: Path, folder: Path, out: Path, progress: Progress) -> AdapterReport:
+    """Write the base with the adapter added to its weights to `out`, which must not exist and appears
+    atomically. Raises EngineError and OSError.
+    """
+    adapter = read_adapter(folder)
+    config = parse_config(base)
+    if config.stored is not None or not any(base.glob("*.safetensors")):
+        raise ModelError(
+            f"{base} holds quantized weights: merge into the checkpoint it was made of, then quantize that"
+        )
+    entries = list_tensors(base)
+    total = sum(entry.nbytes for entry in entries.values())
+    require_free_space(out, total + adapter.nbytes + DISK_RESERVE)
+    merger = _Merger(adapter, entries, tied=config.tie_word_embeddings)
+    with atomic_directory(out) as part:
+        shards, done = ShardWriter(part), 0
+        for name, entry in entries.items():
+            shards.add(merger.merged(name, entry))
+            done += entry.nbytes
+            progress(done, total)
+        merger.finish()
+        shards.finish()
+        copy_side_files(base, part)
+        raw = read_json(base / "config.json")
+        if merger.is_untied:
+            raw["tie_word_embeddings"] = False
+            if isinstance(text := raw.get("text_config"), dict):
+                text["tie_word_embeddings"] = False
+        (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    return _report(adapter)
+
+
+def _report(adapter: Adapter) -> AdapterReport:
+    return AdapterReport(adapter.rank, len(adapter.targets) + len(adapter.saved), adapter.nbytes)
+
+
+class ShapeSource:
+    """`WeightSource` without weights: a model over it has all its linears and computes nothing."""
+
+    ops = REFERENCE
+    dtype = WIDE
+    device = torch.device("meta")
+    rank: TensorParallel = SINGLE
+
+    def vector(self, name: str, size: int) -> Tensor:  # noqa: ARG002
+        return torch.empty(size, device=self.device)
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
+        return torch.empty(shape, device=self.device)
+
+    def packed(self, asked: WeightRequest) -> PackedLinear:
+        return asked
+
+    def split(self, *_: object, **__: object) -> None: ...
+    def split_experts(self, *_: object, **__: object) -> None: ...
+    def skip(self, *_: object) -> None: ...
+    def finish(self) -> None: ...
+
+
+class _Merger:
+    """Adds an adapter to the tensors of a checkpoint, one at a time."""
+
+    def __init__(self, adapter: Adapter, entries: Mapping[str, TensorEntry], *, tied: bool) -> None:
+        self._adapter = adapter
+        self._left = set(adapter.targets) | set(adapter.saved)
+        changed = {HEAD, EMBEDDING} & self._left
+        self.is_untied = tied and bool(changed)
+        """True if the head gets weights of its own: only one of both is changed."""
+        self._has_head = any(plain_name(_module(name)) == HEAD for name in entries)
+
+    def merged(self, name: str, entry: TensorEntry) -> dict[str, Tensor]:
+        """Return what is written for a tensor of the base."""
+        stored = AdapterReader(DTYPES[entry.dtype]).read(entry)
+        module = plain_name(_module(name))
+        if not name.endswith(".weight"):
+            return {name: stored}
+        tensors = {name: self._changed(module, entry, stored)}
+        if module == EMBEDDING and self.is_untied and not self._has_head:
+            head = f"{HEAD}.weight"
+            tensors[head] = self._changed(HEAD, entry, stored).clone()
+        return tensors
+
+    def _changed(self, module: str, entry: TensorEntry, weight_OI: Tensor) -> Tensor:
+        if (saved := self._adapter.saved.get(module)) is not None:
+            self._left.discard(module)
+            if saved.shape != entry.shape:
+                raise wrong_base(module, saved, saved.shape, entry.shape)
+            weight_OI = AdapterReader(weight_OI.dtype).read(saved)
+        if (target := self._adapter.targets.get(module)) is not None:
+            self._left.discard(module)
+            if target.shape != entry.shape:
+                wrong = target.a if target.shape[1:] != entry.shape[1:] else target.b
+                raise wrong_base(module, wrong, target.shape, entry.shape)
+            return _added(weight_OI, target)
+        return weight_OI
+
+    def finish(self) -> None:
+        """Raise AdapterError for a tensor that has no place in the base."""
+        for name in sorted(self._left):
+            target = self._adapter.targets.get(name)
+            raise unknown_module(name, self._adapter.saved[name] if target is None else target.b)
+
+
+def _added(weight_OI: Tensor, target: AdapterTarget) -> Tensor:
+    reader = AdapterReader(WIDE)
+    sum_OI = weight_OI.to(WIDE) + target.scale * (reader.read(target.b) @ reader.read(target.a))
+    if target.magnitude is not None:
+        lengths_O = torch.linalg.vector_norm(sum_OI, dim=1)
+        sum_OI *= (reader.read(target.magnitude).flatten() / lengths_O).unsqueeze(1)
+    if not math.isfinite(float(sum_OI.abs().max())):
+        raise AdapterError(f"{target.b.file}: {target.name} would hold numbers that are not finite")
+    return sum_OI.to(weight_OI.dtype)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="llmbox lora")
+    parser.add_argument("base", type=Path)
+    parser.add_argument("adapter", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    def work(report: ReportProgress) -> Any:
+        if options.out is None:
+            return check_adapter(options.base, options.adapter)
+        told = lambda done, total: report({"progress": [done, total]})  # noqa: E731 - as other jobs
+        return merge(options.base, options.adapter, options.out, told)
+
+    return run_job(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""`llmbox lora` on a tiny model: added after a check, listed, merged, removed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.errors import Exit
+from support.adapters import plain_tensors, write_adapter
+from support.cli_call import Call, call, home
+from support.tiny_models import make_tiny_model
+
+__all__ = ["call", "home"]
+
+
+@pytest.mark.process
+def test_an_adapter_from_its_folder_to_a_merged_model(call: Call, tmp_path: Path) -> None:
+    base = make_tiny_model(tmp_path / "base", arch="qwen3")
+    folder = write_adapter(tmp_path / "a", plain_tensors())
+    added = call("lora", "add", "pirate", folder, "--base", base)
+    assert added.code == 0, added.err
+    assert "adapter of rank 4, 1 modules" in added.err + added.out
+    assert call("lora", "add", "pirate", folder, "--base", base).code == Exit.CONFLICT
+    assert call("alias", "set", "pirate", "builtin").code == Exit.CONFLICT
+    (row,) = json.loads(call("lora", "list", "--json").out)["adapters"]
+    assert (row["name"], row["base"], row["rank"]) == ("pirate", str(base), 4)
+    # The copy is used: the folder it came from may go.
+    (folder / "adapter_model.safetensors").unlink()
+    merged = call("lora", "merge", "pirate", "--out", tmp_path / "merged", "--json")
+    assert json.loads(merged.out)["targets"] == 1, merged.err
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+    assert call("lora", "rm", "pirate").code == 0
+    assert call("lora", "rm", "pirate").code == Exit.NOT_FOUND
+    assert call("lora", "list", "-q").out == ""
+    assert list((tmp_path / "data").rglob("adapter_model.safetensors")) == []
+
+
+def test_a_folder_that_is_no_adapter_is_told_at_once(call: Call, tmp_path: Path) -> None:
+    missing = call("lora", "add", "x", tmp_path / "nowhere", "--base", "builtin")
+    assert missing.code == Exit.FAILED
+    assert "is no folder" in missing.err
+    folder = write_adapter(tmp_path / "a", plain_tensors(), r=10**6)
+    assert "allowed are 1 to 256" in call("lora", "add", "x", folder, "--base", "builtin").err
+    unnamed = call("lora", "add", "x", write_adapter(tmp_path / "b", plain_tensors()))
+    assert unnamed.code == Exit.USAGE
+    assert "--base MODEL" in unnamed.err
+    assert "NAME=DIR" in call("up", "--lora", "x").err
