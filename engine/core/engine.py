@@ -156,7 +156,8 @@ class Engine:
             check_images(message.images, message.prompt_ids, self.info)
         namespace = message.cache_namespace
         if message.adapter:
-            namespace = f"{namespace}\0{self._admit_adapter(message.adapter)}"
+            # In front: callers choose the rest, and none of theirs begins so.
+            namespace = f"{self._admit_adapter(message.adapter)}\0{namespace}"
         request = Request(
             request_id=message.request_id,
             prompt_ids=message.prompt_ids,
@@ -186,7 +187,8 @@ class Engine:
                 "base with --device cpu, or merge the adapter into a model with `llmbox lora merge`"
             )
         if not slots.knows(folder):
-            slots.admit(folder, read_adapter(Path(folder)).nbytes)
+            size = 2 if self.info.dtype == "float32" else 1  # of a number of 16 bits
+            slots.admit(folder, size * read_adapter(Path(folder)).nbytes)
         return Path(folder).name
 
     def abort(self, request_id: str) -> RequestOutput | None:

@@ -181,6 +181,11 @@ def test_a_cached_prefix_is_of_one_adapter(qwen: Path, three: list[Path]) -> Non
     assert cached(adapted(three[0], ask("a", prompt, 1))) == 0
     assert cached(adapted(three[1], ask("b", prompt, 1))) == 0
     assert cached(adapted(three[0], ask("again", prompt, 1))) == 64
+    # Nor of a caller that names one in its salt.
+    salted = replace(adapted(three[0], ask("salted", prompt, 1)), cache_namespace="key/salt")
+    assert cached(salted) == 0
+    for salt in (f"salt\0{three[0].name}", f"{three[0].name}\0key/salt"):
+        assert cached(replace(ask(salt, prompt, 1), cache_namespace=f"key/{salt}")) == 0
 
 
 @pytest.mark.parametrize("options", [{"tp": 2}, nightly({"pp": 2}), nightly({"tp": 2, "pp": 2})])
@@ -294,3 +299,11 @@ def test_too_large_for_its_memory(qwen: Path, three: list[Path]) -> None:
     (refused,) = run(engine, [adapted(three[0], ask("r", PROMPT, 4))])["r"]
     assert refused.error_code == "does_not_fit"
     assert "--lora-memory" in (refused.error_message or "")
+
+
+def test_the_limit_counts_what_the_dtype_of_the_model_takes(qwen: Path, three: list[Path]) -> None:
+    most = int(1.5 * read_adapter(three[0]).nbytes)
+    asked = adapted(three[0], ask("r", PROMPT, 4))
+    assert run(fp32(qwen, lora_bytes=most), [asked])["r"][-1].error_code == "does_not_fit"
+    found = run(load(qwen, dtype="bfloat16", lora_bytes=most), [asked])["r"]
+    assert found[-1].finish_reason == "length"
