@@ -16,7 +16,7 @@ from ..config.entries import Scalar
 from ..config.loader import LoadedSettings, check_value, unknown_key
 from ..config.schema import schema
 from ..engines.loaded_model import LoadedModel
-from ..errors import ApiError, CliError
+from ..errors import ApiError, CliError, Exit
 from ..lifecycle.instance import RunningDaemon
 from ..logging import setup as logs
 from ..models.catalog import ModelRef, in_memory, on_disk, resolve
@@ -151,6 +151,15 @@ class DaemonController:
         """
         config = request.config(self.services.settings.model)
         name = request.served_name
+        names = self.library.registry.read_or_nothing().aliases
+        for wanted in {name, request.alias or name} & names.keys():
+            if names[wanted].adapter:
+                raise CliError(
+                    f"{wanted} is an adapter",
+                    "the model would hide it",
+                    "choose another --alias",
+                    Exit.CONFLICT,
+                )
         self.failure_codes.pop(name, None)
         if not self.services.engines.knows(name):
             self.services.events.publish("model.loading", {"model": name, "reason": "asked for"})

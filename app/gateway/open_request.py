@@ -14,6 +14,7 @@ from llmbox.engine.ipc.messages import RequestOutput
 
 from ..errors import ApiError
 from ..security.rate_limit import TokenReservation
+from ..util.formatting import hide_folders
 from .choice_stream import AnswerBuffer, ChoiceStream
 from .generation import Delta, Generation, TimeLimits, TokenUsage
 from .request_events import LiveRequest
@@ -252,7 +253,10 @@ class OpenRequest:
         code = output.error_code or "engine_error"
         status = _ENGINE_STATUS.get(code, 503 if code in _UNAVAILABLE else 500)
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        error = ApiError(status, output.error_message or "The engine failed.", code=code, type=kind)
+        message = output.error_message or "The engine failed."
+        if code == "bad_adapter":  # it names files of the box
+            message = hide_folders(message)
+        error = ApiError(status, message, code=code, type=kind)
         seconds = self.generation.model.supervisor.seconds_to_try
         if code == "engine_failed" and seconds is not None:
             error.headers = {"Retry-After": str(seconds)}

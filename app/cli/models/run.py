@@ -188,7 +188,14 @@ class _Thoughts:
 
 
 def ensure_loaded(program: Program, model: str) -> dict[str, Any]:
-    """Load a model that is on this disk; start the daemon if it does not run. Returns the served model."""
+    """Load a model that is on this disk; start the daemon if it does not run. Returns the served model, of an
+    alias or adapter under that name: requests must name it.
+    """
+    served = _loaded(program, model)
+    return {**served, "name": model} if model in program.names.aliases else served
+
+
+def _loaded(program: Program, model: str) -> dict[str, Any]:
     running = find_running(program.paths)
     if running is None:
         (wanted,) = program.find_models([model], None, {})  # a wrong name needs no daemon

@@ -1,5 +1,6 @@
 """Adapters over one model by official clients: each gives its own tokens, in one batch and every dialect."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from llmbox.app.errors import CliError
 from llmbox.app.models.adapters import list_adapters
+from llmbox.app.models.load_request import ModelRequest
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.engine.ipc.spawn import Launch
@@ -17,6 +20,7 @@ from support.real_engines import hf_model, hf_tokens
 from support.tiny_models import make_tiny_model
 
 PROMPT = "the quick brown fox jumps"
+LOST = plain_tensors()
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +136,21 @@ def test_one_is_removed(server, tmp_path, adapters):
     # The other name of the same files still has them.
     assert post(server, "/v1/completions", model="poet", prompt="x", max_tokens=1).status_code == 200
     assert len(list(registry.adapters_home.iterdir())) == 2
+
+
+def test_a_model_cannot_take_the_name_of_an_adapter(server):
+    """It would answer in its place."""
+    control = server.control
+    with pytest.raises(CliError, match="pirate is an adapter"):
+        control.begin_load(ModelRequest(control.resolve("tiny"), alias="pirate"))
+
+
+def test_an_adapter_whose_files_are_gone_is_told_without_paths(server, adapters):
+    body = {"lora_name": "lost", "lora_path": str(write_adapter(adapters["poet"].parent / "lost", LOST))}
+    assert post(server, "/v1/load_lora_adapter", **body).status_code == 200
+    registry = server.control.library.registry
+    shutil.rmtree(registry.adapters_home / registry.read().aliases["lost"].adapter)
+    answer = post(server, "/v1/completions", model="lost", prompt="x")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_adapter")
+    assert str(registry.adapters_home) not in answer.text
+    assert post(server, "/v1/unload_lora_adapter", lora_name="lost").status_code == 200

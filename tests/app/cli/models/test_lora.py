@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.cli.models import run
 from llmbox.app.errors import Exit
+from llmbox.app.lifecycle.program import Program
+from llmbox.app.models.registry import Alias
 from support.adapters import plain_tensors, write_adapter
-from support.cli_call import Call, call, home
+from support.cli_call import Call, FakeClient, call, home
 from support.tiny_models import make_tiny_model
 
 __all__ = ["call", "home"]
@@ -45,3 +48,15 @@ def test_a_folder_that_is_no_adapter_is_told_at_once(call: Call, tmp_path: Path)
     assert unnamed.code == Exit.USAGE
     assert "--base MODEL" in unnamed.err
     assert "NAME=DIR" in call("up", "--lora", "x").err
+
+
+def test_chats_and_batches_ask_for_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the base, which is what is loaded."""
+    program = Program(data_dir=tmp_path / "data")
+    program.registry.set_alias("pirate", Alias("builtin", adapter="0" * 32))
+    program.__dict__["client"] = FakeClient({"/admin/api/models": {"models": []}})
+    monkeypatch.setattr(run, "find_running", lambda _: object())
+    monkeypatch.setattr(run, "load_missing", lambda *_: ["builtin"])
+    monkeypatch.setattr(run, "wait_for_models", lambda *_, **__: [{"name": "builtin", "chat": True}])
+    assert run.ensure_loaded(program, "pirate")["name"] == "pirate"
+    assert run.ensure_loaded(program, "builtin")["name"] == "builtin"
