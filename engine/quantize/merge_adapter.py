@@ -28,7 +28,7 @@ from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_nam
 from ..checkpoint.files import read_json
 from ..checkpoint.index import list_tensors
 from ..checkpoint.safetensors import TensorEntry
-from ..checkpoint.tensor_io import DTYPES
+from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
@@ -64,6 +64,12 @@ def check_adapter(base: Path, folder: Path) -> AdapterReport:
     assert isinstance(model, Decoder)
     assert model.adapters is not None
     model.adapters.match(adapter)
+    reader = AdapterReader(WIDE)  # each number is finite: of several ranks some read only their layers
+    for target in adapter.targets.values():
+        reader.read(target.a)
+        reader.read(target.b)
+    for entry in adapter.saved.values():
+        reader.read(entry)
     return _report(adapter)
 
 
@@ -139,9 +145,10 @@ class _Merger:
 
     def merged(self, name: str, entry: TensorEntry) -> dict[str, Tensor]:
         """Return what is written for a tensor of the base."""
-        stored = AdapterReader(DTYPES[entry.dtype]).read(entry)
+        dtype = (ROUNDED_DTYPES | DTYPES)[entry.dtype]
+        stored = AdapterReader(dtype).read(entry)
         module = plain_name(_module(name))
-        if not name.endswith(".weight"):
+        if not name.endswith(".weight") or entry.dtype not in DTYPES:
             return {name: stored}
         tensors = {name: self._changed(module, entry, stored)}
         if module == EMBEDDING and self.is_untied and not self._has_head:

@@ -16,7 +16,7 @@ from llmbox.kernels.ops import PackedLinear
 from ..checkpoint.adapter import AdapterTarget
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry
-from ..checkpoint.tensor_io import DTYPES, bytes_of, read_fully, refuse_non_finite
+from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES, bytes_of, read_fully, refuse_non_finite
 from ..partition import ShardSlice
 from .source import WeightRequest
 
@@ -100,7 +100,7 @@ class AdapterReader:
         self._dtype = dtype
 
     def read(self, entry: TensorEntry) -> Tensor:
-        stored = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        stored = torch.empty(entry.shape, dtype=(ROUNDED_DTYPES | DTYPES)[entry.dtype])
         with open_regular(entry.file, 0) as stream:
             stream.seek(entry.offset)
             read_fully(stream.readinto, bytes_of(stored), entry)

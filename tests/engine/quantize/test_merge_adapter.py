@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.adapter import AdapterError
 from llmbox.engine.errors import ModelError
@@ -80,3 +81,20 @@ def test_what_is_applied_only_after_a_merge(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"is a DoRA adapter.*llmbox lora merge"):
         check_adapter(base, dora)
     assert check_adapter(base, write_adapter(tmp_path / "plain", tensors)).rank == 4
+
+
+def test_numbers_that_are_not_finite_are_found_by_the_check(tmp_path: Path) -> None:
+    """Not by a request: of several ranks only those with its layer would notice."""
+    base = make_tiny_model(tmp_path / "base", arch="qwen3", tokenizer=False)
+    tensors = {name: torch.full_like(each, torch.inf) for name, each in plain_tensors().items()}
+    with pytest.raises(ModelError, match=r"lora_\w.weight.* holds NaN or infinity"):
+        check_adapter(base, write_adapter(tmp_path / "a", tensors))
+
+
+def test_integers_of_a_base_are_copied(tmp_path: Path) -> None:
+    base = make_tiny_model(tmp_path / "base", arch="qwen3", tokenizer=False)
+    extra = {"model.positions": torch.arange(4), "model.ids.weight": torch.arange(3)}
+    save_file({**load_file(base / "model.safetensors"), **extra}, base / "model.safetensors")
+    out = merged(base, write_adapter(tmp_path / "a", plain_tensors()), tmp_path / "out")
+    found = load_file(out / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in extra.items())
