@@ -70,7 +70,7 @@ async def load_lora_adapter(request: HttpRequest, data: Annotated[LoadAdapterReq
     operation_id="unloadLoraAdapter",
 )
 async def unload_lora_adapter(request: HttpRequest, data: Annotated[UnloadAdapterRequest, Body()]) -> str:
-    """Remove a LoRA adapter (vLLM's), as `llmbox lora rm` does. Requests that use it finish."""
+    """Remove a LoRA adapter (vLLM's), as `llmbox lora rm` does. Requests that run with it finish."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.lora_name)
     try:

@@ -4,6 +4,8 @@ The files are copied to a folder that is named by a digest of their content, so 
 request or a cached block depends on them.
 """
 
+import contextlib
+import filecmp
 import hashlib
 import json
 import os
@@ -11,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,9 @@ from .registry import Alias, NameLookup, Registry
 MERGE_JOB: Final = "llmbox.engine.quantize.merge_adapter"
 CHECK_SECONDS: Final = 120.0
 _CHUNK: Final = 1 << 20
+_PART: Final = ".part-"
+ABANDONED_SECONDS: Final = 3600.0
+"""Age of an unfinished copy that nobody finishes any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ def add_adapter(
     names = registry.read()
     check_name(name)
     _require_free(name, names, memory or {}, may_replace=may_replace)
-    source = folder.expanduser().absolute()
+    source = _absolute(folder)
     adapter = _parsed(source)
     ref = resolve_base(adapter, base, environ, names, memory)
     _check(ref, source)
@@ -102,8 +108,8 @@ def find_adapter(registry: Registry, text: str) -> tuple[Path, str | None]:
     alias = registry.read().aliases.get(text)
     if alias is not None and alias.adapter:
         return registry.adapters_home / alias.adapter, alias.model
-    folder = Path(text).expanduser().absolute()
-    if folder.is_dir():
+    folder = _absolute(Path(text))
+    if os.path.isdir(folder):  # noqa: PTH112 - False for what cannot be a path, too
         return folder, None
     raise CliError(
         f"no adapter {text}", "it is neither in the list nor a folder", "llmbox lora list", Exit.NOT_FOUND
@@ -149,6 +155,13 @@ def _require_free(name: str, names: NameLookup, memory: Mapping[str, ModelRef], 
         raise CliError(f"the name {name} is taken", f"it is {taken}'s", fix, Exit.CONFLICT)
 
 
+def _absolute(folder: Path) -> Path:
+    try:
+        return folder.expanduser().absolute()
+    except RuntimeError as error:  # ~nobody
+        raise _refused(f"{folder} is no folder: {error}") from None
+
+
 def _parsed(folder: Path) -> Adapter:
     try:
         return read_adapter(folder)
@@ -185,22 +198,34 @@ def _check(ref: ModelRef, folder: Path) -> None:
 
 def _keep(source: Path, home: Path) -> str:
     """Copy an adapter's two files into the folder of their digest; return its name. Raises CliError."""
-    part = home / f".part-{os.getpid()}-{os.urandom(4).hex()}"
+    part = home / f"{_PART}{os.getpid()}-{os.urandom(4).hex()}"
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_abandoned(home)
         part.mkdir(mode=0o700)
         digest = hashlib.sha256()
         for name in (CONFIG, WEIGHTS):
             _copy(source / name, part / name, digest)
         read_adapter(part)  # what was copied, not what was checked before
         text = digest.hexdigest()[:32]
-        if not (home / text).is_dir():
-            part.rename(home / text)
+        kept, names = home / text, (CONFIG, WEIGHTS)
+        if kept.is_dir() and set(filecmp.cmpfiles(part, kept, names, shallow=False)[0]) != set(names):
+            shutil.rmtree(kept)  # damaged, or half removed
+        if not kept.is_dir():
+            part.rename(kept)
     except (OSError, ModelError) as error:
         raise _refused(f"its files cannot be kept: {error}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return text
+
+
+def _remove_abandoned(home: Path) -> None:
+    """Remove copies that were never finished."""
+    for path in home.glob(f"{_PART}*"):
+        with contextlib.suppress(FileNotFoundError):  # finished meanwhile
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path, digest: "hashlib._Hash") -> None:

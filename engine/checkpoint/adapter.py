@@ -89,6 +89,13 @@ class Adapter:
 
 def read_adapter(directory: Path) -> Adapter:
     """Parse an adapter's folder. Raises AdapterError, which names the file or the tensor and a remedy."""
+    try:
+        return _read_adapter(directory)
+    except OSError as error:  # a name that is too long, a folder of somebody else
+        raise AdapterError(f"{directory} cannot be read: {error.strerror or error}") from None
+
+
+def _read_adapter(directory: Path) -> Adapter:
     if not directory.is_dir():
         raise AdapterError(f"{directory} is no folder: name the one with {CONFIG}")
     config = _read_config(directory)

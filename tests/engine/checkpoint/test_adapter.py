@@ -66,6 +66,8 @@ def test_tensors(tmp_path: Path, tensors: dict[str, torch.Tensor], told: str) ->
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="is no folder"):
         read_adapter(tmp_path / "missing")
+    with pytest.raises(AdapterError, match="cannot be read: File name too long"):
+        read_adapter(tmp_path / ("x" * 300))
     with pytest.raises(AdapterError, match=r"has no adapter_config.json, which PEFT writes"):
         read_adapter(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -1,0 +1,46 @@
+"""Copies of adapters: whole, healed, and none left behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.errors import CliError
+from llmbox.app.models import adapters
+from llmbox.app.models.registry import Registry
+from support.adapters import plain_tensors, write_adapter
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    monkeypatch.setattr(adapters, "_check", lambda *_: None)
+    return Registry(tmp_path / "data" / "models.json")
+
+
+def test_a_damaged_copy_is_replaced(registry: Registry, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", plain_tensors())
+    adapters.add_adapter(registry, {}, "one", folder, "builtin")
+    (kept,) = registry.adapters_home.iterdir()
+    (kept / "adapter_model.safetensors").write_bytes(b"cut short")
+    assert adapters.list_adapters(registry)[0].problem
+    adapters.add_adapter(registry, {}, "two", folder, "builtin")
+    assert not any(each.problem for each in adapters.list_adapters(registry))
+    assert list(registry.adapters_home.iterdir()) == [kept]
+
+
+def test_an_unfinished_copy_is_removed_later(registry: Registry, tmp_path: Path) -> None:
+    old, new = (registry.adapters_home / f".part-{name}" for name in ("1-old", "2-new"))
+    for part in (old, new):
+        part.mkdir(parents=True)
+        (part / "adapter_model.safetensors").touch()
+    os.utime(old, (0, 0))
+    adapters.add_adapter(registry, {}, "one", write_adapter(tmp_path / "a", plain_tensors()), "builtin")
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_what_is_no_path_is_no_folder(registry: Registry) -> None:
+    for text in ("~nobody-of-this-name/x", "x" * 300, "/\0"):
+        with pytest.raises(CliError):
+            adapters.add_adapter(registry, {}, "one", Path(text), "builtin")
+        with pytest.raises(CliError):
+            adapters.find_adapter(registry, text)
