@@ -1,7 +1,6 @@
 """Attention within whole texts, against torch text by text."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ def test_texts(heads: tuple[int, int], width: int, reach: int | None, dtype: tor
     q, k, v = rows.split((heads[0], heads[1], heads[1]), 1)
     starts = torch.tensor([0, *LENS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     found = attend_texts(q, k, v, starts, width**-0.5, reach)
-    layout = SimpleNamespace(query_lens=LENS)
-    exact = attend(REFERENCE, layout, *(x.double() for x in (q, k, v)), width**-0.5, reach)
+    exact = attend(REFERENCE, LENS, starts, *(x.double() for x in (q, k, v)), width**-0.5, reach)
     assert_near(found, exact)
     for start, end in list(pairwise(starts.tolist()))[1:3]:
         alone = starts.new_tensor([0, end - start])
