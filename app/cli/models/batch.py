@@ -1,5 +1,6 @@
 """`llmbox batch`: answer a file of requests, and go on where an interrupted run stopped."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -130,6 +131,7 @@ def repair(target: Path) -> set[str]:
         return set()
     done: set[str] = set()
     with target.open("rb+") as file:
+        _lock(file, target)  # what looks unfinished may be a line that another run writes
         whole = 0
         for text in file:
             try:
@@ -180,13 +182,10 @@ class ResultFiles:
 
 
 def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel: int) -> int:
-    errors = target.with_name(f"{target.name}.errors.jsonl")
     begun = time.monotonic()
     stopping = threading.Event()
-    try:
-        with target.open("a", encoding="utf-8") as answers, errors.open("w", encoding="utf-8") as failures:
-            _lock(answers, target)
-            files = ResultFiles(answers, failures, len(lines))
+    with _open_results(target, len(lines)) as files:
+        try:
             with ThreadPoolExecutor(parallel) as pool:
                 tasks = [pool.submit(_answer, program, line, files, stopping) for line in lines]
                 try:
@@ -201,16 +200,14 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
                     output.say(f"\n{told}. Ctrl-C stops at once.")
                     _wait_or_leave(pool, files)
                     raise
-    except KeyboardInterrupt:
-        output.say(f"\nStopped. The same command goes on: {files.written - files.failed} more are answered.")
-        return Exit.FAILED
-    finally:
-        if errors.exists() and not errors.stat().st_size:
-            errors.unlink()
+        except KeyboardInterrupt:
+            told = f"{files.written - files.failed} more are answered"
+            output.say(f"\nStopped. The same command goes on: {told}.")
+            return Exit.FAILED
     seconds = time.monotonic() - begun
     output.say(f"{files.written - files.failed} answered in {seconds:.1f} s: {target}")
     if files.failed:
-        output.say(f"{files.failed} failed: {errors}")
+        output.say(f"{files.failed} failed: {files.errors.name}")
     return Exit.FAILED if files.failed else Exit.OK
 
 
@@ -228,10 +225,26 @@ def _wait_or_leave(pool: ThreadPoolExecutor, files: ResultFiles) -> None:
             os._exit(128 + signal.SIGINT)
 
 
-def _lock(answers: IO[str], target: Path) -> None:
+@contextlib.contextmanager
+def _open_results(target: Path, total: int) -> Iterator[ResultFiles]:
+    """Open OUTPUT and the file of errors, which goes if it is empty. Raises CliError where another run writes
+    to them.
+    """
+    errors = target.with_name(f"{target.name}.errors.jsonl")
+    with target.open("a", encoding="utf-8") as answers:
+        _lock(answers, target)
+        with errors.open("w", encoding="utf-8") as failures:
+            try:
+                yield ResultFiles(answers, failures, total)
+            finally:
+                if not failures.tell():
+                    errors.unlink(missing_ok=True)
+
+
+def _lock(file: IO[Any], target: Path) -> None:
     """Make sure that no other run writes to OUTPUT. Raises CliError."""
     try:
-        fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise CliError(
             f"another llmbox batch writes to {target}",

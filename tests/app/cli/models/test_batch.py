@@ -13,7 +13,7 @@ import pytest
 
 from llmbox.app.admin_client import ApiRefusal
 from llmbox.app.cli.models import batch
-from llmbox.app.errors import Exit
+from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.program import Program
 from support.cli_box import PATIENCE, interrupt
 
@@ -223,6 +223,25 @@ def test_a_directory_is_asked_for_by_the_name_it_is_served_under(run, client, tm
 
 def test_two_runs_do_not_write_to_one_file(run, tmp_path):
     source = write(tmp_path / "in", {"prompt": "x", "model": "m"})
+    errors = tmp_path / "out.errors.jsonl"
+    for failed in ("", "a failed line\n"):
+        errors.write_text(failed)
+        with (tmp_path / "out").open("a") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            other.write('{"custom_id": "unfin')
+            other.flush()
+            assert "another llmbox batch" in run(source, tmp_path / "out").exception.what
+        assert errors.read_text() == failed, "the other run's"
+        assert (tmp_path / "out").read_text().endswith('"unfin')
+        (tmp_path / "out").unlink()
+
+
+def test_a_run_that_begins_meanwhile_leaves_the_errors_of_the_other(tmp_path):
+    """OUTPUT may be locked between its repair and its first line."""
+    errors = tmp_path / "out.errors.jsonl"
+    errors.touch()
     with (tmp_path / "out").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert "another llmbox batch" in run(source, tmp_path / "out").exception.what
+        with pytest.raises(CliError, match="another llmbox batch"):
+            batch._answer_all(Program(data_dir=tmp_path), [], tmp_path / "out", 1)
+    assert errors.exists()
