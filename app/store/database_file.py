@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 import llmbox.migrations
 
 from ..errors import CliError, Exit
+from .conversations import ChatToolServer
+from .tool_secrets import without_values
 
 BUSY_S = 10.0
 """Seconds to wait for a writer."""
@@ -50,15 +54,31 @@ def examine(path: Path) -> DatabaseState:
 
 
 def back_up(path: Path, target: Path) -> None:
-    """Copy the file through SQLite, so that writers continue. Raises CliError, and then leaves no file."""
+    """Copy the file through SQLite, so that writers continue. Raises CliError, and then leaves no file.
+
+    The copy has no secrets of MCP servers, also where an older version has left them in the file.
+    """
     try:
         target.touch(0o600)
         with open_file(path) as source, contextlib.closing(sqlite3.connect(target)) as copy:
             source.backup(copy)
-    except (OSError, CliError, sqlite3.Error) as error:
+            _blank_secrets(copy)
+    except (OSError, CliError, sqlite3.Error, msgspec.MsgspecError) as error:
         target.unlink(missing_ok=True)
         why = error.why if isinstance(error, CliError) else str(error)
         raise CliError(f"cannot write {target}", why, "free some space, or name another FILE") from error
+
+
+def _blank_secrets(copy: sqlite3.Connection) -> None:
+    if "panel_item" not in _tables(copy):
+        return
+    copy.execute("PRAGMA secure_delete=ON")
+    servers = copy.execute("SELECT seq, body FROM panel_item WHERE kind = 'mcp_server'").fetchall()
+    for number, body in servers:
+        spec = without_values(msgspec.json.decode(body, type=ChatToolServer))
+        changed = msgspec.json.encode(spec).decode()
+        copy.execute("UPDATE panel_item SET body = ? WHERE seq = ?", (changed, number))
+    copy.commit()
 
 
 def size_on_disk(path: Path) -> int:

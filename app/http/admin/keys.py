@@ -116,10 +116,14 @@ async def revoke(services: Services, name: str) -> ApiKey:
 
 
 async def erase_stored_of_gone_keys(services: Services) -> int:
-    """Erase what revoked keys had stored. Returns the number of rows. Raises StoreError, ApiError."""
+    """Erase what revoked keys had stored. Returns the number of rows. Raises StoreError, ApiError: what else
+    can be erased is.
+    """
     known = services.security.keys.ids()
-    await asyncio.to_thread(ToolServerSecrets(services.paths.mcp_secrets_file).keep_owners, known)
-    return await services.stored.erase_owners_but(known)
+    try:
+        return await services.stored.erase_owners_but(known)
+    finally:
+        await asyncio.to_thread(ToolServerSecrets(services.paths.mcp_secrets_file).keep_owners, known)
 
 
 async def changing(change: Callable[[], T]) -> T:

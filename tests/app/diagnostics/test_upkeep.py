@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import zipfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,22 @@ def test_check_backup_vacuum_and_migrate(call: Call, store: Path, tmp_path: Path
     assert call("db", "backup", copy).code == Exit.CONFLICT
     assert call("db", "vacuum").code == 0
     assert call("db", "migrate").code == 0
+
+
+def test_a_backup_has_no_secret_that_an_older_version_left(call: Call, store: Path, tmp_path: Path):
+    body = json.dumps(
+        {"url": "https://tools.test/mcp", "headers": {"Authorization": "Bearer " + "s3cret" * 600}}
+    )
+    with closing(sqlite3.connect(store)) as database, database:
+        database.execute(
+            "INSERT INTO panel_item (owner, kind, name, body) VALUES ('', 'mcp_server', 'web', ?)", (body,)
+        )
+    copy = tmp_path / "copy.db"
+    assert call("db", "backup", copy).code == 0
+    with closing(sqlite3.connect(copy)) as database:
+        ((kept,),) = database.execute("SELECT body FROM panel_item").fetchall()
+    assert json.loads(kept)["headers"] == {"Authorization": ""}
+    assert not [file for file in tmp_path.glob("copy.db*") if b"s3cret" in file.read_bytes()]
 
 
 def test_a_damaged_file_is_found_with_exit_8(call: Call, store: Path):

@@ -1,10 +1,12 @@
 """Secrets of MCP servers: a file of their own, and names alone in the database."""
 
 import stat
+from types import SimpleNamespace
 
 import pytest
 
 from llmbox.app.errors import ApiError
+from llmbox.app.http.admin.keys import erase_stored_of_gone_keys
 from llmbox.app.store.conversations import ChatToolServer
 from llmbox.app.store.tool_secrets import ToolServerSecrets, has_values, without_values
 
@@ -62,3 +64,21 @@ def test_a_damaged_file_is_told_and_not_replaced(secrets):
         with pytest.raises(ApiError, match="move it away"):
             use()
     assert secrets.file.read_bytes() == b"{"
+
+
+async def test_a_damaged_file_keeps_nothing_else_of_a_gone_key(secrets):
+    erased = []
+
+    async def erase(known):
+        erased.append(known)
+        return 1
+
+    secrets.file.write_bytes(b"{")
+    services = SimpleNamespace(
+        security=SimpleNamespace(keys=SimpleNamespace(ids=lambda: frozenset({"anna"}))),
+        paths=SimpleNamespace(mcp_secrets_file=secrets.file),
+        stored=SimpleNamespace(erase_owners_but=erase),
+    )
+    with pytest.raises(ApiError, match="damaged"):
+        await erase_stored_of_gone_keys(services)
+    assert erased == [frozenset({"anna"})]
