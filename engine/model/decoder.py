@@ -112,6 +112,7 @@ class Decoder:
         if config.block in {"parallel", "layer_norm"}:
             self._norm = partial(ops.layer_norm, bias_E=self._norm_bias(weights))
         source.finish()
+        self._tapped: tuple[int, ...] = ()
         self._taps: dict[int, list[Tensor]] = {}
         self._run_layers = self._layers if config.is_bidirectional else ops.graph(self._layers)
         self.adapters = adapters
@@ -154,14 +155,16 @@ class Decoder:
         return weights.vector("model.norm.bias", self.config.hidden_size)
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Keep the inputs of these layers, none of them the first, in each later forward pass. Must come
+        """Keep the inputs of these layers, none of them the first, in each later forward pass; one may occur
+        twice. Must come
         before the first one, which may be recorded.
         """
-        self._taps = {layer: [] for layer in layers}
+        self._tapped, self._taps = tuple(layers), {layer: [] for layer in layers}
 
     def take_tapped(self) -> Tensor:
         """Return the inputs of tapped layers in the last forward pass, side by side: [T, layers E]."""
-        return torch.cat([kept.pop() for kept in self._taps.values()], 1)
+        inputs = {layer: kept.pop() for layer, kept in self._taps.items()}
+        return torch.cat([inputs[layer] for layer in self._tapped], 1)
 
     def hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
         """Run the forward pass, writing KV for every row; return final normed hidden states [R, E].

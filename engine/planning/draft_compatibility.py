@@ -67,7 +67,7 @@ def _check_eagle3_tensors(head: Eagle3Config) -> None:
         "fc.weight": (head.layer.hidden_size, 3 * head.target_hidden),
         "lm_head.weight": (head.vocab, head.layer.hidden_size),
     }
-    if head.vocab != head.layer.vocab_size:
+    if head.vocab != head.layer.vocab_size or "d2t" in tensors:
         wanted["d2t"] = (head.vocab,)
     for name, shape in wanted.items():
         found = tensors.get(name)

@@ -305,7 +305,8 @@ class Planner:
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
             drafting = need(replace(self.draft.shape, vocab=vocab), rows=DRAFT_MODEL_ROWS)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
-        adapters = self.config.lora_bytes if self.config.plans_adapters else 0
+        takes = self.config.plans_adapters and self.budget.device == "cpu"  # GPUs refuse adapters
+        adapters = self.config.lora_bytes if takes else 0
         return drafting + adapters + need(self.shape, rows=rows, graphs=self._graphs())
 
     def _graphs(self) -> int:

@@ -117,6 +117,14 @@ def test_workspace_by_hand():
     assert got == activations + attention + 2 * 2048 * 64 * 4 + logits + runtime
 
 
+def test_adapters_have_memory_where_they_are_applied():
+    for device, more in (("cpu", 3 * GB), ("cuda", 0)):
+        without, some = (
+            plan(QWEN_3_600M, 24 * GB, device, lora_bytes=3 * GB, plans_adapters=has) for has in (False, True)
+        )
+        assert some.workspace_bytes - without.workspace_bytes == more
+
+
 def test_the_cpp_kernels_keep_a_tile_of_scores_a_thread():
     sizes = {"context": 2048, "rows": 64, "max_running": 4}
     stock = workspace_bytes(TINY, "cpu", "float32", **sizes)

@@ -2,10 +2,12 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from llmbox.app.fit.fit import plan_alone
@@ -18,7 +20,9 @@ from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.kv_store import environment
+from llmbox.engine.model.draft_heads import Eagle3Head
 from llmbox.engine.model_config.config import parse_config
+from support.adapters import plain_tensors, write_adapter
 from support.draft_heads import add_mtp, ask_always, make_eagle3, make_medusa, make_predictable, make_target
 from support.families import make_family
 from support.grammars import CHOICE, JSON, constrained, learned
@@ -121,6 +125,40 @@ def test_what_a_request_gets_is_the_same(pairs: dict[str, Pair], kind: str, name
     assert drafted > accepted > 0, "both ways were taken"
     if name == "preempted":
         assert engine.stats().preemptions > 0
+
+
+def test_requests_with_adapters_get_the_same(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", plain_tensors(), lora_alpha=80)
+    requests = [
+        replace(each, adapter=str(folder)) if number % 2 else each for number, each in enumerate(mixed())
+    ]
+    expected = run(pairs["eagle3"].plain(), requests)
+    engine = pairs["eagle3"].load()
+    seen = run(engine, requests)
+    assert {name: told(each) for name, each in seen.items()} == {
+        name: told(each) for name, each in expected.items()
+    }
+    assert counts(engine)[1] > 0
+
+
+def test_a_head_may_read_a_layer_twice(
+    pairs: dict[str, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual three are no three of a model of four layers."""
+    widths, enter = set[int](), Eagle3Head.enter
+
+    def note(head: Eagle3Head, features_TF: torch.Tensor) -> torch.Tensor:
+        widths.add(features_TF.shape[1])
+        return enter(head, features_TF)
+
+    monkeypatch.setattr(Eagle3Head, "enter", note)
+    target = pairs["eagle3"].model
+    head = make_eagle3(tmp_path / "head", target, eagle_config={})
+    request = ask("a", range(5, 40), 24)
+    engine = Pair(target, head).load(dtype="float32")
+    assert told(run(engine, [request])["a"]) == told(run(Pair(target).plain(dtype="float32"), [request])["a"])
+    assert counts(engine)[0] > 0
+    assert widths == {3 * 64}
 
 
 @pytest.mark.parametrize("kind", ["mtp", "medusa"])
@@ -255,6 +293,10 @@ def changed(folder: Path, head: Path, target: Path, change: str) -> Path:
         fields |= {"hidden_size": 32, "target_hidden_size": 32}
     if change == "d2t":
         del weights["d2t"]
+    if change == "empty d2t":  # of a head that proposes all tokens
+        fields["draft_vocab_size"] = fields["vocab_size"]
+        weights["lm_head.weight"] = torch.zeros(fields["vocab_size"], 64)
+        weights["d2t"] = torch.zeros(0, dtype=torch.long)
     if change == "medusa":
         weights |= {
             name: each[:300].contiguous() for name, each in weights.items() if name.endswith(".1.weight")
@@ -274,6 +316,7 @@ def changed(folder: Path, head: Path, target: Path, change: str) -> Path:
         ("layers", r"EAGLE-3 head .* reads layers 2, 4, 9 of its target, but .* has 4: choose the head"),
         ("hidden", r"EAGLE-3 head .* was made for hidden states of 32 numbers, but .* has 64: choose the"),
         ("d2t", r"tensor d2t of the EAGLE-3 head is missing, config.json asks for \[160\]: fetch"),
+        ("empty d2t", r"tensor d2t of the EAGLE-3 head has shape \[0\], config.json asks for \[320\]"),
         ("medusa", r"Medusa heads .* was made for a vocabulary of 300 tokens, but .* has 320: choose"),
     ],
 )
