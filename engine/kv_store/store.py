@@ -154,9 +154,12 @@ class BlockStore:
     def has_written_all(self) -> bool:
         return self._writer.is_idle
 
-    def accepts(self, size: int) -> bool:
-        """Return True if a block may be queued now: the writer is not behind, and the disk took the last."""
-        return self._writer.accepts(size)
+    def accepts(self, size: int, copying: int = 0) -> bool:
+        """Return True if a block may be queued now: the writer is not behind, and the disk took the last.
+
+        `copying`: bytes in buffers that are to be queued before it.
+        """
+        return self._writer.accepts(size, copying)
 
     def take_buffer(self, size: int) -> memoryview:
         return self._buffers.take(size)

@@ -47,7 +47,11 @@ class BlockBuffers:
                     return self._free.pop(index)
             self._bytes += size
             self._shrink()
-            return self._make(size)  # with the lock: `make` need not expect two threads
+            try:
+                return self._make(size)  # with the lock: `make` need not expect two threads
+            except BaseException:
+                self._bytes -= size
+                raise
 
     def give_back(self, buffer: memoryview) -> None:
         with self._lock:
@@ -118,11 +122,12 @@ class StoreWriter(StoreThread):
     def is_idle(self) -> bool:
         return not self._tasks and not self._is_busy
 
-    def accepts(self, size: int) -> bool:
-        """Return True if a block may be queued now: the writer is not behind, and the disk took the last."""
+    def accepts(self, size: int, copying: int) -> bool:
+        """See `BlockStore.accepts`."""
         if self.is_paused:
             return False
-        return self._queued_bytes == 0 or self._queued_bytes + size <= self._limit
+        before = self._queued_bytes + copying
+        return before == 0 or before + size <= self._limit
 
     def submit(self, task: BlockWrite | Callable[[], None]) -> None:
         with self._changed:
@@ -320,6 +325,7 @@ class StoreReader(StoreThread):
             outcome = self._read(address, data)
         except Exception:
             log.exception("a block of the KV cache cannot be read")
+            self._files.forget(address)  # nobody asks for it again before it is written again
         with self._changed:
             self._reading_since = None
             if outcome != "read" or job.is_cancelled:

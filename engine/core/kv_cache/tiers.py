@@ -120,8 +120,8 @@ class KVTiers:
         end = self._clock() + seconds
         while self.pump() and self._clock() < end:
             self.wait_for_writer(end - self._clock())
-        self.writes.finish_copies(wait=True)
-        self.reads.finish_copies(wait=True)
+        self.writes.finish_copies()
+        self.reads.finish_copies()
         self.store.close(max(0.0, end - self._clock()))
 
     def wait_for_writer(self, seconds: float) -> None:

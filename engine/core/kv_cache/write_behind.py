@@ -56,6 +56,8 @@ class WriteBehind:
         self._sizes = blocks.memory.sizes
         self._pending: OrderedDict[tuple[BlockKind, bytes], _PendingBlock] = OrderedDict()
         self._copies: deque[_Copies] = deque()
+        self._copying = 0
+        """Bytes of these."""
         self._most_pending = blocks.kv_cache.pool.num_blocks
         self._credit, self._credited = BUSY_BURST, clock()
 
@@ -95,14 +97,19 @@ class WriteBehind:
             key, block = next(iter(self._pending.items()))
             size = self._sizes[block.kind]
             enough = left > 0 if sparingly else left >= min(size, STEP_BYTES)
-            if not enough or not store.accepts(size):
+            if not enough or not store.accepts(size, self._copying):
                 break
             del self._pending[key]
             index = self._blocks.index(block.kind, block.block_hash)
             if index is None:
                 self.num_passed += 1
                 continue
-            buffer = store.take_buffer(size)
+            try:
+                buffer = store.take_buffer(size)
+            except (MemoryError, RuntimeError):  # the latter is torch's
+                self.num_passed += 1
+                break
+            self._copying += size
             self._blocks.memory.save(block.kind, index, buffer)
             saved.append((block, buffer))
             left -= size
@@ -128,3 +135,4 @@ class WriteBehind:
             for block, buffer in copies.saved:
                 write = BlockWrite(block.address, buffer, block.has_quota, block.is_turn_end)
                 self._blocks.store.write(write)
+                self._copying -= len(buffer)

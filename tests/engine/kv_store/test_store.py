@@ -103,6 +103,25 @@ def test_buffers_take_no_more_than_they_may():
     assert made == [100] * 4 + [200]
 
 
+def test_a_buffer_that_cannot_be_made_costs_its_block_alone(tmp_path, opened):
+    put(opened(tmp_path), [1, 2])
+    refused = []
+
+    def make(size):
+        if not refused:
+            refused.append(size)
+            raise MemoryError
+        return memoryview(bytearray(size))
+
+    store = opened(tmp_path, make_buffer=make)
+    assert get(store, [1, 2]) == ["damaged"]
+    assert not store.has(address(store, 1)), "a request would ask for it again and again"
+    assert store._buffers._bytes == 0
+    assert get(store, [2]) == ["read"]
+    put(store, [1])
+    assert get(store, [1]) == ["read"]
+
+
 def test_the_limit_is_kept_and_the_least_used_leave(tmp_path, opened):
     most = 100 * FILE
     store = opened(tmp_path, most)

@@ -12,7 +12,7 @@ from llmbox.engine.core.kv_cache.window_manager import pool_blocks
 from llmbox.engine.kv_store import store_threads
 from llmbox.engine.kv_store.store import BlockStore, ModelFiles
 from support.fake_runner import expected_output
-from support.kv_tiers import SECONDS, TieredEngine, write_out
+from support.kv_tiers import SECONDS, CopiesEvent, TieredEngine, write_out
 from support.scheduling import make_request
 
 KINDS = {
@@ -321,3 +321,50 @@ def test_all_that_a_request_used_is_used_last(tmp_path, engines, kind, monkeypat
     monkeypatch.setattr(engine.store, "touch", touched.extend)
     serve(engine, [make_request("a", range(100, 132), max_tokens=4)])
     assert {each.kind for each in touched} == set(engine.tiers.blocks.memory.sizes)
+
+
+def test_copies_take_no_more_buffers_than_may_be_queued(tmp_path, engines):
+    """Another rank may be slow to copy its part."""
+    engine = engines(tmp_path)
+    block = engine.tiers.blocks.memory.sizes["kv"]
+    engine.store._writer._limit = 3 * block
+    engine.tiers.blocks.memory.polls = 1_000_000
+    serve(engine, [make_request("long", range(100, 132), max_tokens=1)])
+    for _ in range(4):
+        engine.tiers.pump()
+    assert sum(len(copies.saved) for copies in engine.tiers.writes._copies) == 3
+    assert engine.store._buffers._bytes == 3 * block
+    for copies in engine.tiers.writes._copies:
+        copies.event.wait()
+    write_out(engine.tiers)
+    assert engine.store.num_blocks == 8
+
+
+def test_a_buffer_that_cannot_be_made_fails_no_step(tmp_path, engines, monkeypatch):
+    engine = engines(tmp_path)
+
+    def refuse(_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.store, "take_buffer", refuse)
+        serve(engine, [make_request("a", range(100, 132), max_tokens=1)])
+        while engine.tiers.pump():
+            assert not engine.tiers.writes._copies
+    assert engine.store.num_blocks == 0
+    assert engine.tiers.stats()["disk_skipped"] == 8
+
+
+def test_a_close_waits_for_no_copy_beyond_its_time(tmp_path, engines, monkeypatch):
+    """A rank that stands still would hold the engine for half a minute."""
+    engine = engines(tmp_path)
+    engine.tiers.blocks.memory.polls = 1_000_000
+    serve(engine, [make_request("a", range(100, 132), max_tokens=1)])
+
+    def refuse(_):
+        raise AssertionError("waited")
+
+    engine.tiers.pump()
+    with monkeypatch.context() as patch:
+        patch.setattr(CopiesEvent, "wait", refuse)
+        engine.tiers.close(0.0)
