@@ -141,7 +141,7 @@ class Box:
                 os.kill(running.pid, signal.SIGKILL)
         for child in self._children:
             child.kill()
-            child.communicate()
+            child.communicate(timeout=PATIENCE)
         until(lambda: not is_locked(self.paths.lock_file))
 
 
