@@ -293,7 +293,7 @@ def _hit(hub: Hub, item: Any, planner: Planner) -> SearchResult:
 def ask_recommended(hub: Hub) -> tuple[dict[str, HubFacts], dict[str, HubError]]:
     """Ask the hub for the size, license and config of every recommended model; no weights are read.
 
-    Returns the facts and the failures, by repository. Raises HubError where the hub cannot be reached.
+    Returns the facts and the failures, by repository. Raises HubError where the hub described none.
     """
     hub.require_online()
 
@@ -314,10 +314,11 @@ def ask_recommended(hub: Hub) -> tuple[dict[str, HubFacts], dict[str, HubError]]
     repos = [model.repo for model in recommended()]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = dict(zip(repos, pool.map(ask, repos), strict=True))
-    return (
-        {repo: each for repo, each in answers.items() if isinstance(each, HubFacts)},
-        {repo: each for repo, each in answers.items() if isinstance(each, HubError)},
-    )
+    found = {repo: each for repo, each in answers.items() if isinstance(each, HubFacts)}
+    failed = {repo: each for repo, each in answers.items() if isinstance(each, HubError)}
+    if not found and failed:
+        raise next(iter(failed.values()))
+    return found, failed
 
 
 def _config_only(repo: str) -> Listing:

@@ -19,6 +19,7 @@ from llmbox.app.fit.recommendations import (
     smaller_models,
 )
 from llmbox.app.hub.download import Download
+from llmbox.app.hub.errors import HubError
 from llmbox.app.hub.model_info import ask_recommended, parse_config_files
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import HUB_ID, resolve
@@ -175,6 +176,14 @@ def test_the_hub_is_asked_for_all_and_those_without_an_answer_are_named(tmp_path
     assert (facts.license, facts.gated, 0 < facts.files <= size) == ("apache-2.0", False, True)
     assert facts.params == parse_config_files({"config.json": facts.config}).num_parameters
     assert set(failed) == {model.repo for model in recommended()} - {"Qwen/Qwen3-0.6B"}
+
+
+def test_a_hub_that_describes_no_model_is_an_error(tmp_path, monkeypatch):
+    with stub_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+        with pytest.raises(HubError):
+            ask_recommended(Hub.of_environment())
 
 
 def test_where_nothing_is_fast_the_smallest_is_offered(tmp_path):
