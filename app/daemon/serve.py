@@ -233,6 +233,7 @@ def _api_is_up(
 ) -> None:
     services.request_log.start()  # its thread imports SQLAlchemy, which must not slow down the start
     _forget_secrets_of_gone_keys(services)
+    ToolServerSecrets(services.paths.mcp_secrets_file).take_from(services.request_log)
     services.telemetry.start(services.gateway, services.paths)
     announcement.start()
     notify(f"READY=1\nSTATUS=Serving on {running.url}")

@@ -165,7 +165,7 @@ class PanelItems(Generic[T]):
         return await self._log.ask(lambda engine: _sql().delete_item(engine, owner, self._kind, name))
 
 
-def encode_body(body: ConversationBody) -> str:
+def encode_body(body: Struct) -> str:
     return msgspec.json.encode(body).decode()
 
 

@@ -4,10 +4,11 @@ They are in a file of mode 0600 beside the API keys. The database has only their
 (`llmbox db backup`) holds a secret.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +17,13 @@ from msgspec.structs import replace
 from ..errors import ApiError
 from ..util.atomic_file import locked, write_whole
 from .conversations import ChatToolServer
+from .record import first_line
+from .writer import RequestLog
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+log = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
 
@@ -51,6 +59,21 @@ class ToolServerSecrets:
     """The file. Every method reads or writes the disk, and raises ApiError 503 where it cannot."""
 
     file: Path
+
+    def take_from(self, requests: RequestLog) -> None:
+        """Have the secrets moved here that an older version left in the database, once that is open."""
+
+        def move(engine: "Engine | None") -> None:
+            if engine is None:
+                return
+            from .queries.conversations import move_secrets  # noqa: PLC0415 - see `RequestLog`
+
+            try:
+                move_secrets(engine, self)
+            except Exception as error:  # noqa: BLE001 - it would end the log's thread
+                log.warning("secrets of MCP servers stay in the request log: %s", first_line(error))
+
+        requests.submit(move)
 
     def save(self, owner: str, name: str, spec: ChatToolServer) -> None:
         """Keep a server's secrets in place of those kept before."""

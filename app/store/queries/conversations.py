@@ -6,9 +6,10 @@ from sqlalchemy import delete as delete_from
 from sqlalchemy import update as change
 from sqlmodel import col
 
-from ..conversations import ConversationBody, ConversationSummary, encode_body
+from ..conversations import KINDS, ChatToolServer, ConversationBody, ConversationSummary, encode_body
 from ..database import give_back_space
 from ..tables import ConversationRow, PanelItemRow
+from ..tool_secrets import ToolServerSecrets, has_values, without_values
 
 
 def list_of(engine: Engine, owner: str, text: str, limit: int) -> list[ConversationSummary]:
@@ -91,6 +92,21 @@ def put_item(engine: Engine, owner: str, kind: str, name: str, body: str) -> Non
         if connection.execute(statement).rowcount:
             return
         connection.execute(insert(PanelItemRow).values(owner=owner, kind=kind, name=name, body=body))
+
+
+def move_secrets(engine: Engine, secrets: ToolServerSecrets) -> None:
+    """Move the secrets of MCP servers out of the database, with the copies in the write-ahead log."""
+    places = (col(PanelItemRow.owner), col(PanelItemRow.name), col(PanelItemRow.body))
+    kind = KINDS[ChatToolServer]
+    with engine.connect() as connection:
+        rows = connection.execute(select(*places).where(col(PanelItemRow.kind) == kind)).all()
+    specs = [(owner, name, msgspec.json.decode(body, type=ChatToolServer)) for owner, name, body in rows]
+    left = [each for each in specs if has_values(each[2])]
+    for owner, name, spec in left:
+        secrets.save(owner, name, spec)
+        put_item(engine, owner, kind, name, encode_body(without_values(spec)))
+    if left:
+        give_back_space(engine)
 
 
 def delete_item(engine: Engine, owner: str, kind: str, name: str) -> bool:

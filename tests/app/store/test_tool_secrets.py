@@ -7,7 +7,8 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.admin.keys import erase_stored_of_gone_keys
-from llmbox.app.store.conversations import ChatToolServer
+from llmbox.app.store import RequestLog
+from llmbox.app.store.conversations import ChatToolServer, PanelItems
 from llmbox.app.store.tool_secrets import ToolServerSecrets, has_values, without_values
 
 WEB = ChatToolServer(url="https://tools.test/mcp", headers={"Authorization": "Bearer s3cret"}, allowed=True)
@@ -82,3 +83,28 @@ async def test_a_damaged_file_keeps_nothing_else_of_a_gone_key(secrets):
     with pytest.raises(ApiError, match="damaged"):
         await erase_stored_of_gone_keys(services)
     assert erased == [frozenset({"anna"})]
+
+
+async def test_what_an_older_version_left_in_the_database_is_moved_at_the_start(secrets, tmp_path, caplog):
+    log = RequestLog(tmp_path / "requests.db")
+    log.start()
+    items = PanelItems(log, ChatToolServer)
+    for owner, name, spec in (
+        ("", "web", WEB),
+        ("anna", "program", PROGRAM),
+        ("anna", "moved", without_values(WEB)),
+    ):
+        await items.put(owner, name, spec)
+    secrets.file.write_bytes(b"{")
+    secrets.take_from(log)
+    ((_, kept),) = (await items.all("")).items()
+    assert kept.headers == WEB.headers, "it is kept where it can be read"
+    assert "is damaged" in caplog.text
+    secrets.file.unlink()
+    secrets.take_from(log)
+    ((_, kept),) = (await items.all("")).items()
+    assert kept.headers == {"Authorization": ""}
+    assert secrets.filled("", "web", without_values(WEB)) == WEB
+    assert secrets.filled("anna", "program", without_values(PROGRAM)) == PROGRAM
+    log.close()
+    assert not [file for file in tmp_path.glob("requests.db*") if b"s3cret" in file.read_bytes()]
