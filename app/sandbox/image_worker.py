@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import msgspec
 from PIL import (
+    ExifTags,
     GifImagePlugin,
     Image,
-    ImageOps,
     JpegImagePlugin,
     PngImagePlugin,
     UnidentifiedImageError,
@@ -38,6 +38,16 @@ _PLUGINS: Final = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlu
 """Imported before the limits are set: no file is opened later."""
 _TRANSPARENT: Final = ("RGBA", "RGBa", "LA", "La", "PA")
 _16_BIT: Final = ("I;16", "I;16B", "I;16L", "I;16N")
+_TURNS: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""Turn for each value of EXIF's orientation."""
 _VERSION: Final = 1
 """Number to raise where the same file gives other pixels."""
 
@@ -82,7 +92,16 @@ def decode(data: bytes, most_pixels: int) -> Image.Image:
             f"it has {width:,} x {height:,} pixels, at most {most_pixels:,} are decoded (limits.image_pixels)"
         )
     picture.load()
-    return to_rgb(ImageOps.exif_transpose(picture))
+    return to_rgb(turn(picture))
+
+
+def turn(picture: Image.Image) -> Image.Image:
+    """Return the picture as its EXIF data turn it. Damaged data turn nothing: other viewers show it too."""
+    try:
+        method = _TURNS.get(picture.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # noqa: BLE001 - Pillow raises whatever its parser of TIFF meets
+        return picture
+    return picture if method is None else picture.transpose(method)
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
