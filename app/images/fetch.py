@@ -64,17 +64,19 @@ async def resolve(host: str, port: int) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-async def fetch_image(url: str, most_bytes: int, find_addresses: Resolve = resolve) -> bytes:
-    """Return the body of a URL. Raises FetchError."""
+async def fetch_image(
+    url: str, most_bytes: int, find_addresses: Resolve = resolve, *, seconds: float = SECONDS
+) -> bytes:
+    """Return the body of a URL, which may take `seconds`. Raises FetchError."""
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(seconds):
             for _ in range(MOST_REDIRECTS + 1):
                 target, body = await _get(url, most_bytes, find_addresses)
                 if target is None:
                     return body
                 url = urljoin(url, target)
     except TimeoutError:
-        raise FetchError(f"its URL gave no whole picture in {SECONDS:.0f} s") from None
+        raise FetchError(f"its URL gave no whole picture in time ({SECONDS:.0f} s)") from None
     except (OSError, ssl.SSLError, h11.ProtocolError, UnicodeError, ValueError):
         raise FetchError("its URL cannot be fetched") from None
     raise FetchError(f"its URL redirects more than {MOST_REDIRECTS} times")

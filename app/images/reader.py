@@ -4,6 +4,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,15 @@ from ..errors import ApiError
 from ..sandbox.pool import WorkerPool
 from ..sandbox.worker import ATTACHED, to_frame
 from ..util.threads import off_loop
+from .fetch import SECONDS as FETCH_SECONDS
 from .fetch import FetchError, fetch_image
 from .source import ImageSource
 
 WORKERS: Final = 2
 SECONDS: Final = (15.0, 10.0)
 """Time of each attempt to decode a picture; a worker's processor time is bounded too (`image_worker.py`)."""
+MOST_FETCH_SECONDS: Final = 4 * FETCH_SECONDS
+"""Time to fetch all pictures of a request, which holds places in the model's queue meanwhile."""
 KEPT_BYTES: Final = 64 << 20
 """Pixels of decoded pictures that are kept: a conversation sends its pictures again with every turn."""
 MOST_PIXEL_BYTES: Final = 48 << 20
@@ -56,10 +60,12 @@ class ImageReader:
     ) -> list[DecodedImage]:
         """Fetch and decode pictures. Raises ApiError 400 with the place of one that cannot be used."""
         facts = msgspec.json.encode(replace(vision, tensors={})).decode()
-        found, size = [], 0
+        found, size, left = [], 0, MOST_FETCH_SECONDS
         for source in sources:
             try:
-                data = await self._data(source, limits, may_fetch=may_fetch)
+                started = time.monotonic()
+                data = await self._data(source, limits, left, may_fetch=may_fetch)
+                left -= time.monotonic() - started
                 decoded = await self._decode(data, facts, source, limits)
             except (FetchError, ValueError) as error:
                 raise image_error(source.param, str(error)) from None
@@ -73,7 +79,9 @@ class ImageReader:
             found.append(decoded)
         return found
 
-    async def _data(self, source: ImageSource, limits: LimitSettings, *, may_fetch: bool) -> bytes:
+    async def _data(
+        self, source: ImageSource, limits: LimitSettings, left: float, *, may_fetch: bool
+    ) -> bytes:
         scheme = source.url[:8].lower()
         if scheme.startswith("data:"):
             return await off_loop(len(source.url), lambda: decode_data_url(source.url))
@@ -84,7 +92,7 @@ class ImageReader:
                 "this server fetches no pictures: send it as a data: URL, or let the owner set "
                 "server.fetch_images"
             )
-        return await fetch_image(source.url, limits.image_bytes)
+        return await fetch_image(source.url, limits.image_bytes, seconds=min(left, FETCH_SECONDS))
 
     async def _decode(
         self, data: bytes, facts: str, source: ImageSource, limits: LimitSettings

@@ -141,12 +141,10 @@ def test_answers_have_limits():
         fetching("http://pictures.example/", b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nshort")
 
 
-def test_a_server_that_never_answers_ends_with_the_time_limit(monkeypatch):
-    monkeypatch.setattr(fetch, "SECONDS", 0.05)
-
+def test_a_server_that_never_answers_ends_with_the_time_limit():
     async def never(_host: str, _port: int) -> list[str]:
         await asyncio.sleep(60)
         return []
 
     with pytest.raises(FetchError, match="no whole picture"):
-        asyncio.run(fetch_image("http://pictures.example/", 1000, never))
+        asyncio.run(fetch_image("http://pictures.example/", 1000, never, seconds=0.05))
