@@ -193,10 +193,10 @@ class Gateway:
 
     def _check_image_room(self, generation: Generation) -> None:
         """Raise ApiError 429 where open requests keep too many pictures already: each keeps its own until it
-        is answered, for an engine that has to be started again.
+        is answered, for an engine that has to be started again. The engine has a copy for each choice.
         """
         requests = (generation, *(opened.generation for opened in self._open.values()))
-        kept = sum(len(image.pixels) for each in requests for image in each.images)
+        kept = sum(each.n * len(image.pixels) for each in requests for image in each.images)
         if kept > OPEN_IMAGE_BYTES:
             raise ApiError(
                 429,

@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import zlib
+from types import SimpleNamespace
 
 import anthropic
 import httpx
@@ -14,7 +15,9 @@ import openai
 import pytest
 from PIL import Image
 
+from llmbox.app.errors import ApiError
 from llmbox.app.gateway import gateway
+from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
 from support.openai_server import serving
@@ -264,3 +267,13 @@ def test_pictures_of_open_requests_have_a_limit(client, monkeypatch):
     with pytest.raises(openai.RateLimitError, match="pictures of open requests"):
         ask(client, parts(RED))
     assert ask(client, QUESTION, max_tokens=1).choices
+
+
+def test_pictures_of_a_request_count_for_each_choice(monkeypatch):
+    image = PreparedImage(content_hash=b"", tiles=[], pixels=bytes(60))
+    generation = SimpleNamespace(n=2, images=[image])
+    monkeypatch.setattr(gateway, "OPEN_IMAGE_BYTES", 100)
+    with pytest.raises(ApiError, match="pictures of open requests"):
+        gateway.Gateway._check_image_room(SimpleNamespace(_open={}), generation)
+    generation.n = 1
+    gateway.Gateway._check_image_room(SimpleNamespace(_open={}), generation)
