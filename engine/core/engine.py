@@ -227,7 +227,7 @@ class Engine:
         assert self._images is not None
         try:
             self._images.advance()
-        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+        except Exception as error:
             log.exception("a picture cannot be encoded")
             failed = self._images.give_up()
             for request in failed:

@@ -82,7 +82,7 @@ class FakeEncoder:
             self.slices += 1
             yield
         if self.broken:
-            raise RuntimeError("no memory for it")
+            raise IndexError("no position for it")
         self.encoded.append(image.content_hash)
         generator = torch.Generator().manual_seed(int.from_bytes(sha256(image.pixels).digest()[:7], "big"))
         size = (1 + self.config.deepstack_levels, image.num_rows, self.config.hidden_size)
