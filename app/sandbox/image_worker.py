@@ -38,7 +38,7 @@ _PLUGINS: Final = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlu
 """Imported before the limits are set: no file is opened later."""
 _TRANSPARENT: Final = ("RGBA", "RGBa", "LA", "La", "PA")
 _16_BIT: Final = ("I;16", "I;16B", "I;16L", "I;16N")
-_TURNS: Final = {
+_TURNS: Final[dict[Any, Image.Transpose]] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
