@@ -86,6 +86,8 @@ def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
     ]
     files = (paths.keys_file, paths.registry_file, paths.mcp_secrets_file)
     found += [("lock", file.with_suffix(".lock")) for file in files]
+    copies = sorted(program.registry.adapters_home.glob("[0-9a-f]" * 32))
+    found += [("copy of an adapter", folder) for folder in copies]
     if with_models:
         cache = hub_cache(program.environ)
         found += [("model", folder) for folder in sorted(cache.glob("models--*--*"))]
@@ -147,7 +149,8 @@ def _delete(path: Path) -> None:
 
 
 def _drop_empty_folders(program: Program) -> None:
-    for folder in {program.paths.data_dir, program.paths.config_file.parent}:
+    paths = program.paths
+    for folder in (program.registry.adapters_home, paths.data_dir, paths.config_file.parent):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 

@@ -60,3 +60,11 @@ def test_chats_and_batches_ask_for_the_adapter(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(run, "wait_for_models", lambda *_, **__: [{"name": "builtin", "chat": True}])
     assert run.ensure_loaded(program, "pirate")["name"] == "pirate"
     assert run.ensure_loaded(program, "builtin")["name"] == "builtin"
+
+
+def test_uninstall_removes_the_copies_alone(call: Call, tmp_path: Path) -> None:
+    home = tmp_path / "data" / "adapters"
+    for name in ("0123456789abcdef" * 2, "somebody's"):
+        write_adapter(home / name, plain_tensors())
+    assert call("uninstall", "--yes").code == 0
+    assert [folder.name for folder in home.iterdir()] == ["somebody's"]
