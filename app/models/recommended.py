@@ -13,10 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from ..util.atomic_file import write_whole
-
 Purpose = Literal["chat", "code", "vision", "embedding", "reranking", "tiny"]
 FILE = Path(__file__).parents[1] / "assets" / "recommended.json"
 PUBLISHED_BYTES = 2
@@ -55,7 +51,8 @@ def recommended() -> tuple[RecommendedModel, ...]:
     return tuple(RecommendedModel(**row) for row in json.loads(FILE.read_text()))
 
 
-class HubFacts(msgspec.Struct, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFacts:
     """Facts of a recommended repository, as the hub told them."""
 
     license: str
@@ -68,6 +65,8 @@ class HubFacts(msgspec.Struct, kw_only=True):
 
 def read_hub_facts(file: Path) -> dict[str, HubFacts]:
     """Return what the hub was asked for, by repository; nothing if it was not, or the file is damaged."""
+    import msgspec  # noqa: PLC0415 - the command line starts without it
+
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, HubFacts])
     except (OSError, msgspec.MsgspecError):
@@ -76,6 +75,10 @@ def read_hub_facts(file: Path) -> dict[str, HubFacts]:
 
 def keep_hub_facts(file: Path, found: Mapping[str, HubFacts]) -> None:
     """Keep facts beside those of an earlier time. Raises OSError."""
+    import msgspec  # noqa: PLC0415 - the command line starts without it
+
+    from ..util.atomic_file import write_whole  # noqa: PLC0415 - used after a refresh alone
+
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(file, msgspec.json.encode(read_hub_facts(file) | dict(found)))
 

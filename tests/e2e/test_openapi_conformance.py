@@ -86,6 +86,8 @@ WRITING = [
     ("POST", "/api/copy"),
     ("POST", "/v1/load"),
     ("POST", "/v1/unload"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
     ("POST", "/v1/responses"),
     ("POST", "/v1/responses/input_tokens"),
     ("POST", "/v1/responses/compact"),

@@ -128,7 +128,7 @@ CHAT_ONLY = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content[0].type",
+        "messages[0].content[0].image_url",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     (
@@ -233,7 +233,7 @@ def test_bodies_that_are_no_request(http, path, body):
 
 def test_other_bodies(http):
     error(http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415)
-    error(http.post(CHAT, json={"messages": HELLO, "x": "x" * 2_000_001}), 413)
+    error(http.post(PLAIN, json={"prompt": "x" * 2_000_001}), 413)
     error(http.put(CHAT, json={}), 405)
     error(http.post("/v1/responses", json={}), 400)
     error(http.post("/v1/moderations", json={}), 404)

@@ -47,7 +47,8 @@ def bring(level: Level, tmp_path: Path, usable: int = 1) -> Path:
     path = prebuilt.prebuilt_path(level)
     source = tmp_path / "came.cpp"
     source.write_text(SOURCE % (usable, CAME_ALONG))
-    compiling.run([*compiling.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(path)], level)
+    command = [*compiling.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(path)]
+    compiling.run(command, level, compiling.TIMEOUT_S)
     seal(path)
     return path
 

@@ -1,12 +1,15 @@
 """Numbers in words, and pieces of the Overview over made-up readings."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from llmbox.app.config.schema import SECTIONS, schema
 from llmbox.app.telemetry.snapshot import NA, Totals
+from llmbox.engine.ipc.messages import DraftCounts
 from llmbox.ui.web.pages.settings import SECTION_TITLES, TITLES
 from llmbox.ui.web.render import NONE, environment, percent
-from support.snapshots import idle_tick, tick
+from support.snapshots import blocks, engine, idle_tick, tick
 
 
 def piece(name: str, **values) -> str:
@@ -48,3 +51,19 @@ def test_each_setting_and_section_has_a_plain_name():
     assert TITLES.keys() == schema().keys()
     assert SECTION_TITLES.keys() == SECTIONS.keys()
     assert len(set(TITLES.values())) == len(TITLES)
+
+
+def test_the_panel_has_the_acceptance_of_each_method():
+    counts = {
+        "ngram": DraftCounts(draft_tokens=30, accepted_tokens=15),
+        "draft_model": DraftCounts(draft_tokens=10),
+    }
+    state = engine(draft_tokens=40, accepted_tokens=15, draft_methods=counts)
+    shown = SimpleNamespace(**blocks())
+    drawn = SimpleNamespace(blocks=shown, width=10, height=10, cells="", paths={})
+    page = (
+        environment()
+        .get_template("live/maps.html")
+        .render(maps=[drawn], engines={shown.model: state}, most_prefixes=5)
+    )
+    assert "15 of 40 draft tokens were accepted (ngram 15 of 30, draft_model 0 of 10)" in page
