@@ -28,6 +28,17 @@ DRAW = """([width, height]) => {
   [canvas.width, canvas.height] = [width, height];
   return canvas.toDataURL("image/png");
 }"""
+SHRINK_NOISE = """async () => {
+  const { Attachments } = await import("/admin/static/chat/chat-attach.js");
+  const pixels = new ImageData(1024, 1024);
+  const { data } = pixels;
+  for (let at = 0; at < data.length; at += 16384) crypto.getRandomValues(data.subarray(at, at + 16384));
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [1024, 1024];
+  canvas.getContext("2d").putImageData(pixels, 0, 0);
+  const file = await new Promise((done) => canvas.toBlob(done, "image/png"));
+  return (await new Attachments("", () => "").picture(file)).image.length;
+}"""
 TEXT = """# Heading
 
 | left | right |
@@ -222,6 +233,11 @@ def test_texts_and_pdfs_are_attached_and_other_files_say_why_not(window: Window)
     assert "plain words" in said
     assert "printed words" in said
     assert "odd.bin" not in said
+
+
+def test_a_picture_of_many_details_is_small_enough_to_be_kept(window: Window):
+    window.open("/admin/chat")
+    assert window.page.evaluate(SHRINK_NOISE) <= 700_000
 
 
 def test_a_picture_is_made_small_kept_and_sent_to_models_that_see(window: Window):

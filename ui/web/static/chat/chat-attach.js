@@ -7,6 +7,7 @@ const LARGEST_PDF = 20_000_000;
 const LARGEST_PICTURE = 20_000_000;
 const LONGEST_SIDE = 1024; // pixels that are sent; the conversation keeps them
 const MOST_PICTURES = 8; // of a message
+const MOST_CHARACTERS = 700_000; // of a picture that a conversation keeps (store/conversations.py)
 
 export class Attachments {
   // `blind` says why the model on display cannot take a picture; nothing if it can.
@@ -84,7 +85,12 @@ async function shrunk(file) {
   brush.fillStyle = "white"; // under what is transparent
   brush.fillRect(0, 0, canvas.width, canvas.height);
   brush.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
-  return { image: canvas.toDataURL("image/jpeg", 0.85), note: `${canvas.width} × ${canvas.height}` };
+  let image;
+  for (const quality of [0.85, 0.7, 0.5, 0.3, 0.1]) {
+    image = canvas.toDataURL("image/jpeg", quality);
+    if (image.length <= MOST_CHARACTERS) break;
+  }
+  return { image, note: `${canvas.width} × ${canvas.height}` };
 }
 
 async function text(file) {
