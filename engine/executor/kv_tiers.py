@@ -30,7 +30,7 @@ log = logging.getLogger("llmbox.engine")
 
 LEAST_BUFFER_BYTES = 4 << 20
 """Bytes of each direction's buffers where the plan has none to spare."""
-_CODE = ("engine/model", "engine/model_config", "engine/weights", "kernels")
+_CODE = ("engine/model", "engine/model_config", "engine/vision", "engine/weights", "kernels")
 """Folders whose code decides the bits of keys and values, next to the kernels' own digest."""
 _PROBED = (1, 1000)
 """Positions at which the tables of RoPE are compared: a context may change their frequencies."""
