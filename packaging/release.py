@@ -23,10 +23,12 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from llmbox import __version__
+
+# `make` sets PYTHONSAFEPATH, and then a script does not find those beside it.
+sys.path.append(str(Path(__file__).parent))
 from kernel_libraries import wanted_levels
 from man_pages import write_pages
-
-from llmbox import __version__
 
 ROOT = Path(__file__).parents[1]
 LINUX = ROOT / "packaging" / "linux"

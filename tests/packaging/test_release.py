@@ -21,13 +21,12 @@ SYSTEM_PYTHON = Path(sys.base_prefix) / "bin" / "python3"
 
 @pytest.fixture(scope="module")
 def release():
-    sys.path.insert(0, str(PACKAGING))  # as the script runs
     try:
         spec = importlib.util.spec_from_file_location("release", PACKAGING / "release.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     finally:
-        sys.path.remove(str(PACKAGING))
+        sys.path.remove(str(PACKAGING))  # it finds the scripts beside it by itself
     return module
 
 
@@ -47,6 +46,10 @@ def stage(release, tmp_path_factory) -> Path:
     release.make_environment(folder / "stage", next(folder.glob("*.whl")), SYSTEM_PYTHON, ["--no-deps"])
     release.make_shared_files(folder / "stage" / "share")
     return folder / "stage"
+
+
+def test_make_starts_it():
+    assert "--out" in run(sys.executable, PACKAGING / "release.py", "--help", PYTHONSAFEPATH="1")
 
 
 def test_every_command_has_a_man_page_with_its_options(release, tmp_path):
