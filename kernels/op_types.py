@@ -134,7 +134,7 @@ class BatchLayout:
     spans_N: Tensor | None = None
     """For models whose rows of a picture see each other: 0 for rows that see positions up to their own, 1 for
     a sequence whose rows see all of them up to its last, 2 for one that does so in layers with a sliding
-    window alone. C++ kernels follow it."""
+    window alone."""
     adapters: LoraRows | None = None
     """Rows that have a LoRA adapter; None: no row has one."""
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from ..ipc.messages import TokenLogprobs
 from .request import Request
 
+ImagePiece = tuple[bytes, int, int]
+"""Rows of a picture that a step computes: content hash, the first, one after the last."""
+
 
 @dataclass(slots=True)
 class ScheduledRequest:
@@ -58,13 +61,14 @@ class StepPlan:
     `copies` are (source, destination) blocks to copy before anything is written: copy-on-write of a
     partly filled block. `state_copies` are slots of recurrent state to copy then, one after another. Every
     block that `rows` need is already in the requests' block tables. `adapter_loads` are (slot, folder) of
-    adapters to load before that.
+    adapters to load before that. `embeddings` are those of pictures, on ranks without the vision tower.
     """
 
     rows: list[ScheduledRequest] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     adapter_loads: list[tuple[int, str]] = field(default_factory=list)
+    embeddings: dict[ImagePiece, bytes] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

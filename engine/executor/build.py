@@ -49,7 +49,7 @@ from ..runner.block_memory import DeviceBlockMemory
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
-from ..runner.image_rows import EncodedImages, load_images, why_no_pictures
+from ..runner.image_rows import EncodedImages, load_images
 from ..sampling import Sampler
 from .drafting import DraftTarget, draft_rows, load_proposers
 from .kv_tiers import open_tiers
@@ -124,7 +124,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    encoded = local.images if isinstance(local, CPUModelRunner) else None
+    encoded = share.runner.images if isinstance(share.runner, CPUModelRunner) else None
     scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, encoded)
     if isinstance(share.runner, CPUModelRunner) and share.runner.takes_adapters:
         scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes)
@@ -190,10 +190,12 @@ def load_rank(
         parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         return RankEngine(rotary, kernels, make, plan, ops.name, measured)
-    plan = replace(plan, image_problem=plan.image_problem or why_no_pictures(model_config, ops))
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)
     window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
+    images = None
+    if not plan.image_problem:
+        images = load_images(model_config, directory, ops, dtype, with_tower=layout.rank == 0)
     runner = CPUModelRunner(
         model,
         rotary,
@@ -204,7 +206,7 @@ def load_rank(
         window_cache=window_cache,
         has_window_blocks=plan.window > 0,
         states=None if states is None else make_state(states, device),
-        images=None if plan.image_problem else load_images(model_config, directory, ops, dtype),
+        images=images,
     )
     target = DraftTarget(config, plan, model, ops, runner, threads, kv_dtype, progress)
     proposers, head = load_proposers(target) if rows else ([], "")

@@ -27,6 +27,7 @@ from ..planning.memory_plan import MemoryPlan
 from ..planning.placement import are_nvlink_peers
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.gpu_runner import GPUModelRunner, LaunchedStep
+from ..runner.image_rows import EncodedImages
 from .rank_blocks import RankBlockMemory
 from .step_codec import StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
@@ -41,10 +42,13 @@ class MultiprocExecutor:
     All ranks run the same steps and get the same tokens; the results of one rank are used.
     """
 
-    def __init__(self, workers: WorkerGroup, watchdog: WorkerWatchdog) -> None:
+    def __init__(
+        self, workers: WorkerGroup, watchdog: WorkerWatchdog, images: EncodedImages | None = None
+    ) -> None:
+        """`images`: those of rank 0, which has the vision tower."""
         self._workers = workers
         self._watchdog = watchdog
-        self._encoder = StepEncoder()
+        self._encoder = StepEncoder(None if images is None else images.pieces)
 
     def shut_down(self) -> None:
         """Ask the workers to end and stop watching them, without waiting."""
@@ -63,8 +67,14 @@ class SyncMultiprocExecutor(MultiprocExecutor):
     one stage a step is done when `launch` returns; with several, up to one step per stage is in flight.
     """
 
-    def __init__(self, local: ModelRunner, workers: WorkerGroup, watchdog: WorkerWatchdog) -> None:
-        super().__init__(workers, watchdog)
+    def __init__(
+        self,
+        local: ModelRunner,
+        workers: WorkerGroup,
+        watchdog: WorkerWatchdog,
+        images: EncodedImages | None = None,
+    ) -> None:
+        super().__init__(workers, watchdog, images)
         self.stages = workers.layout.pp
         self.depth = self.stages - 1
         self._local = local
@@ -205,7 +215,8 @@ class RankProcesses:
         if isinstance(local, GPUModelRunner):
             runner = AsyncMultiprocExecutor(local, self._workers, self._watchdog)
         else:
-            runner = SyncMultiprocExecutor(local, self._workers, self._watchdog)
+            images = local.images if isinstance(local, CPUModelRunner) else None
+            runner = SyncMultiprocExecutor(local, self._workers, self._watchdog, images)
         self._local = local
         # Before what `load` left to finish, so that all ranks finish that in parallel; `_end` comes last.
         at_exit(runner.shut_down)

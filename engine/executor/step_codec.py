@@ -7,15 +7,15 @@ Where steps overlap, a mirror lacks the tokens that rank 0 does not know yet: ea
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any
 
 from ..core.request import Request
-from ..core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from ..core.step import ImagePiece, SampledToken, ScheduledRequest, StepPlan, StepResult
 from ..distributed.socket_link import NUMBER, Frame
-from ..ipc.messages import TokenLogprobs
+from ..ipc.messages import PreparedImage, TokenLogprobs
 from ..sampling_params import SamplingParams
 
 _DEFAULTS = SamplingParams(max_tokens=0)
@@ -28,6 +28,7 @@ _MASK_UNIT = 4
 # Bytes of a grammar mask per integer.
 _GRAPH = "graph"
 _ADAPTERS = "adapters"
+_IMAGES = "images"
 _GONE = -1
 """Admission of a mirror that has left: runners recognize its stale state by it."""
 
@@ -52,7 +53,11 @@ class _Mirror:
 class StepEncoder:
     """Rank 0's side: encodes steps as differences to the mirrors on the workers."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, embeddings: Callable[[Sequence[ScheduledRequest]], dict[ImagePiece, bytes]] | None = None
+    ) -> None:
+        """`embeddings`: returns those of pictures in the rows of a step."""
+        self._embeddings = embeddings
         self._mirrors: dict[int, _Mirror] = {}
         """Keyed by `id`: each entry holds its request, so that no other object can get the same id."""
         self._next = 0
@@ -61,7 +66,8 @@ class StepEncoder:
         """Encode one step.
 
         Integers: counts of finished requests, block copies, state copies and rows; numbers of the requests
-        that ceased to run since the last step; (source, destination) of each copy; then the rows, see `_row`.
+        that ceased to run since the last step; (source, destination) of each copy; the rows, see `_row`; then
+        the embeddings of pictures.
 
         `graph`: size that a decoding step is padded to, see `decode_graph`.
         """
@@ -81,6 +87,8 @@ class StepEncoder:
                 self._next += 1
                 new[str(known.number)] = _introduction(row.request)
             self._row(numbers, row, known)
+        if self._embeddings is not None and any(row.request.images for row in plan.rows):
+            new[_IMAGES] = _append_images(numbers, self._embeddings(plan.rows))
         return Frame("step", new, numbers)
 
     def _forget_gone(self) -> list[int]:
@@ -126,7 +134,8 @@ class StepDecoder:
         pairs = [(next(numbers), next(numbers)) for _ in range(copies + states)]
         decoded = [self._row(numbers, frame.body) for _ in range(rows)]
         loads = [(slot, folder) for slot, folder in frame.body.get(_ADAPTERS, ())]
-        return StepPlan(decoded, pairs[:copies], pairs[copies:], loads)
+        embeddings = _taken_images(frame) if _IMAGES in frame.body else {}
+        return StepPlan(decoded, pairs[:copies], pairs[copies:], loads, embeddings)
 
     def _row(self, numbers: Iterable[int], new: dict[str, Any]) -> ScheduledRequest:
         number, start, tokens, flags, admission, pending, num_ids, added, mask = islice(numbers, _ROW)
@@ -167,15 +176,54 @@ def _introduction(request: Request) -> list[Any]:
         if field.name not in _IN_MASKS
         and (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
     }
-    return [request.request_id, request.num_prompt, params, request.state_slot, request.adapter_slot]
+    told = [request.request_id, request.num_prompt, params, request.state_slot, request.adapter_slot]
+    # Workers need the places of pictures, not their pixels.
+    return told + [
+        [each.content_hash.hex(), *each.grid, each.start, each.num_tokens, each.num_rows]
+        for each in request.images
+    ]
+
+
+def _append_images(numbers: "array[int]", embeddings: dict[ImagePiece, bytes]) -> list[list[Any]]:
+    """Append the embeddings to the integers of a step; return whose they are, and how many bytes each has."""
+    for each in embeddings.values():
+        numbers.frombytes(each + bytes(-len(each) % numbers.itemsize))
+    return [[name.hex(), first, end, len(each)] for (name, first, end), each in embeddings.items()]
+
+
+def _taken_images(frame: Frame) -> dict[ImagePiece, bytes]:
+    """Return what `_append_images` appended."""
+    told = frame.body[_IMAGES]
+    size = frame.numbers.itemsize
+    start = len(frame.numbers) - sum(-(-nbytes // size) for *_, nbytes in told)
+    found = {}
+    for name, first, end, nbytes in told:
+        stop = start + -(-nbytes // size)
+        found[bytes.fromhex(name), first, end] = frame.numbers[start:stop].tobytes()[:nbytes]
+        start = stop
+    return found
+
+
+def _introduced_image(told: Sequence[Any]) -> PreparedImage:
+    content_hash, rows, columns, start, num_tokens, num_rows = told
+    return PreparedImage(
+        content_hash=bytes.fromhex(content_hash),
+        tiles=[],
+        pixels=b"",
+        grid=(rows, columns),
+        start=start,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+    )
 
 
 def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
-    request_id, num_prompt, params, slot, adapter_slot = told
+    request_id, num_prompt, params, slot, adapter_slot, *images = told
     return Request(
         request_id=request_id,
         prompt_ids=ids[:num_prompt],
         params=_params(params),
+        images=[_introduced_image(each) for each in images],
         token_ids=ids,
         state_slot=slot,
         adapter_slot=adapter_slot,

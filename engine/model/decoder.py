@@ -104,9 +104,9 @@ class Decoder:
             assert self.embedding is not None
             self.own = OwnEmbeddings(config, weights, ops, self.embedding.part)
         self.altup = None if config.altup is None else AltUpStreams(config, weights, ops)
-        self.layers = [
-            make_layer(i, weights.at(f"model.layers.{i}")) for i in layout.layers(config.num_layers)
-        ]
+        here = layout.layers(config.num_layers)
+        self._first_layer = here.start
+        self.layers = [make_layer(i, weights.at(f"model.layers.{i}")) for i in here]
         self.norm_E, self.head = self._norm_and_head(weights)
         self._norm = ops.before(self.head).add_rms_norm
         if config.block in {"parallel", "layer_norm"}:
@@ -196,10 +196,12 @@ class Decoder:
             forward = replace(forward, own_TLP=self._own_embeddings(forward.ids_T, residual_TE))
         if self.altup is not None:
             x_TE = self.altup.expand(residual_TE)
-        for level, (layer, after) in enumerate(zip(self.layers, self.layers[1:], strict=False), 1):
+        level = self._first_layer
+        for layer, after in zip(self.layers, self.layers[1:], strict=False):
+            level += 1
             x_TE = layer(x_TE, residual_TE, forward)
-            if forward.images is not None and level < len(forward.images.levels_LRE):
-                residual_TE[forward.images.rows_R] += forward.images.levels_LRE[level]
+            if forward.images is not None:
+                forward.images.add_level(level, residual_TE)
             if type(after) is type(layer):
                 x_TE = after.enter(x_TE, residual_TE)
             else:
@@ -208,6 +210,8 @@ class Decoder:
                 self.ops.host_callback(partial(_keep_copy, self._taps[level]), (residual_TE,))
         last = self.layers[-1]
         x_TE = last.complete(last(x_TE, residual_TE, forward))
+        if forward.images is not None:
+            forward.images.add_level(level + 1, residual_TE)
         if self.altup is not None:
             return self.altup.contract(x_TE)
         if not self.is_last:

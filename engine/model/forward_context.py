@@ -17,6 +17,11 @@ class ImageRows:
     levels_LRE: Tensor
     """Embeddings of the rows, then what is added to them after each of the first layers."""
 
+    def add_level(self, level: int, residual_TE: Tensor) -> None:
+        """Add what belongs to the rows after the first `level` layers of the model, if anything does."""
+        if level < len(self.levels_LRE):
+            residual_TE[self.rows_R] += self.levels_LRE[level]
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:

@@ -89,13 +89,15 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
         cores = max(1, budget.cores // cut.ranks)
         rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
     quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
-    problem = why_no_images(shape, budget, config, cut.ranks)
+    problem = why_no_images(shape, budget, config)
     if problem:
         shape = replace(shape, vision=None)
     tries = list(quants.values()) if config.quant == "auto" else [rank_config]
     reason = ""
     for attempt in tries:
         part = rank_shape(shape, cut.tp, cut.pp)
+        if part.vision is not None and ranks_in_memory > 1:
+            part = replace(part, vision=part.vision.share(ranks_in_memory))
         make = partial(Planner, part, rank_budget, attempt, cut.pp, ranks_in_memory)
         try:
             plan = _plan_with_drafts(shape, rank_budget, attempt, cut.ranks, make)
@@ -116,14 +118,12 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     raise AssertionError("one try is the last")
 
 
-def why_no_images(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ranks: int) -> str:
+def why_no_images(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> str:
     """Return why a model would read no pictures; empty if it would."""
     if shape.vision is None:
         return shape.image_problem
     if budget.device == "cuda":
         return "it runs on a GPU, and pictures are read on CPUs so far: load it with --device cpu"
-    if ranks > 1:
-        return "it runs on several ranks, and pictures are read on one: load it without --tp and --pp"
     if config.batching == "static" or not config.chunked_prefill:
         return "pictures need continuous batching and chunked prefill, and it was loaded without"
     return ""

@@ -5,7 +5,7 @@ T rows of the step, R rows whose logits are wanted, S of them to sample, E hidde
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..checkpoint.adapter import read_adapter
-from ..core.step import ScheduledRequest, StepPlan, StepResult
+from ..core.step import ImagePiece, ScheduledRequest, StepPlan, StepResult
 from ..device.device import HostDevice
 from ..errors import ModelError
 from ..ipc.messages import TokenLogprobs
@@ -120,7 +120,7 @@ class CPUModelRunner:
             batch = replace(batch, ragged=images.split(batch.ragged, rows))
         forward = self._forward(batch)
         if images is not None:
-            forward = self._with_images(forward, rows, images)
+            forward = self._with_images(forward, rows, images, plan.embeddings)
         if self._follower is not None:
             return self._execute_followed(forward, batch, rows, self._follower)
         return self._finish(self._model.hidden(forward, batch.wanted_R), batch, rows)
@@ -214,10 +214,14 @@ class CPUModelRunner:
         )
 
     def _with_images(
-        self, forward: ForwardContext, rows: list[ScheduledRequest], encoded: EncodedImages
+        self,
+        forward: ForwardContext,
+        rows: list[ScheduledRequest],
+        encoded: EncodedImages,
+        sent: Mapping[ImagePiece, bytes],
     ) -> ForwardContext:
         """Return the inputs of a step with requests that have pictures, be their rows in it or not."""
-        images, positions_3T = encoded.rows(rows), encoded.positions(rows)
+        images, positions_3T = encoded.rows(rows, sent), encoded.positions(rows)
         if images is not None:
             forward.ids_T[images.rows_R] = encoded.config.pad_id
         if positions_3T is None:

@@ -4,7 +4,7 @@ L = 1 + deepstack levels, R rows of pictures in the step, T rows of the step, E 
 """
 
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import Ops
 
+from ..checkpoint.tensor_io import bytes_of
 from ..core.request import first_image
-from ..core.step import ScheduledRequest
+from ..core.step import ImagePiece, ScheduledRequest
 from ..device.upload import from_array
 from ..ipc.messages import PreparedImage
 from ..model.forward_context import ImageRows
@@ -25,11 +26,15 @@ from ..vision.encoder import VisionEncoder, load_vision_encoder
 
 
 class EncodedImages:
-    """Tower and the embeddings that it has made, by content hash; `ImageScheduler` says what is kept."""
+    """Tower and the embeddings that it has made, by content hash; `ImageScheduler` says what is kept. The
+    first rank has the tower. Others get the embeddings of each step with its plan.
+    """
 
-    def __init__(self, config: VisionConfig, encoder: VisionEncoder, dtype: torch.dtype) -> None:
+    def __init__(self, config: VisionConfig, encoder: VisionEncoder | None, dtype: torch.dtype) -> None:
+        """`encoder`: None on ranks without the tower."""
         self.config = config
         self.row_bytes = config.hidden_size * (1 + config.deepstack_levels) * dtype.itemsize
+        self._dtype = dtype
         self._encoder = encoder
         self._slices: dict[bytes, Generator[None, None, Tensor]] = {}
         self._levels: dict[bytes, Tensor] = {}
@@ -42,6 +47,7 @@ class EncodedImages:
         """
         slices = self._slices.get(image.content_hash)
         if slices is None:
+            assert self._encoder is not None
             slices = self._slices[image.content_hash] = self._encoder.encode(image)
         try:
             next(slices)
@@ -60,10 +66,39 @@ class EncodedImages:
         if slices is not None:
             slices.close()
 
-    def rows(self, rows: Sequence[ScheduledRequest]) -> ImageRows | None:
-        """Return the rows of a step that take embeddings; None if it has none."""
+    def rows(
+        self, rows: Sequence[ScheduledRequest], sent: Mapping[ImagePiece, bytes] | None = None
+    ) -> ImageRows | None:
+        """Return the rows of a step that take embeddings; None if it has none. `sent`: embeddings that came
+        with the plan.
+        """
         places: list[Tensor] = []
         levels: list[Tensor] = []
+        for first_R, piece in self._pieces(rows):
+            places.append(first_R)
+            levels.append(self._received(sent[piece]) if sent else self._kept(piece))
+        if not places:
+            return None
+        return ImageRows(torch.cat(places), torch.cat(levels, 1))
+
+    def pieces(self, rows: Sequence[ScheduledRequest]) -> dict[ImagePiece, bytes]:
+        """Return the embeddings of a step for the ranks without the tower."""
+        found = {}
+        for _, piece in self._pieces(rows):
+            levels_LRE = self._kept(piece).contiguous()
+            found[piece] = bytes(bytes_of(levels_LRE))
+        return found
+
+    def _kept(self, piece: ImagePiece) -> Tensor:
+        content_hash, begin, end = piece
+        return self._levels[content_hash][:, begin:end]
+
+    def _received(self, sent: bytes) -> Tensor:
+        numbers = torch.frombuffer(bytearray(sent), dtype=self._dtype)
+        return numbers.view(1 + self.config.deepstack_levels, -1, self.config.hidden_size)
+
+    def _pieces(self, rows: Sequence[ScheduledRequest]) -> Iterator[tuple[Tensor, ImagePiece]]:
+        """Yield the step's rows that each picture has, and which of the picture's rows they are."""
         first = 0
         for row in rows:
             images = row.request.images
@@ -75,12 +110,11 @@ class EncodedImages:
                 begin, end = torch.searchsorted(
                     own_R, torch.tensor([row.start - image.start, row.end - image.start])
                 ).tolist()
-                places.append(own_R[begin:end] + (first + image.start - row.start))
-                levels.append(self._levels[image.content_hash][:, begin:end])
+                if begin == end:  # of text between rows of the picture alone
+                    continue
+                places_R = own_R[begin:end] + (first + image.start - row.start)
+                yield places_R, (image.content_hash, begin, end)
             first += row.num_tokens
-        if not places:
-            return None
-        return ImageRows(torch.cat(places), torch.cat(levels, 1))
 
     def split(self, layout: BatchLayout, rows: Sequence[ScheduledRequest]) -> BatchLayout:
         """Return the layout with a sequence for each picture of the step, where rows of a picture attend to
@@ -172,14 +206,10 @@ def extend_positions(
         axis.extend(range(position + shift, end + shift))
 
 
-def why_no_pictures(model: ModelConfig, ops: Ops) -> str:
-    """Return why these operations cannot run a model's pictures; empty if they can."""
-    if model.vision is None or not model.vision.is_bidirectional or ops.attend_whole_texts is not None:
-        return ""
-    return f"rows of its pictures attend to each other in both directions, which {ops.name} does not compute"
-
-
-def load_images(model: ModelConfig, directory: Path, ops: Ops, dtype: torch.dtype) -> EncodedImages:
-    """Load the vision tower of a model that has one. Raises ModelError."""
+def load_images(
+    model: ModelConfig, directory: Path, ops: Ops, dtype: torch.dtype, *, with_tower: bool
+) -> EncodedImages:
+    """Load the vision tower of a model that has one, if this rank has it. Raises ModelError."""
     assert model.vision is not None
-    return EncodedImages(model.vision, load_vision_encoder(model.vision, directory, ops, dtype), dtype)
+    encoder = load_vision_encoder(model.vision, directory, ops, dtype) if with_tower else None
+    return EncodedImages(model.vision, encoder, dtype)

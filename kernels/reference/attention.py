@@ -155,21 +155,39 @@ def plan_runs(
 ) -> list[AttentionRun]:
     """Plan the rows of one sequence from row `start` on, in pieces where the mask would be too large."""
     length, context = ragged.query_lens[n], ragged.contexts[n]
+    if sees_whole_context(ragged, n, window):
+        return [
+            plan_run(ragged, cache, n, slice(start + first, start + end), context, window, after=length - end)
+            for first, end in pieces(length, context, cache)
+        ]
     if length == context and (window is None or context <= abs(window)):
         return [plan_run(ragged, cache, n, slice(start, start + length), context, None)]
-    most = max(1, MASK_LIMIT // (context * cache.compute_dtype.itemsize))
     return [
         plan_run(
             ragged,
             cache,
             n,
-            slice(start + first, start + min(first + most, length)),
-            context - length + min(first + most, length),
+            slice(start + first, start + end),
+            context - length + end,
             window,
             masked=True,
         )
-        for first in range(0, length, most)
+        for first, end in pieces(length, context, cache)
     ]
+
+
+def pieces(length: int, context: int, cache: ReferenceKVCache) -> list[tuple[int, int]]:
+    """Cut rows of a sequence so that masks stay below `MASK_LIMIT`."""
+    most = max(1, MASK_LIMIT // (context * cache.compute_dtype.itemsize))
+    return [(first, min(first + most, length)) for first in range(0, length, most)]
+
+
+def sees_whole_context(ragged: BatchLayout, n: int, window: int | None) -> bool:
+    """Return True if rows of a sequence see those after them: see `BatchLayout.spans_N`."""
+    if ragged.spans_N is None:
+        return False
+    span = int(ragged.spans_N[n])
+    return span == 1 or (span == 2 and window is not None)
 
 
 def plan_run(
@@ -181,26 +199,40 @@ def plan_run(
     window: int | None,
     *,
     masked: bool = False,
+    after: int | None = None,
 ) -> AttentionRun:
-    """Plan a piece: `rows` are the last of the sequence's first `context` positions."""
+    """Plan a piece: `rows` are the last of the sequence's first `context` positions, or `after` positions
+    before these, and then see all of them.
+    """
     device = cache.device
     length = rows.stop - rows.start
-    first = first_seen_block(context - length + 1, window, ragged.block_size)
+    first = first_seen_block(context - (after or 0) - length + 1, window, ragged.block_size)
     end = -(-context // ragged.block_size)
     heads = torch.arange(cache.heads, device=device).unsqueeze(1)
     pages_GB = ragged.block_tables_NB[n, first:end].long() * len(heads) + heads
     seen = context - first * ragged.block_size
-    mask = causal_mask(length, seen, context, window, cache.compute_dtype, device) if masked else None
+    mask = None
+    if masked or after is not None:
+        mask = causal_mask(length, seen, context, window, cache.compute_dtype, device, after)
     return AttentionRun(rows, pages_GB.flatten(), seen, mask)
 
 
 def causal_mask(
-    length: int, seen: int, context: int, window: int | None, dtype: torch.dtype, device: torch.device
+    length: int,
+    seen: int,
+    context: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    after: int | None = None,
 ) -> Tensor:
-    """Build a mask: rows are the last `length` positions of the context, columns its last `seen` ones."""
-    row_L1 = torch.arange(context - length, context, device=device).unsqueeze(1)
+    """Build a mask: rows are the last `length` positions of the context, columns its last `seen` ones.
+    `after`: see `plan_run`.
+    """
+    end = context - (after or 0)
+    row_L1 = torch.arange(end - length, end, device=device).unsqueeze(1)
     column_C = torch.arange(context - seen, context, device=device)
-    hidden_LC = column_C > row_L1
+    hidden_LC = column_C > (row_L1 if after is None else torch.full_like(row_L1, context))
     if window is not None:
         hidden_LC |= column_C < oldest_seen(row_L1, window)
     return torch.zeros(hidden_LC.shape, dtype=dtype, device=device).masked_fill_(hidden_LC, -torch.inf)

@@ -130,7 +130,6 @@ class RankThreads:
         layouts = [ParallelLayout(tp, pp, rank) for rank in range(tp * pp)]
         self._answers = layouts[0].answers
         self._pool = ThreadPoolExecutor(len(layouts))
-        self._encoder = StepEncoder()
         self._decoders = [StepDecoder() for _ in layouts]
         self.shares = []
         for layout in layouts:
@@ -138,6 +137,8 @@ class RankThreads:
             share = load_rank(config, self.plan, rank, lambda *told, n=layout.rank: read(n, *told))
             rank.join(ThreadCollective(layout, self._stages))
             self.shares.append(share)
+        self.images = self.shares[0].runner.images
+        self._encoder = StepEncoder(None if self.images is None else self.images.pieces)
 
     def execute(self, plan: StepPlan) -> StepResult:
         frame = self._encoder.encode(plan)
@@ -175,4 +176,4 @@ def load_threads(
         measured=None,
         worker_pids=[],
     )
-    return Engine(make_scheduler(config, runner.plan), SyncExecutor(runner), info)
+    return Engine(make_scheduler(config, runner.plan, encoded=runner.images), SyncExecutor(runner), info)

@@ -1,6 +1,6 @@
 """Sizes of a vision tower for the memory plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .config import VisionConfig
 from .layout import lay_out_image
@@ -30,6 +30,12 @@ class VisionShape:
     """Most rows of a picture where a step computes all of one, beyond its budget if need be; 0 otherwise."""
     usual_rows: int = 0
     """Rows of a picture of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
+
+    def share(self, ranks: int) -> "VisionShape":
+        """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
+        parts = (-(-number // ranks) for number in (self.params, self.row, self.patch_numbers))
+        params, row, patch_numbers = parts
+        return replace(self, params=params, row=row, patch_numbers=patch_numbers)
 
 
 def vision_shape(vision: VisionConfig) -> VisionShape:

@@ -12,7 +12,7 @@ from llmbox.engine.ipc.messages import AddRequest, PreparedImage
 from llmbox.engine.model_config.vision.families import read_vision
 from llmbox.engine.sampling_params import SamplingParams
 from support.real_engines import load, run, tokens
-from support.vision_models import draw_picture, make_vision_model, prepare
+from support.vision_models import MODELS, draw_picture, make_vision_model, prepare
 
 IMAGE, BREAK, END = 10, 11, 12
 """Ids of the image token, and of the two that Pixtral has at the ends of rows and pictures."""
@@ -42,6 +42,20 @@ def seeing(directory: Path, name: str = "a", size: tuple[int, int] = (50, 40), a
     placed = replace(image, start=image.start + len(before))
     params = SamplingParams(max_tokens=6, temperature=0.0)
     return AddRequest(request_id=name, prompt_ids=prompt, images=[placed], params=params)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_plain_kernels_give_the_tokens_of_the_cpp_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    change = {"use_bidirectional_attention": "vision"}
+    text = MODELS[kind][1]["text_config"] | (change if kind == "gemma4" else {})
+    make_vision_model(tmp_path, kind, text_config=text)
+    asked = [seeing(tmp_path, "a"), seeing(tmp_path, "b", (131, 70))]
+    options: dict[str, Any] = {"dtype": "float32", "context": 512, "token_budget": 24}
+    expected = tokens(load(tmp_path, **options), asked)
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    assert tokens(load(tmp_path, **options), asked) == expected
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
