@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..gateway.request_events import LiveRequest
 from ..security.identity import Identity
 from ..services import Services
 from ..store.record import Content, RequestRecord
+from .prefix_note import describe_difference, prefix_note
 
 PROMPT = "…"
 _CHATS = ("chat", "messages", "responses", "generate")
@@ -134,65 +134,6 @@ def _lines(opening: str, items: list[str], closing: str, indent: str) -> str:
     return f"{opening}\n{inner}{indent}{closing}" if items else opening + closing
 
 
-_MORE = {
-    "off": "The prefix cache is off for this model.",
-    "prompt_logprobs": "prompt_logprobs was asked for: those come from computing the whole prompt.",
-    "pooling": "A vector of all tokens was asked for: that comes from computing all of them.",
-    "short": "The prompt has no whole block before its last token, so there was nothing to look up.",
-    "new": "No prompt that begins like this one had been computed.",
-    "namespace": "Another key, or another cache_salt, had computed the same beginning. "
-    "KV blocks are never shared between keys.",
-    "late": "More of it is on disk, which took too long to read it, so it was computed.",
-    "damaged": "More of it was on disk, in a file that was damaged. It was removed and computed again.",
-    "state": "More of it is in the KV cache, but the recurrent state there was not kept. It is kept "
-    "now, so that the next prompt goes on from here.",
-}
-_BRIEF = {
-    "off": "cache off",
-    "prompt_logprobs": "computed for prompt_logprobs",
-    "pooling": "computed for the mean",
-    "short": "too short",
-    "complete": "all found",
-    "new": "nothing like it",
-    "diverged": "went another way",
-    "evicted": "evicted",
-    "namespace": "another key's",
-    "state": "no state kept there",
-    "late": "disk too slow",
-    "damaged": "damaged on disk",
-}
-
-
-def prefix_note(request: RequestRecord | LiveRequest) -> str:
-    """Reason why the prefix cache had no more of the prompt. Empty where it was not queried."""
-    if not request.prefix_end:
-        return ""
-    ends = request.prefix_end.split(",")
-    looked_up, found = request.looked_up_tokens, request.cached_tokens
-    share = f"Of {_tokens(request.prompt_tokens)} of prompt {looked_up} were looked up, {found} found"
-    disk = request.disk_tokens
-    share += f" ({found - disk} in memory, {disk} on disk). " if disk else ". "
-    if len(ends) > 1:
-        counts = Counter(_BRIEF.get(end, end) for end in ends)
-        each = ", ".join(f"{count} {words}" for words, count in counts.most_common())
-        return f"{share}{len(ends)} prompts: {each}."
-    return (share if looked_up else "") + _why(ends[0], request.prompt_tokens - looked_up, found)
-
-
-def _why(end: str, rest: int, found: int) -> str:
-    if end == "complete":
-        return (
-            f"It had all of them. The last {_tokens(rest)} are always computed: it holds whole blocks only, "
-            "and the answer begins with the last token's block."
-        )
-    if end == "diverged":
-        return f"The first {_tokens(found)} are shared with an earlier prompt; after them this one differs."
-    if end == "evicted":
-        where = f"What follows the first {_tokens(found)}" if found else "The beginning"
-        return f"{where} had been in the cache and was evicted."
-    return _MORE.get(end, end)
-
-
 def content_note(record: RequestRecord, content: Content | None, days: float, *, foreign: bool) -> str:
     """Reason why prompt and answer are not shown, or which parts were cut. Empty if everything is there.
 
@@ -222,10 +163,6 @@ def content_note(record: RequestRecord, content: Content | None, days: float, *,
     return "Prompts and answers of callers without a key are not kept (the setting requests.log_content)."
 
 
-def _tokens(count: int) -> str:
-    return f"{count:,} token" if count == 1 else f"{count:,} tokens"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDetail:
     """Details of a request. Either `in_flight` or `request` is set. The notes are sentences, or empty."""
@@ -249,12 +186,21 @@ async def detail_of(control: DaemonController, identity: Identity, request_id: s
     days = services.request_log.keep.content_days
     return RequestDetail(
         request=record,
-        prefix_note=prefix_note(record),
+        prefix_note=prefix_note(record) + await _difference(services, record, content),
         content=content,
         content_note=content_note(record, content, days, foreign=foreign),
         curl=as_curl(control.running.url, record, content),
         python=as_python(control.running.url, record, content),
     )
+
+
+async def _difference(services: Services, record: RequestRecord, content: Content | None) -> str:
+    """Sentence that names the first text in which a prompt differs from the nearest earlier one. Empty where
+    the reader may not see the prompt, or no earlier one of its owner was kept.
+    """
+    if content is None or record.prefix_end not in {"diverged", "new"}:
+        return ""
+    return describe_difference(content, await services.request_log.earlier_contents(record))
 
 
 async def find_logged(

@@ -110,6 +110,12 @@ class RequestLog:
         """
         return await asyncio.to_thread(self._read, lambda queries, engine: queries.get(engine, request_id))
 
+    async def earlier_contents(self, record: RequestRecord) -> list[tuple[str, Content]]:
+        """Get (request id, content) of the latest requests of the owner and model of `record` before it,
+        newest first. Raises StoreError.
+        """
+        return await asyncio.to_thread(self._read, lambda queries, engine: queries.earlier(engine, record))
+
     async def purge(self, before: float, what: "What" = "requests") -> int:
         """Erase data created before a Unix time. Returns the number of rows, contents and stored answers.
 

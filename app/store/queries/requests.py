@@ -101,6 +101,21 @@ def get(engine: Engine, request_id: str) -> tuple[RequestRecord, Content | None]
         return _record(row), None if kept is None else _content(kept)
 
 
+def earlier(engine: Engine, record: RequestRecord, most: int = 32) -> list[tuple[str, Content]]:
+    """Get (id, content) of at most `most` requests before `record` of its owner and model, newest first."""
+    seq = select(func.max(RequestRow.seq)).where(RequestRow.id == record.id).scalar_subquery()
+    owner = select(ContentRow.owner).where(col(ContentRow.seq) == seq).scalar_subquery()
+    statement = (
+        select(RequestRow.id, ContentRow)
+        .join(ContentRow, col(ContentRow.seq) == col(RequestRow.seq))
+        .where(col(RequestRow.seq) < seq, RequestRow.model == record.model, ContentRow.owner == owner)
+        .order_by(col(RequestRow.seq).desc())
+        .limit(most)
+    )
+    with Session(engine) as session:
+        return [(request_id, _content(row)) for request_id, row in session.exec(statement)]
+
+
 def erase(engine: Engine, before: float, *, content_only: bool = False) -> int:
     """Delete rows created before a Unix time and return their number. Disk space is freed separately."""
     table = ContentRow if content_only else RequestRow

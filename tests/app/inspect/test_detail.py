@@ -4,7 +4,8 @@ import typing
 
 import pytest
 
-from llmbox.app.inspect.detail import content_note, prefix_note
+from llmbox.app.inspect.detail import content_note
+from llmbox.app.inspect.prefix_note import describe_difference, prefix_note
 from llmbox.app.store.record import Content, RequestRecord
 from llmbox.engine.ipc.messages import PrefixMissReason
 
@@ -75,3 +76,29 @@ def test_tokens_from_disk_are_told_apart():
     note = prefix_note(record(prefix_end="complete", looked_up_tokens=96, cached_tokens=96, disk_tokens=64))
     assert "96 were looked up, 96 found (32 in memory, 64 on disk)." in note
     assert "disk" in prefix_note(record(prefix_end="late", looked_up_tokens=96))
+
+
+def kept(prompt: str, output: str = "", *, whole: int = 0) -> Content:
+    return Content(
+        owner="", body="", body_bytes=0, prompts=[prompt], prompt_bytes=whole or len(prompt.encode()),
+        outputs=[output], output_bytes=len(output.encode()),
+    )  # fmt: skip
+
+
+def test_the_first_difference_is_that_from_the_earlier_prompt_that_shares_most():
+    earlier = [("r3", kept("Now: 9:02. Be brief.")), ("r2", kept("Now: 9:01. Be kind.")), ("r1", kept("Hi"))]
+    note = describe_difference(kept("Now: 9:01. Be brief."), earlier)
+    assert note == ' It differs from request r2 first after "Now: 9:01. Be ": here "brief.", there "kind.".'
+    assert "first at the beginning: here" in describe_difference(kept("Bye\n"), [("r1", kept("Hi"))])
+
+
+def test_an_answer_that_came_back_changed_is_named():
+    turn = kept("Q: 1? A: two Q: 2?")
+    assert 'after "Q: 1? A: ": here "two Q: 2?", there "one"' in describe_difference(
+        turn, [("r1", kept("Q: 1? A: ", "one"))]
+    )
+    assert describe_difference(turn, [("r1", kept("Q: 1? A: ", "two"))]) == ""
+    assert describe_difference(turn, [("r1", kept("Q: 1?", "one", whole=900))]) == "", (
+        "cut: no answer follows"
+    )
+    assert describe_difference(turn, []) == ""

@@ -47,6 +47,22 @@ async def test_content_comes_back_with_its_row(log):
     assert await log.get_with_content("req-3") is None
 
 
+async def test_earlier_contents_are_those_of_the_owner_and_the_model(log):
+    log.write(record(1), draft("first"))
+    log.write(record(2), draft("other key", owner="key_2"))
+    log.write(record(3, model="other"), draft("other model"))
+    log.write(record(4, content=""))
+    log.write(record(5), draft("second"))
+    log.write(record(6), draft("asked about"))
+    log.write(record(7), draft("later"))
+    log.flush()
+    found = await log.earlier_contents(record(6))
+    assert [(id_, content.prompts) for id_, content in found] == [
+        ("req-5", ["<s>second"]),
+        ("req-1", ["<s>first"]),
+    ]
+
+
 def test_what_is_longer_than_the_cap_is_cut_and_told():
     content = make_content(draft("ü" * 100), 51)
     assert (content.prompt_bytes, content.prompts) == (203, ["<s>" + "ü" * 24])

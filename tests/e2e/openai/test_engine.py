@@ -4,10 +4,14 @@ import math
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from llmbox.app.inspect.detail import detail_of
+from llmbox.app.security.identity import LOCAL
+from llmbox.app.security.keys import KeySpec
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import until
@@ -151,3 +155,20 @@ def test_the_log_tells_why_the_prefix_cache_had_no_more(server, client):
     assert records[1].cached_tokens == records[1].looked_up_tokens > 0
     assert 0 < records[2].cached_tokens < records[2].looked_up_tokens
     assert records[3].looked_up_tokens == 0
+
+
+def test_where_prompts_are_kept_the_first_text_that_differs_is_told(server):
+    keys = server.services.security.keys
+    secret = keys.add(KeySpec(name="kept", log_content=True))[1]
+    words = "the clock says {} and the quick brown fox jumps over the lazy dog once more today"
+    try:
+        with server.client().with_options(api_key=secret) as client:
+            ids = [complete(client, words.format(time), max_tokens=2).id for time in ("nine", "noon")]
+    finally:
+        keys.remove("kept")
+    server.services.request_log.flush()
+    control = SimpleNamespace(services=server.services, running=SimpleNamespace(url=server.url))
+    first, second = [server.call(detail_of(control, LOCAL, each)).prefix_note for each in ids]
+    assert "differs from" not in first
+    assert f'differs from request {ids[0]} first after "the clock says n": here "oon and the' in second
+    assert 'there "ine and the' in second
