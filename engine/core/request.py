@@ -154,6 +154,14 @@ class Request:
         return self.num_computed >= self.num_prompt
 
     @property
+    def position_shift(self) -> int:
+        """RoPE position of a token after all pictures less its place, for models with M-RoPE: see
+        `runner/image_rows.py`.
+        """
+        sizes = ((max(each.grid), each.num_tokens) for each in self.images if each.is_grid)
+        return sum(longer - tokens for longer, tokens in sizes)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -84,6 +84,8 @@ class RankEngine:
     """Rows and their price, see `SchedulerConfig`."""
     proposers: Sequence[Proposer] = ()
     """Proposers of draft tokens that run a model."""
+    images: EncodedImages | None = None
+    """Pictures of a model with a vision tower."""
 
     def finish(
         self, agree: Agree = int
@@ -124,8 +126,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    encoded = share.runner.images if isinstance(share.runner, CPUModelRunner) else None
-    scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, encoded)
+    scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, share.images)
     if isinstance(share.runner, CPUModelRunner) and share.runner.takes_adapters:
         scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes)
     memory: DeviceBlockMemory | RankBlockMemory | None = None
@@ -186,16 +187,16 @@ def load_rank(
     if model_config.recurrent is not None:
         count = model_config.layers_with(layout.layers(model_config.num_layers), state=True)
         states = state_shape(model_config.recurrent, count, plan, layout.tp)
+    images = None
+    if not plan.image_problem:
+        images = load_images(model_config, directory, ops, dtype, device, layout)
     if overlaps:
-        parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states)
+        parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states, images)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
-        return RankEngine(rotary, kernels, make, plan, ops.name, measured)
+        return RankEngine(rotary, kernels, make, plan, ops.name, measured, images=images)
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)
     window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
-    images = None
-    if not plan.image_problem:
-        images = load_images(model_config, directory, ops, dtype, with_tower=layout.rank == 0)
     runner = CPUModelRunner(
         model,
         rotary,
@@ -211,7 +212,7 @@ def load_rank(
     target = DraftTarget(config, plan, model, ops, runner, threads, kv_dtype, progress)
     proposers, head = load_proposers(target) if rows else ([], "")
     kernels += (head,) if head else ()
-    return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, proposers)
+    return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, proposers, images)
 
 
 def encoder_options(config: EngineConfig) -> EngineConfig:

@@ -101,7 +101,7 @@ class AsyncMultiprocExecutor(MultiprocExecutor):
     """
 
     def __init__(self, local: GPUModelRunner, workers: WorkerGroup, watchdog: WorkerWatchdog) -> None:
-        super().__init__(workers, watchdog)
+        super().__init__(workers, watchdog, local.images)
         self.depth, self.stages = local.depth, workers.layout.pp
         self._local = local
 

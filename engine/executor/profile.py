@@ -1,10 +1,12 @@
 """Profile memory with warm-up steps and size the KV cache of a GPU runner to fit the budget."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final, Protocol
 
 import torch
@@ -18,12 +20,17 @@ from ..core.step import ScheduledRequest, StepPlan
 from ..device.cuda_order import cuda_machine
 from ..device.device import CudaDevice, Device, HostDevice
 from ..errors import DoesNotFit
+from ..ipc.messages import PreparedImage
 from ..model.decoder import Decoder
 from ..model.rotary import Rotary
+from ..model_config.vision.config import VisionConfig
+from ..model_config.vision.layout import lay_out_image
+from ..model_config.vision.shape import PICTURE_ROWS
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
 from ..runner.cuda_graphs import CudaCapture, GraphCapture
 from ..runner.gpu_runner import DeviceSizes, GPUModelRunner
+from ..runner.image_rows import EncodedImages
 from ..sampling_params import SamplingParams
 from ..units import show_bytes
 
@@ -202,6 +209,8 @@ class GPUEngineParts:
     """Shape of the sliding-window layers, if they have a cache of their own."""
     state_shape: StateShape | None
     """For a model with recurrent layers."""
+    images: EncodedImages | None = None
+    """For a model with a vision tower."""
 
 
 def make_device_runner(
@@ -246,6 +255,7 @@ def build(
         graphs_bytes,
         window_cache=window_cache,
         states=None if parts.state_shape is None else make_state(parts.state_shape, where),
+        images=parts.images,
     )
 
 
@@ -279,9 +289,10 @@ def profile_kv_blocks(
     window_bytes = plan.block_size * plan.window_bytes_per_token
     caches = (needed + 1) * (block_bytes + window_bytes) + plan.state_bytes
     workspace = max(0, meter.peak() - weights - caches)
+    pictures = measure_pictures(runner, plan, meter)
     del runner
     meter.reset_peak()
-    measured = MemoryProfile(weights, workspace, meter.runtime(), graphs, plan.state_bytes)
+    measured = MemoryProfile(weights, workspace + pictures, meter.runtime(), graphs, plan.state_bytes)
     per_context = -(-plan.context // plan.block_size)
     wanted = plan.max_running * per_context
     if config.kv_tokens is not None:
@@ -291,8 +302,9 @@ def profile_kv_blocks(
     if blocks < min(per_context, wanted):
         raise DoesNotFit(_refusal(measured, plan, blocks, per_context, block_bytes))
     log.info(
-        "memory measured: weights %s, a step %s, CUDA %s, graphs at most %s, %sKV %s (estimated %s)",
-        *map(show_bytes, (weights, workspace, measured.runtime, graphs)),
+        "memory measured: weights %s, a step %s, pictures %s, CUDA %s, graphs at most %s, %sKV %s "
+        "(estimated %s)",
+        *map(show_bytes, (weights, workspace, pictures, measured.runtime, graphs)),
         _show_states(measured),
         show_bytes(blocks * block_bytes + windows),
         show_bytes(plan.kv_bytes),
@@ -303,12 +315,51 @@ def profile_kv_blocks(
 def run_warmup(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[int]) -> int:
     """Run the warm-up steps and return their number. Requests end after each: no runner row stays taken."""
     count = 0
-    for step in warmup_steps(plan, row_counts):
+    steps = warmup_steps(plan, row_counts)
+    if runner.images is not None:
+        steps = chain(steps, picture_steps(plan, runner.images))
+    for step in steps:
         runner.collect(runner.launch(step))
         for row in step.rows:
             row.request.admissions += 1
         count += 1
     return count
+
+
+def picture_steps(plan: MemoryPlan, images: EncodedImages) -> Iterator[StepPlan]:
+    """Yield a step with a small picture, whose embeddings are zeros."""
+    image = trial_picture(images.config, 1)
+    if image.num_rows + 1 < plan.context:
+        row = sequence(plan, image.num_rows + 1, image.num_rows + 1, "picture")
+        row.request.images = [image]
+        piece = image.content_hash, 0, image.num_rows
+        yield StepPlan([row], embeddings={piece: bytes(image.num_rows * images.row_bytes)})
+
+
+def measure_pictures(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMeter) -> int:
+    """Return the bytes that it takes to encode the largest picture that memory is planned for, and to keep
+    embeddings. A small one is encoded too, so that its kernels are compiled.
+    """
+    if runner.images is None:
+        return 0
+    meter.reset_peak()
+    before = meter.allocated()
+    for side in (1, math.isqrt(PICTURE_ROWS)):
+        runner.images.try_out(trial_picture(runner.images.config, side))
+    return plan.image_cache_bytes + max(0, meter.peak() - before)
+
+
+def trial_picture(vision: VisionConfig, side: int) -> PreparedImage:
+    """Return a black picture of `side` x `side` embeddings, or of the nearest size that the model takes."""
+    layout = lay_out_image(vision, side * vision.processor.unit, side * vision.processor.unit)
+    return PreparedImage(
+        content_hash=b"trial",
+        tiles=list(layout.tiles),
+        pixels=bytes(3 * sum(height * width for height, width in layout.tiles)),
+        grid=layout.grid,
+        num_tokens=layout.num_rows,
+        num_rows=layout.num_rows,
+    )
 
 
 def _show_states(measured: MemoryProfile) -> str:

@@ -70,6 +70,11 @@ class PreparedImage:
     num_rows: int = 0
     """Tokens with an embedding."""
 
+    @property
+    def is_grid(self) -> bool:
+        """True if its tokens are the rows of `grid`, without text between them."""
+        return self.grid[0] * self.grid[1] == self.num_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequest:

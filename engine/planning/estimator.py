@@ -89,7 +89,7 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
         cores = max(1, budget.cores // cut.ranks)
         rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
     quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
-    problem = why_no_images(shape, budget, config)
+    problem = why_no_images(shape, config)
     if problem:
         shape = replace(shape, vision=None)
     tries = list(quants.values()) if config.quant == "auto" else [rank_config]
@@ -118,12 +118,10 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     raise AssertionError("one try is the last")
 
 
-def why_no_images(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> str:
+def why_no_images(shape: ModelShape, config: EngineConfig) -> str:
     """Return why a model would read no pictures; empty if it would."""
     if shape.vision is None:
         return shape.image_problem
-    if budget.device == "cuda":
-        return "it runs on a GPU, and pictures are read on CPUs so far: load it with --device cpu"
     if config.batching == "static" or not config.chunked_prefill:
         return "pictures need continuous batching and chunked prefill, and it was loaded without"
     return ""

@@ -13,7 +13,7 @@ hidden.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ..sampling.device_state import DeviceRequestState
 from .block_memory import DeviceBlockMemory, block_memory
 from .cuda_graphs import DecodeGraphs, GraphCapture
 from .gpu_inputs import MixedStep, decode_inputs, mixed_inputs
+from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
 from .pipeline_feedback import SampledTokenFeedback
 from .pooling import PooledRows, read_sums, sum_states
@@ -99,12 +100,15 @@ class GPUModelRunner:
         *,
         window_cache: KVCache | None = None,
         states: RecurrentState | None = None,
+        images: EncodedImages | None = None,
     ) -> None:
         """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take. `window_cache`: of
         sliding-window layers, if they have blocks of their own or heads of another width. `states`: of a
-        model with recurrent layers.
+        model with recurrent layers. `images`: of one with a vision tower.
         """
         self._states = states
+        self.images = images
+        self._has_mrope = images is not None and bool(images.config.mrope_section)
         self._model, self._rotary, self._cache = model, rotary, cache
         self._rank = model.rank
         self._ops, self._device, self._sizes = model.ops, device, sizes
@@ -160,9 +164,9 @@ class GPUModelRunner:
         numbers = [self._rows.stage_update(row) for row in plan.rows]
         self._feedback.wait_for_rows(numbers)
         self._rows.flush(self._uploader)
-        if _is_decoding(plan):
+        if self._is_decoding(plan):
             return self._launch_decoding(plan.rows, numbers, size or len(numbers))
-        return self._launch_mixed(plan.rows, numbers)
+        return self._launch_mixed(plan, numbers)
 
     def _prepare_blocks(self, plan: StepPlan) -> None:
         size = self._sizes.block_size
@@ -175,7 +179,7 @@ class GPUModelRunner:
 
     def size_for(self, plan: StepPlan) -> int:
         """Return the graph size to pad the step to; 0: run eagerly."""
-        if self.graphs is None or not _is_decoding(plan):
+        if self.graphs is None or not self._is_decoding(plan):
             return 0
         return self.graphs.size_for(len(plan.rows)) or 0
 
@@ -235,7 +239,8 @@ class GPUModelRunner:
         row_S, end_S, _ = self._decoding_3R[:, :count]
         return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S)
 
-    def _launch_mixed(self, planned: Sequence[ScheduledRequest], numbers: Sequence[int]) -> LaunchedStep:
+    def _launch_mixed(self, plan: StepPlan, numbers: Sequence[int]) -> LaunchedStep:
+        planned = plan.rows
         step = mixed_inputs(
             planned,
             numbers,
@@ -244,7 +249,11 @@ class GPUModelRunner:
             self._sizes.block_size,
             with_states=self._states is not None,
         )
-        hidden_WE = self._model.hidden(self._forward(step.ids_T, step.ragged), step.wanted_W)
+        if self.images is not None and any(row.request.images for row in planned):
+            forward = self._forward_with_images(step, plan, self.images)
+        else:
+            forward = self._forward(step.ids_T, step.ragged)
+        hidden_WE = self._model.hidden(forward, step.wanted_W)
         count = len(step.row_S)
         extras = self._queue_extras(hidden_WE[count:], step)
         if not count:
@@ -306,12 +315,27 @@ class GPUModelRunner:
             self._sizes.block_size,
             None if self._states is None else save_N,
         )
-        hidden_NE = self._model.hidden(self._forward(ids_N, ragged), None)
+        positions_N = None
+        if self._has_mrope:  # pictures take fewer positions than rows
+            positions_N = ragged.positions_T + self._rows.position_shifts(row_N)
+        hidden_NE = self._model.hidden(self._forward(ids_N, ragged, positions_N), None)
         if self._rank.layout.is_last:
             self._hidden_RE[:size].copy_(hidden_NE)
 
-    def _forward(self, ids_T: Tensor, ragged: BatchLayout) -> ForwardContext:
-        cos_ATD, sin_ATD = self._rotary.rows(ragged.positions_T)
+    def _forward_with_images(self, step: MixedStep, plan: StepPlan, encoded: EncodedImages) -> ForwardContext:
+        """Return the inputs of a step with requests that have pictures, be their rows in it or not."""
+        ragged = encoded.split(step.ragged, plan.rows)
+        forward = self._forward(step.ids_T, ragged, encoded.positions(plan.rows))
+        images = encoded.rows(plan.rows, plan.embeddings)
+        if images is not None:
+            forward.ids_T.index_fill_(0, images.rows_R, encoded.config.pad_id)
+        return replace(forward, images=images)
+
+    def _forward(
+        self, ids_T: Tensor, ragged: BatchLayout, rope_positions: Tensor | None = None
+    ) -> ForwardContext:
+        """`rope_positions`: where they are not those of the tokens."""
+        cos_ATD, sin_ATD = self._rotary.rows(ragged.positions_T if rope_positions is None else rope_positions)
         sliding = self._cache if self._window_cache is None else self._window_cache
         plans = {
             window: self._ops.plan_attention(ragged, self._cache if window is None else sliding, window)
@@ -321,6 +345,8 @@ class GPUModelRunner:
             ids_T, cos_ATD, sin_ATD, self._cache, plans, self._window_cache, ragged, self._states
         )
 
-
-def _is_decoding(plan: StepPlan) -> bool:
-    return all(row.num_tokens == 1 and row.samples for row in plan.rows)
+    def _is_decoding(self, plan: StepPlan) -> bool:
+        """Return True if all rows continue sequences. The last token of a prompt may be a picture's."""
+        if not all(row.num_tokens == 1 and row.samples for row in plan.rows):
+            return False
+        return self.images is None or not self.images.has_rows(plan.rows)

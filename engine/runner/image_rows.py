@@ -4,8 +4,10 @@ L = 1 + deepstack levels, R rows of pictures in the step, T rows of the step, E 
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -17,12 +19,13 @@ from llmbox.kernels.ops import Ops
 from ..checkpoint.tensor_io import bytes_of
 from ..core.request import first_image
 from ..core.step import ImagePiece, ScheduledRequest
-from ..device.upload import from_array
+from ..device.upload import from_array, move
 from ..ipc.messages import PreparedImage
 from ..model.forward_context import ImageRows
 from ..model_config.config import ModelConfig
+from ..model_config.parallel_layout import ParallelLayout
 from ..model_config.vision.config import VisionConfig
-from ..vision.encoder import VisionEncoder, load_vision_encoder
+from ..vision.encoder import CPU, VisionEncoder, load_vision_encoder
 
 
 class EncodedImages:
@@ -30,11 +33,21 @@ class EncodedImages:
     first rank has the tower. Others get the embeddings of each step with its plan.
     """
 
-    def __init__(self, config: VisionConfig, encoder: VisionEncoder | None, dtype: torch.dtype) -> None:
-        """`encoder`: None on ranks without the tower."""
+    def __init__(
+        self,
+        config: VisionConfig,
+        encoder: VisionEncoder | None,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        """`encoder`: None on ranks without the tower. `is_shared`: there are such ranks."""
         self.config = config
         self.row_bytes = config.hidden_size * (1 + config.deepstack_levels) * dtype.itemsize
         self._dtype = dtype
+        self._device = device
+        self._kept_on = CPU if is_shared else device
         self._encoder = encoder
         self._slices: dict[bytes, Generator[None, None, Tensor]] = {}
         self._levels: dict[bytes, Tensor] = {}
@@ -56,9 +69,15 @@ class EncodedImages:
             levels: Tensor = end.value
             if levels.shape[:2] != (1 + self.config.deepstack_levels, image.num_rows):
                 raise ValueError(f"{image.num_rows} rows were expected, not {tuple(levels.shape)}") from None
-            self._levels[image.content_hash] = levels
+            self._levels[image.content_hash] = levels.to(self._kept_on)
             return True
         return False
+
+    def try_out(self, image: PreparedImage) -> None:
+        """Encode a picture and forget it; nothing on ranks without the tower."""
+        while self._encoder is not None and not self.advance(image):
+            pass
+        self.drop(image.content_hash)
 
     def drop(self, content_hash: bytes) -> None:
         self._levels.pop(content_hash, None)
@@ -72,14 +91,26 @@ class EncodedImages:
         """Return the rows of a step that take embeddings; None if it has none. `sent`: embeddings that came
         with the plan.
         """
-        places: list[Tensor] = []
+        places = array("q")
         levels: list[Tensor] = []
-        for first_R, piece in self._pieces(rows):
-            places.append(first_R)
+        for own_R, piece in self._pieces(rows):
+            places.extend(own_R)
             levels.append(self._received(sent[piece]) if sent else self._kept(piece))
         if not places:
             return None
-        return ImageRows(torch.cat(places), torch.cat(levels, 1))
+        levels_LRE = torch.cat(levels, 1)
+        if levels_LRE.device != self._device:
+            levels_LRE = move(levels_LRE, self._device)
+        return ImageRows(move(from_array(places), self._device), levels_LRE)
+
+    def has_rows(self, rows: Sequence[ScheduledRequest]) -> bool:
+        """Return True if a row of the step lies in a picture."""
+        for row in rows:
+            images = row.request.images
+            following = first_image(images, row.start) if images else 0
+            if following < len(images) and images[following].start < row.end:
+                return True
+        return False
 
     def pieces(self, rows: Sequence[ScheduledRequest]) -> dict[ImagePiece, bytes]:
         """Return the embeddings of a step for the ranks without the tower."""
@@ -97,7 +128,7 @@ class EncodedImages:
         numbers = torch.frombuffer(bytearray(sent), dtype=self._dtype)
         return numbers.view(1 + self.config.deepstack_levels, -1, self.config.hidden_size)
 
-    def _pieces(self, rows: Sequence[ScheduledRequest]) -> Iterator[tuple[Tensor, ImagePiece]]:
+    def _pieces(self, rows: Sequence[ScheduledRequest]) -> Iterator[tuple[list[int], ImagePiece]]:
         """Yield the step's rows that each picture has, and which of the picture's rows they are."""
         first = 0
         for row in rows:
@@ -105,15 +136,14 @@ class EncodedImages:
             for image in images[first_image(images, row.start) :]:
                 if image.start >= row.end:
                     break
-                ids = row.request.prompt_ids[image.start : image.start + image.num_tokens]
-                own_R = (torch.tensor(ids) == self.config.image_token_id).nonzero().flatten()
-                begin, end = torch.searchsorted(
-                    own_R, torch.tensor([row.start - image.start, row.end - image.start])
-                ).tolist()
-                if begin == end:  # of text between rows of the picture alone
-                    continue
-                places_R = own_R[begin:end] + (first + image.start - row.start)
-                yield places_R, (image.content_hash, begin, end)
+                own_R: Sequence[int] = range(image.num_tokens)
+                if image.num_rows < image.num_tokens:  # some are text
+                    ids = row.request.prompt_ids[image.start : image.start + image.num_tokens]
+                    own_R = [place for place, token in enumerate(ids) if token == self.config.image_token_id]
+                begin, end = (bisect_left(own_R, place - image.start) for place in (row.start, row.end))
+                if begin < end:
+                    offset = first + image.start - row.start
+                    yield [offset + place for place in own_R[begin:end]], (image.content_hash, begin, end)
             first += row.num_tokens
 
     def split(self, layout: BatchLayout, rows: Sequence[ScheduledRequest]) -> BatchLayout:
@@ -134,7 +164,7 @@ class EncodedImages:
         axes = tuple(array("i") for _ in range(3))
         for row in rows:
             extend_positions(axes, row.request.images, row.start, row.start + row.num_tokens)
-        return torch.stack([from_array(axis) for axis in axes])
+        return move(torch.stack([from_array(axis) for axis in axes]), self._device)
 
 
 def split_pictures(layout: BatchLayout, rows: Sequence[ScheduledRequest], span: int) -> BatchLayout:
@@ -160,18 +190,23 @@ def split_pictures(layout: BatchLayout, rows: Sequence[ScheduledRequest], span: 
             owners.append(owner)
     if not any(spans):
         return layout
+    starts = array("i", accumulate(lens, initial=0))
+    device = layout.block_tables_NB.device
+    starts_N1, ends_N, spans_N, owner_N = (
+        move(from_array(each), device) for each in (starts, array("i", ends), spans, array("q", owners))
+    )
     window = layout.window
     if window is not None:
-        window = replace(window, block_tables_NB=window.block_tables_NB[owners])
+        window = replace(window, block_tables_NB=window.block_tables_NB.index_select(0, owner_N))
     return replace(
         layout,
         query_lens=lens,
         contexts=ends,
-        query_starts_N1=torch.tensor([0, *lens]).cumsum(0).int(),
-        context_lens_N=torch.tensor(ends, dtype=torch.int32),
-        block_tables_NB=layout.block_tables_NB[owners],
+        query_starts_N1=starts_N1,
+        context_lens_N=ends_N,
+        block_tables_NB=layout.block_tables_NB.index_select(0, owner_N),
         window=window,
-        spans_N=from_array(spans),
+        spans_N=spans_N,
     )
 
 
@@ -185,8 +220,8 @@ def extend_positions(
     """
     shift, position = 0, start
     for image in images:
-        if image.grid[0] * image.grid[1] != image.num_tokens:
-            continue  # rows with text between them
+        if not image.is_grid:
+            continue
         image_end = image.start + image.num_tokens
         if image_end > position:
             text_end = min(max(image.start, position), end)
@@ -207,9 +242,16 @@ def extend_positions(
 
 
 def load_images(
-    model: ModelConfig, directory: Path, ops: Ops, dtype: torch.dtype, *, with_tower: bool
+    model: ModelConfig,
+    directory: Path,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: ParallelLayout,
 ) -> EncodedImages:
-    """Load the vision tower of a model that has one, if this rank has it. Raises ModelError."""
+    """Load the vision tower of a model that has one, on the first rank. Raises ModelError."""
     assert model.vision is not None
-    encoder = load_vision_encoder(model.vision, directory, ops, dtype) if with_tower else None
-    return EncodedImages(model.vision, encoder, dtype)
+    encoder = None
+    if rank.rank == 0:
+        encoder = load_vision_encoder(model.vision, directory, ops, dtype, device)
+    return EncodedImages(model.vision, encoder, dtype, device, is_shared=rank.ranks > 1)

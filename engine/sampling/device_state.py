@@ -78,10 +78,10 @@ class DeviceRequestState:
             self.window_tables = DeviceBlockTables(size, spare_window_block, device)
         self._vocab_size = vocab_size
         self._reals_R3 = torch.ones(count + 1, 3, dtype=torch.float64, device=device)
-        self._integers_R4 = torch.zeros(count + 1, 4, dtype=torch.int64, device=device)
-        """Seed, top k, log-probabilities, and the slot of recurrent state: -1 for none, as padding rows
-        have."""
-        self._integers_R4[:, 3] = -1
+        self._integers_R5 = torch.zeros(count + 1, 5, dtype=torch.int64, device=device)
+        """Seed, top k, log-probabilities, the slot of recurrent state (-1 for none, as padding rows have),
+        and the difference of a generated token's RoPE position to its place, which pictures make."""
+        self._integers_R5[:, 3] = -1
         self.rules: DevicePenalties | None = None
         """Penalties, where a kernel of the backend applies them; set once, before the first step."""
         self._held: dict[Request, _Slot] = {}
@@ -118,7 +118,7 @@ class DeviceRequestState:
         if self._new_rows:
             rows, reals, integers = uploader.upload(self._new_rows, self._reals, self._integers)
             self._reals_R3.index_copy_(0, rows, reals.view(-1, 3))
-            self._integers_R4.index_copy_(0, rows, integers.view(-1, 4))
+            self._integers_R5.index_copy_(0, rows, integers.view(-1, 5))
         if self.rules is not None:
             self.rules.flush(uploader)
         self._forget_changes()
@@ -128,7 +128,7 @@ class DeviceRequestState:
 
     def sampling(self, row_S: Tensor, position_S: Tensor) -> SampleRows:
         temperature_S, top_p_S, min_p_S = self._reals_R3[row_S].unbind(1)
-        seed_S, top_k_S, logprobs_S, _ = self._integers_R4[row_S].unbind(1)
+        seed_S, top_k_S, logprobs_S = self._integers_R5[row_S, :3].unbind(1)
         return SampleRows(
             temperature=temperature_S.contiguous(),
             top_k=top_k_S.to(torch.int32),
@@ -140,7 +140,11 @@ class DeviceRequestState:
         )
 
     def state_slots(self, row_N: Tensor) -> Tensor:
-        return self._integers_R4[:, 3].index_select(0, row_N).to(torch.int32)
+        return self._integers_R5[:, 3].index_select(0, row_N).to(torch.int32)
+
+    def position_shifts(self, row_N: Tensor) -> Tensor:
+        """Return by how much the RoPE position of each sequence's next token is beyond its place."""
+        return self._integers_R5[:, 4].index_select(0, row_N)
 
     def _take(self, planned: ScheduledRequest) -> _Slot:
         request = planned.request
@@ -152,7 +156,7 @@ class DeviceRequestState:
         self._new_rows.append(held.row)
         reals, integers = sampling_numbers(request.params, self._vocab_size)
         self._reals.extend(reals)
-        self._integers.extend((*integers, request.state_slot))
+        self._integers.extend((*integers, request.state_slot, request.position_shift))
         if self.rules is not None:
             self.rules.take(held.row, request)
         return held

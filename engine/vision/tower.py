@@ -13,6 +13,7 @@ from torch.nn import functional as torch_functional
 
 from llmbox.kernels.ops import Ops
 
+from ..device.upload import move
 from ..model.encoder import attend
 from ..model_config.vision.config import ImageProcessorConfig, TowerConfig, VisionActivation
 from .weights import TowerNorm, TowerWeights
@@ -179,7 +180,7 @@ class VisionTower:
         self._dtype, self._device = weights.dtype, weights.device
         size = 3 * tower.frames * tower.patch_size**2
         self._patch = weights.linear((names.patch,), tower.hidden_size, size, bias=tower.patch_bias)
-        self._values_3C = _pixel_values(tower, processor).to(weights.dtype)
+        self._values_3C = _pixel_values(tower, processor).to(weights.dtype).to(self._device)
         self._table = _read_table(tower, weights)
 
         def norm(name: str) -> TowerNorm | None:
@@ -222,15 +223,19 @@ class VisionTower:
         """Return normalized patches [P, K] in the order of `places_P2`."""
         tower, side = self.tower, self.tower.patch_size
         rows, columns = (size // side for size in pixels_YX3.shape[:2])
-        pixels_YX3 = pixels_YX3[: rows * side, : columns * side]  # SmolVLM2 has tiles of 27.4 patches
+        # SmolVLM2 has tiles of 27.4 patches.
+        pixels_YX3 = move(pixels_YX3[: rows * side, : columns * side], self._device)
         values = torch.stack([self._values_3C[color][pixels_YX3[:, :, color].long()] for color in range(3)])
         patches = values.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4)
-        patches = patches[places_P2[:, 0], places_P2[:, 1]]
+        patches = patches[self._put(places_P2[:, 0]), self._put(places_P2[:, 1])]
         if tower.channels_last:
             patches = patches.permute(0, 2, 3, 1)
         elif tower.frames > 1:
             patches = patches.unsqueeze(2).expand(-1, -1, tower.frames, -1, -1)
-        return patches.reshape(len(places_P2), -1).to(self._device)
+        return patches.reshape(len(places_P2), -1)
+
+    def _put(self, index: Tensor) -> Tensor:
+        return move(index, self._device)
 
     def _positions(self, places_P2: Tensor, rows: int, columns: int) -> Tensor:
         """Return the learned positions [P, E]."""
@@ -240,12 +245,12 @@ class VisionTower:
         row_P, column_P = places_P2.unbind(1)
         match tower.table:
             case "whole":
-                return table[(row_P * columns + column_P).to(table.device)]
+                return table[self._put(row_P * columns + column_P)]
             case "axes":
-                return table[0][column_P.to(table.device)] + table[1][row_P.to(table.device)]
+                return table[0][self._put(column_P)] + table[1][self._put(row_P)]
             case "buckets":
                 index = _buckets(rows, side)[row_P] * side + _buckets(columns, side)[column_P]
-                return table[index.to(table.device)]
+                return table[self._put(index)]
             case "antialiased":
                 square = table.float().view(side, side, -1).permute(2, 0, 1).unsqueeze(0)
                 sized = torch_functional.interpolate(
@@ -256,8 +261,8 @@ class VisionTower:
                 found = torch.zeros(len(places_P2), tower.hidden_size, device=table.device)
                 for row_taps, row_weights in _taps(row_P, rows, side):
                     for taps, weights in _taps(column_P, columns, side):
-                        index = (row_taps * side + taps).to(table.device)
-                        found += table[index].float() * (row_weights * weights).unsqueeze(1).to(table.device)
+                        index, share_P1 = row_taps * side + taps, (row_weights * weights).unsqueeze(1)
+                        found += table[self._put(index)].float() * self._put(share_P1)
                 return found.to(self._dtype)
 
     def _layouts(
@@ -275,10 +280,10 @@ class VisionTower:
         cos_PD, sin_PD = _angles(tower, places_P2, device)
 
         def layout(each: list[int]) -> PatchLayout:
-            starts = torch.tensor([0, *each], device=device).cumsum(0).int()
-            return PatchLayout(cos_PD, sin_PD, each, starts)
+            starts = torch.tensor([0, *each]).cumsum(0).int()
+            return PatchLayout(cos_PD, sin_PD, each, move(starts, device))
 
-        return None if order_P is None else order_P.to(device), layout(lens), layout(windows)
+        return None if order_P is None else move(order_P, device), layout(lens), layout(windows)
 
 
 def _pixel_values(tower: TowerConfig, processor: ImageProcessorConfig) -> Tensor:
@@ -338,7 +343,7 @@ def _angles(
     row_P1, column_P1 = torch.split(places_P2.float(), 1, dim=1)
     half = torch.cat([row_P1 * down, column_P1 * across], dim=1)
     cos, sin = half.cos(), half.sin()
-    return torch.cat([cos, cos], 1).to(device), torch.cat([-sin, sin], 1).to(device)
+    return move(torch.cat([cos, cos], 1), device), move(torch.cat([-sin, sin], 1), device)
 
 
 def _windows(tower: TowerConfig, rows: int, columns: int) -> tuple[Tensor, list[int]]:

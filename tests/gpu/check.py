@@ -27,6 +27,7 @@ SECTIONS = {
     "engine-0.6B": (45, 100),
     "transformers": (40, 70),
     "continuous": (30, 60),
+    "pictures": (15, 40),
     "quality": (30, 70),
 }
 """Seconds: what is kept for each whatever those before it take, and what it may take while others follow."""

@@ -39,6 +39,7 @@ def once(_: tuple[int, int]) -> Iterator[Group]:
     """Every kernel, for Hopper, in one variant or two: those that take the most registers among them."""
     yield "attention", attention
     yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
+    yield "attention", partial(attention, heads=(8, 4), head_dim=256, window=1024, spans=True)
     yield "latents", latents
     yield "texts", texts
     yield "rows", partial(rows, "fp8")
@@ -151,8 +152,13 @@ def attentions(fp8: bool) -> Iterator[Group]:
                 name = f"attention KV {kv_dtype} window {window}{', fixed' * fixed}"
                 options = {"window": window, "deterministic": fixed, "blocks": (4, 30, 128)}
                 yield name, partial(attention, kv_dtype, **options)
+    for window in (None, 1024):
+        for fixed in (False, True):
+            options = {"heads": (8, 4), "head_dim": 256, "window": window, "deterministic": fixed}
+            name = f"attention of pictures, window {window}{', fixed' * fixed}"
+            yield name, partial(attention, spans=True, **options)
     for dtype in (BF16, F16, F32):
-        for head_dim in (64, 80, 128, 256):
+        for head_dim in (64, 72, 80, 128, 256):
             yield f"texts {head_dim} {dtype}", partial(texts, head_dim, dtype)
     for fixed in (False, True):
         options = {"heads": (40, 8), "window": -8192, "deterministic": fixed}

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gpu import fp8_products, recurrent, sampling
+from gpu import fp8_products, pictures, recurrent, sampling
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from gpu.variants import row_format_at_load
 from llmbox.kernels.activation import Activation
@@ -55,6 +55,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         fp8_products.checks,
         experts,
         recurrent.checks,
+        pictures.checks,
         sampling.drawn,
         sampling.ruled,
         advance,
@@ -117,12 +118,19 @@ def families(setting: Setting, dtype: torch.dtype) -> Checks:
         ("chunks", -9 if setting.tiny else -256, {"heads": (40, 8), "head_dim": 128}),
         ("heads of 512", None, {"heads": (8, 1), "head_dim": 512}),
         ("latents", None, {"heads": (128, 1), "head_dim": 576, "latent": 512}),
+        (
+            "pictures",
+            7 if setting.tiny else 100,
+            {"heads": (8, 4), "head_dim": 256, "spans": (0, 1, 0, 2, 1)},
+        ),
+        ("pictures", None, {"heads": (8, 4), "head_dim": 256, "spans": (0, 1, 0, 1, 2)}),
     )
     for name, window, options in cases:
         sizes = options
         if setting.tiny:
             latent = {"latent": 48} if "latent" in options else {}
-            sizes = options | {"heads": (2, 1), "head_dim": min(64, options["head_dim"])} | latent
+            spans = {"spans": (0, 1)} if "spans" in options else {}
+            sizes = options | {"heads": (2, 1), "head_dim": min(64, options["head_dim"])} | latent | spans
         step = PagedStep(sequences, dtype=dtype, device=setting.device, seed=setting.seed, **sizes)
         for deterministic in (False,) if setting.tiny else (False, True):
             ops = triton_ops(setting.device, dtype, deterministic=deterministic)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpu import beside
+from gpu import beside, pictures
 from gpu.bars import SGLANG, decode_bar
 from gpu.idle import idle_clocks
 from gpu.report import Report
@@ -52,6 +52,8 @@ def main() -> None:
             kernels(report, options.peaks)
         case ["engine", size]:
             whole_engine(report, size, options.peaks)
+        case ["pictures"]:
+            pictures.report_times(report, torch.device("cuda"))
         case ["quality"]:
             quality(report)
         case ["transformers" | "continuous" as which]:

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from gpu import ahead, beside, check, engine_speed, idle, kernel_speed, sections, timing
+from gpu import ahead, beside, check, engine_speed, idle, kernel_speed, pictures, sections, timing
 from gpu.report import Report, versions
 from gpu.shapes import SHAPES
 from support.fake_cuda import Card, fake_cuda
@@ -71,6 +71,18 @@ def test_times_are_those_of_graphs_between_events(report):
             speed = kernel_speed.measure(kernel_speed.norm(3), peaks)
         assert speed.ms == 1 / timing.CALLS
         assert cuda.card.graphs == 5, "ours and eager"
+
+
+def test_pictures_are_timed(report, monkeypatch):
+    monkeypatch.setattr(pictures, "vision", partial(_tiny_vision, pictures.vision))
+    monkeypatch.setattr(pictures, "SIDES", (16, 24))
+    with fake_cuda(Card(multiprocessors=2), blank=True) as cuda:
+        pictures.report_times(report, cuda.gpu, 2)
+    assert "36 patches" in cells(report, "24 x 24")
+
+
+def _tiny_vision(vision, kind, **options):
+    return vision(kind, **options | {"tiny": True})
 
 
 def test_an_engine_is_loaded_to_compile_its_kernels(report, monkeypatch):

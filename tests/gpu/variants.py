@@ -46,9 +46,10 @@ def attention(
     leaves: RowFormat | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    spans: bool = False,
 ) -> None:
     """Steps of two decoding rows and a prompt of 30; contexts may have as many blocks as that says. `leaves`:
-    rows of 8 bits beside the result.
+    rows of 8 bits beside the result. `spans`: rows of pictures see each other.
     """
     ops = triton_ops(CPU, dtype, deterministic=deterministic)
     query, kv = heads
@@ -65,6 +66,7 @@ def attention(
             zeros(3, width, dtype=I32),
             zeros(32, dtype=I32),
             zeros(32, dtype=I32),
+            spans_N=zeros(3, dtype=I32) if spans else None,
         )
         plan = ops.plan_attention(ragged, cache, window)
         for weight in (norm, None):

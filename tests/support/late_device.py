@@ -121,6 +121,9 @@ def device_engine(
         graphs_bytes,
         window_cache=local._window_cache,
         states=local._states,
+        images=local.images,
     )
     fresh = BlockPool(pool.num_blocks, pool.block_size, enable_prefix_cache=pool.caching)
-    return Engine(Scheduler(plain._scheduler.config, fresh), runner, plain.info)
+    return Engine(
+        Scheduler(plain._scheduler.config, fresh, images=plain._scheduler.images), runner, plain.info
+    )

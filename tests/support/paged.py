@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -57,7 +58,10 @@ class PagedStep:
         softcap: float | None = None,
         sinks: bool = False,
         latent: int = 0,
+        spans: Sequence[int] = (),
     ) -> None:
+        """`spans`: see `BatchLayout.spans_N`."""
+        self.spans = spans or [0] * len(sequences)
         self.sequences, self.heads, self.head_dim, self.device = sequences, heads, head_dim, device
         self.softcap = softcap
         self.sinks_H = torch.linspace(-3, 4, heads[0], device=device) if sinks else None
@@ -111,7 +115,11 @@ class PagedStep:
         spans = [(past, past + new) for past, new in self.sequences]
         ops.clear_blocks(cache, list(range(self.num_blocks)))
         self.write(ops, cache, [(0, end) for _, end in spans], layer)
-        plan = ops.plan_attention(self.ragged(spans), cache, window)
+        ragged = self.ragged(spans)
+        if any(self.spans):
+            numbers = torch.tensor(self.spans, dtype=torch.int32, device=self.device)
+            ragged = replace(ragged, spans_N=numbers)
+        plan = ops.plan_attention(ragged, cache, window)
         scale = self.head_dim**-0.5
         return ops.attention(torch.cat(self.q), cache, layer, plan, scale, self.softcap, self.sinks_H)
 
@@ -119,14 +127,15 @@ class PagedStep:
         """In float64."""
         group = self.heads[0] // self.heads[1]
         results = []
-        for (past, new), q, k, v in zip(self.sequences, self.q, self.k, self.v, strict=True):
+        parts = zip(self.sequences, self.spans, self.q, self.k, self.v, strict=True)
+        for (past, new), span, q, k, v in parts:
             keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * self.head_dim**-0.5
             if self.softcap is not None:
                 scores = self.softcap * (scores / self.softcap).tanh()
             row = torch.arange(past, past + new, device=self.device)[:, None]
             key = torch.arange(past + new, device=self.device)
-            hidden = key > row
+            hidden = key > (row if span == 0 or (span == 2 and not window) else past + new + 0 * row)
             if window is not None:
                 hidden = hidden | (key <= row - window if window > 0 else key < row - row % -window)
             scores = scores.masked_fill(hidden, -torch.inf)

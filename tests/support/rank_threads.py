@@ -137,7 +137,7 @@ class RankThreads:
             share = load_rank(config, self.plan, rank, lambda *told, n=layout.rank: read(n, *told))
             rank.join(ThreadCollective(layout, self._stages))
             self.shares.append(share)
-        self.images = self.shares[0].runner.images
+        self.images = self.shares[0].images
         self._encoder = StepEncoder(None if self.images is None else self.images.pieces)
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -171,10 +171,9 @@ def launch(
     *,
     decoding: bool,
 ) -> None:
-    ragged = plan.ragged
+    ragged, spans_N = plan.ragged, None if decoding else plan.ragged.spans_N
     assert q_THD.stride(2) == 1
-    head_dim, kv_heads = cache.value_dim, cache.k.shape[2]
-    tail = q_THD.shape[2] - head_dim
+    head_dim, kv_heads, tail = cache.value_dim, cache.k.shape[2], q_THD.shape[2] - cache.value_dim
     attention_kernel[grid](
         result.out,
         sums,
@@ -192,6 +191,7 @@ def launch(
         powers.factor,
         powers.cap or 0.0,
         cache.k_scale if powers.sinks_H is None else powers.sinks_H,
+        ragged.query_starts_N1 if spans_N is None else spans_N,
         q_THD.stride(0),
         q_THD.stride(1),
         ragged.block_tables_NB.stride(0),
@@ -214,6 +214,7 @@ def launch(
         WINDOW=0 if plan.window is None else WITH_CHUNKS.value if plan.window < 0 else WITH_WINDOW.value,
         CAPPED=powers.cap is not None,
         SINKS=powers.sinks_H is not None,
+        SPANS=spans_N is not None,
         QUANTISED=conversion_mode(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         **result.constants(head_dim),
@@ -225,7 +226,7 @@ def launch(
 
 @triton.jit(
     do_not_specialize=["step", "decoding_sequences", "sequences", "table_row", "window", "splits"],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "spans"],
 )
 def attention_kernel(
     out: tl.tensor,
@@ -247,6 +248,7 @@ def attention_kernel(
     scale: tl.tensor,
     cap: tl.tensor,
     sinks: tl.tensor,
+    spans: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
     table_row: tl.tensor,
@@ -269,6 +271,7 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    SPANS: tl.constexpr,
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
     EIGHT: tl.constexpr,
@@ -279,7 +282,7 @@ def attention_kernel(
     softcap and sinks.
 
     PARTS programs share the query heads of a KV head, GROUP each. With TAIL a key has D numbers, which are
-    its value too, and TAIL more: `v` is not read.
+    its value too, and TAIL more: `v` is not read. With SPANS rows of a sequence may see those after them.
 
     Scores, the online softmax and sums are float32. With SPLIT the partial sums and (max, sum) of the piece
     are stored for `reduce_kernel`, otherwise the result; with EIGHT also its 8-bit codes and scales.
@@ -334,6 +337,11 @@ def attention_kernel(
     if WINDOW == WITH_CHUNKS:
         oldest = row_position // window * window
         begin = tl.maximum(position, 0) // window * window // COLUMNS * COLUMNS
+    if SPANS:
+        span = tl.load(spans + sequence)
+        if (span == 1) | ((span == 2) & (WINDOW != 0)):
+            end = tl.where(count > 0, tl.load(contexts + sequence), 0)
+            row_position = tl.maximum(row_position, end - 1)
     kv_head = head // PARTS
     page_stride = kv_heads * PAGE * (D + TAIL)
     k_head, v_head = k + kv_head * (PAGE * (D + TAIL)), v + kv_head * (PAGE * (D + TAIL))

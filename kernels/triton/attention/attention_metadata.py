@@ -49,7 +49,8 @@ def plan_attention(
         ragged = ragged.for_cache(is_windowed=cache.is_windowed)
     decoding = next((n for n, rows in enumerate(ragged.query_lens) if rows != 1), len(ragged.query_lens))
     longest = ragged.block_tables_NB.shape[1] * ragged.block_size
-    sdpa = window is None and not fixed and all_are_long(ragged.query_lens[decoding:], sdpa_from)
+    sdpa = window is None and not fixed and ragged.spans_N is None
+    sdpa = sdpa and all_are_long(ragged.query_lens[decoding:], sdpa_from)
     return TritonAttentionMetadata(ragged, window, decoding, longest, fixed, sdpa and not cache.quantised)
 
 

@@ -50,6 +50,8 @@ class FakeMeter:
 
 
 class FakeRunner:
+    images = None
+
     def __init__(self, meter: FakeMeter, plan: MemoryPlan) -> None:
         blocks = (plan.num_blocks + 1) * plan.kv_bytes_per_token
         blocks += (plan.window_blocks + 1) * plan.window_bytes_per_token
@@ -169,6 +171,8 @@ def test_trial_sequences_leave_their_rows():
     seen = []
 
     class Runner:
+        images = None
+
         def launch(self, step):
             seen.append([row.admission == row.request.admissions for row in step.rows])
             return step

@@ -35,6 +35,18 @@ def test_mixed_rows(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, w
     assert_near(step.attend(OPS, window), step.exact(window))
 
 
+@pytest.mark.parametrize("ops", [OPS, FIXED, REFERENCE], ids=["ops", "fixed", "reference"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_rows_of_pictures_see_each_other(
+    monkeypatch: pytest.MonkeyPatch, ops: Ops, window: int | None
+) -> None:
+    """Pictures of several tiles, beside decoding rows and texts."""
+    monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
+    sequences = [(18, 1), (3, 1), (0, 17), (4, 40), (2, 3), (30, 7)]
+    step = PagedStep(sequences, heads=(2, 1), spans=[0, 1, 0, 1, 2, 2])
+    assert_near(step.attend(ops, window), step.exact(window))
+
+
 @pytest.mark.parametrize("ops", [OPS, FIXED])
 def test_attention_within_chunks(monkeypatch: pytest.MonkeyPatch, ops: Ops) -> None:
     """Rows before and behind the border of a chunk, in one tile; a context of several pieces."""
