@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Sequence
@@ -99,12 +100,22 @@ class Library:
     async def refresh_recommended(self) -> tuple[int, dict[str, HubError]]:
         """Ask the hub for sizes and licenses of the recommended models and keep them.
 
-        Returns how many answered, and the failures by repository. Raises HubError, OSError.
+        Returns how many answered, and the failures by repository. Raises HubError, and ApiError 507 where
+        the answers cannot be kept.
         """
 
         def refresh() -> tuple[int, dict[str, HubError]]:
             found, failed = ask_recommended(Hub.of_environment())
-            keep_hub_facts(self._services.paths.recommended_file, found)
+            try:
+                keep_hub_facts(self._services.paths.recommended_file, found)
+            except OSError as error:
+                raise ApiError(
+                    507,
+                    f"The hub's answers cannot be kept: {error.strerror or error}. "
+                    "Free some space, then try again.",
+                    "disk_full" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "storage_error",
+                    type="server_error",
+                ) from error
             return len(found), failed
 
         return await asyncio.to_thread(refresh)

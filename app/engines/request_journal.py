@@ -9,14 +9,14 @@ the same tokens. After crashes `PoisonDetector` decides which requests to send, 
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from llmbox.engine.ipc.codec import FrameTooLarge
-from llmbox.engine.ipc.messages import AbortRequest, AddRequest, RequestOutput
+from llmbox.engine.ipc.messages import AbortRequest, AddRequest, KeepImages, RequestOutput
 
 from .poison_detector import PoisonDetector
 
@@ -115,12 +115,48 @@ class TokenStream:
         )
 
 
+class SharedImages:
+    """Pictures of the requests in an engine: each is sent once for all of them, before the first one."""
+
+    def __init__(self, send: Callable[[KeepImages], None]) -> None:
+        self._send = send
+        self._users: defaultdict[bytes, set[str]] = defaultdict(set)
+        """Ids of requests by the hash of a picture that the engine has."""
+
+    def send(self, request: AddRequest) -> AddRequest:
+        """Send what the engine has not, and return the request without pixels. Raises FrameTooLarge."""
+        if not request.images:
+            return request
+        new = {image.content_hash: image for image in request.images if image.content_hash not in self._users}
+        if new:
+            self._send(KeepImages(images=list(new.values())))
+        for image in request.images:
+            self._users[image.content_hash].add(request.request_id)
+        return replace(request, images=[replace(image, pixels=b"") for image in request.images])
+
+    def release(self, request: AddRequest) -> None:
+        """Have the engine drop pictures that no other open request has."""
+        drop = []
+        for digest in {image.content_hash for image in request.images}:
+            users = self._users.get(digest, set())
+            users.discard(request.request_id)
+            if digest in self._users and not users:
+                del self._users[digest]
+                drop.append(digest)
+        if drop:
+            self._send(KeepImages(drop=drop))
+
+    def clear(self) -> None:
+        """Forget all: the engine is gone."""
+        self._users.clear()
+
+
 class RequestJournal:
     """Open requests of one model. Use it only from the event loop."""
 
     def __init__(
         self,
-        send: Callable[[AddRequest | AbortRequest], None],
+        send: Callable[[AddRequest | AbortRequest | KeepImages], None],
         *,
         on_empty: Callable[[], None],
         on_finish: Callable[[], None],
@@ -132,6 +168,7 @@ class RequestJournal:
         self.resumed = 0
         """Number of resumes: requests sent again to a new engine."""
         self._send = send
+        self._images = SharedImages(send)
         self._on_empty = on_empty
         self._on_finish = on_finish
         self.of_tenant: Counter[str] = Counter()
@@ -211,6 +248,7 @@ class RequestJournal:
         self._interrupted |= self._in_engine.keys() & self._open.keys()
         present = list(self._in_engine)
         self._in_engine.clear()
+        self._images.clear()
         if from_outside:
             self._detector.record_interruption()
             return None
@@ -231,7 +269,7 @@ class RequestJournal:
                 continue
             assert request_id not in self._in_engine
             try:
-                self._send(stream.message(self._in_engine))
+                self._send(self._images.send(stream.message(self._in_engine)))
             except FrameTooLarge:
                 self._close(request_id)
                 stream.fail("request_too_large", "The request is too large for the engine.")
@@ -255,6 +293,8 @@ class RequestJournal:
         self._interrupted.discard(request_id)
         stream = self._open.pop(request_id, None)
         if stream is not None:
+            if stream.request.images:
+                self._images.release(stream.request)
             tenant = stream.request.tenant
             self.of_tenant[tenant] -= 1
             if not self.of_tenant[tenant]:

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -31,9 +30,6 @@ from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, sequence_id
 from .open_request import OpenRequest, RevocationWatcher
 from .request_events import LiveRequest, NullObserver, RequestObserver
-
-OPEN_IMAGE_BYTES: Final = 1 << 30
-"""Pixels of the pictures of all open requests."""
 
 
 def check_generates(model: LoadedModel) -> None:
@@ -162,8 +158,6 @@ class Gateway:
                 code="request_id_in_use",
                 param="request_id",
             )
-        if generation.images:
-            self._check_image_room(generation)
         messages = self._messages(generation)
         reservation = _reserve_tokens(generation, messages, find_price(self.prices, generation.model.name))
         submitted = (
@@ -187,24 +181,11 @@ class Gateway:
             reservation,
         )
         self._open[generation.id] = opened
+        if generation.image_lease is not None:
+            generation.image_lease.is_submitted = True
         self._revocation.watch(opened)
         self._observer.on_open(opened.live())
         return opened
-
-    def _check_image_room(self, generation: Generation) -> None:
-        """Raise ApiError 429 where open requests keep too many pictures already: each keeps its own until it
-        is answered, for an engine that has to be started again. The engine has a copy for each choice.
-        """
-        requests = (generation, *(opened.generation for opened in self._open.values()))
-        kept = sum(each.n * len(image.pixels) for each in requests for image in each.images)
-        if kept > OPEN_IMAGE_BYTES:
-            raise ApiError(
-                429,
-                f"The pictures of open requests take {OPEN_IMAGE_BYTES >> 20} MB already. Ask again later.",
-                code="too_many_images",
-                type="rate_limit_error",
-                headers={"Retry-After": "5"},
-            )
 
     def _messages(self, generation: Generation) -> list[AddRequest]:
         messages = []
@@ -234,6 +215,8 @@ class Gateway:
 
     def _ended(self, request: OpenRequest, status: int, code: str) -> None:
         self._open.pop(request.generation.id, None)
+        if (lease := request.generation.image_lease) is not None:
+            lease.release()
         record = _record(request, status, code, self.output_hash(request))
         self._metrics.record_request(record)
         self._log.write(record, _draft(request))

@@ -14,6 +14,7 @@ from llmbox.engine.sampling_params import SamplingParams
 from ..engines.admission import QueueReservation
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError
+from ..images.reader import ImageLease
 from ..security.rate_limit import Meter
 from ..text.stop_strings import CallMark
 
@@ -73,6 +74,8 @@ class Generation:
     stream: bool = False
     reservation: QueueReservation | None = None
     """Places in the model's queue, reserved before the prompts were tokenized. Released on submission."""
+    image_lease: ImageLease | None = None
+    """Memory of its pictures, counted from their decoding until it is answered."""
     finish_by: float | None = None
     """Deadline in `time.monotonic()` seconds: the answer ends there, complete or not."""
     first_token_by: float | None = None

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -254,13 +255,26 @@ class OpenRequest:
         status = _ENGINE_STATUS.get(code, 503 if code in _UNAVAILABLE else 500)
         kind = "server_error" if status >= 500 else "invalid_request_error"
         message = output.error_message or "The engine failed."
-        if code == "bad_adapter":  # it names files of the box
-            message = hide_folders(message)
+        if code == "bad_adapter":
+            model = self.generation.model
+            if not Path(model.adapter).is_dir():
+                return adapter_removed(model.name)
+            message = hide_folders(message)  # it names files of the box
         error = ApiError(status, message, code=code, type=kind)
         seconds = self.generation.model.supervisor.seconds_to_try
         if code == "engine_failed" and seconds is not None:
             error.headers = {"Retry-After": str(seconds)}
         return error
+
+
+def adapter_removed(name: str) -> ApiError:
+    return ApiError(
+        404,
+        f"The files of the adapter {name!r} are gone: it was removed while the request waited, or by hand. "
+        "Add it again, or ask for its base.",
+        "model_not_found",
+        "model",
+    )
 
 
 INTERVAL = 0.25

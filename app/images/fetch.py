@@ -1,11 +1,13 @@
 """Fetch a picture by http or https from the public Internet, and from nowhere else.
 
 A URL of a request must not reach what only this machine or its network reaches. So each name is resolved
-once, all of its addresses have to be public, and the connection goes to one of these. Redirects are checked
-in the same way. Proxies of the environment are not used: they would resolve names themselves.
+once, all of its addresses have to be public, and the connection goes to the first of these that answers.
+Redirects are checked in the same way. Proxies of the environment are not used: they would resolve names
+themselves.
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 import ssl
@@ -17,6 +19,10 @@ import h11
 
 SECONDS: Final = 15.0
 """Time for everything: names, connections, redirects and the picture."""
+CONNECT_SECONDS: Final = 3.0
+"""Time for one address of a name that has more."""
+MOST_ADDRESSES: Final = 4
+"""Addresses of a name to try."""
 MOST_REDIRECTS: Final = 3
 MOST_URL: Final = 4096
 _CHUNK: Final = 1 << 16
@@ -90,8 +96,7 @@ async def _get(url: str, most_bytes: int, find_addresses: Resolve) -> tuple[str 
     if not addresses or not all(map(is_public, addresses)):
         raise FetchError("its URL does not lead to the public Internet")
     context = ssl.create_default_context() if parts.scheme == "https" else None
-    name = host if context is not None else None
-    reader, writer = await asyncio.open_connection(addresses[0], port, ssl=context, server_hostname=name)
+    reader, writer = await _connect(list(dict.fromkeys(addresses)), host, port, context)
     try:
         connection = h11.Connection(h11.CLIENT)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -104,6 +109,20 @@ async def _get(url: str, most_bytes: int, find_addresses: Resolve) -> tuple[str 
         return await _receive(connection, reader, most_bytes)
     finally:
         writer.close()
+
+
+async def _connect(
+    addresses: list[str], host: str, port: int, context: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the first of the addresses that answers. Raises the error of the last one."""
+    name = host if context is not None else None
+    for address in addresses[: MOST_ADDRESSES - 1]:
+        if address == addresses[-1]:
+            break
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(CONNECT_SECONDS):
+                return await asyncio.open_connection(address, port, ssl=context, server_hostname=name)
+    return await asyncio.open_connection(addresses[-1], port, ssl=context, server_hostname=name)
 
 
 def _check_url(url: str, parts: SplitResult) -> tuple[str, int]:

@@ -5,8 +5,9 @@ import base64
 import binascii
 import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
@@ -18,14 +19,14 @@ from llmbox.engine.model_config.vision.config import VisionConfig
 
 from ..config.settings import LimitSettings
 from ..errors import ApiError
-from ..sandbox.pool import WorkerPool
+from ..sandbox.pool import WAIT_SECONDS, WorkerPool, workers_busy
 from ..sandbox.worker import ATTACHED, to_frame
 from ..util.threads import off_loop
 from .fetch import SECONDS as FETCH_SECONDS
 from .fetch import FetchError, fetch_image
 from .source import ImageSource
 
-WORKERS: Final = 2
+WORKERS: Final = 3
 SECONDS: Final = (15.0, 10.0)
 """Time of each attempt to decode a picture; a worker's processor time is bounded too (`image_worker.py`)."""
 MOST_FETCH_SECONDS: Final = 4 * FETCH_SECONDS
@@ -36,6 +37,12 @@ MOST_PIXEL_BYTES: Final = 48 << 20
 """Pixels of all pictures of a request, which one message to the engine holds."""
 
 
+OPEN_IMAGE_BYTES: Final = 1 << 30
+"""Pixels of the pictures of all requests that are being prepared or answered."""
+MOST_WORKERS_PER_CALLER: Final = 2
+"""Pictures of one caller that may be with the workers at once: there is one more worker for the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
     image: PreparedImage
@@ -44,10 +51,51 @@ class DecodedImage:
     """Text that replaces the placeholder of the chat template."""
 
 
+class ImageLease:
+    """Memory that a request's pictures take, from their decoding until `release`, or until the task that
+    prepares it ends without having submitted it.
+    """
+
+    def __init__(self, reader: "ImageReader") -> None:
+        self.is_submitted = False
+        """True once the request is open: its end gives the memory back."""
+        self._reader = reader
+        self._size = 0
+        task = asyncio.current_task()
+        assert task is not None, "requests are prepared on the event loop"
+        task.add_done_callback(self._forget)
+
+    def add(self, size: int) -> None:
+        """Count a picture. Raises ApiError 429 where open requests have too many already."""
+        if self._reader.open_bytes + size > OPEN_IMAGE_BYTES:
+            raise ApiError(
+                429,
+                f"The pictures of open requests take {OPEN_IMAGE_BYTES >> 20} MB already. Ask again later.",
+                code="too_many_images",
+                type="rate_limit_error",
+                headers={"Retry-After": "5"},
+            )
+        self._reader.open_bytes += size
+        self._size += size
+
+    def _forget(self, _: object) -> None:
+        if not self.is_submitted:
+            self.release()
+
+    def release(self) -> None:
+        self._reader.open_bytes -= self._size
+        self._size = 0
+
+
 class ImageReader:
     """Reader of all requests' pictures, with a cache of decoded ones. Belongs to one event loop."""
 
     def __init__(self) -> None:
+        self.open_bytes = 0
+        """Pixels that `ImageLease` counts."""
+        self._shares: dict[str, asyncio.Semaphore] = {}
+        """Share of the workers by caller, while it has pictures to decode."""
+        self._decoding: Counter[str] = Counter()
         self._pool = WorkerPool("image_worker", WORKERS, SECONDS)
         self._kept: OrderedDict[bytes, DecodedImage] = OrderedDict()
         self._size = 0
@@ -56,9 +104,19 @@ class ImageReader:
         await self._pool.close()
 
     async def read(
-        self, sources: Sequence[ImageSource], vision: VisionConfig, limits: LimitSettings, *, may_fetch: bool
+        self,
+        sources: Sequence[ImageSource],
+        vision: VisionConfig,
+        limits: LimitSettings,
+        lease: ImageLease,
+        *,
+        may_fetch: bool,
+        caller: str = "",
     ) -> list[DecodedImage]:
-        """Fetch and decode pictures. Raises ApiError 400 with the place of one that cannot be used."""
+        """Fetch and decode pictures. Raises ApiError: 400 with the place of one that cannot be used, 429.
+
+        `caller`: callers have equal shares of the workers.
+        """
         facts = msgspec.json.encode(replace(vision, tensors={})).decode()
         found, size, left = [], 0, MOST_FETCH_SECONDS
         for source in sources:
@@ -66,7 +124,7 @@ class ImageReader:
                 started = time.monotonic()
                 data = await self._data(source, limits, left, may_fetch=may_fetch)
                 left -= time.monotonic() - started
-                decoded = await self._decode(data, facts, source, limits)
+                decoded = await self._decode(data, facts, source, limits, caller)
             except (FetchError, ValueError) as error:
                 raise image_error(source.param, str(error)) from None
             size += len(decoded.image.pixels)
@@ -76,6 +134,7 @@ class ImageReader:
                     f"the pictures of this request have more than {MOST_PIXEL_BYTES // 3:,} pixels together "
                     "after they are resized: send fewer, or smaller ones",
                 )
+            lease.add(len(decoded.image.pixels))
             found.append(decoded)
         return found
 
@@ -95,7 +154,7 @@ class ImageReader:
         return await fetch_image(source.url, limits.image_bytes, seconds=min(left, FETCH_SECONDS))
 
     async def _decode(
-        self, data: bytes, facts: str, source: ImageSource, limits: LimitSettings
+        self, data: bytes, facts: str, source: ImageSource, limits: LimitSettings, caller: str
     ) -> DecodedImage:
         if not data:
             raise ValueError("it is empty")
@@ -109,12 +168,33 @@ class ImageReader:
             self._kept.move_to_end(key)
             return kept
         frame = await asyncio.to_thread(to_frame, job | {ATTACHED: data})
-        reply = await self._pool.answer_frame(frame)
+        async with self._share(caller):
+            reply = await self._pool.answer_frame(frame)
         if "error" in reply:
             raise ValueError(reply["error"])
         decoded = _decoded(reply)
         self._keep(key, decoded)
         return decoded
+
+    @asynccontextmanager
+    async def _share(self, caller: str) -> AsyncIterator[None]:
+        """Wait until few enough pictures of the caller are with the workers. Raises ApiError 503."""
+        share = self._shares.setdefault(caller, asyncio.Semaphore(MOST_WORKERS_PER_CALLER))
+        self._decoding[caller] += 1
+        try:
+            try:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    await share.acquire()
+            except TimeoutError:
+                raise workers_busy() from None
+            try:
+                yield
+            finally:
+                share.release()
+        finally:
+            self._decoding[caller] -= 1
+            if not self._decoding[caller]:
+                del self._decoding[caller], self._shares[caller]
 
     def _keep(self, key: bytes, decoded: DecodedImage) -> None:
         if key in self._kept:  # another request has decoded it meanwhile

@@ -9,13 +9,12 @@ import filecmp
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,12 +85,16 @@ def add_adapter(
     adapter = _parsed(source)
     ref = resolve_base(adapter, base, environ, names, memory)
     _check(ref, source)
-    digest = _keep(source, registry.adapters_home)
-    old = names.aliases.get(name)
     known = ref.name if ref.name in names.directories or ref.source != "directory" else ref.ref
-    registry.set_alias(name, Alias(known, adapter=digest))
-    if old is not None and old.adapter not in {"", digest}:
-        _forget_files(registry, old.adapter)
+    with _copied(source, registry.adapters_home) as (part, digest):
+
+        def edit(names: NameLookup) -> NameLookup:
+            """Under the registry's lock: no removal of the same files comes between the two."""
+            _require_free(name, names, memory or {}, may_replace=may_replace)
+            _put(part, registry.adapters_home / digest)
+            return replace(names, aliases={**names.aliases, name: Alias(known, adapter=digest)})
+
+        registry.change(edit)
     return _added(name, known, adapter)
 
 
@@ -196,28 +199,42 @@ def _check(ref: ModelRef, folder: Path) -> None:
         raise _refused(f"it could not be checked: {told[0]}")
 
 
-def _keep(source: Path, home: Path) -> str:
-    """Copy an adapter's two files into the folder of their digest; return its name. Raises CliError."""
+@contextlib.contextmanager
+def _copied(source: Path, home: Path) -> Iterator[tuple[Path, str]]:
+    """Copy an adapter's two files to a folder that is gone afterwards; yield it with the digest of the files.
+    Raises CliError.
+    """
     part = home / f"{_PART}{os.getpid()}-{os.urandom(4).hex()}"
+    digest = hashlib.sha256()
     try:
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _remove_abandoned(home)
-        part.mkdir(mode=0o700)
-        digest = hashlib.sha256()
-        for name in (CONFIG, WEIGHTS):
-            _copy(source / name, part / name, digest)
-        read_adapter(part)  # what was copied, not what was checked before
-        text = digest.hexdigest()[:32]
-        kept, names = home / text, (CONFIG, WEIGHTS)
+        try:
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _remove_abandoned(home)
+            part.mkdir(mode=0o700)
+            for name in (CONFIG, WEIGHTS):
+                _copy(source / name, part / name, digest)
+            read_adapter(part)  # what was copied, not what was checked before
+        except (OSError, ModelError) as error:
+            raise _not_kept(error) from None
+        yield part, digest.hexdigest()[:32]
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _put(part: Path, kept: Path) -> None:
+    """Move a copy to its place, unless a whole one is there. Raises CliError."""
+    names = (CONFIG, WEIGHTS)
+    try:
         if kept.is_dir() and set(filecmp.cmpfiles(part, kept, names, shallow=False)[0]) != set(names):
             shutil.rmtree(kept)  # damaged, or half removed
         if not kept.is_dir():
             part.rename(kept)
-    except (OSError, ModelError) as error:
-        raise _refused(f"its files cannot be kept: {error}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return text
+    except OSError as error:
+        raise _not_kept(error) from None
+
+
+def _not_kept(error: Exception) -> CliError:
+    return _refused(f"its files cannot be kept: {error}")
 
 
 def _remove_abandoned(home: Path) -> None:
@@ -236,13 +253,6 @@ def _copy(source: Path, target: Path, digest: "hashlib._Hash") -> None:
         digest.update(b"\0")
         written.flush()
         os.fsync(written.fileno())
-
-
-def _forget_files(registry: Registry, digest: str) -> None:
-    if re.fullmatch(r"[0-9a-f]{32}", digest) and all(
-        alias.adapter != digest for alias in registry.read().aliases.values()
-    ):
-        shutil.rmtree(registry.adapters_home / digest, ignore_errors=True)
 
 
 def _added(name: str, base: str, adapter: Adapter) -> AddedAdapter:

@@ -116,10 +116,13 @@ class Registry:
         return names
 
     def change(self, edit: Callable[[NameLookup], NameLookup]) -> NameLookup:
-        """Read, edit and write the file under the lock."""
+        """Read, edit and write the file under the lock, and delete the files of adapters that the edit
+        removed before another one can add them.
+        """
         self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with locked(self._file.with_suffix(".lock")):
-            names = edit(self.read())
+            before = self.read()
+            names = edit(before)
             fresh = self._file.with_suffix(".new")
             try:
                 kept = {name: value for name, value in asdict(names).items() if name != "gguf_home"}
@@ -135,6 +138,8 @@ class Registry:
                     error.strerror or str(error),
                     "free some space, then try again",
                 ) from error
+            for digest in _adapters(before) - _adapters(names):
+                shutil.rmtree(self.adapters_home / digest, ignore_errors=True)
         return names
 
     def set_alias(self, name: str, alias: Alias) -> None:
@@ -149,10 +154,7 @@ class Registry:
                 )
             return replace(names, aliases={k: v for k, v in names.aliases.items() if k != name})
 
-        adapter = self.read().aliases.get(name, Alias("")).adapter
-        left = self.change(edit)
-        if adapter and all(alias.adapter != adapter for alias in left.aliases.values()):
-            shutil.rmtree(self.adapters_home / adapter, ignore_errors=True)
+        self.change(edit)
 
     def adopt_cache(self, folder: Path) -> None:
         def edit(names: NameLookup) -> NameLookup:
@@ -179,6 +181,10 @@ class Registry:
             return replace(names, directories={k: v for k, v in names.directories.items() if k != name})
 
         self.change(edit)
+
+
+def _adapters(names: NameLookup) -> set[str]:
+    return {alias.adapter for alias in names.aliases.values() if alias.adapter}
 
 
 def parse_parameters(texts: list[str]) -> dict[str, float | int | str]:

@@ -32,6 +32,7 @@ _TAGS: Final[dict[type, int]] = {
     messages.Shutdown: 0x05,
     messages.AskBlocks: 0x06,
     messages.Vocabulary: 0x07,
+    messages.KeepImages: 0x08,
     messages.Progress: 0x81,
     messages.Ready: 0x82,
     messages.LoadFailed: 0x83,

@@ -60,7 +60,7 @@ class PreparedImage:
     tiles: list[tuple[int, int]]
     """(height, width) of each tile."""
     pixels: bytes
-    """RGB of all tiles one after another, row by row, one byte a color."""
+    """RGB of all tiles one after another, row by row, one byte a color. Empty: those of `KeepImages`."""
     grid: tuple[int, int] = (0, 0)
     """Rows and columns of embeddings, for models with M-RoPE."""
     start: int = 0
@@ -100,6 +100,14 @@ class AddRequest:
     """Id of a request of the same `n > 1` call, whose prompt blocks may be shared copy-on-write."""
     images: list[PreparedImage] = field(default_factory=list)
     """Pictures, in the order of their places in the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepImages:
+    """Pictures that requests to come refer to by their hash, and those that none refers to any more."""
+
+    images: list[PreparedImage] = field(default_factory=list)
+    drop: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,5 +394,5 @@ class BlockMap:
     """Number of cached blocks evicted since the engine started."""
 
 
-ToEngine = Start | Vocabulary | AddRequest | AbortRequest | Ping | AskBlocks | Shutdown
+ToEngine = Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Ping | AskBlocks | Shutdown
 ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap

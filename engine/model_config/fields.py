@@ -109,7 +109,8 @@ def checkpoint_dtype(fields: Fields) -> Dtype:
 
 def text_fields(fields: Fields) -> Fields:
     """Return the `text_config` of a vision-language model, with the keys that apply to the whole model. Older
-    files have all keys beside those of the tower.
+    files have all keys beside those of the tower. `tie_word_embeddings` of the whole model counts more than
+    that of its text part, as in transformers.
     """
     text = fields.mapping("text_config")
     if text is None and "hidden_size" in fields.raw:
@@ -117,7 +118,8 @@ def text_fields(fields: Fields) -> Fields:
     if text is None:
         raise fields.error("text_config is missing, which describes the language part")
     whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}
-    return Fields({**whole, **text}, f"{fields.where}: text_config")
+    decisive = {key: value for key, value in whole.items() if key == "tie_word_embeddings"}
+    return Fields({**whole, **text, **decisive}, f"{fields.where}: text_config")
 
 
 def attends_both_ways(fields: Fields) -> bool:

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from setproctitle import setproctitle
@@ -29,6 +30,7 @@ from ..ipc.messages import (
     AskBlocks,
     BlockMap,
     EngineStats,
+    KeepImages,
     LoadFailed,
     ModelInfo,
     Ping,
@@ -97,6 +99,7 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
     Blocks in the kernel whenever there is nothing to do.
     """
     preparing = True
+    pixels: dict[bytes, bytes] = {}
     while True:
         outputs: list[RequestOutput] = []
         has_work = engine.has_work
@@ -107,7 +110,7 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
             if isinstance(message, Shutdown):
                 engine.close()
                 return
-            answer = _handle(engine, channel, message)
+            answer = _handle(engine, channel, message, pixels)
             if answer is not None:
                 outputs.append(answer)
         if engine.has_work and not channel.congested:
@@ -118,10 +121,23 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
             channel.send(StepOutputs(outputs=outputs, stats=engine.stats()))
 
 
-def _handle(engine: EngineProtocol, channel: Channel, message: ToEngine) -> RequestOutput | None:
+def _handle(
+    engine: EngineProtocol, channel: Channel, message: ToEngine, pixels: dict[bytes, bytes]
+) -> RequestOutput | None:
+    """Handle one message. `pixels`: those of `KeepImages`, by hash."""
     match message:
-        case AddRequest():
+        case AddRequest(images=[]):
             return engine.add(message)
+        case AddRequest():
+            images = [
+                replace(image, pixels=image.pixels or pixels.get(image.content_hash, b""))
+                for image in message.images
+            ]
+            return engine.add(replace(message, images=images))
+        case KeepImages():
+            pixels |= {image.content_hash: image.pixels for image in message.images}
+            for digest in message.drop:
+                pixels.pop(digest, None)
         case Vocabulary():
             engine.set_vocabulary(message)
         case AbortRequest():

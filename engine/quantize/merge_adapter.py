@@ -27,7 +27,7 @@ from llmbox.kernels.reference import REFERENCE
 from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name, read_adapter
 from ..checkpoint.files import read_json
 from ..checkpoint.index import list_tensors
-from ..checkpoint.safetensors import TensorEntry
+from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..distributed.communicator import SINGLE, TensorParallel
@@ -35,14 +35,16 @@ from ..errors import ModelError
 from ..ipc.subprocess_job import ReportProgress, run_job
 from ..model.decoder import Decoder
 from ..model.registry import build_model
-from ..model_config.config import parse_config
+from ..model_config.config import ModelConfig, parse_config
 from ..weights.adapter_weights import AdapterReader
-from ..weights.adapters import EMBEDDING, HEAD, unknown_module, wrong_base
+from ..weights.adapters import EMBEDDING, HEAD, AdapterLayers, unknown_module, wrong_base
 from ..weights.source import WeightRequest
 from .quantize import DISK_RESERVE, copy_side_files
 
 WIDE = torch.float32
 Progress = Callable[[int, int], None]
+StackParts = Callable[[str], Mapping[str, tuple[int, int]]]
+"""Function from the name of a stored stack to (first row, rows) of its linears."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,7 @@ def check_adapter(base: Path, folder: Path) -> AdapterReport:
     config = parse_config(base)
     if config.is_bidirectional:
         raise AdapterError(f"{base} makes vectors from both directions: adapters of it are not applied")
-    model = build_model(config, ShapeSource())
-    assert isinstance(model, Decoder)
-    assert model.adapters is not None
-    model.adapters.match(adapter)
+    _adapted_layers(config).match(adapter)
     reader = AdapterReader(WIDE)  # each number is finite: of several ranks some read only their layers
     for target in adapter.targets.values():
         reader.read(target.a)
@@ -71,6 +70,13 @@ def check_adapter(base: Path, folder: Path) -> AdapterReport:
     for entry in adapter.saved.values():
         reader.read(entry)
     return _report(adapter)
+
+
+def _adapted_layers(config: ModelConfig) -> AdapterLayers:
+    model = build_model(config, ShapeSource())
+    assert isinstance(model, Decoder)
+    assert model.adapters is not None
+    return model.adapters
 
 
 def merge(base: Path, folder: Path, out: Path, progress: Progress) -> AdapterReport:
@@ -86,7 +92,8 @@ def merge(base: Path, folder: Path, out: Path, progress: Progress) -> AdapterRep
     entries = list_tensors(base)
     total = sum(entry.nbytes for entry in entries.values())
     require_free_space(out, total + adapter.nbytes + DISK_RESERVE)
-    merger = _Merger(adapter, entries, tied=config.tie_word_embeddings)
+    parts_of = (lambda _: {}) if config.is_bidirectional else _adapted_layers(config).parts_of
+    merger = _Merger(adapter, entries, parts_of, tied=config.tie_word_embeddings)
     with atomic_directory(out) as part:
         shards, done = ShardWriter(part), 0
         for name, entry in entries.items():
@@ -135,8 +142,11 @@ class ShapeSource:
 class _Merger:
     """Adds an adapter to the tensors of a checkpoint, one at a time."""
 
-    def __init__(self, adapter: Adapter, entries: Mapping[str, TensorEntry], *, tied: bool) -> None:
+    def __init__(
+        self, adapter: Adapter, entries: Mapping[str, TensorEntry], parts_of: StackParts, *, tied: bool
+    ) -> None:
         self._adapter = adapter
+        self._parts_of = parts_of
         self._left = set(adapter.targets) | set(adapter.saved)
         changed = {HEAD, EMBEDDING} & self._left
         self.is_untied = tied and bool(changed)
@@ -167,14 +177,34 @@ class _Merger:
             if target.shape != entry.shape:
                 wrong = target.a if target.shape[1:] != entry.shape[1:] else target.b
                 raise wrong_base(module, wrong, target.shape, entry.shape)
-            return _added(weight_OI, target)
+            weight_OI = _added(weight_OI, target)
+        return self._changed_parts(module, entry, weight_OI)
+
+    def _changed_parts(self, module: str, entry: TensorEntry, weight_OI: Tensor) -> Tensor:
+        """Add what the adapter has for single linears of a stack that the base stores as one tensor."""
+        parts = {part: rows for part, rows in self._parts_of(module).items() if part in self._left}
+        for part, (first, rows) in parts.items():
+            if (target := self._adapter.targets.get(part)) is None:
+                continue  # saved whole: `finish` refuses it
+            self._left.discard(part)
+            if target.shape != (rows, entry.shape[1]) or first + rows > entry.shape[0]:
+                raise wrong_base(part, target.b, target.shape, (rows, entry.shape[1]))
+            weight_OI = weight_OI.clone()
+            weight_OI[first : first + rows] = _added(weight_OI[first : first + rows], target)
         return weight_OI
 
     def finish(self) -> None:
         """Raise AdapterError for a tensor that has no place in the base."""
         for name in sorted(self._left):
             target = self._adapter.targets.get(name)
-            raise unknown_module(name, self._adapter.saved[name] if target is None else target.b)
+            entry = self._adapter.saved[name] if target is None else target.b
+            if ".experts." in name:
+                raise AdapterError(
+                    f"{entry.file}: tensor {shown(entry.name)}: the base stores all experts of a layer as "
+                    "one tensor, or has no such expert: adapters of single experts are merged where each has "
+                    "a tensor"
+                )
+            raise unknown_module(name, entry)
 
 
 def _added(weight_OI: Tensor, target: AdapterTarget) -> Tensor:

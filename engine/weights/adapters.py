@@ -186,6 +186,14 @@ class AdapterLayers:
             yield from self._parts(part, first, size if total == rows else rows)
             first += size
 
+    def parts_of(self, name: str) -> dict[str, tuple[int, int]]:
+        """Return (first row, rows) of each linear that a stored stack consists of; empty for other names."""
+        parts, first = {}, 0
+        for part, rows in self._stacks.get(name, {}).items():
+            parts[part] = first, rows
+            first += rows
+        return parts
+
     def _saved(self, name: str, entry: TensorEntry) -> AdaptedLinear | None:
         if name not in {EMBEDDING, HEAD}:
             raise AdapterError(

@@ -6,7 +6,6 @@ import os
 import signal
 import struct
 import zlib
-from types import SimpleNamespace
 
 import anthropic
 import httpx
@@ -15,9 +14,7 @@ import openai
 import pytest
 from PIL import Image
 
-from llmbox.app.errors import ApiError
-from llmbox.app.gateway import gateway
-from llmbox.engine.ipc.messages import PreparedImage
+from llmbox.app.images import reader
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
 from support.openai_server import serving
@@ -263,17 +260,7 @@ def test_placeholders_typed_by_a_user_are_text(client):
 
 
 def test_pictures_of_open_requests_have_a_limit(client, monkeypatch):
-    monkeypatch.setattr(gateway, "OPEN_IMAGE_BYTES", 100)
+    monkeypatch.setattr(reader, "OPEN_IMAGE_BYTES", 100)
     with pytest.raises(openai.RateLimitError, match="pictures of open requests"):
         ask(client, parts(RED))
     assert ask(client, QUESTION, max_tokens=1).choices
-
-
-def test_pictures_of_a_request_count_for_each_choice(monkeypatch):
-    image = PreparedImage(content_hash=b"", tiles=[], pixels=bytes(60))
-    generation = SimpleNamespace(n=2, images=[image])
-    monkeypatch.setattr(gateway, "OPEN_IMAGE_BYTES", 100)
-    with pytest.raises(ApiError, match="pictures of open requests"):
-        gateway.Gateway._check_image_room(SimpleNamespace(_open={}), generation)
-    generation.n = 1
-    gateway.Gateway._check_image_room(SimpleNamespace(_open={}), generation)

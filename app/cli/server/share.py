@@ -12,7 +12,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -196,20 +196,21 @@ def _change(program: Program, wanted: dict[str, Scalar], made_key: str | None) -
     before = {name: values[name][0] for name in CHANGED if name in values}
     known = known or {"before": before, "keys": []}
     known["keys"] += [made_key] if made_key else []
-    try:
-        write_whole(kept, json.dumps(known).encode())
-        for name, value in wanted.items():
-            set_value(file, schema()[name], value)
-        restart_daemon(program, now=False, timeout=START_TIMEOUT, without=CHANGED)
-    except (CliError, KeyboardInterrupt) as error:
-        now = find_running(program.paths)
-        if now is None or now == running:
-            with _without_interrupts():
+    with _one_interrupt() as ignore:
+        try:
+            write_whole(kept, json.dumps(known).encode())
+            for name, value in wanted.items():
+                set_value(file, schema()[name], value)
+            restart_daemon(program, now=False, timeout=START_TIMEOUT, without=CHANGED)
+        except (CliError, KeyboardInterrupt) as error:
+            ignore()
+            now = find_running(program.paths)
+            if now is None or now == running:
                 _undo(program, before, earlier, made_key)
-            stopped = now is None or isinstance(error, KeyboardInterrupt)  # the old one may be draining
-            start = " If the daemon has stopped, start it with llmbox up." if stopped else ""
-            output.say(f"\nThe settings are as before.{start}")
-        raise
+                stopped = now is None or isinstance(error, KeyboardInterrupt)  # the old one may be draining
+                start = " If the daemon has stopped, start it with llmbox up." if stopped else ""
+                output.say(f"\nThe settings are as before.{start}")
+            raise
 
 
 def _undo(program: Program, before: dict[str, Any], earlier: bytes | None, made_key: str | None) -> None:
@@ -225,11 +226,21 @@ def _undo(program: Program, before: dict[str, Any], earlier: bytes | None, made_
 
 
 @contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C for the moment that an undo takes."""
-    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _one_interrupt() -> Iterator[Callable[[], object]]:
+    """Let the first Ctrl-C inside raise and ignore all later ones, so that none cuts an undo short. Yields a
+    function that ignores the first one too.
+    """
+
+    def ignore() -> object:
+        return signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def interrupt(*_: object) -> None:
+        ignore()
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield ignore
     finally:
         signal.signal(signal.SIGINT, earlier)
 

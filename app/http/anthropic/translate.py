@@ -253,7 +253,7 @@ async def count_prompt_tokens(call: RequestContext, data: CountTokensRequest) ->
 
     async def count(request: CountTokensRequest) -> int:
         body = chat_request(prompt_fields(request, late_system=late_system))
-        ids = await chat_ids(call.gateway, model, build_chat(body, call.limits))
+        ids = await chat_ids(call.gateway, model, build_chat(body, call.limits), call.caller.tenant)
         check_prompts([ids], "messages", model)
         return len(ids)
 

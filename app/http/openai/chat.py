@@ -14,7 +14,7 @@ from ...errors import ApiError
 from ...gateway.gateway import Gateway, check_generates
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
-from ...images.reader import DecodedImage, place_images
+from ...images.reader import DecodedImage, ImageLease, place_images
 from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser
@@ -89,7 +89,7 @@ async def prepare_chat(
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     reservation = call.reserve(model, body.n or 1)
     params = await sampling_params(body, model, call.limits, logprobs)
-    decoded = await read_images(call.gateway, model, chat)
+    lease, decoded = await read_images(call.gateway, model, chat, call.caller.tenant)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
     calls = find_call_constraint(body, chat.tools, parsing.tools, call.limits)
@@ -108,6 +108,7 @@ async def prepare_chat(
         model=model,
         prompts=prompts,
         images=images,
+        image_lease=lease,
         params=params,
         max_tokens=max_tokens,
         n=body.n or 1,
@@ -152,16 +153,20 @@ def _echo(chat: Chat) -> str:
     return str(last["content"] or "") if last["role"] == "assistant" else ""
 
 
-async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int]:
-    decoded = await read_images(gateway, model, chat)
+async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat, tenant: str) -> list[int]:
+    _, decoded = await read_images(gateway, model, chat, tenant)
     ids, _ = await encode_chat(model, await model.text.render_chat(gateway.templates, chat), decoded)
     return ids
 
 
-async def read_images(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[DecodedImage]:
-    """Decode the pictures of a conversation. Raises ApiError 400, also for a model that reads none."""
+async def read_images(
+    gateway: Gateway, model: LoadedModel, chat: Chat, tenant: str
+) -> tuple[ImageLease | None, list[DecodedImage]]:
+    """Decode the pictures of a conversation, with the lease of their memory. Raises ApiError: 400, also for a
+    model that reads none, 429 and 503.
+    """
     if not chat.images:
-        return []
+        return None, []
     info, vision = model.supervisor.info, model.text.vision
     assert info is not None
     if info.image_problem or vision is None:
@@ -171,7 +176,11 @@ async def read_images(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[
             code="images_not_supported",
             param=chat.images[0].param,
         )
-    return await gateway.images.read(chat.images, vision, gateway.limits, may_fetch=gateway.fetches_images)
+    lease = ImageLease(gateway.images)
+    decoded = await gateway.images.read(
+        chat.images, vision, gateway.limits, lease, may_fetch=gateway.fetches_images, caller=tenant
+    )
+    return lease, decoded
 
 
 async def encode_chat(

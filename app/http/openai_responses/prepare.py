@@ -96,7 +96,7 @@ async def _count(
     call: RequestContext, model: LoadedModel, data: PromptFields, items: Sequence[Placed], tools: Toolbox
 ) -> int:
     body = chat_request(prompt_fields(data, items, tools))
-    ids = await chat_ids(call.gateway, model, build_chat(body, call.limits))
+    ids = await chat_ids(call.gateway, model, build_chat(body, call.limits), call.caller.tenant)
     check_prompts([ids], "input", model)
     return len(ids)
 

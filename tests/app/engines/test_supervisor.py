@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from llmbox.app.engines.request_journal import RequestJournal
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.app.errors import ApiError
+from llmbox.engine.ipc.messages import AbortRequest, AddRequest, KeepImages, PreparedImage, RequestOutput
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.sampling_params import SamplingParams
 from support.engines import (
@@ -150,6 +152,29 @@ async def test_forks_keep_their_sibling_only_where_it_is(tmp_path):
         await until(lambda: child.output_ids)
         kill(supervisor)
         await assert_undisturbed([parent, child, stray])
+
+
+def test_a_picture_is_sent_once_for_all_its_requests():
+    """Again to a new engine, and no longer kept there once nobody asks about it."""
+    sent: list[object] = []
+    journal = RequestJournal(sent.append, on_empty=list, on_finish=list)
+    image = PreparedImage(content_hash=b"h", tiles=[(1, 1)], pixels=b"rgb")
+    streams = [journal.add(request(number, images=[image]), hand_over=True) for number in range(3)]
+    assert [type(message) for message in sent] == [KeepImages, *[AddRequest] * 3]
+    assert sent[0].images == [image]
+    assert all(message.images == [replace(image, pixels=b"")] for message in sent[1:])
+    sent.clear()
+    journal.engine_died(from_outside=True)
+    streams[0].cancel()
+    assert not sent
+    journal.engine_ready()
+    assert [type(message) for message in sent] == [KeepImages, AddRequest, AddRequest]
+    assert sent[0].images == [image]
+    sent.clear()
+    journal.deliver(RequestOutput(request_id="r1", finish_reason="stop"))
+    assert not sent
+    streams[2].cancel()
+    assert sent == [KeepImages(drop=[b"h"]), AbortRequest(request_id="r2")]
 
 
 async def test_first_facts_are_told_once_even_across_a_death(tmp_path):

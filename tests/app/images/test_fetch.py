@@ -15,6 +15,7 @@ INSIDE = [
     *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::a00:1"),
     *("2002:7f00:1::", "2002:a00:1::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "localhost", ""),
 ]
+UNREACHABLE = ["2606:4700:4700::1001", "1.0.0.1"]
 OUTSIDE = ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
 
 
@@ -55,6 +56,8 @@ def fetching(
 
         async def open_connection(host: str, _port: int, **options: object):
             assert is_public(host)
+            if host in UNREACHABLE:
+                raise ConnectionRefusedError
             options.pop("server_hostname")
             return await connect("127.0.0.1", port, **options)
 
@@ -75,6 +78,14 @@ def answer(body: bytes = b"picture", status: str = "200 OK", *headers: str) -> b
 
 def test_a_picture_is_fetched():
     assert fetching("http://pictures.example/a.png?b=c", answer())[0] == b"picture"
+
+
+def test_other_addresses_of_a_name_are_tried():
+    addresses = [*UNREACHABLE, "8.8.8.8"]
+    found, _ = fetching("http://pictures.example/a", answer(), addresses=lambda _: addresses)
+    assert found == b"picture"
+    with pytest.raises(FetchError, match="cannot be fetched"):
+        fetching("http://pictures.example/a", answer(), addresses=lambda _: UNREACHABLE)
 
 
 def test_redirects_are_followed_and_checked_again():

@@ -1,12 +1,18 @@
-"""Time that the pictures of one request may take."""
+"""Time that the pictures of one request may take, their memory, and callers' shares of the workers."""
 
 import asyncio
+import base64
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import pytest
+
 from llmbox.app.config.settings import LimitSettings
+from llmbox.app.errors import ApiError
 from llmbox.app.images import reader
 from llmbox.app.images.source import ImageSource
+from llmbox.app.sandbox.worker import ATTACHED
 
 
 @dataclass
@@ -31,5 +37,80 @@ def test_all_urls_of_a_request_share_their_time(monkeypatch):
     images = reader.ImageReader()
     monkeypatch.setattr(images, "_decode", decode)
     sources = [ImageSource("https://pictures.example/", False, "image")] * 6
-    asyncio.run(images.read(sources, Facts(), LimitSettings(), may_fetch=True))
+
+    async def read() -> None:
+        await images.read(sources, Facts(), LimitSettings(), reader.ImageLease(images), may_fetch=True)
+
+    asyncio.run(read())
     assert given == [15.0, 15.0, 15.0, 15.0, 4.0, -10.0]  # no time is left for the last
+
+
+def picture(content: bytes) -> ImageSource:
+    return ImageSource(f"data:image/png;base64,{base64.b64encode(content).decode()}", False, "image")
+
+
+def reply(size: int) -> dict[str, object]:
+    return {"hash": "00", "tiles": [], "grid": (0, 0), "num_rows": 1, "text": "", ATTACHED: bytes(size)}
+
+
+async def read(
+    images: reader.ImageReader, content: bytes, lease: reader.ImageLease, caller: str = ""
+) -> None:
+    limits = LimitSettings()
+    await images.read([picture(content)], Facts(), limits, lease, may_fetch=False, caller=caller)
+
+
+async def test_requests_that_are_prepared_count_for_the_memory_of_open_pictures(monkeypatch):
+    monkeypatch.setattr(reader, "OPEN_IMAGE_BYTES", 100)
+    images, decoded, is_over = reader.ImageReader(), asyncio.Event(), asyncio.Event()
+
+    async def answer_frame(_frame: bytes) -> dict[str, object]:
+        return reply(60)
+
+    monkeypatch.setattr(images._pool, "answer_frame", answer_frame)
+
+    async def prepare() -> None:
+        await read(images, b"first", reader.ImageLease(images))
+        decoded.set()
+        await is_over.wait()
+
+    async with asyncio.timeout(60):
+        first = asyncio.create_task(prepare())
+        await decoded.wait()
+        with pytest.raises(ApiError, match="pictures of open requests") as refused:
+            await asyncio.create_task(read(images, b"second", reader.ImageLease(images)))
+        assert refused.value.status == 429
+        is_over.set()
+        await first
+        await asyncio.sleep(0)
+        assert images.open_bytes == 0  # it was never submitted
+        lease = reader.ImageLease(images)
+        await read(images, b"second", lease)
+        lease.release()
+        assert images.open_bytes == 0
+
+
+async def test_slow_pictures_of_one_caller_leave_a_worker_to_others(monkeypatch):
+    images, go_on = reader.ImageReader(), asyncio.Event()
+
+    async def attempt(frame: bytes, _seconds: float) -> dict[str, object]:
+        if b"slow" in frame:
+            await go_on.wait()
+        return reply(1)
+
+    async def to_thread(work: Callable[..., object], *arguments: object) -> object:
+        return work(*arguments)
+
+    monkeypatch.setattr(images._pool, "_try", attempt)
+    monkeypatch.setattr(reader.asyncio, "to_thread", to_thread)
+    async with asyncio.timeout(60):
+        slow = [
+            asyncio.create_task(read(images, b"slow%d" % number, reader.ImageLease(images), "greedy"))
+            for number in range(9)
+        ]
+        await asyncio.sleep(0)  # all of them run until they wait for a worker
+        await read(images, b"quick", reader.ImageLease(images), "other")
+        assert not any(task.done() for task in slow)
+        go_on.set()
+        await asyncio.gather(*slow)
+        assert not images._shares

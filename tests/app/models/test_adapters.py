@@ -1,13 +1,16 @@
 """Copies of adapters: whole, healed, and none left behind."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from llmbox.app.errors import CliError
 from llmbox.app.models import adapters
-from llmbox.app.models.registry import Registry
+from llmbox.app.models import registry as registry_module
+from llmbox.app.models.registry import Alias, Registry
 from support.adapters import plain_tensors, write_adapter
 
 
@@ -36,6 +39,38 @@ def test_an_unfinished_copy_is_removed_later(registry: Registry, tmp_path: Path)
     os.utime(old, (0, 0))
     adapters.add_adapter(registry, {}, "one", write_adapter(tmp_path / "a", plain_tensors()), "builtin")
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_removal_of_the_same_files_does_not_take_them_from_an_adapter_that_is_being_added(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_adapter(tmp_path / "a", plain_tensors())
+    adapters.add_adapter(registry, {}, "one", folder, "builtin")
+    lock, removals = registry_module.locked, ["one"]
+
+    @contextlib.contextmanager
+    def locked(file: Path) -> Iterator[None]:
+        while removals:  # another process, right before this one has the lock
+            adapters.remove_adapter(registry, removals.pop())
+        with lock(file):
+            yield
+
+    monkeypatch.setattr(registry_module, "locked", locked)
+    adapters.add_adapter(registry, {}, "two", folder, "builtin")
+    assert [(each.name, each.problem) for each in adapters.list_adapters(registry)] == [("two", "")]
+    adapters.remove_adapter(registry, "two")
+    assert not list(registry.adapters_home.iterdir())
+
+
+def test_a_name_that_was_taken_meanwhile_stays_the_other_ones(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_adapter(tmp_path / "a", plain_tensors())
+    monkeypatch.setattr(adapters, "_check", lambda *_: registry.set_alias("one", Alias("builtin")))
+    with pytest.raises(CliError, match="is taken"):
+        adapters.add_adapter(registry, {}, "one", folder, "builtin")
+    assert not registry.read().aliases["one"].adapter
+    assert not list(registry.adapters_home.iterdir())
 
 
 def test_what_is_no_path_is_no_folder(registry: Registry) -> None:

@@ -1,11 +1,14 @@
 """Recommended models: their data, names and plans, and what is offered in place of one that does not fit."""
 
+import errno
 import json
+import os
 from math import prod
 from types import SimpleNamespace
 
 import pytest
 
+from llmbox.app.control import library
 from llmbox.app.control.library import Library
 from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.fit.bandwidth import Bandwidth
@@ -228,3 +231,15 @@ def test_a_request_fetches_what_the_owner_allows_and_resumes_nothing(allowed, na
         library.pull_for_request(name)
     assert (refused.value.status, refused.value.code) == (503, code)
     assert ("Retry-After" in refused.value.headers) is (code == "model_downloading")
+
+
+async def test_a_full_disk_is_told_when_the_hubs_answers_cannot_be_kept(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(library, "ask_recommended", lambda _: ({}, {}))
+    monkeypatch.setattr(library, "keep_hub_facts", full)
+    paths = SimpleNamespace(recommended_file=tmp_path / "recommended.json")
+    with pytest.raises(ApiError, match="No space left on device. Free some space") as refused:
+        await library.Library.refresh_recommended(SimpleNamespace(_services=SimpleNamespace(paths=paths)))
+    assert (refused.value.status, refused.value.code) == (507, "disk_full")

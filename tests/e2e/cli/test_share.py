@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import socket
 import ssl
 import urllib.error
@@ -169,8 +170,14 @@ def test_ctrl_c_before_the_new_daemon_is_up_leaves_nothing(llmbox, box, monkeypa
 
     def interrupted(_, process, __):
         begun.append(process)
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
+    def find(paths):
+        if begun:  # a second Ctrl-C before the undo has begun
+            signal.raise_signal(signal.SIGINT)
+        return find_running(paths)
+
+    monkeypatch.setattr(share, "find_running", find)
     monkeypatch.setattr(daemon_starter, "_wait_for_api", interrupted)
     code, out, err = llmbox("share", "--yes")
     assert code == INTERRUPTED

@@ -151,6 +151,7 @@ def test_an_adapter_whose_files_are_gone_is_told_without_paths(server, adapters)
     registry = server.control.library.registry
     shutil.rmtree(registry.adapters_home / registry.read().aliases["lost"].adapter)
     answer = post(server, "/v1/completions", model="lost", prompt="x")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_adapter")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert "was removed while the request waited" in answer.text
     assert str(registry.adapters_home) not in answer.text
     assert post(server, "/v1/unload_lora_adapter", lora_name="lost").status_code == 200

@@ -66,6 +66,25 @@ def test_the_language_part_of_a_qwen_that_sees(tmp_path: Path, arch: str) -> Non
         assert parse_config(tmp_path) == same
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_ties_of_the_whole_model_count_more_than_those_of_its_text_part(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    tower |= {"patch_size": 4, "image_size": 16, "intermediate_size": 16}
+    text = COMMON | {"model_type": "mistral", "tie_word_embeddings": not tied}
+    config = AutoConfig.for_model(
+        "mistral3", text_config=text, vision_config=tower, tie_word_embeddings=tied, image_token_index=3
+    )
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    randomize(theirs, 0)
+    theirs.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert (raw["tie_word_embeddings"], raw["text_config"]["tie_word_embeddings"]) == (tied, not tied)
+    assert parse_config(tmp_path).tie_word_embeddings is tied
+    compare(tmp_path, theirs)
+
+
 def transpose_experts(model: Path) -> None:
     """Store experts as they are published, inputs first."""
     weights = load_file(model / "model.safetensors")

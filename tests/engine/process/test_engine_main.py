@@ -4,6 +4,7 @@ import contextvars
 import select
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +98,25 @@ def test_a_burst_is_read_between_two_steps_and_answers_share_one_message(ends):
     assert len(steps) == 2
     ends_of = {o.request_id: (o.finish_reason, o.error_code) for s in steps for o in s.outputs}
     assert ends_of == {"r1": ("length", None), "r2": ("abort", None), "r50": ("error", "does_not_fit")}
+
+
+def test_requests_get_the_pixels_that_were_sent_before_them(ends):
+    daemon, engine_end = ends
+    image = m.PreparedImage(content_hash=b"h", tiles=[(1, 1)], pixels=b"rgb")
+    without = replace(image, pixels=b"", start=1)
+    sent = [
+        m.KeepImages(images=[image]),
+        *(request(number, 2, images=[without]) for number in (1, 2)),
+        m.KeepImages(drop=[b"h", b"unknown"]),
+        request(3, 2, images=[without]),
+        m.Shutdown(),
+    ]
+    daemon.sendall(b"".join(map(encode, sent)))
+    engine, seen = FakeEngine(CONFIG, FakeOptions()), []
+    engine.add = lambda message: seen.extend(message.images)
+    serve(engine, Channel(engine_end))
+    assert [each.pixels for each in seen] == [b"rgb", b"rgb", b""]
+    assert seen[0] == replace(image, start=1)
 
 
 class Preparing(FakeEngine):

@@ -47,6 +47,31 @@ def test_stacked_linears_are_merged_as_they_are_stored(tmp_path: Path) -> None:
     assert hf_tokens(hf_model(out), PROMPT, 8) == hf_tokens(peft, PROMPT, 8)
 
 
+def test_linears_of_a_stored_stack_are_merged_apart(tmp_path: Path) -> None:
+    """Adapters that name q, k and v of a checkpoint that stores them as one, as loading takes them."""
+    base = make_tiny_model(tmp_path / "base", arch="phi3", tokenizer=False)
+    tensors = plain_tensors() | plain_tensors(name="model.layers.1.mlp.up_proj", outputs=96)
+    folder = write_adapter(tmp_path / "adapter", tensors)
+    check_adapter(base, folder)
+    out = load_file(merged(base, folder, tmp_path / "out") / "model.safetensors")
+    stored = load_file(base / "model.safetensors")
+    for stack, part, rows in (
+        ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.q_proj", slice(0, 64)),
+        ("model.layers.1.mlp.gate_up_proj", "model.layers.1.mlp.up_proj", slice(96, 192)),
+    ):
+        a, b = (tensors[f"base_model.model.{part}.lora_{side}.weight"] for side in "AB")
+        expected = stored[f"{stack}.weight"].clone()
+        expected[rows] += 2 * (b @ a)
+        torch.testing.assert_close(out[f"{stack}.weight"], expected)
+
+
+def test_single_experts_of_a_stack_are_refused_by_their_reason(tmp_path: Path) -> None:
+    base = make_tiny_model(tmp_path / "base", arch="qwen3", tokenizer=False)
+    folder = write_adapter(tmp_path / "a", plain_tensors(name="model.layers.0.mlp.experts.0.up_proj"))
+    with pytest.raises(AdapterError, match="all experts of a layer as one tensor"):
+        merged(base, folder, tmp_path / "out")
+
+
 def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
     base = make_tiny_model(tmp_path / "base", arch="qwen3", tokenizer=False)
     other = write_adapter(tmp_path / "other", plain_tensors(inputs=32))
