@@ -240,6 +240,6 @@ async def test_a_full_disk_is_told_when_the_hubs_answers_cannot_be_kept(tmp_path
     monkeypatch.setattr(library, "ask_recommended", lambda _: ({}, {}))
     monkeypatch.setattr(library, "keep_hub_facts", full)
     paths = SimpleNamespace(recommended_file=tmp_path / "recommended.json")
-    with pytest.raises(ApiError, match="No space left on device. Free some space") as refused:
+    with pytest.raises(ApiError, match=r"No space left on device\. Free some space") as refused:
         await library.Library.refresh_recommended(SimpleNamespace(_services=SimpleNamespace(paths=paths)))
     assert (refused.value.status, refused.value.code) == (507, "disk_full")
