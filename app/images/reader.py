@@ -45,10 +45,14 @@ MOST_WORKERS_PER_CALLER: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    image: PreparedImage
-    """Without its place in the prompt."""
+    images: list[PreparedImage]
+    """Pictures without their places in the prompt: one, or the whole and its crops."""
     text: str
     """Text that replaces the placeholder of the chat template."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(image.pixels) for image in self.images)
 
 
 class ImageLease:
@@ -127,14 +131,14 @@ class ImageReader:
                 decoded = await self._decode(data, facts, source, limits, caller)
             except (FetchError, ValueError) as error:
                 raise image_error(source.param, str(error)) from None
-            size += len(decoded.image.pixels)
+            size += decoded.nbytes
             if size > MOST_PIXEL_BYTES:
                 raise image_error(
                     source.param,
                     f"the pictures of this request have more than {MOST_PIXEL_BYTES // 3:,} pixels together "
                     "after they are resized: send fewer, or smaller ones",
                 )
-            lease.add(len(decoded.image.pixels))
+            lease.add(decoded.nbytes)
             found.append(decoded)
         return found
 
@@ -200,21 +204,26 @@ class ImageReader:
         if key in self._kept:  # another request has decoded it meanwhile
             return
         self._kept[key] = decoded
-        self._size += len(decoded.image.pixels)
+        self._size += decoded.nbytes
         while self._size > KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
-            self._size -= len(oldest.image.pixels)
+            self._size -= oldest.nbytes
 
 
 def _decoded(reply: dict[str, Any]) -> DecodedImage:
-    image = PreparedImage(
-        content_hash=bytes.fromhex(reply["hash"]),
-        tiles=[(height, width) for height, width in reply["tiles"]],
-        pixels=reply[ATTACHED],
-        grid=tuple(reply["grid"]),
-        num_rows=reply["num_rows"],
-    )
-    return DecodedImage(image, reply["text"])
+    tiles, pixels, hashes = reply["tiles"], reply[ATTACHED], reply["hashes"]
+    share, size, rows = (each // len(hashes) for each in (len(tiles), len(pixels), reply["num_rows"]))
+    images = [
+        PreparedImage(
+            content_hash=bytes.fromhex(digest),
+            tiles=[(height, width) for height, width in tiles[number * share : (number + 1) * share]],
+            pixels=pixels[number * size : (number + 1) * size],
+            grid=tuple(reply["grid"]),
+            num_rows=rows,
+        )
+        for number, digest in enumerate(hashes)
+    ]
+    return DecodedImage(images, reply["text"])
 
 
 def decode_data_url(url: str) -> bytes:
@@ -244,15 +253,15 @@ def place_images(
 ) -> list[PreparedImage]:
     """Return the pictures with their places in a prompt. Raises ApiError for other image tokens."""
     images, position = [], 0
-    for each in decoded:
+    for image in (image for each in decoded for image in each.images):
         try:
             start = end = ids.index(vision.image_token_id, position)
-            for _ in range(each.image.num_rows - 1):
+            for _ in range(image.num_rows - 1):
                 end = ids.index(vision.image_token_id, end + 1)
         except ValueError:
             raise _misplaced() from None
         position = end + 1
-        images.append(replace(each.image, start=start, num_tokens=position - start))
+        images.append(replace(image, start=start, num_tokens=position - start))
     if vision.image_token_id in ids[position:]:
         raise _misplaced()
     return images

@@ -24,6 +24,10 @@ def make_tiles(picture: Image, vision: VisionConfig, layout: ImageLayout) -> lis
     if layout.tile_grid == (0, 0):
         return [_resize(picture, sizes[0], rules.resample)]
     rows, columns = layout.tile_grid
+    if rules.kind == "square":
+        return [
+            _resize(each, sizes[0], rules.resample) for each in (picture, *_crops(picture, rows, columns))
+        ]
     whole = _resize(picture, (rows * rules.tile, columns * rules.tile), rules.resample)
     tiles = _cut(whole, layout, rules.tile)
     thumbnail = len(sizes) > rows * columns
@@ -41,4 +45,14 @@ def _cut(picture: Image, layout: ImageLayout, side: int) -> list[Image]:
         picture.crop((column * side, row * side, (column + 1) * side, (row + 1) * side))
         for row in range(rows)
         for column in range(columns)
+    ]
+
+
+def _crops(picture: Image, rows: int, columns: int) -> list[Image]:
+    """Return crops of equal size; the last one of a row or column may be smaller (Gemma 3)."""
+    tall, wide = -(-picture.height // rows), -(-picture.width // columns)
+    return [
+        picture.crop((left, top, min(left + wide, picture.width), min(top + tall, picture.height)))
+        for top in range(0, rows * tall, tall)
+        for left in range(0, columns * wide, wide)
     ]

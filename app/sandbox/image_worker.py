@@ -4,13 +4,14 @@ A hostile file may take long or much memory, so the process lives under limits a
 (`worker.py`). The size in a file's header is checked before anything is decoded.
 
 job:    {"vision": JSON of a VisionConfig, "low": bool, "most_pixels": int}, with the file attached
-answer: {"tiles", "grid", "num_rows", "text", "hash", "size"} with RGB pixels attached, or {"error": str}
+answer: {"tiles", "grid", "num_rows", "text", "hashes", "size"} with RGB pixels attached, or {"error": str}
 """
 
 import hashlib
 import io
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -74,7 +75,7 @@ def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -
         "grid": layout.grid,
         "num_rows": layout.num_rows,
         "text": layout.text,
-        "hash": content_hash(pixels, vision, layout),
+        "hashes": list(_hashes(pixels, vision, layout)),
         "size": picture.size,
         ATTACHED: pixels,
     }
@@ -121,6 +122,17 @@ def content_hash(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> st
     """Return the digest of the pixels and of everything that decides their embeddings beside the weights."""
     facts = [_VERSION, vision.family, asdict(vision.processor), layout.tiles, layout.grid, layout.tile_grid]
     return hashlib.sha256(json.dumps(facts).encode() + b"\0" + pixels).hexdigest()
+
+
+def _hashes(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> Iterator[str]:
+    """Yield the hash of each picture that the engine makes of this one: of all, or of its crops."""
+    if layout.pictures == 1:
+        yield content_hash(pixels, vision, layout)
+        return
+    share, size = len(layout.tiles) // layout.pictures, len(pixels) // layout.pictures
+    one = replace(layout, tiles=layout.tiles[:share], tile_grid=(0, 0), pictures=1)
+    for start in range(0, len(pixels), size):
+        yield content_hash(pixels[start : start + size], vision, one)
 
 
 @lru_cache(maxsize=4)

@@ -130,7 +130,9 @@ class ImageProcessorConfig:
     thumbnail: bool = False
     """True if the whole picture comes after its tiles."""
     tolerance: float = 1.0
-    """Factor of `most` from which on a picture is cut into tiles."""
+    """Factor of `most` from which on a picture is cut into tiles; ratio of its edges for crops."""
+    crop: int = 0
+    """Least edge of the crops that follow the whole picture (Gemma 3's pan and scan); 0: none follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,3 +198,5 @@ class ImageLayout:
     """Rows and columns of embeddings, for M-RoPE."""
     tile_grid: tuple[int, int] = (0, 0)
     """Rows and columns of tiles; zeros: one tile has all of the picture."""
+    pictures: int = 1
+    """Number of equal shares of the tiles, each of which is a picture of its own to the engine."""

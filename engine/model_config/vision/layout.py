@@ -46,6 +46,8 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
         text = "[IMG_BREAK]".join(lines) + "[IMG_END]"
     else:
         text = vision.start + token * (rows * columns) + vision.end
+        if (crops := crops_of(processor, width, height)) != (0, 0):
+            return _crops_layout(text, (tall, wide), (rows, columns), crops)
     return ImageLayout(tiles=((tall, wide),), num_rows=rows * columns, text=text, grid=(rows, columns))
 
 
@@ -76,6 +78,35 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
         case _:
             _refuse_ratio(width, height)
             return _limited_size(processor, width, height)
+
+
+def crops_of(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of Gemma 3's crops (pan and scan); zeros where there are none."""
+    longer, shorter = max(width, height), min(width, height)
+    if not processor.splits or not processor.crop or longer / shorter < processor.tolerance:
+        return 0, 0
+    count = min(longer // processor.crop, math.floor(longer / shorter + 0.5))
+    count = min(processor.tile_counts[1], max(2, count))
+    edge = math.ceil(longer / count)
+    if min(edge, shorter) < processor.crop or edge * (count - 1) >= longer:
+        return 0, 0
+    return (1, count) if width >= height else (count, 1)
+
+
+def _crops_layout(
+    text: str, size: tuple[int, int], grid: tuple[int, int], crops: tuple[int, int]
+) -> ImageLayout:
+    """Return the layout of a whole picture and its crops, each of `size` and with this text."""
+    count = crops[0] * crops[1]
+    each = " ".join([text] * count)
+    return ImageLayout(
+        tiles=(size,) * (count + 1),
+        num_rows=grid[0] * grid[1] * (count + 1),
+        text=f"Here is the original image {text} and here are some crops to help you see better {each}",
+        grid=grid,
+        tile_grid=crops,
+        pictures=count + 1,
+    )
 
 
 def _longest_edge_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:

@@ -149,8 +149,6 @@ def gemma3(files: VisionFiles) -> VisionConfig:
         raise files.model.error(f"mm_tokens_per_image {count} is no square of at most {side} rows")
     if side % across:
         raise files.model.error(f"mm_tokens_per_image {count} does not divide the {side} x {side} patches")
-    if rules.raw.get("do_pan_and_scan"):
-        raise rules.error("do_pan_and_scan is not supported")
     if side_of(rules, "size", picture) != picture:
         raise rules.error(f"size must be that of the tower, {picture}")
     tower = TowerConfig(
@@ -164,8 +162,16 @@ def gemma3(files: VisionFiles) -> VisionConfig:
         projector="gemma3",
         projector_eps=fields.number("layer_norm_eps", 1e-6),
     )
+    crops = {}
+    if rules.flag("do_pan_and_scan", default=False):
+        crops = {
+            "splits": True,
+            "crop": rules.integer("pan_and_scan_min_crop_size", 256, most=MAX_SIDE),
+            "tile_counts": (1, rules.integer("pan_and_scan_max_num_crops", 4, most=64)),
+            "tolerance": rules.number("pan_and_scan_min_ratio_to_activate", 1.2),
+        }
     processor = ImageProcessorConfig(
-        kind="square", unit=picture // across, tile=picture, **pixels_of(files, HALF, HALF, 2)
+        kind="square", unit=picture // across, tile=picture, **crops, **pixels_of(files, HALF, HALF, 2)
     )
     start, image = token_text(files, "boi_token", "<start_of_image>"), "<image_soft_token>"
     return VisionConfig(

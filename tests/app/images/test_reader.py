@@ -30,7 +30,7 @@ def test_all_urls_of_a_request_share_their_time(monkeypatch):
         return b"file"
 
     async def decode(*_args: object) -> SimpleNamespace:
-        return SimpleNamespace(image=SimpleNamespace(pixels=b""))
+        return SimpleNamespace(nbytes=0)
 
     monkeypatch.setattr(reader, "fetch_image", fetch_image)
     monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -50,7 +50,7 @@ def picture(content: bytes) -> ImageSource:
 
 
 def reply(size: int) -> dict[str, object]:
-    return {"hash": "00", "tiles": [], "grid": (0, 0), "num_rows": 1, "text": "", ATTACHED: bytes(size)}
+    return {"hashes": ["00"], "tiles": [], "grid": (0, 0), "num_rows": 1, "text": "", ATTACHED: bytes(size)}
 
 
 async def read(
@@ -114,3 +114,19 @@ async def test_slow_pictures_of_one_caller_leave_a_worker_to_others(monkeypatch)
         go_on.set()
         await asyncio.gather(*slow)
         assert not images._shares
+
+
+def test_crops_are_pictures_of_their_own_with_places_of_their_own():
+    """Gemma 3's pan and scan: each attends to itself in both directions, and is kept by its own hash."""
+    tiles = [(4, 4)] * 3
+    told = {"hashes": ["00", "01", "02"], "tiles": tiles, "grid": (1, 2), "num_rows": 6, "text": ""}
+    pixels = bytes(range(144))
+    decoded = reader._decoded({**told, ATTACHED: pixels})
+    ids = [5, 9, 9, 5, 9, 9, 9, 9, 5]
+    images = reader.place_images(ids, [decoded], SimpleNamespace(image_token_id=9))
+    assert [(each.start, each.num_tokens, each.num_rows) for each in images] == [
+        *((1, 2, 2), (4, 2, 2), (6, 2, 2))
+    ]
+    assert [each.content_hash for each in images] == [b"\0", b"\1", b"\2"]
+    assert b"".join(each.pixels for each in images) == pixels
+    assert all(each.tiles == [(4, 4)] for each in images)

@@ -13,7 +13,7 @@ from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_ima
 from support.tiny_models import write_json
 from support.vision_models import TEXT, draw_picture
 
-SIZES = [(1, 1), (30, 2000), (1023, 769), (97, 211), (640, 8), (336, 336)]
+SIZES = [(1, 1), (30, 2000), (1023, 769), (97, 211), (640, 8), (336, 336), (260, 1301)]
 """Width and height."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral3": {
@@ -39,6 +39,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "size": {"height": 896, "width": 896},
             "do_pan_and_scan": None,
             "resample": 2,
+        },
+    },
+    "gemma3 with crops": {
+        "model": {
+            "model_type": "gemma3",
+            "vision_config": {"patch_size": 14, "image_size": 896},
+            "mm_tokens_per_image": 256,
+        },
+        "processor": {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 896, "width": 896},
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 256,
+            "pan_and_scan_max_num_crops": 4,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
         },
     },
     "qwen2_vl": {

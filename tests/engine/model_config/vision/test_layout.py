@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ def test_each_row_has_one_image_token_in_the_text(tmp_path: Path, kind: str) -> 
 
 
 def test_texts_around_image_tokens(tmp_path: Path) -> None:
+    from transformers import Gemma3Processor
+
     mistral = lay_out_image(read(tmp_path, "mistral3"), 36, 20)
     assert mistral.text == "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
     tile = "<image>" * 9
@@ -58,6 +61,13 @@ def test_texts_around_image_tokens(tmp_path: Path) -> None:
     assert low.text == f"{fake}<global-img>{tile}{fake}"
     gemma = lay_out_image(read(tmp_path, "gemma3"), 5, 5).text
     assert gemma == f"\n\n<start_of_image>{'<image_soft_token>' * 9}<end_of_image>\n\n"
+    scanning = read(tmp_path, "gemma3", do_pan_and_scan=True, pan_and_scan_min_crop_size=32)
+    for size, count in (((128, 100), 2), ((96, 400), 4), ((100, 90), 0), ((2000, 31), 0)):
+        layout = lay_out_image(scanning, *size)
+        stub = SimpleNamespace(full_image_sequence=gemma)
+        assert layout.text == Gemma3Processor.replace_image_token(stub, {"num_crops": [count]}, 0)
+        assert (layout.num_rows, len(layout.tiles), layout.pictures) == (9 * (count + 1), *[count + 1] * 2)
+        assert lay_out_image(scanning, *size, low_detail=True).text == gemma
     lfm = lay_out_image(read(tmp_path, "lfm2_vl"), 300, 150)
     assert lfm.tile_grid == (1, 2)
     tile = "<image>" * 16
@@ -109,7 +119,7 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ("mistral3", {"num_attention_heads": 5}, {}, "not a multiple"),
         ("mistral3", {}, {"size": {"longest_edge": 10**9}}, "beyond anything known"),
         ("idefics3", {}, {"max_image_size": {"longest_edge": 40}}, "no whole squares of 2 x 2"),
-        ("gemma3", {}, {"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ("gemma3", {}, {"do_pan_and_scan": "yes"}, "do_pan_and_scan must be true or false"),
         ("gemma3", {}, {"size": {"height": 32, "width": 32}}, "that of the tower"),
         ("qwen3_vl", {"deepstack_visual_indexes": [7]}, {}, "must be different layers"),
         ("qwen3_vl", {"out_hidden_size": 63}, {}, "not those of the language model"),
