@@ -1,6 +1,6 @@
 """Families whose towers are SigLIP's or Pixtral's: pictures are cut into tiles, or pooled."""
 
-from typing import Final
+from typing import Any, Final
 
 from .config import ImageProcessorConfig, TowerConfig, TowerNames, VisionConfig
 from .fields import (
@@ -162,7 +162,7 @@ def gemma3(files: VisionFiles) -> VisionConfig:
         projector="gemma3",
         projector_eps=fields.number("layer_norm_eps", 1e-6),
     )
-    crops = {}
+    crops: dict[str, Any] = {}
     if rules.flag("do_pan_and_scan", default=False):
         crops = {
             "splits": True,
