@@ -4,13 +4,14 @@ import contextlib
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
 from ...admin_client import AnswerPiece, stream_answer
 from ...errors import CliError, Exit
+from ...images.source import read_image_url, split_image_paths
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import on_disk
@@ -20,7 +21,10 @@ from ..server.daemon_starter import Started, start_daemon, wait_for_models
 from ..server.up import load_missing
 from .pull import fetch_missing, fetch_time
 
-HELP = "Commands: /clear forgets the conversation, /bye ends it. Ctrl-C stops an answer."
+HELP = (
+    "Commands: /image FILE adds a picture to the next question, /clear forgets the conversation, /bye ends "
+    "it. Ctrl-C stops an answer."
+)
 HISTORY_LINES = 1000
 
 
@@ -39,6 +43,13 @@ HISTORY_LINES = 1000
 )
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Longest answer.")
 @click.option("--seed", type=int, metavar="N", help="Same seed, same answer.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="FILE",
+    help="Ask about this picture (PNG, JPEG, WebP, GIF); may be given again.",
+)
 @click.option("--yes", is_flag=True, help="Fetch the model without asking, if it is not on this disk.")
 @pass_program
 def run(
@@ -48,10 +59,14 @@ def run(
     prompt: tuple[str, ...],
     system: str | None,
     *,
+    images: tuple[str, ...],
     yes: bool,
     **sampling: Any,
 ) -> None:
     """Chat with a model, or ask it one question with PROMPT or from stdin.
+
+    Models that see take pictures with --image. In a chat, /image FILE or a picture's path in a question adds
+    one.
 
     MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). What is not on this disk is
     fetched first, after a question. Without MODEL: a choice of what suits this machine. Starts the daemon
@@ -59,6 +74,7 @@ def run(
     """
     if model is None:
         model, yes = choose_model(program), True
+    urls = [read_image_url(each) for each in images]
     question = " ".join(prompt)
     if not sys.stdin.isatty():
         question = "\n\n".join(part for part in (question, _piped()) if part)
@@ -69,6 +85,8 @@ def run(
     talk = ChatSession(
         program, served, system, {key: value for key, value in sampling.items() if value is not None}
     )
+    for url in urls:
+        talk.attach(url)
     if question:
         talk.ask(question)
     else:
@@ -125,14 +143,36 @@ class ChatSession:
         self._chat = bool(model["chat"])
         self._fixed = {"model": model["name"], **sampling}
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[dict[str, Any]] = []
+        self._images: list[str] = []
+        """URLs of pictures for the next question."""
+        self.image_problem: str = (model["info"] or {}).get("image_problem", "")
+        """Reason why the model reads no pictures; empty if it does."""
+        if not self._chat:
+            self.image_problem = self.image_problem or "it has no chat template"
+
+    def attach(self, url: str) -> None:
+        """Add a picture to the next question. Raises CliError for a model that reads none."""
+        if self.image_problem:
+            raise CliError(
+                f"{self._fixed['model']} reads no pictures",
+                self.image_problem,
+                "take a model that sees: llmbox search",
+            )
+        self._images.append(url)
 
     def clear(self) -> None:
         self._messages.clear()
+        self._images.clear()
 
     def ask(self, question: str) -> None:
         """Stream the answer to stdout. Ctrl-C ends the answer and keeps the text so far."""
-        self._messages.append({"role": "user", "content": question})
+        content: str | list[dict[str, Any]] = question
+        if self._images:
+            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
+            content = [*pictures, {"type": "text", "text": question}]
+            self._images = []
+        self._messages.append({"role": "user", "content": content})
         pieces: list[str] = []
         thoughts = _Thoughts()
         try:
@@ -228,12 +268,30 @@ def _chat(program: Program, talk: ChatSession) -> None:
                 continue
             if question == "/bye":
                 return
+            if not talk.image_problem and not question.startswith("/image "):
+                question, paths = split_image_paths(question)
+                _attach(talk, paths)
+                if paths and not question:
+                    continue
             if question == "/clear":
                 talk.clear()
+            elif question.startswith("/image "):
+                _attach(talk, [question.removeprefix("/image ").strip().strip("'\"")])
             elif question.startswith("/"):
                 output.say(HELP)
             elif question:
                 _answer(talk, question)
+
+
+def _attach(talk: ChatSession, paths: Sequence[str]) -> None:
+    """Add pictures to the next question, or say why not."""
+    for path in paths:
+        try:
+            talk.attach(read_image_url(path))
+        except CliError as error:
+            output.print_error(error)
+        else:
+            output.say(f"Added {formatting.printable(path)}.")
 
 
 def _answer(talk: ChatSession, question: str) -> None:
