@@ -23,7 +23,7 @@ from llmbox.engine.checkpoint.files import open_regular
 from llmbox.engine.errors import ModelError
 
 from ..errors import CliError, Exit
-from .catalog import BUILTIN, ModelRef, check_name, resolve
+from .catalog import BUILTIN, HUB_ID, ModelRef, check_name, resolve
 from .registry import Alias, NameLookup, Registry
 
 MERGE_JOB: Final = "llmbox.engine.quantize.merge_adapter"
@@ -98,6 +98,31 @@ def add_adapter(
     return _added(name, known, adapter)
 
 
+def is_from_hub(source: str) -> bool:
+    """Return whether an adapter's source is a name of the hub, and no folder that exists."""
+    match = HUB_ID.fullmatch(source)
+    named = match is not None and not match["quantization"] and ".." not in source and "--" not in source
+    return named and not os.path.isdir(source)  # noqa: PTH112 - False for what cannot be a path, too
+
+
+def require_base(
+    registry: Registry,
+    environ: Mapping[str, str],
+    name: str,
+    config: Mapping[str, object],
+    base: str | None,
+    memory: Mapping[str, ModelRef] | None = None,
+) -> None:
+    """Raise CliError if an adapter with this adapter_config.json could not be added: its name is taken, or
+    its base is not on this disk.
+    """
+    names = registry.read()
+    check_name(name)
+    _require_free(name, names, memory or {}, may_replace=False)
+    told = config.get("base_model_name_or_path")
+    _find_base(told if isinstance(told, str) else "", base, environ, names, memory)
+
+
 def remove_adapter(registry: Registry, name: str) -> None:
     """Forget an adapter and delete its copied files. Raises CliError (exit 4)."""
     alias = registry.read().aliases.get(name)
@@ -127,7 +152,17 @@ def resolve_base(
     memory: Mapping[str, ModelRef] | None = None,
 ) -> ModelRef:
     """Return the base model: the one that is named, or else that of the adapter's config. Raises CliError."""
-    text = base or adapter.base
+    return _find_base(adapter.base, base, environ, names, memory)
+
+
+def _find_base(
+    told: str,
+    base: str | None,
+    environ: Mapping[str, str],
+    names: NameLookup,
+    memory: Mapping[str, ModelRef] | None,
+) -> ModelRef:
+    text = base or told
     if not text:
         raise CliError(
             "the base is not known", f"{CONFIG} does not name it", "name it: --base MODEL", Exit.USAGE
@@ -138,7 +173,8 @@ def resolve_base(
         return resolve(text, environ, names, memory)
     except CliError as error:
         if base is None:
-            error.fix = "name the base, which is on this disk: --base MODEL; see llmbox ls"
+            fetch = f"fetch it: llmbox pull {text}, or " if HUB_ID.fullmatch(text) else ""
+            error.fix = f"{fetch}name the base, which is on this disk: --base MODEL; see llmbox ls"
         raise
 
 

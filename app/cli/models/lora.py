@@ -1,5 +1,7 @@
 """`llmbox lora`: adapters over a model that is loaded once."""
 
+import threading
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from ...models.adapters import (
     MERGE_JOB,
     add_adapter,
     find_adapter,
+    is_from_hub,
     list_adapters,
     remove_adapter,
+    require_base,
     resolve_base,
 )
 from ...util import formatting
@@ -28,16 +32,17 @@ def lora() -> None:
 
 @lora.command("add", cls=Command)
 @click.argument("name")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("source", metavar="DIR|REPO")
 @click.option("--base", metavar="MODEL", help="Model that it was trained on; default is the one it names.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
-def add(program: Program, *, name: str, folder: Path, base: str | None, as_json: bool) -> None:
-    """Add the adapter in DIR, as PEFT saves it, under NAME.
+def add(program: Program, *, name: str, source: str, base: str | None, as_json: bool) -> None:
+    """Add an adapter under NAME: DIR as PEFT saves it, or REPO of the hub as org/name[@revision].
 
-    Its files are checked against the base and copied. Requests with "model": NAME then use it; the base is
-    loaded on demand, once for all its adapters.
+    Its two files are checked against the base and copied. Requests with "model": NAME then use it; the base
+    is loaded on demand, once for all its adapters.
     """
+    folder = _fetched(program, name, source, base) if is_from_hub(source) else Path(source)
     found = add_adapter(program.registry, program.environ, name, folder, base, program.in_memory())
     if as_json:
         output.write_json("lora", asdict(found))
@@ -47,6 +52,35 @@ def add(program: Program, *, name: str, folder: Path, base: str | None, as_json:
         f"{name} is {found.base} with an adapter of rank {found.rank}, {found.modules} modules, {size}."
     )
     output.say(f'Ask it: "model": "{name}", or llmbox run {name}')
+
+
+def _fetched(program: Program, name: str, source: str, base: str | None) -> Path:
+    """Fetch an adapter of the hub while its progress is shown. Ctrl-C stops it; the next one resumes."""
+    from ...hub.adapter_download import download_adapter
+
+    line, stop = output.ProgressLine(), threading.Event()
+
+    def report(done: int, total: int) -> None:
+        line.update(f"{source}: {formatting.size(done)} of {formatting.size(total)}")
+
+    def check(config: Mapping[str, object]) -> None:
+        require_base(program.registry, program.environ, name, config, base, program.in_memory())
+
+    limit = program.settings().settings.hub.bandwidth
+    rate = limit and limit * 1e6
+    try:
+        return download_adapter(
+            source,
+            program.environ,
+            stop=stop,
+            report=report,
+            note=output.say,
+            check=check,
+            rate=lambda: rate,
+        )
+    finally:
+        stop.set()
+        line.close()
 
 
 @lora.command("list", cls=Command)
