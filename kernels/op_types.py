@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -144,3 +144,37 @@ class BatchLayout:
             return self
         window = self.window
         return replace(self, block_tables_NB=window.block_tables_NB, slots_T=window.slots_T)
+
+
+class KernelTime(NamedTuple):
+    """Time of the operations of one kind, in seconds."""
+
+    name: str
+    seconds: float
+    waited: float
+    """Part in which a thread waited for slower ones, mean of the threads."""
+    floor: float
+    """Time that reading the weights or multiplying alone takes, the longer of both for each operation."""
+    reading: float
+    """Part of `floor` in which reading takes longer."""
+
+
+class KernelProfiler(Protocol):
+    """Time of operations by kind, counted between `start` and `stop`, and the rates that bound it."""
+
+    def start(self, read_rate: float, product_rate: float) -> None: ...
+    def stop(self) -> None: ...
+    def seconds(self) -> float:
+        """Return the time of all kinds since the start."""
+        ...
+
+    def read(self) -> list[KernelTime]: ...
+    @property
+    def threads(self) -> int: ...
+    def read_rate(self, packed: Any) -> float:
+        """Return bytes a second at which all threads together read packed weights; 0: not known."""
+        ...
+
+    def product_rate(self, ops: Any) -> float:
+        """Return products a second of the linears of `ops`, with weights that caches hold."""
+        ...

@@ -19,7 +19,7 @@ from torch import Tensor
 from .activation import Activation
 from .altup import AltUpOps
 from .lora import LoraOps
-from .op_types import BatchLayout, KVShape, Mixture
+from .op_types import BatchLayout, KernelProfiler, KVShape, Mixture
 from .recurrent import RecurrentOps
 from .sampling_types import (
     CandidateRanks,
@@ -358,6 +358,9 @@ class Ops:
     Appends the sampled tokens to rows that are not free, in place, then writes the next decode step's inputs.
     Without ids it only writes the inputs.
     """
+
+    profiler: KernelProfiler | None = None
+    """Time of the operations by kind, counted on request; None: not supported."""
 
     warmup_batch_sizes: tuple[int, ...] = ()
     """Warmup batch sizes. Steps of these sizes, and one of the most rows, run every kernel variant for the

@@ -5,12 +5,12 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import RankLost
 from llmbox.engine.ipc.client import EngineClient, EngineExit
-from llmbox.engine.ipc.messages import AskBlocks, BlockMap, LoadFailed, ToDaemon, ToEngine
+from llmbox.engine.ipc.messages import LoadFailed, ToDaemon, ToEngine
 from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
@@ -122,31 +122,35 @@ class EngineProcess:
 
 
 TIMEOUT_S: Final = 2.0
-"""Seconds to wait for a block map. A step may take longer: then there is no map this time."""
+"""Seconds to wait for an answer. A step may take longer: then there is none this time."""
 
 
-class BlockMapQuery:
-    """Query of the map of KV blocks, shared by concurrent callers."""
+Answer = TypeVar("Answer")
 
-    def __init__(self, send: Callable[[AskBlocks], None]) -> None:
+
+class EngineQuery(Generic[Answer]):
+    """Query of a running engine, shared by concurrent callers."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        """`send` sends the question."""
         self._send = send
-        self._waiting: asyncio.Future[BlockMap | None] | None = None
+        self._waiting: asyncio.Future[Answer | None] | None = None
 
-    async def fetch(self, seconds: float = TIMEOUT_S) -> BlockMap | None:
-        """Request a map of the KV blocks. None if the engine is gone or does not answer in time.
+    async def fetch(self, seconds: float = TIMEOUT_S) -> Answer | None:
+        """Ask the engine. None if it is gone or does not answer in time.
 
         Concurrent callers share one query. A late answer serves the next caller.
         """
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_future()
-            self._send(AskBlocks())
+            self._send()
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(self._waiting)
         except TimeoutError:
             return None
 
-    def complete(self, found: BlockMap | None) -> None:
+    def complete(self, found: Answer | None) -> None:
         """Complete the pending query. `found` is None when the engine is gone."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:

@@ -14,6 +14,7 @@ from typing import Final
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import (
     AddRequest,
+    AskBlocks,
     BlockMap,
     EngineStats,
     ModelInfo,
@@ -26,12 +27,13 @@ from llmbox.engine.ipc.messages import (
     ToEngine,
     Vocabulary,
 )
+from llmbox.engine.ipc.profile_messages import AskProfile, StepProfile
 from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
 from ..util.formatting import ENGINE_READY, STARTING, format_load_progress
 from .admission import FinishRate, QueueReservation, QueueReservations, State, queue_full, refuse_by_state
-from .engine_process import BlockMapQuery, EngineProcess, PrewarmedProcess, ProcessExit
+from .engine_process import EngineProcess, EngineQuery, PrewarmedProcess, ProcessExit
 from .request_journal import RequestJournal, TokenStream
 from .restart_policy import (
     RestartBreaker,
@@ -43,6 +45,9 @@ from .restart_policy import (
 )
 
 _STOP_GRACE: Final = 2.0
+_PROFILE_S: Final = 600.0
+_PROFILE_ANSWER_S: Final = 30.0
+"""Seconds to wait for a profile: a step of a long prompt comes before it."""
 
 log = logging.getLogger("llmbox.engines")
 
@@ -93,7 +98,13 @@ class Supervisor:
             self._send, on_empty=self._watchdog.rest, on_finish=self._pace.record_finish
         )
         self._reserved = QueueReservations()
-        self._block_query = BlockMapQuery(self._send)
+        self._block_query: EngineQuery[BlockMap] = EngineQuery(lambda: self._send(AskBlocks()))
+        self._profile_starts: EngineQuery[StepProfile] = EngineQuery(
+            lambda: self._send(AskProfile(seconds=_PROFILE_S))
+        )
+        self._profile_ends: EngineQuery[StepProfile] = EngineQuery(
+            lambda: self._send(AskProfile(seconds=0.0))
+        )
         self._process: EngineProcess | None = None
         self._launched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -177,6 +188,11 @@ class Supervisor:
         """Map of the KV blocks as they are now. None while the engine is not ready or too busy to answer."""
         return await self._block_query.fetch() if self.state == "ready" else None
 
+    async def profile_steps(self, *, is_on: bool) -> StepProfile | None:
+        """Start or end counting where the time of steps goes. None as for `block_map`."""
+        query = self._profile_starts if is_on else self._profile_ends
+        return await query.fetch(_PROFILE_ANSWER_S) if self.state == "ready" else None
+
     @property
     def open_requests(self) -> int:
         return len(self._requests)
@@ -241,7 +257,8 @@ class Supervisor:
             self._process = EngineProcess(self.name, self._receive)
             death = await self._process.run(self._spawn, self.admitted, self._launched.set)
             self._watchdog.rest()
-            self._block_query.complete(None)
+            for query in (self._block_query, self._profile_starts, self._profile_ends):
+                query.complete(None)
             if self.state == "loading":
                 self._load_failed(death)
                 return
@@ -326,6 +343,8 @@ class Supervisor:
                 self.stats = message.stats
             case BlockMap():
                 self._block_query.complete(message)
+            case StepProfile():
+                (self._profile_starts if message.is_on else self._profile_ends).complete(message)
             case Progress():
                 self.progress = message
                 if self.state == "loading":

@@ -18,6 +18,7 @@ from ..logging.setup import component
 from ..store import RequestLog
 from ..store.record import RequestRecord
 from .annotations import Annotations
+from .daemon_profile import DaemonProfiler
 from .engine_rates import ErrorRates, Latencies
 from .gpus import GpuReader, HostReader
 from .history import History
@@ -95,6 +96,7 @@ class Telemetry:
         self.blocks = BlockReader(engines)
         self.latencies = Latencies()
         self.error_rates = ErrorRates()
+        self.profiler = DaemonProfiler()
         self.feed = RequestFeed(events, self.latencies, self.error_rates)
         self._engines, self._events = engines, events
         events.on_publish = self.marks.take

@@ -16,6 +16,7 @@ import msgspec
 
 from . import messages
 from .messages import ToDaemon, ToEngine
+from .profile_messages import AskProfile, StepProfile
 
 Message = ToEngine | ToDaemon
 M = TypeVar("M")
@@ -33,12 +34,14 @@ _TAGS: Final[dict[type, int]] = {
     messages.AskBlocks: 0x06,
     messages.Vocabulary: 0x07,
     messages.KeepImages: 0x08,
+    AskProfile: 0x09,
     messages.Progress: 0x81,
     messages.Ready: 0x82,
     messages.LoadFailed: 0x83,
     messages.StepOutputs: 0x84,
     messages.Pong: 0x85,
     messages.BlockMap: 0x86,
+    StepProfile: 0x87,
 }
 _encoder: Final = msgspec.msgpack.Encoder()
 

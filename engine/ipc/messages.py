@@ -9,6 +9,7 @@ from typing import Literal
 
 from ..config import EngineConfig
 from ..sampling_params import Pooling, SamplingParams
+from .profile_messages import AskProfile, StepProfile
 
 # --------------------------------------------------------------------------- daemon -> engine
 
@@ -394,5 +395,7 @@ class BlockMap:
     """Number of cached blocks evicted since the engine started."""
 
 
-ToEngine = Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Ping | AskBlocks | Shutdown
-ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap
+ToEngine = (
+    Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Ping | AskBlocks | AskProfile | Shutdown
+)
+ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap | StepProfile

@@ -44,7 +44,9 @@ from ..ipc.messages import (
     ToEngine,
     Vocabulary,
 )
+from ..ipc.profile_messages import AskProfile
 from ..light_torch import import_torch_or_restart
+from .step_profile import StepProfiler
 
 EXIT_OK: Final = 0
 EXIT_LOAD_FAILED: Final = 3
@@ -100,6 +102,7 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
     """
     preparing = True
     pixels: dict[bytes, bytes] = {}
+    profiler: StepProfiler | None = None
     while True:
         outputs: list[RequestOutput] = []
         has_work = engine.has_work
@@ -110,9 +113,15 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
             if isinstance(message, Shutdown):
                 engine.close()
                 return
+            if isinstance(message, AskProfile):
+                profiler = profiler or StepProfiler(engine, channel)
+                channel.send(profiler.start(message.seconds) if message.seconds else profiler.stop())
+                continue
             answer = _handle(engine, channel, message, pixels)
             if answer is not None:
                 outputs.append(answer)
+        if profiler is not None:
+            profiler.end_if_late()
         if engine.has_work and not channel.congested:
             step = engine.step()
             preparing = True

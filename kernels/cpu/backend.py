@@ -15,6 +15,7 @@ from .attention import CPUAttention, CPUAttentionMetadata, CPUKVCache
 from .command_buffer import CommandGraph, CommandRecorder
 from .ffi import NativeRouting, Step
 from .lora import CPULora
+from .profile import CPUProfiler
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
 from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer, pointers
@@ -83,6 +84,7 @@ class CPUBackend:
             best_of=self.drawing.best_of,
             draw=self.drawing.draw,
             rank=self.drawing.rank,
+            profiler=CPUProfiler(self.library, self.recorder),
         )
 
     def use_threads(self, cores: list[int]) -> None:

@@ -183,6 +183,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_best_op": (P, (P, LONG, INT, P, P)),
     "llmbox_draw_op": (P, (P, LONG, INT, P, P)),
     "llmbox_rank_op": (P, (P, LONG, INT, P, P, INT, P, P, P)),
+    "llmbox_profile": (P, (INT, c_double, c_double)),
+    "llmbox_read_op": (P, (P, LONG)),
     "llmbox_op_free": (None, (P,)),
     "llmbox_run": (None, (POINTER(c_void_p), INT, POINTER(Step))),
 }

@@ -39,6 +39,10 @@ def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
     findings = client.get("/admin/api/doctor")["findings"]
     assert {"python", "daemon"} <= {finding["name"] for finding in findings}
     assert client.get("/admin/api/bench") == {"runs": []}
+    assert client.post("/admin/api/profile", {"model": "tiny", "is_on": True})["engine"]["is_on"]
+    found = client.post("/admin/api/profile", {"model": "tiny", "is_on": False})
+    assert found["engine"]["seconds"] >= sum(found["engine"]["spans"].values()) > 0
+    assert found["daemon"]["threads"]["event loop"] > 0
     (blocks,) = client.get("/admin/api/blocks?cells=10")["models"]
     (request,) = tick["requests"]
     assert blocks["owners"] == [request["id"]]

@@ -241,8 +241,10 @@ def test_models_come_from_the_hub_and_from_folders_and_go(box: InstalledBox):
 
 
 def test_a_benchmark_and_the_dashboard(box: InstalledBox):
-    level = box.json("bench", "builtin", "--concurrency", "1", "--requests", "2")["levels"][0]
+    words = ("bench", "builtin", "--concurrency", "1", "--requests", "2", "--profile")
+    level = box.json(*words)["levels"][0]
     assert level["output_tokens_per_s"] > 0
+    assert level["profile"]["engine"]["steps"] > 0
     for command in ("top", "dash"):
         box.screen(command, shows="builtin")
 

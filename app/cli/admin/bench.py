@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -10,8 +11,19 @@ from typing import Any
 import click
 
 from ...bench.ab_compare import SCALES, SCENARIOS
-from ...bench.client import Prompts, Target, uniform
-from ...bench.measure import Levels, Summary, bench_folder, keep_run, ratios, read_levels, run, summarise
+from ...bench.client import Prompts, Target, Workload, uniform
+from ...bench.measure import (
+    BenchRun,
+    Levels,
+    Summary,
+    bench_folder,
+    keep_run,
+    ratios,
+    read_levels,
+    run,
+    summarise,
+)
+from ...bench.profile import LevelProfile, profiled
 from ...errors import CliError
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
@@ -64,6 +76,9 @@ from .. import output
     type=click.Path(path_type=Path, dir_okay=False),
     help="A file with the --json of an earlier run, to show the ratio to it.",
 )
+@click.option(
+    "--profile", is_flag=True, help="Show where the time of the engine's steps goes, level by level."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def bench(program: Program, /, scenario: str, earlier: Path | None, **options: Any) -> None:
@@ -74,9 +89,10 @@ def bench(program: Program, /, scenario: str, earlier: Path | None, **options: A
     """
     if scenario == "load":
         _load(program, before=read_levels(earlier) if earlier else None, **options)
-    elif earlier:
+    elif earlier or options["profile"]:
+        option = "--compare" if earlier else "--profile"
         raise click.UsageError(
-            "--compare is for the load scenario; the others compare two settings themselves"
+            f"{option} is for the load scenario; the others compare two settings themselves"
         )
     elif options["url"]:
         raise CliError(
@@ -96,11 +112,29 @@ def _load(
     key: str,
     as_json: bool,
     before: Levels | None,
+    profile: bool,
     **options: Any,
 ) -> None:
+    if profile and url:
+        raise CliError(
+            "--profile needs the local daemon",
+            "another server does not tell its steps",
+            "llmbox bench --profile",
+        )
     target = Target(url or _local_url(program), model, key)
     levels = [int(level) for level in options["concurrency"].split(",")]
-    rows = asyncio.run(_levels(target, levels, options))
+    profiles: dict[int, LevelProfile] = {}
+
+    async def measure(level: int, work: Workload) -> BenchRun:
+        if not profile:
+            return await run(target, work)
+        async with profiled(program.client, model) as session:
+            result = await run(target, work)
+        if result.good():
+            profiles[level] = session.of_level(result.seconds)
+        return result
+
+    rows = asyncio.run(_levels(target, levels, options, measure))
     failed = next((error for _, _, errors in rows for error in errors), None)
     if failed and not any(summary.output_tokens for _, summary, _ in rows):
         raise CliError(f"no request to {target.url} succeeded", failed, "check --url, --key and MODEL")
@@ -108,6 +142,9 @@ def _load(
         {"concurrency": level, **summary.as_dict(), "first_error": (errors or [""])[0]}
         for level, summary, errors in rows
     ]
+    for figures in data:
+        if (found := profiles.get(figures["concurrency"])) is not None:
+            figures["profile"] = found.as_dict()
     _keep(program, target, data)
     compared = ratios(data, before) if before is not None else None
     if as_json:
@@ -118,6 +155,18 @@ def _load(
     output.table(headers, [_row(level, summary) for level, summary, _ in rows], right=range(8))
     if compared is not None:
         _print_ratios(compared)
+    for level, of_level in profiles.items():
+        _print_profile(level, of_level)
+
+
+def _print_profile(level: int, profile: LevelProfile) -> None:
+    engine, streams = profile.engine, "stream" if level == 1 else "streams"
+    each = f"{engine.tokens / engine.steps:.1f} tokens, {profile.seconds / engine.steps * 1e3:.2f} ms each"
+    output.write(f"\n{level} {streams}: {engine.steps} steps of {each} by the client's clock")
+    table, sentences = profile.lines()
+    output.table(("WHERE THE TIME GOES", "MS A STEP", "SHARE"), table, right=(1, 2))
+    for sentence in sentences:
+        output.write(sentence)
 
 
 def _print_ratios(compared: dict[int, dict[str, float | None]]) -> None:
@@ -140,7 +189,10 @@ def _keep(program: Program, target: Target, levels: list[dict[str, Any]]) -> Non
 
 
 async def _levels(
-    target: Target, levels: list[int], options: dict[str, Any]
+    target: Target,
+    levels: list[int],
+    options: dict[str, Any],
+    measure: Callable[[int, Workload], Awaitable[BenchRun]],
 ) -> list[tuple[int, Summary, list[str]]]:
     rows = []
     # New prompts in every run: those of the last one may be in the server's prefix cache.
@@ -149,7 +201,7 @@ async def _levels(
     for level in levels:
         count = options["per_level"] or max(8, 4 * level)
         work = uniform(prompts, count, level, options["prompt"], options["output_tokens"])
-        result = await run(target, work)
+        result = await measure(level, work)
         rows.append((level, summarise(result), result.errors))
         output.say(f"{level} {'stream' if level == 1 else 'streams'}: {result.output_rate:.1f} tok/s")
     return rows

@@ -51,6 +51,7 @@ from .telemetry import (
     log_lines,
     marks,
     newest_tick,
+    profile,
     request_outcomes,
     usage,
 )
@@ -72,6 +73,7 @@ admin_router = Router(
         delete_server,
         pdf_text,
         presets,
+        profile,
         save_preset,
         save_server,
         server_tools,

@@ -9,10 +9,12 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import msgspec
-from litestar import Request, get
+from litestar import Request, get, post
 from litestar.datastructures import State
-from litestar.params import FromQuery, QueryParameter
+from litestar.params import FromQuery, JSONBody, QueryParameter
 from msgspec import Struct
+
+from llmbox.engine.ipc.profile_messages import StepProfile
 
 from ...config.entries import find_price, find_target
 from ...control.controller import DaemonController
@@ -22,6 +24,7 @@ from ...logging.setup import LEVEL_NAMES, LogEntry, tail
 from ...services import Services
 from ...store.usage import ModelUsage, Outcomes, outcomes, usage_by_model
 from ...telemetry.annotations import MOST, Annotation
+from ...telemetry.daemon_profile import DaemonTimes
 from ...telemetry.history import KEEP, is_series, resample, step_for
 from ...telemetry.kv_cache_map import Blocks
 from ...telemetry.snapshot import Tick
@@ -209,6 +212,32 @@ async def log_lines(
         raise ApiError(400, f"level must be one of {', '.join(LEVEL_NAMES)}.", "invalid_value", "level")
     found = await asyncio.to_thread(tail, services.paths.log_file, lines, level, component)
     return LogLines(found)
+
+
+class ProfileRequest(Struct, forbid_unknown_fields=True):
+    model: str
+    is_on: bool
+
+
+class ProfileAnswer(Struct):
+    engine: StepProfile
+    daemon: DaemonTimes | None = None
+    """Set at the end."""
+
+
+@post("/profile", status_code=200, name="admin_profile")
+async def profile(request: Request[Any, Any, State], data: JSONBody[ProfileRequest]) -> ProfileAnswer:
+    """Start or end counting where the time of a model's steps goes. It ends by itself after ten minutes."""
+    services: Services = request.app.state.services
+    model = services.engines.get(data.model)
+    daemon = services.telemetry.profiler.stop() if not data.is_on else None
+    found = await model.supervisor.profile_steps(is_on=data.is_on)
+    if found is None:
+        message = f"The engine of {model.supervisor.name} is not ready, or did not answer."
+        raise ApiError(503, message, "engine_unavailable", "model", type="server_error")
+    if data.is_on:
+        services.telemetry.profiler.start()
+    return ProfileAnswer(found, daemon)
 
 
 class Findings(Struct):

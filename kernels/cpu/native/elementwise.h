@@ -46,6 +46,7 @@ NOINLINE void layer_norm_row(const T* x, const W* weight, const W* bias, T* out,
 // residual += x where there is one, out = layer_norm(residual or x).
 template <class T, class W> class LayerNormOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::NORM; }
     LayerNormOp(const T* x, int64_t x_stride, T* residual, const W* weight, const W* bias, int width, float eps, T* out)
         : x_(x), x_stride_(x_stride), residual_(residual), weight_(weight), bias_(bias), width_(width), eps_(eps), out_(out) {}
 
@@ -79,6 +80,7 @@ private:
 // x is [rows, groups, width] with strided rows, weight [groups, width], out [rows, groups * width] contiguous.
 template <class T, class W> class NormOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::NORM; }
     NormOp(const T* x, int64_t x_stride, const W* weight, int groups, int width, float eps, T* out)
         : x_(x), x_stride_(x_stride), weight_(weight), groups_(groups), width_(width), eps_(eps), out_(out) {}
 
@@ -106,6 +108,7 @@ private:
 // residual += x, out = norm(residual). The residual is rounded before it is normed: it is what later layers see.
 template <class T, class W> class AddNormOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::NORM; }
     AddNormOp(const T* x, int64_t x_stride, T* residual, const W* weight, int width, float eps, T* out)
         : x_(x), x_stride_(x_stride), residual_(residual), weight_(weight), width_(width), eps_(eps), out_(out) {}
 
@@ -148,6 +151,7 @@ template <class T> NOINLINE void rotate_row(T* x, const float* cos, const float*
 // x is [rows, heads, width] with strided rows, in place. `table`: which of the step's angles.
 template <class T> class RotaryOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::KV_WRITE; }
     RotaryOp(T* x, int64_t x_stride, int heads, int width, int table)
         : x_(x), x_stride_(x_stride), heads_(heads), width_(width), table_(table) {}
 
@@ -241,6 +245,7 @@ template <class Each> void in_pieces(int rows, int width, Member& member, Each e
 // x is [rows, gate | up], for RELU2 [rows, gate]: out = activated(gate) * up, written over the gates.
 template <Activation A, class T> class GateMulOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::ACTIVATION; }
     GateMulOp(T* x, int64_t x_stride, int width) : x_(x), x_stride_(x_stride), width_(width) {}
 
     void run(const Step& step, Member& member) override {

@@ -12,6 +12,7 @@
 #include "linear/embedding.h"
 #include "linear/lora.h"
 #include "sampling/argmax.h"
+#include "threads/read_probe.h"
 
 using namespace llmbox;
 
@@ -221,6 +222,18 @@ Op* llmbox_attention_op(int dtype, int kv_dtype, const KVCache* cache, int layer
 Op* llmbox_best_op(const float* x, int64_t x_stride, int width, float* best, int64_t* ids) {
     return new ArgmaxOp(x, x_stride, width, best, ids);
 }
+
+// Starts (1) or ends (0) counting time by kinds of operations. The rates, bytes and products a second of all threads,
+// may be 0 where they are not known. Returns the sums, which the next start clears.
+OpTotals* llmbox_profile(int is_on, double read_rate, double product_rate) {
+    OpProfile& profile = op_profile();
+    if (is_on) profile = OpProfile{true, read_rate, product_rate, {}};
+    else profile.is_on = false;
+    return profile.totals;
+}
+
+// Reads packed weights once with all threads, and does nothing else: how fast memory is read.
+Op* llmbox_read_op(const uint8_t* data, int64_t bytes) { return new ReadOp(data, bytes); }
 
 void llmbox_op_free(Op* op) { delete op; }
 

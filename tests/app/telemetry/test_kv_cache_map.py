@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbox.app.engines.engine_process import BlockMapQuery
+from llmbox.app.engines.engine_process import EngineQuery
 from llmbox.app.telemetry.kv_cache_map import draw_map
 from llmbox.engine.ipc.messages import BlockHolder, BlockMap, BlockRun
 from support.engines import kill, request, supervised, until
@@ -72,7 +72,7 @@ def test_choices_of_a_request_are_told_under_its_own_id():
 @pytest.fixture
 def patient(monkeypatch):
     """An engine may wait for a core longer than people wait for a map."""
-    monkeypatch.setattr(BlockMapQuery.fetch, "__defaults__", (60.0,))
+    monkeypatch.setattr(EngineQuery.fetch, "__defaults__", (60.0,))
 
 
 @pytest.mark.usefixtures("patient")

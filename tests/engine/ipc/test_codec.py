@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import messages as m
 from llmbox.engine.ipc.codec import FrameReader, FrameTooLarge, TransportError, encode
+from llmbox.engine.ipc.profile_messages import AskProfile, StepProfile
 from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 
 PARAMS = SamplingParams(
@@ -36,6 +37,7 @@ TO_ENGINE = [
     m.AbortRequest(request_id="r"),
     m.Ping(nonce=1),
     m.AskBlocks(),
+    AskProfile(seconds=1.5),
     m.Shutdown(),
     m.Vocabulary(data=b"ab\xff", sizes=[2, 0, 1], special=[1]),
 ]
@@ -53,6 +55,7 @@ TO_DAEMON = [
         stats=STATS,
     ),
     m.Pong(nonce=1, stats=STATS),
+    StepProfile(is_on=False, spans={"a": 0.5}, steps=2),
     m.BlockMap(
         block_size=16,
         num_blocks=9,

@@ -17,6 +17,7 @@ namespace llmbox {
 // Over a cache of type E, whatever the type of queries and results.
 template <class E> class Attention : public Op {
 public:
+    OpKind kind() const override { return OpKind::ATTENTION; }
     Attention(const KVCache& cache, int layer, int query_heads, int window, Powers powers)
         : cache_(cache),
           group_(query_heads / cache.heads),

@@ -143,6 +143,7 @@ struct HeadRows {
 // k and v are [rows, heads, D] with strided rows.
 template <class E, class In> class WriteKVOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::KV_WRITE; }
     WriteKVOp(const KVCache& cache, int layer, const In* k, int64_t k_stride, const In* v, int64_t v_stride)
         : cache_(cache), layer_(layer), k_(k), k_stride_(k_stride), v_(v), v_stride_(v_stride) {}
 

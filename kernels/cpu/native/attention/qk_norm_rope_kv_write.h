@@ -11,6 +11,7 @@ namespace llmbox {
 // rounded as if these were operations of their own. `table`: which of the step's angles.
 template <class E, class T, class W> class HeadsOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::KV_WRITE; }
     HeadsOp(const KVCache& cache, int layer, T* x, int64_t x_stride, int heads, const W* norm, float eps, int table)
         : cache_(cache), layer_(layer), x_(x), x_stride_(x_stride), heads_(heads), norm_(norm), eps_(eps), table_(table) {}
 

@@ -203,6 +203,10 @@ void write_tile(const float* tile, int rows, int columns, const float* bias, Out
 // Out: type of the result.
 template <class Out> class LinearOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::LINEAR; }
+    OpWork work(const Step& step) const override {
+        return {static_cast<double>(shape_.packed_bytes()), static_cast<double>(shape_.inputs) * shape_.outputs * step.rows};
+    }
     LinearOp(const LinearShape& shape, Out* out, int64_t out_stride)
         : shape_(shape), out_(out), out_stride_(out_stride) {}
 

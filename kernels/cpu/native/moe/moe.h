@@ -43,6 +43,7 @@ template <class T> struct ExpertsCall {
 // Copies: how rows become what the linears multiply (moe_rows.h).
 template <class Copies> class ExpertsOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::EXPERTS; }
     using T = typename Copies::In;
     using Shape = typename Copies::Shape;
 

@@ -36,6 +36,7 @@ private:
 // x is [rows, channels], or gated [rows, 3 channels]; weight [width, channels], state [slots, width - 1, channels].
 template <class T> class ShortConvOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::RECURRENT; }
     static constexpr int MOST = 8;
 
     ShortConvOp(const T* x, int64_t x_stride, bool gated, const float* weight, const float* bias, int width, int channels,
@@ -107,6 +108,7 @@ inline float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); 
 // through all rows.
 template <class T, ScanRule RULE> class ScanOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::RECURRENT; }
     ScanOp(const T* rows, int64_t stride, const T* gates, int64_t gates_stride, const float* rate, const float* bias,
            const float* skip, const ScanHeads& shape, float* state, T* out)
         : rows_(rows), stride_(stride), gates_(gates), gates_stride_(gates_stride), rate_(rate), bias_(bias), skip_(skip),
@@ -278,6 +280,7 @@ private:
 // x [rows, groups * width] contiguous; gate with strided rows; weight [groups, width].
 template <class T> class GatedNormOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::RECURRENT; }
     GatedNormOp(const T* x, int64_t x_stride, const T* gate, int64_t gate_stride, const float* weight, int groups, int width,
                 float eps, bool norm_first, T* out)
         : x_(x), x_stride_(x_stride), gate_(gate), gate_stride_(gate_stride), weight_(weight), groups_(groups), width_(width),

@@ -10,6 +10,7 @@ namespace llmbox {
 // best[rows], ids[rows]: each row's largest number and where it stands first. NaN anywhere in a row makes it NaN.
 class ArgmaxOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::SAMPLING; }
     ArgmaxOp(const float* x, int64_t x_stride, int width, float* best, int64_t* ids)
         : x_(x), x_stride_(x_stride), width_(width), pieces_(ceil_div(width, PIECE)), best_(best), ids_(ids) {}
 

@@ -12,6 +12,7 @@ namespace llmbox {
 // What operations on rows of logits share: their maxima.
 class LogitsOp : public Op {
 public:
+    OpKind kind() const override { return OpKind::SAMPLING; }
     // Row i of the step is row places[i] of x, or row i where `places` is null.
     LogitsOp(float* x, int64_t x_stride, int width, const int64_t* places)
         : x_(x), x_stride_(x_stride), width_(width), places_(places) {}

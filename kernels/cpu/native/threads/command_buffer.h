@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "threads/op_profile.h"
 #include "threads/pool.h"
 
 namespace llmbox {
@@ -48,6 +49,9 @@ public:
     virtual void run(const Step& step, Member& member) = 0;
     // Too little work to wake other threads for.
     virtual bool small(const Step&) const { return false; }
+    virtual OpKind kind() const { return OpKind::OTHER; }
+    // Weights that a step must read and products that it must compute, where these bound its time.
+    virtual OpWork work(const Step&) const { return {}; }
     // Before the threads start.
     virtual void prepare(const Step&, Pool&) { next_.store(0, std::memory_order_relaxed); }
 
@@ -67,9 +71,31 @@ struct CommandList {
     const Step& step;
 };
 
+// `run_commands` with a clock beside every operation; `waited` leaves out barriers inside an operation.
+inline void run_profiled(Pool& pool, const CommandList& commands, bool alone) {
+    pool.run(
+        [](Member& member, void* argument) {
+            const CommandList& commands = *static_cast<const CommandList*>(argument);
+            OpProfile& profile = op_profile();
+            double began = OpProfile::clock();
+            for (int i = 0; i < commands.count; i++) {
+                commands.ops[i]->run(commands.step, member);
+                const double done = OpProfile::clock();
+                member.barrier();
+                const double ended = OpProfile::clock();
+                const OpKind kind = commands.ops[i]->kind();
+                profile.add_wait(kind, (ended - done) / member.size);
+                if (member.index == 0) profile.add(kind, ended - began, commands.ops[i]->work(commands.step));
+                began = ended;
+            }
+        },
+        const_cast<CommandList*>(&commands), alone);
+}
+
 inline void run_commands(Pool& pool, const CommandList& commands) {
     for (int i = 0; i < commands.count; i++) commands.ops[i]->prepare(commands.step, pool);
     const bool alone = commands.count == 1 && commands.ops[0]->small(commands.step);
+    if (op_profile().is_on) return run_profiled(pool, commands, alone);
     pool.run(
         [](Member& member, void* argument) {
             const CommandList& commands = *static_cast<const CommandList*>(argument);

@@ -1,0 +1,45 @@
+"""Messages of a step profile: where the time of steps goes."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskProfile:
+    """Start to profile steps, for `seconds` at most, or end it (0). Answered with a `StepProfile`."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelShare:
+    """Time of the operations of one kind, in seconds."""
+
+    name: str
+    seconds: float
+    waited: float
+    """Part in which a thread waited for slower ones, mean of the threads."""
+    floor: float
+    """Time that reading the weights or multiplying takes at `read_rate` and `product_rate`, the longer of
+    both for each operation; 0: not known."""
+    reading: float
+    """Part of `floor` in which reading takes longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """Parts of the time between two `AskProfile` in seconds: `spans` and `kernels` add up to `seconds`."""
+
+    is_on: bool
+    """True for the answer to a start, which only has the rates."""
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    spans: dict[str, float] = field(default_factory=dict)
+    """Time by part of the engine, without its kernels; that of the output head is with them."""
+    kernels: list[KernelShare] = field(default_factory=list)
+    """Time by kind of operation, the output head's left out of `seconds`."""
+    threads: int = 0
+    read_rate: float = 0.0
+    """Bytes a second at which all threads read packed weights, measured at the start; 0: not known."""
+    product_rate: float = 0.0
+    """Products a second of linears whose weights are in caches, measured at the start; 0: not known."""
