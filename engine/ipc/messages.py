@@ -11,9 +11,6 @@ from ..config import EngineConfig
 from ..sampling_params import Pooling, SamplingParams
 from .profile_messages import AskProfile, StepProfile
 
-# --------------------------------------------------------------------------- daemon -> engine
-
-
 PrefixMissReason = Literal[
     "off",
     "prompt_logprobs",
@@ -145,9 +142,6 @@ class AskBlocks:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """Exit the engine process."""
-
-
-# --------------------------------------------------------------------------- engine -> daemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ TO_ENGINE = [
     m.Ping(nonce=1),
     m.AskBlocks(),
     AskProfile(seconds=1.5),
+    m.KeepImages(drop=[b"digest"]),
     m.Shutdown(),
     m.Vocabulary(data=b"ab\xff", sizes=[2, 0, 1], special=[1]),
 ]
