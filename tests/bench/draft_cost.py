@@ -1,7 +1,8 @@
 """What drafts gain where answers repeat and cost where they do not: an engine with and one without, by turns.
 
     python -P tests/bench/draft_cost.py MODEL_DIR [--quant none] [--rounds 5] [--streams 1,8] [--prompt 64]
-        [--output 96] [--threads 2] [--ctx 2048] [--draft DRAFT_DIR] [--work repeats,new]
+        [--output 96] [--threads 2] [--ctx 2048] [--draft DRAFT_DIR] [--work repeats,new] [--one-engine]
+        [--longest TOKENS]
 
 repeats     greedy: random weights soon say the same few tokens again and again, real ones where they quote
 misleads    sampled among 30 ids: nearly every pair of tokens stood before, and what followed it says nothing
@@ -12,6 +13,9 @@ tools, edits, quotes, adverse    recorded answers, see `agent_traces.py`
 
 `--draft` adds a draft model (`random_model.py --draft` makes a pair that often agrees, `--agreement` one that
 agrees so often).
+
+`--one-engine` compares an engine with itself, with drafts turned off by turns: two engines have their weights
+in other pages, which may differ by some hundredths. Not with `--draft`. `--longest` cuts recorded answers.
 
 `--cpu-time` counts seconds of CPU time instead, for a machine that others use too: with `--threads 1` these
 are about the seconds that it would take alone.
@@ -62,11 +66,16 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--work", default="repeats,misleads,new")
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--one-engine", action="store_true")
+    parser.add_argument("--longest", type=int)
     for name, value in (("rounds", 5), ("prompt", 64), ("output", 96), ("threads", 2), ("ctx", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
-    engines = {speculate: load(options, speculate) for speculate in ("off", "auto")}
-    for engine in engines.values():  # the first steps touch memory for the first time
+    engines = {"auto": load(options, "auto")}
+    engines["off"] = engines["auto"] if options.one_engine else load(options, "off")
+    rows = {name: engine._scheduler.drafting._rows for name, engine in engines.items()} | {"off": 0}
+    for engine in {id(each): each for each in engines.values()}.values():
+        # The first steps touch memory for the first time.
         follow(engine, SCRIPTS)
         if options.cpu_time:
             drafting: Any = engine._scheduler.drafting
@@ -75,22 +84,27 @@ def main() -> None:
         run(engine, options, "new", 8, -1)
     for work in options.work.split(","):
         for streams in map(int, options.streams.split(",")):
-            compare(engines, options, work, streams)
+            compare(engines, rows, options, work, streams)
 
 
-def compare(engines: dict[str, Engine], options: argparse.Namespace, work: str, streams: int) -> None:
+def compare(
+    engines: dict[str, Engine], rows: dict[str, int], options: argparse.Namespace, work: str, streams: int
+) -> None:
     speeds: dict[str, list[float]] = {name: [] for name in engines}
-    before = engines["auto"].stats()
+    tokens, before = 0, engines["auto"].stats()
     for number in range(options.rounds):
         for name in sorted(engines, reverse=number % 2 == 1):
+            engines[name]._scheduler.drafting._rows = rows[name]
+            first = engines[name].stats().output_tokens
             speeds[name].append(run(engines[name], options, work, streams, number))
+            if name == "auto":
+                tokens += engines[name].stats().output_tokens - first
     after = engines["auto"].stats()
     ratios = [on / off for on, off in zip(speeds["auto"], speeds["off"], strict=True)]
     logs = [math.log(ratio) for ratio in ratios]
     error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
     drafted = after.draft_tokens - before.draft_tokens
     right = after.accepted_tokens - before.accepted_tokens
-    tokens = after.output_tokens - before.output_tokens
     print(
         f"{work:9} {streams:2} streams  off {statistics.median(speeds['off']):7.1f}  "
         f"auto {statistics.median(speeds['auto']):7.1f} tok/s  "
@@ -136,6 +150,7 @@ def requests(
     names = [f"{work}-{number}-{stream}" for stream in range(streams)]
     if work in TRACES:
         traces = make_traces(work, streams, f"{streams} {number}")
+        traces = [trace._replace(answer=trace.answer[: options.longest]) for trace in traces]
         SCRIPTS.update(zip(names, (trace.answer for trace in traces), strict=True))
         return [
             AddRequest(

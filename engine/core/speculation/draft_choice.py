@@ -8,10 +8,11 @@ section 3, for one request). A method that runs a model costs its passes besides
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, inf, log
+from statistics import median
 from typing import Final
 
 from .proposer import DraftMethod
@@ -27,19 +28,34 @@ LOOKUP_MEMORY: Final = 0.9
 LOOKUP_PRIORS: Final = ((16, 0.9), (8, 0.8), (4, 0.6), (0, 0.2))
 """Shortest match and the acceptance that is assumed of its kind before any verification in a request."""
 LOOKUP_PRIOR_TOKENS: Final = 2.0
-START_LOSS: Final = 0.25
+START_LOSS: Final = 0.15
 """Tokens that the lookups of a request may cost at its begin."""
-LOSS_SHARE: Final = 0.005
+LOSS_SHARE: Final = 0.003
 """Tokens that they may cost in addition, for each token of the answer."""
+REGAINED: Final = 0.02
+"""Tokens that they may cost again when they resume."""
 MOST_CREDIT: Final = 3.0
 """Tokens of gain that may be lost again."""
-CLIPPED: Final = log(2)
-"""Largest deviation of one step's time that counts: others use the machine too."""
-FIRST_COUNT: Final = 2.0
-"""Steps that the expected time of so many rows counts for, when they are measured for the first time."""
-FORGOTTEN: Final = 128
-"""Steps after which half of what is known of a number of rows is forgotten, where none had it meanwhile."""
-
+OWED: Final = 0.5
+"""Most tokens of loss that are held against a caller."""
+DISTRUSTED: Final = 0.25
+"""Share of `START_LOSS` for a caller whose drafts have lost lately."""
+INHERITED: Final = 0.5
+"""Share of what drafts have gained a caller that his next request may lose."""
+MISSES: Final = 16
+"""Lookups in vain, one after another, after which a token more passes before the next."""
+LONGEST_PAUSE: Final = 4
+"""Most tokens from one lookup in vain to the next: so many of a quotation may pass before it is found."""
+CLIPPED: Final = 0.3
+"""Largest deviation of one step's time from its expectation that the common level follows."""
+LAST_TIMES: Final = 9
+"""Number of steps with so many rows whose median is their time: others use the machine too."""
+ASSUMED_TIMES: Final = 2
+"""Steps that the expected time of so many rows counts for in that median."""
+FORGOTTEN: Final = 64
+"""Steps after which the expectation counts for one step more, where none had so many rows meanwhile."""
+LEAST_PRICE: Final = 0.3
+"""Lowest share of the assumed price of a row that a wrong draft is charged with."""
 REFRESHED: Final = 16
 """Steps for which a table of prices holds."""
 
@@ -60,15 +76,25 @@ class Acceptance:
         self._tried = self._tried * self._memory + accepted + (accepted < drafted)
 
 
-@dataclass(slots=True)
 class RowPrice:
-    """Knowledge of the time of steps with so many rows."""
+    """Knowledge of the time of steps with so many rows, as logarithms over the level of all steps."""
 
-    level: float
-    """Logarithm of the time, over that of all steps."""
-    count: float
-    seen: int
-    """Number of the last step that had as many."""
+    __slots__ = "assumed", "level", "seen", "times"
+
+    def __init__(self, level: float, assumed: float | None, step: int) -> None:
+        """`assumed`: level that is expected by those of other numbers of rows; None: there are none."""
+        self.level, self.assumed, self.seen = level, assumed, step
+        self.times: deque[float] = deque(maxlen=LAST_TIMES)
+
+    def weight(self, step: int) -> int:
+        """Return the number of steps that are known, less those that the expectation counts for by age."""
+        return len(self.times) - (step - self.seen) // FORGOTTEN
+
+    def update(self, step: int) -> None:
+        """Set the level to the median of the last steps."""
+        count = ASSUMED_TIMES + (step - self.seen) // FORGOTTEN
+        assumed = [] if self.assumed is None else [self.assumed] * count
+        self.level = median([*self.times, *assumed])
 
 
 class RowPrices:
@@ -96,14 +122,20 @@ class RowPrices:
         known = self._known.setdefault(_bucket(requests), {})
         price = known.get(place)
         if price is None:
-            levels = self._levels(requests, range(rows, rows + 1)) if known else [observed - self._level]
-            price = known[place] = RowPrice(levels[0], FIRST_COUNT, self._steps)
+            level = assumed = self._levels(requests, range(rows, rows + 1))[0] if known else None
+            if level is None:
+                level = observed - self._level
+            price = known[place] = RowPrice(level, assumed, self._steps)
             self._tables.pop(requests, None)
-        error = max(-CLIPPED, min(CLIPPED, observed - self._level - price.level))
-        price.count = self._count(price) + 1
-        price.level += error * max(1 / price.count, 0.1)
+        deviation = observed - self._level
+        price.times.append(deviation)
         price.seen = self._steps
-        self._level += 0.1 * error
+        self._level += 0.1 * max(-CLIPPED, min(CLIPPED, deviation - price.level))
+
+    def charge(self, prices: Sequence[float], requests: int, drafts: int) -> float:
+        """Return the tokens that each of so many drafts costs where it is wrong."""
+        measured = (prices[drafts] - 1) / drafts
+        return max(measured, LEAST_PRICE * self._slope) * requests
 
     def table(self, requests: int, most: int) -> list[float]:
         """Return the prices of steps with 0 to at least `most` drafts; the first is 1 and none is below the
@@ -116,9 +148,6 @@ class RowPrices:
             self._tables[requests] = self._steps, table
         return table
 
-    def _count(self, price: RowPrice) -> float:
-        return price.count * 0.5 ** ((self._steps - price.seen) // FORGOTTEN)
-
     def _levels(self, requests: int, rows: Sequence[int]) -> list[float]:
         """Return the levels of steps with so many rows: between neighbours that are known, or beyond the last
         one at the assumed price of a row.
@@ -127,8 +156,7 @@ class RowPrices:
         def assumed(number: int) -> float:
             return log(1 + self._slope * max(0, number - requests))
 
-        known = self._known.get(_bucket(requests), {})
-        points = sorted((number, price.level) for number, price in known.items() if self._count(price) > 0.5)
+        points = self._points(requests)
         if not points:
             return [assumed(number) for number in rows]
         found = []
@@ -145,6 +173,22 @@ class RowPrices:
                 found.append(before[1] + part * (after[1] - before[1]))
         return found
 
+    def _points(self, requests: int) -> list[tuple[int, float]]:
+        """Return numbers of rows and their levels; the mean of both where more rows took less time."""
+        known, points = self._known.get(_bucket(requests), {}), list[tuple[list[int], float, int]]()
+        for rows, price in sorted(known.items()):
+            weight = price.weight(self._steps)
+            if weight <= 0:
+                continue
+            price.update(self._steps)
+            merged, level = [rows], price.level
+            while points and points[-1][1] > level:
+                others, other, count = points.pop()
+                level = (level * weight + other * count) / (weight + count)
+                merged, weight = [*others, *merged], weight + count
+            points.append((merged, level, weight))
+        return [(rows, level) for merged, level, _ in points for rows in merged]
+
 
 def _bucket(number: int) -> int:
     """Return the number that stands for `number`: of small ones each, then every second, fourth, eighth."""
@@ -152,43 +196,108 @@ def _bucket(number: int) -> int:
     return -(-number // step) * step
 
 
+class CallerDrafts:
+    """Success of the lookups for one caller's earlier requests, which those of his next one begin with."""
+
+    def __init__(self) -> None:
+        self.credit = 0.0
+        """Tokens that they have gained lately; negative: lost."""
+        self._kinds: dict[tuple[DraftMethod, int], Acceptance] = {}
+
+    def acceptance(self, method: DraftMethod, kind: int) -> Acceptance:
+        found = self._kinds.get((method, kind))
+        if found is None:
+            found = self._kinds[method, kind] = Acceptance(LOOKUP_PRIORS[kind][1], LOOKUP_PRIOR_TOKENS)
+        return found
+
+    def take_credit(self) -> float:
+        """Return how many tokens a new request may lose, and give away what it has of the gains."""
+        if self.credit < 0:
+            return DISTRUSTED * START_LOSS
+        taken = INHERITED * self.credit
+        self.credit -= taken
+        return START_LOSS + taken
+
+
 class RequestDrafts:
     """Drafts of one request: what its lookups have gained and lost, and how often they are accepted."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: CallerDrafts) -> None:
         self.has_ended = False
-        self._credit = START_LOSS
+        self.resumes_at = 0
+        """Number of output tokens before which it is not looked up."""
+        self._caller = caller
+        self._credit = caller.take_credit()
+        self._misses = 0
         self._outputs = 0
         self._kinds: dict[tuple[DraftMethod, int], Acceptance] = {}
 
-    def acceptance(self, method: DraftMethod, match: int) -> Acceptance:
-        """Return the acceptance of lookups with a match of so many tokens."""
-        kind = next(place for place, (least, _) in enumerate(LOOKUP_PRIORS) if match >= least)
-        found = self._kinds.get((method, kind))
-        if found is None:
-            prior = LOOKUP_PRIORS[kind][1]
-            found = self._kinds[method, kind] = Acceptance(prior, LOOKUP_PRIOR_TOKENS, LOOKUP_MEMORY)
-        return found
+    def chance(self, method: DraftMethod, match: int) -> float:
+        """Return the expected acceptance of lookups with a match of so many tokens."""
+        return self._acceptance(method, _kind(match)).share
+
+    def record_verification(self, method: DraftMethod, match: int, drafted: int, accepted: int) -> None:
+        kind = _kind(match)
+        self._acceptance(method, kind).record(drafted, accepted)
+        self._caller.acceptance(method, kind).record(drafted, accepted)
 
     def may_lose(self, num_output: int) -> bool:
-        """Return True while a wrong draft costs no more than the share of the answer that drafts may cost."""
+        """Return True while wrong drafts cost no more than the share of the answer that they may cost."""
+        if num_output < self.resumes_at:
+            return False
         self._credit += LOSS_SHARE * (num_output - self._outputs)
         self._outputs = num_output
-        return self._credit > 0
+        if self._credit > 0:
+            return True
+        self.resumes_at = num_output + 1 + int((REGAINED - self._credit) / LOSS_SHARE)
+        return False
+
+    def record_lookup(self, num_output: int, *, found: bool) -> None:
+        """Record whether anything was proposed. Where nothing is, time after time, lookups become rarer."""
+        if found:
+            self._misses = 0
+        else:
+            self._misses += 1
+            self.resumes_at = num_output + min(LONGEST_PAUSE, 1 + self._misses // MISSES)
+
+    def affordable(self, charge: float) -> int:
+        """Return how many drafts at this charge may be wrong; at least one."""
+        return 1 + int(self._credit / charge)
 
     def record_gain(self, tokens: float) -> None:
         """Record what the drafts of a step gained; negative: cost."""
         self._credit = min(self._credit + tokens, MOST_CREDIT)
+        self._caller.credit = max(-OWED, min(self._caller.credit + tokens, MOST_CREDIT))
+
+    def _acceptance(self, method: DraftMethod, kind: int) -> Acceptance:
+        """Return the acceptance of a kind of match. It begins at the mean of the caller's and of what is
+        assumed of anybody: few tries tell whether this request is another one.
+        """
+        found = self._kinds.get((method, kind))
+        if found is None:
+            prior = (LOOKUP_PRIORS[kind][1] + self._caller.acceptance(method, kind).share) / 2
+            found = self._kinds[method, kind] = Acceptance(prior, LOOKUP_PRIOR_TOKENS, LOOKUP_MEMORY)
+        return found
+
+
+def _kind(match: int) -> int:
+    """Return the index of `LOOKUP_PRIORS` for a match of so many tokens."""
+    return next(place for place, (least, _) in enumerate(LOOKUP_PRIORS) if match >= least)
 
 
 def choose_lengths(
-    chances: Sequence[float], lengths: Sequence[int], prices: Sequence[float], *, extra: float = 0.0
+    chances: Sequence[float],
+    lengths: Sequence[int],
+    prices: Sequence[float],
+    *,
+    others: int = 0,
+    extra: float = 0.0,
 ) -> tuple[list[int], float]:
     """Return how many drafts of each request give most tokens in a unit of time, and how many times those of
     a step without drafts these are; no drafts where the gain is below `MIN_GAIN`.
 
     `chances`: acceptance of each request's drafts. `lengths`: how many each has. `prices`: of steps with 0,
-    1, ... drafts. `extra`: price of the passes that propose.
+    1, ... drafts. `others`: requests of the step that have none. `extra`: price of the passes that propose.
     """
     guesses = sorted(
         (
@@ -198,7 +307,7 @@ def choose_lengths(
         ),
         reverse=True,
     )
-    base = tokens = float(len(chances))
+    base = tokens = float(len(chances) + others)
     best, gain = 0, MIN_GAIN
     for count, (chance, _, _) in enumerate(guesses[: len(prices) - 1], 1):
         tokens += chance

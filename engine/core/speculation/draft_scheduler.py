@@ -11,6 +11,7 @@ none. Proposers are asked in this order:
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypedDict
@@ -20,7 +21,14 @@ from ...ipc.messages import DraftCounts
 from ..kv_cache.manager import KVCacheManager
 from ..request import Request
 from ..step import SampledToken, ScheduledRequest, StepPlan
-from .draft_choice import MOST_DRAFTS, RequestDrafts, RowPrices, choose_lengths, expected_gain
+from .draft_choice import (
+    MOST_DRAFTS,
+    CallerDrafts,
+    RequestDrafts,
+    RowPrices,
+    choose_lengths,
+    expected_gain,
+)
 from .model_drafting import ModelDrafting
 from .ngram_proposer import LONGER, NgramProposer
 from .proposer import DraftMethod, Proposer
@@ -30,6 +38,10 @@ log = logging.getLogger("llmbox.engine")
 
 LOG_SECONDS: Final = 60.0
 """Time between two lines of the log about drafts."""
+FIRST_CHARGE: Final = 0.03
+"""Tokens that a wrong draft is expected to cost before there was one."""
+CALLERS: Final = 64
+"""Callers whose success with lookups is known, the last ones."""
 
 
 class AcceptanceCounts:
@@ -68,6 +80,7 @@ class DraftCandidate:
     place: int
     """Index of its row in the plan."""
     request: Request
+    history: RequestDrafts
     most: int
     """Maximum number of drafts."""
     drafts: list[int] = field(default_factory=list)
@@ -102,8 +115,9 @@ class DraftScheduler:
         self._prices = RowPrices(config.draft_row_price)
         self._drafted: dict[Request, DraftCandidate] = {}
         """Requests with drafts in the current step."""
-        self._price_of_draft = 0.0
-        """Tokens that a draft of the current step costs."""
+        self._callers: OrderedDict[tuple[str, str], CallerDrafts] = OrderedDict()
+        self._charge = 0.0
+        """Tokens that a wrong draft of the last step with drafts costs; 0: there was none."""
         self._began = 0.0
         methods: list[DraftMethod] = ["ngram", "suffix", *(each.proposer.method for each in self._models)]
         self.counts = {method: AcceptanceCounts() for method in methods}
@@ -127,18 +141,22 @@ class DraftScheduler:
         """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""
         if not self._rows:
             return
-        self._drafted.clear()
+        if self._drafted:
+            self._drafted.clear()
         size = len(plan.rows)
-        if 0 < size < self._rows and plan.num_tokens == size and all(row.samples for row in plan.rows):
-            candidates = self._look_up(plan, self._rows - size)
-            if self._models or any(each.drafts for each in candidates):
+        if 0 < size < self._rows:
+            candidates = self._look_up(plan.rows, self._rows - size)
+            if candidates and (self._models or any(each.drafts for each in candidates)):
                 self._fill(plan, candidates, running)
         self._began = self._clock()
 
     def record_step(self, plan: StepPlan) -> None:
         """Record that the step of the last `extend` has finished."""
-        size, rows = len(plan.rows), plan.num_tokens
-        if not 0 < size <= rows <= self._rows or rows != size + sum(len(row.drafts) for row in plan.rows):
+        if not self._rows:
+            return
+        size = len(plan.rows)
+        rows = size + sum(len(row.drafts) for row in plan.rows) if self._drafted else size
+        if not 0 < size <= rows <= self._rows or rows != plan.num_tokens:
             return
         seconds = self._clock() - self._began
         self._prices.record(size, rows, seconds)
@@ -156,12 +174,12 @@ class DraftScheduler:
         candidate = self._drafted[request]
         self.counts[candidate.method].add(drafted, accepted)
         self._stats = None
+        history = candidate.history
         if candidate.model is not None:
             candidate.model.record_verification(request, drafted, accepted)
             return
-        history = _history(request)
-        history.acceptance(candidate.method, candidate.match).record(drafted, accepted)
-        history.record_gain(accepted - drafted * self._price_of_draft)
+        history.record_verification(candidate.method, candidate.match, drafted, accepted)
+        history.record_gain(accepted - drafted * self._charge)
 
     def remember(self, request: Request) -> None:
         """Keep the answer of a request that has ended, for drafts of later ones."""
@@ -189,21 +207,28 @@ class DraftScheduler:
 
     def end(self, request: Request) -> None:
         """Turn drafts off for this request."""
-        _history(request).has_ended = True
+        self._history(request).has_ended = True
 
-    def _look_up(self, plan: StepPlan, room: int) -> list[DraftCandidate]:
-        """Return the requests that may have drafts, with what lookups propose for those that may lose."""
-        candidates = [
-            DraftCandidate(place, row.request, self._most(row.request, room))
-            for place, row in enumerate(plan.rows)
-        ]
-        wanted = [
-            each
-            for each in candidates
-            if each.most > 0 and _history(each.request).may_lose(each.request.num_output)
-        ]
+    def _look_up(self, rows: Sequence[ScheduledRequest], room: int) -> list[DraftCandidate]:
+        """Return the requests that may have drafts, with what lookups propose for those that may lose; none
+        where a prompt is in the step.
+        """
+        candidates, wanted, has_models = list[DraftCandidate](), list[DraftCandidate](), bool(self._models)
+        for place, row in enumerate(rows):
+            if row.num_tokens != 1 or not row.samples:
+                return []
+            request = row.request
+            history = request.drafts or self._history(request)
+            may_lose = history.may_lose(request.num_output)
+            if may_lose or has_models:
+                candidate = DraftCandidate(place, request, history, self._most(request, history, room))
+                candidates.append(candidate)
+                if may_lose and candidate.most > 0:
+                    wanted.append(candidate)
         self._take_lookups(self._ngrams, wanted)
         self._take_lookups(self.answers, [each for each in wanted if each.match < LONGER[0]])
+        for each in wanted:
+            each.history.record_lookup(each.request.num_output, found=bool(each.drafts))
         return candidates
 
     def _take_lookups(self, proposer: Proposer, candidates: Sequence[DraftCandidate]) -> None:
@@ -212,28 +237,36 @@ class DraftScheduler:
         """
         if not candidates:
             return
-        proposed = proposer.propose([(each.request, each.most) for each in candidates])
+        charge = self._charge or FIRST_CHARGE
+        proposed = proposer.propose(
+            [(each.request, min(each.most, each.history.affordable(charge))) for each in candidates]
+        )
         for each, drafts, match in zip(candidates, proposed.drafts, proposed.matches, strict=True):
-            chance = _history(each.request).acceptance(proposer.method, match).share
+            if not drafts:
+                continue
+            chance = each.history.chance(proposer.method, match)
             if expected_gain(chance, len(drafts)) > expected_gain(each.chance, len(each.drafts)):
                 each.drafts, each.chance, each.method, each.match = drafts, chance, proposer.method, match
 
-    def _most(self, request: Request, room: int) -> int:
+    def _most(self, request: Request, history: RequestDrafts, room: int) -> int:
         """Return the maximum number of drafts for a request."""
         # A step gives one token more than accepted drafts, and the KV of the last token is never computed.
         most = min(MOST_DRAFTS, room, request.params.max_tokens - request.num_output - 1)
         if self._kv_cache.states is not None:
             most = min(most, self._kv_cache.states.pool.num_free)
-        return 0 if _history(request).has_ended else most
+        return 0 if history.has_ended else most
 
     def _fill(self, plan: StepPlan, candidates: Sequence[DraftCandidate], running: int) -> None:
         """Add the drafts that are expected to pay."""
-        size, room = len(candidates), self._rows - len(candidates)
-        prices = self._prices.table(size, room)[: room + 1]
+        size = len(plan.rows)
+        prices = self._prices.table(size, self._rows - size)[: self._rows - size + 1]
         if self._models:
             self._ask_model(candidates, prices, running)
         lengths, _ = choose_lengths(
-            [each.chance for each in candidates], [len(each.drafts) for each in candidates], prices
+            [each.chance for each in candidates],
+            [len(each.drafts) for each in candidates],
+            prices,
+            others=size - len(candidates),
         )
         added = 0
         for each, length in zip(candidates, lengths, strict=True):
@@ -242,7 +275,7 @@ class DraftScheduler:
                 added += count
                 self._drafted[each.request] = each
         if added:
-            self._price_of_draft = (prices[added] - 1) * size / added
+            self._charge = self._prices.charge(prices, size, added)
 
     def _ask_model(self, candidates: Sequence[DraftCandidate], prices: Sequence[float], running: int) -> None:
         """Replace drafts by those of the model that is expected to gain most, or try one where none is."""
@@ -305,8 +338,13 @@ class DraftScheduler:
             ):
                 return min(free, wanted)
 
-
-def _history(request: Request) -> RequestDrafts:
-    if request.drafts is None:
-        request.drafts = RequestDrafts()
-    return request.drafts
+    def _history(self, request: Request) -> RequestDrafts:
+        """Return the drafts of a request, which begin with what its caller's earlier ones had."""
+        if request.drafts is None:
+            name = request.tenant, request.cache_namespace
+            caller = self._callers.setdefault(name, CallerDrafts())
+            self._callers.move_to_end(name)
+            if len(self._callers) > CALLERS:
+                self._callers.popitem(last=False)
+            request.drafts = RequestDrafts(caller)
+        return request.drafts

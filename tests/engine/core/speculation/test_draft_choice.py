@@ -7,11 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbox.engine.core.speculation.draft_choice import (
+    LONGEST_PAUSE,
     LOSS_SHARE,
     MIN_GAIN,
     MOST_CREDIT,
+    OWED,
+    REGAINED,
     START_LOSS,
     Acceptance,
+    CallerDrafts,
     RequestDrafts,
     RowPrices,
     choose_lengths,
@@ -66,14 +70,37 @@ def test_prices_are_learned_for_each_number_of_requests():
         assert prices.table(requests, 18)[rows - requests] == pytest.approx(expected, rel=0.25)
 
 
-def test_one_slow_step_does_not_end_drafts():
+@pytest.mark.parametrize("slow", [1, 6], ids=["without drafts", "with drafts"])
+@pytest.mark.parametrize("known", [0, 1, 9])
+def test_one_slow_step_changes_no_price(slow, known):
     prices = RowPrices(0.03)
     for _ in range(30):
         prices.record(1, 1, 1.0)
-    prices.record(1, 6, 40.0)
+    for _ in range(known):
+        prices.record(1, 6, 1.15)
+    prices.record(1, slow, 40.0)
     for _ in range(3):
-        prices.record(1, 6, 1.1)
-    assert prices.table(1, 5)[5] < 1.4
+        prices.record(1, 1, 1.0)
+        prices.record(1, 6, 1.15)
+        assert 1.1 < prices.table(1, 5)[5] < 1.2
+
+
+def test_a_price_follows_when_steps_have_become_slower():
+    prices = RowPrices(0.03)
+    for number in range(60):
+        prices.record(1, 1, 1.0)
+        prices.record(1, 6, 1.15 if number < 30 else 3.0)
+    assert prices.table(1, 5)[5] == pytest.approx(3.0, rel=0.05)
+
+
+def test_more_rows_never_look_cheaper():
+    rng, prices = random.Random(3), RowPrices(0.03)
+    for _ in range(400):
+        rows = rng.randrange(1, 12)
+        prices.record(1, rows, (1 + 0.03 * rows) * rng.uniform(0.6, 1.6))
+        table = prices.table(1, 12)
+        assert table == sorted(table)
+        assert table[0] == 1.0
 
 
 def test_old_prices_are_forgotten():
@@ -98,16 +125,69 @@ def test_acceptance_follows_its_last_verifications():
 
 
 @settings(max_examples=examples(200))
-@given(st.lists(st.floats(-1.0, 15.0), max_size=200))
-def test_losses_are_a_share_of_the_answer(gains):
-    drafts, total, worst = RequestDrafts(), 0.0, 0.0
-    for number, gain in enumerate(gains):
+@given(st.lists(st.lists(st.floats(-1.0, 15.0), max_size=60), min_size=1, max_size=6))
+def test_losses_are_a_share_of_the_answers(requests):
+    caller, total, worst, bound = CallerDrafts(), 0.0, 0.0, 0.0
+    for gains in requests:
+        drafts, most = RequestDrafts(caller), 0.0
+        for number, gain in enumerate(gains):
+            if drafts.may_lose(number):
+                drafts.record_gain(gain)
+                total += gain
+                worst = min(worst, total)
+            most = START_LOSS + LOSS_SHARE * number + 1.0  # one step may lose a token more than it may
+            assert worst >= -(bound + most)
+        bound += most
+        assert drafts._credit <= MOST_CREDIT
+        assert -OWED <= caller.credit <= MOST_CREDIT
+
+
+def test_a_request_without_credit_is_not_looked_up_until_it_has_some():
+    drafts = RequestDrafts(CallerDrafts())
+    assert drafts.may_lose(10)
+    drafts.record_gain(-START_LOSS - 0.5)
+    resumes = next(number for number in range(10, 1000) if drafts.may_lose(number))
+    assert resumes == pytest.approx(10 + (0.5 + REGAINED) / LOSS_SHARE, abs=12)
+
+
+def test_lookups_in_vain_become_rarer_until_one_finds_something():
+    drafts, asked = RequestDrafts(CallerDrafts()), []
+    for number in range(400):
         if drafts.may_lose(number):
-            drafts.record_gain(gain)
-            total += gain
-            worst = min(worst, total)
-        assert worst >= -(START_LOSS + LOSS_SHARE * number + 1.0)
-    assert drafts._credit <= MOST_CREDIT
+            asked.append(number)
+            drafts.record_lookup(number, found=False)
+    assert asked[:16] == list(range(16))
+    assert asked[-1] - asked[-2] == LONGEST_PAUSE
+    drafts.record_lookup(400, found=True)
+    drafts.record_lookup(401, found=False)
+    assert drafts.resumes_at == 402
+
+
+def test_what_drafts_gained_a_caller_his_next_request_may_lose():
+    caller = CallerDrafts()
+    RequestDrafts(caller).record_gain(MOST_CREDIT)
+    first, second = RequestDrafts(caller), RequestDrafts(caller)
+    assert RequestDrafts(CallerDrafts()).affordable(0.01) < second.affordable(0.01) < first.affordable(0.01)
+
+
+def test_after_losses_a_caller_is_trusted_less_until_drafts_gain_again():
+    caller = CallerDrafts()
+    fresh = RequestDrafts(caller)
+    for _ in range(5):
+        fresh.record_gain(-0.3)
+    careful = RequestDrafts(caller)
+    careful.record_gain(1.0)
+    assert careful.affordable(1e-3) > RequestDrafts(caller).affordable(1e-3) > fresh.affordable(1e-3)
+    assert RequestDrafts(caller).affordable(1e-3) >= 1 + START_LOSS / 1e-3 - 1
+
+
+def test_a_request_begins_with_the_acceptance_of_the_callers_earlier_ones():
+    caller, other = CallerDrafts(), CallerDrafts()
+    first = RequestDrafts(caller)
+    for _ in range(40):
+        first.record_verification("ngram", 4, 3, 0)
+    assert RequestDrafts(caller).chance("ngram", 4) < 0.35
+    assert RequestDrafts(caller).chance("suffix", 4) == RequestDrafts(other).chance("ngram", 4) == 0.6
 
 
 PRICES = {
@@ -144,7 +224,7 @@ def test_no_text_costs_more_than_a_hundredth(price, streams):
     counts = played.scheduler.drafting.counts["ngram"]
     assert counts.accepted_tokens <= 0.1 * counts.draft_tokens
     assert counts.draft_tokens > 0 or price in FIRST, "nothing was tried"
-    assert spent <= plain / 0.99
+    assert spent <= plain / 0.992
 
 
 @pytest.mark.parametrize(
