@@ -278,8 +278,7 @@ def attention_kernel(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
-    """Attend one tile of rows to its context: softmax(scale q k^T) v with a causal mask, sliding window,
-    softcap and sinks.
+    """Attend one tile of rows to its context: softmax(scale q k^T) v, masked, with softcap and sinks.
 
     PARTS programs share the query heads of a KV head, GROUP each. With TAIL a key has D numbers, which are
     its value too, and TAIL more: `v` is not read. With SPANS rows of a sequence may see those after them.

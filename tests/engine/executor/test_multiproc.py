@@ -134,6 +134,8 @@ class Ahead:
     result is there.
     """
 
+    images = None
+
     depth = 2
     urgent_capture = next_capture = None
 

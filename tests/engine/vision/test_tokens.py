@@ -70,13 +70,3 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert len(set(exact)) > 2
     for options in ({}, {"token_budget": 16, "max_running": 4}):
         assert tokens(load(tmp_path, **options), [request])["a"] == exact
-
-
-def test_kernels_without_attention_in_both_directions_refuse_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_vision_model(tmp_path, "gemma3")
-    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
-    engine = load(tmp_path)
-    assert "in both directions" in engine.info.image_problem
-    assert tokens(engine, [ask("text", [3, 4, 5], 2)])["text"]
