@@ -46,6 +46,14 @@ def model_options(function: F) -> F:
     return _add(function, MODEL_KEYS)
 
 
+def mmproj_option(function: F) -> F:
+    return click.option(
+        "--mmproj",
+        metavar="FILE",
+        help="Projector file of a GGUF file, for pictures; none: without. Default: the one beside it.",
+    )(function)
+
+
 def read_flags(values: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return the settings that were on the command line, checked."""
     flags: dict[str, Scalar] = {}

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from llmbox.engine.checkpoint.files import read_regular
 from llmbox.engine.gguf.reader import PART, is_gguf
@@ -71,7 +72,7 @@ def _gguf_models(folder: Path, home: Path) -> list[Adoptable]:
     found, first = [], None
     for file in sorted(path for kind in ("*.gguf", "*/*.gguf", "*/*/*.gguf") for path in folder.glob(kind)):
         part = PART.search(file.name)
-        if file.name.startswith("mmproj") or (part is not None and int(part[1]) > 1):
+        if is_projector(file.name) or (part is not None and int(part[1]) > 1):
             continue
         try:
             found.append(_adoptable_gguf(file, home))
@@ -88,13 +89,18 @@ def _ollama_models(folder: Path, home: Path) -> list[Adoptable]:
     for manifest in sorted(path for path in folder.glob("manifests/*/*/*/*") if path.is_file()):
         try:
             layers = json.loads(read_regular(manifest, MOST_MANIFEST))["layers"]
-            (digest,) = (layer["digest"] for layer in layers if layer["mediaType"].endswith(".image.model"))
-            blob = folder / "blobs" / str(digest).replace(":", "-")
+            (blob,) = _blobs(folder, layers, ".image.model")
             name = check_name(f"{manifest.parent.name}-{manifest.name}")
-            found.append(Adoptable(name, folder_of(blob, home), is_cache=False))
+            made = folder_of(blob, home, beside=_blobs(folder, layers, ".image.projector"))
+            found.append(Adoptable(name, made, is_cache=False))
         except (CliError, OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
+
+
+def _blobs(folder: Path, layers: list[dict[str, Any]], kind: str) -> list[Path]:
+    found = (str(layer["digest"]) for layer in layers if layer["mediaType"].endswith(kind))
+    return [folder / "blobs" / digest.replace(":", "-") for digest in found]
 
 
 def _adoptable_gguf(file: Path, home: Path) -> Adoptable:

@@ -3,7 +3,7 @@
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,6 +18,7 @@ from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_j
 from llmbox.engine.errors import EngineError, ModelError
 from llmbox.engine.gguf.config import NOT_NEEDED, check_matrices
 from llmbox.engine.gguf.folder import config_json, gguf_of
+from llmbox.engine.gguf.projector import check_projector
 from llmbox.engine.gguf.reader import MAX_HEADER, GgufFile, read_gguf, read_header
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import MemoryPlan
@@ -50,14 +51,10 @@ class ModelFacts:
     """Bytes of all files that serving needs."""
     missing_bytes: int
     """Bytes of `disk_bytes` that are not on this disk."""
-    left_out: tuple[str, ...] = ()
-    """Files beside GGUF files that only images need."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Disagreements between config and weights, and files that are left."""
-        if self.left_out:
-            return (f"{', '.join(self.left_out)}: not fetched, images are not read",)
+        """Disagreements between config and weights."""
         wanted = self.config.num_parameters
         if self.config.stored is None and abs(self.stored_params - wanted) > 0.01 * wanted:
             return (
@@ -106,7 +103,8 @@ def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
     would refuse.
     """
     if listing.quantization is not None:
-        return _gguf_config(listing, remote_gguf(hub, listing, hub.needed_files(listing)[0]))
+        files = hub.needed_files(listing)
+        return _gguf_config(hub, listing, remote_gguf(hub, listing, files[0]), files)
     choose_config(listing)
     names = [name for name in ("config.json", MODELOPT_FILE) if listing.file(name) is not None]
     found = {name: hub.read_json(listing, name, CONFIG_LIMIT) for name in names}
@@ -135,27 +133,36 @@ def remote_gguf(hub: Hub, listing: Listing, file: RepoFile) -> GgufFile:
             raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None
 
 
-def _gguf_config(listing: Listing, gguf: GgufFile) -> ModelConfig:
+def _gguf_config(hub: Hub, listing: Listing, gguf: GgufFile, files: Sequence[RepoFile]) -> ModelConfig:
+    projector = next((file for file in files if is_projector(file.name)), None)
     try:
-        return parse_config_files({"config.json": config_json(gguf)})
+        if projector is None:
+            return parse_config_files(config_json(gguf))
+        try:
+            vision = check_projector(remote_gguf(hub, listing, projector))
+            return parse_config_files(config_json(gguf, projector=vision))
+        except (EngineError, HubError) as error:
+            if isinstance(error, HubError) and error.code != "unsupported_model":
+                raise
+            why = error.why if isinstance(error, HubError) else error
+            return parse_config_files(config_json(gguf, problem=f"its projector file is not read: {why}"))
     except EngineError as error:
         raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None
 
 
 def _gguf_facts(hub: Hub, listing: Listing, files: list[RepoFile], name: str) -> ModelFacts:
-    first, *others = [remote_gguf(hub, listing, file) for file in files]
+    first, *others = [remote_gguf(hub, listing, file) for file in files if not is_projector(file.name)]
     tensors = dict(first.tensors)
     for other in others:
         tensors |= other.tensors
     whole = replace(first, tensors=tensors)
-    config, size = _gguf_config(listing, whole), sum(file.size for file in files)
+    config, size = _gguf_config(hub, listing, whole, files), sum(file.size for file in files)
     try:
         check_matrices(whole)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
     needed = [entry for each, entry in tensors.items() if not NOT_NEEDED.fullmatch(each)]
-    left_out = [file.name for file in listing.files if is_projector(file.name)]
-    return replace(_facts(name, config, needed, size, size), left_out=tuple(left_out))
+    return _facts(name, config, needed, size, size)
 
 
 def parse_config_files(files: Mapping[str, object]) -> ModelConfig:

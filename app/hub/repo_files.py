@@ -13,7 +13,7 @@ from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.model_config.encoders.pooling import DENSE_FILES, MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 
 from ..errors import CliError
-from ..models.gguf_folders import choose_quantization, quantizations
+from ..models.gguf_folders import choose_projector, choose_quantization, is_projector, quantizations
 from . import errors
 from .errors import HubError
 from .http import USER_AGENT, Web, require_reachable
@@ -190,13 +190,17 @@ def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFil
 
 
 def gguf_files(listing: Listing) -> list[RepoFile]:
-    """Choose the GGUF files of the wanted quantization, the first part first. Raises HubError."""
+    """Choose the GGUF files of the wanted quantization, the first part first, and the projector file of the
+    model last. Raises HubError.
+    """
     assert listing.quantization is not None
     by_name = {file.name: file for file in listing.files}
     try:
-        return [by_name[name] for name in choose_quantization(listing.repo, by_name, listing.quantization)]
+        names = choose_quantization(listing.repo, by_name, listing.quantization)
     except CliError as error:
         raise HubError("no_weights", error.what, error.why, error.fix) from None
+    projector, _ = choose_projector(names[0], [name for name in by_name if is_projector(name)])
+    return [by_name[name] for name in (*names, *([projector] if projector else ()))]
 
 
 def shard_names(repo: str, index: dict[str, Any]) -> list[str]:

@@ -91,6 +91,16 @@ class Program:
 
         return resolve(text, self.environ, self.names, self.in_memory())
 
+    def with_projector(self, model: str, projector: str | None) -> str:
+        """Return the model folder of a GGUF file with the projector file after --mmproj; `model` itself
+        without one. Raises CliError.
+        """
+        from ..models.gguf_folders import folder_with_projector
+
+        if projector is None:
+            return model
+        return str(folder_with_projector(Path(model), Path(projector), self.names.gguf_home))
+
     @property
     def location_flags(self) -> list[str]:
         """Flags that lead another process to the same files."""
@@ -112,11 +122,11 @@ class Program:
         return [ModelRequest(self.resolve(text), alias, options) for text in texts]
 
 
-def require_single(models: Sequence[str], alias: str | None) -> None:
-    """Check that an alias is given to one model. Raises CliError (exit 2)."""
-    if alias is not None and len(models) != 1:
+def require_single(models: Sequence[str], value: str | None, option: str = "--alias") -> None:
+    """Check that an option with a value is given to one model. Raises CliError (exit 2)."""
+    if value is not None and len(models) != 1:
         raise CliError(
-            "--alias names one model", f"{len(models)} models are given", "give one MODEL", Exit.USAGE
+            f"{option} names one model", f"{len(models)} models are given", "give one MODEL", Exit.USAGE
         )
 
 

@@ -24,7 +24,12 @@ from llmbox.engine.gguf.reader import is_gguf
 
 from ..errors import CliError, Exit
 from ..util.formatting import did_you_mean
-from .gguf_folders import choose_quantization, folder_of, quantizations
+from .gguf_folders import (
+    choose_quantization,
+    folder_of,
+    is_projector,
+    quantizations,
+)
 from .recommended import full_name, short_names
 from .registry import NameLookup
 
@@ -213,7 +218,8 @@ def _of_gguf(snapshot: ModelRef, match: re.Match[str], gguf_home: Path | None) -
         ) from None
     if gguf_home is None:
         raise CliError(f"{snapshot.name} cannot be served", "it is a GGUF file", "llmbox ls", Exit.FAILED)
-    return replace(snapshot, path=folder_of(snapshot.path / files[0], gguf_home))
+    beside = [snapshot.path / name for name in names if is_projector(name)]
+    return replace(snapshot, path=folder_of(snapshot.path / files[0], gguf_home, beside=beside))
 
 
 def directory(path: Path) -> ModelRef:

@@ -9,19 +9,24 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.config import name_of
-from llmbox.engine.gguf.folder import LINK, write_folder
-from llmbox.engine.gguf.reader import PART, read_gguf
+from llmbox.engine.gguf.folder import LINK, PROJECTOR_LINK, write_folder
+from llmbox.engine.gguf.reader import PART, is_gguf, read_gguf
 
 from ..errors import CliError, Exit
 
 _QUANTIZATION = re.compile(
     r"(?:^|[-._])((?:UD[-_])?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE
 )
+NO_PROJECTOR = Path("none")
+"""Word of a user who wants no pictures."""
+_WIDTHS = ("F16", "BF16", "F32", "Q8_0")
+_NAMELESS = ("", "model")
+"""Names of projector files that name no model."""
 _WITH_IMAGES = re.compile(r"(?:^|.*[-._])mmproj(?:[-._].*)?", re.IGNORECASE)
 
 
@@ -61,15 +66,70 @@ def choose_quantization(repo: str, names: Iterable[str], wanted: str) -> list[st
     raise CliError(f"{repo} has no quantization {wanted}", why, fix, Exit.NOT_FOUND)
 
 
-def folder_of(file: Path, home: Path) -> Path:
-    """Return the model folder of a GGUF file, made under `home` if needed. Raises CliError."""
+def choose_projector(model: str, names: Sequence[str]) -> tuple[str | None, str]:
+    """Return the projector file for a model among others by their names, or why none of several was chosen.
+
+    That of the model's name is taken, else the only one, or one that names no model; of several widths that
+    with 16 bits.
+    """
+    found = [name for name in names if is_projector(name) or len(names) == 1]
+    if not found:
+        return None, ""
+    own = _core(PART.sub(".gguf", model))
+    by_core: dict[str, list[str]] = {}
+    for name in found:
+        by_core.setdefault(_core(name), []).append(name)
+    near = [core for core in by_core if core and (own.startswith(core) or core.startswith(own))]
+    cores = [max(near, key=len)] if near else [core for core in by_core if core in _NAMELESS]
+    if not cores and len(by_core) > 1:
+        listed = ", ".join(sorted(Path(name).name for name in found))
+        return (
+            None,
+            f"several projector files lie beside its GGUF file ({listed}): name one with --mmproj FILE",
+        )
+    return min(by_core[(cores or list(by_core))[0]], key=_width_order), ""
+
+
+def _core(name: str) -> str:
+    """Return the name of a model in that of a file: without `mmproj` and width."""
+    stem = _QUANTIZATION.sub("", Path(name).stem).lower()
+    return re.sub(r"(^|[-._])mmproj([-._]|$)", r"\1", stem).strip("-._")
+
+
+def _width_order(name: str) -> tuple[int, str]:
+    found = _QUANTIZATION.search(Path(name).stem)
+    width = found[1].upper() if found else ""
+    return (_WIDTHS.index(width) if width in _WIDTHS else len(_WIDTHS), name)
+
+
+def folder_of(
+    file: Path, home: Path, projector: Path | None = None, beside: Sequence[Path] | None = None
+) -> Path:
+    """Return the model folder of a GGUF file, made under `home` if needed. Raises CliError.
+
+    `projector`: file with its vision tower, which then has to fit; `NO_PROJECTOR` for none. By default one of
+    `beside`, or of the files that lie beside it; where that does not fit, the model reads no pictures.
+    """
     file = Path(os.path.abspath(file.expanduser()))  # noqa: PTH100 - links of a snapshot keep their names
     try:
-        status = file.stat()
-        stamp = f"{file}\0{status.st_size}\0{status.st_mtime_ns}"
-        place = home / hashlib.sha256(stamp.encode()).hexdigest()[:12]
+        stamp, problem, is_asked = _stamp(file), "", projector is not None
+        if projector is None:
+            if beside is None:
+                beside = [each for each in file.parent.glob("*.gguf") if is_projector(each.name)]
+            chosen, problem = choose_projector(file.name, [str(each) for each in beside])
+            projector = None if chosen is None else Path(chosen)
+        elif projector == NO_PROJECTOR:
+            projector, problem = None, "it was loaded without a projector file (--mmproj none)"
+        if projector is not None:
+            projector = Path(os.path.abspath(projector.expanduser()))  # noqa: PTH100
+        place = home / _digest(stamp)[:12]
+        if projector is not None or problem:
+            own = _stamp(projector) if projector else problem
+            place = place.with_name(f"{place.name}-{_digest(own)[:8]}")
         made = next((each for each in place.glob("*") if (each / LINK).is_symlink()), None)
-        return made or _make(file, place)
+        if made and is_asked and projector and not (made / PROJECTOR_LINK).is_symlink():
+            made = None  # it did not fit before, and the error says why
+        return made or _make(file, place, projector, problem, is_asked=is_asked)
     except ModelError as error:
         raise CliError(
             f"{file.name} cannot be served", str(error), "docs/models.md has what can be read", Exit.FAILED
@@ -83,13 +143,35 @@ def folder_of(file: Path, home: Path) -> Path:
         ) from None
 
 
+def folder_with_projector(file: Path, projector: Path, home: Path | None) -> Path:
+    """Do as `folder_of` with the file that a user names after --mmproj. Raises CliError."""
+    file = file.expanduser()
+    if home is None or not file.is_file() or not is_gguf(file):
+        raise CliError(
+            "--mmproj goes with a GGUF file",
+            f"{file} is none",
+            "name the file of the language model: llmbox up MODEL.gguf --mmproj MMPROJ.gguf",
+            Exit.USAGE,
+        )
+    return folder_of(file, home, projector)
+
+
+def _stamp(file: Path) -> str:
+    status = file.stat()
+    return f"{file}\0{status.st_size}\0{status.st_mtime_ns}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def weights_of(folder: Path) -> Path:
     """Return where the weights of a loaded model's folder lie: the GGUF file that it links to, or itself."""
     link = folder / LINK
     return link.resolve() if link.is_symlink() else folder.resolve()
 
 
-def _make(file: Path, place: Path) -> Path:
+def _make(file: Path, place: Path, projector: Path | None, problem: str, *, is_asked: bool) -> Path:
     from ..text.tokenizer.gguf_tokenizer import write_tokenizer  # noqa: PLC0415 - the library is slow to import
 
     gguf = read_gguf(file)
@@ -98,7 +180,12 @@ def _make(file: Path, place: Path) -> Path:
     try:
         folder = part / name_of(gguf)
         folder.mkdir()
-        write_folder(gguf, folder)
+        try:
+            write_folder(gguf, folder, projector, problem)
+        except ModelError as error:
+            if projector is None or is_asked:
+                raise
+            write_folder(gguf, folder, problem=f"its projector file is not read: {error}")
         write_tokenizer(gguf.metadata, folder)
         if not place.exists():  # another command may have been a moment faster
             part.rename(place)
@@ -109,7 +196,15 @@ def _make(file: Path, place: Path) -> Path:
 
 
 def _forget_older(file: Path, place: Path) -> None:
-    """Remove folders of earlier versions of the file, and of files that are gone."""
+    """Remove folders of earlier versions of the file or of its projector, and of files that are gone."""
+    own, version = _projector_of(place), place.name[:12]
     for link in place.parent.glob(f"[!.]*/*/{LINK}"):
-        if link.parents[1] != place and (link.readlink() == file or not link.exists()):
-            shutil.rmtree(link.parents[1], ignore_errors=True)
+        other = link.parents[1]
+        projector = _projector_of(other)
+        is_older = other.name[:12] != version or (projector is not None and projector == own)
+        if other != place and ((link.readlink() == file and is_older) or not link.exists()):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _projector_of(place: Path) -> Path | None:
+    return next((link.readlink() for link in place.glob(f"*/{PROJECTOR_LINK}")), None)

@@ -158,6 +158,11 @@ def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> di
 
 def architecture_of(gguf: GgufFile) -> GgufArchitecture:
     """Look up the file's architecture. Raises UnsupportedArchitecture."""
+    if gguf.architecture == "clip":
+        raise UnsupportedArchitecture(
+            f"{gguf.path} is a projector (mmproj), the part of a model that reads pictures: name the file of "
+            "the language model, and leave this one beside it"
+        )
     if gguf.architecture not in ARCHITECTURES:
         raise UnsupportedArchitecture(
             f"{gguf.path}: architecture {gguf.architecture!r} cannot be read from GGUF; readable: "

@@ -1,6 +1,7 @@
 """Model folder of a GGUF file: config.json and generation_config.json made of its metadata, and a link to it.
+With a projector file also preprocessor_config.json and a link to that.
 
-The weights stay in the file. Everything that takes a checkpoint's folder takes this one.
+The weights stay in the files. Everything that takes a checkpoint's folder takes this one.
 """
 
 import json
@@ -14,7 +15,9 @@ from llmbox.kernels.quant_formats import GGUF_QUANTS
 
 from ..checkpoint.safetensors import TensorEntry
 from ..model_config.shape import DTYPE_BYTES
+from ..model_config.vision.families import IMAGE_PROBLEM
 from .config import config_of, dtype_of, generation_of, rope_factors
+from .projector import PROJECTOR_FAMILIES, read_projector, with_vision
 from .reader import FLOATS, GgufFile
 
 LINK = "llmbox.gguf"
@@ -22,10 +25,21 @@ LINK = "llmbox.gguf"
 a `model.gguf` beside safetensors is another file.
 """
 
+PROJECTOR_LINK = "llmbox.mmproj.gguf"
+"""Name of the link to the projector file."""
+_SEEING = {name for family in PROJECTOR_FAMILIES.values() for name in family.architectures} - {"llama"}
+"""Architectures that nearly always have a projector."""
+
 
 def gguf_of(directory: Path) -> Path | None:
     """Return the GGUF file that holds the weights of a model folder; None for other folders."""
     link = directory / LINK
+    return link.readlink() if link.is_symlink() else None
+
+
+def projector_of(directory: Path) -> Path | None:
+    """Return the projector file of a model folder; None for one that has its tower elsewhere, or none."""
+    link = directory / PROJECTOR_LINK
     return link.readlink() if link.is_symlink() else None
 
 
@@ -62,17 +76,36 @@ def _bytes_per_weight(entries: Sequence[TensorEntry], wide: int) -> float:
     return round(sum(sizes) / max(1, weights), 6) or float(wide)
 
 
-def config_json(gguf: GgufFile, factors: Sequence[float] | None = None) -> dict[str, Any]:
-    """Return the config.json of a file. `factors`: RoPE divisors of a tensor. Raises ModelError."""
+def config_json(
+    gguf: GgufFile,
+    factors: Sequence[float] | None = None,
+    projector: GgufFile | None = None,
+    problem: str = "",
+) -> dict[str, dict[str, Any]]:
+    """Return config.json and, with a projector, preprocessor_config.json by name. Raises ModelError.
+
+    `factors`: RoPE divisors of a tensor. `problem`: why there is no projector.
+    """
     config = config_of(gguf, factors)
     described = describe_blocks(gguf)
-    return config if described is None else config | {"quantization_config": described}
+    if described is not None:
+        config["quantization_config"] = described
+    if projector is not None:
+        config, rules = with_vision(config, gguf, projector)
+        return {"config.json": config, "preprocessor_config.json": rules}
+    if not problem and gguf.architecture in _SEEING:
+        problem = "no projector file (mmproj*.gguf), which has its vision tower, lies beside its GGUF file"
+    return {"config.json": config | {IMAGE_PROBLEM: problem} if problem else config}
 
 
-def write_folder(gguf: GgufFile, folder: Path) -> None:
-    """Write the folder's files but the tokenizer's. Raises ModelError and OSError."""
-    config = config_json(gguf, rope_factors(gguf))
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    generation = json.dumps(generation_of(gguf), indent=2)
-    (folder / "generation_config.json").write_text(generation + "\n", encoding="utf-8")
+def write_folder(gguf: GgufFile, folder: Path, projector: Path | None = None, problem: str = "") -> None:
+    """Write the folder's files but the tokenizer's. `projector`, `problem`: as in `config_json`. Raises
+    ModelError and OSError.
+    """
+    vision = None if projector is None else read_projector(projector)
+    files = config_json(gguf, rope_factors(gguf), vision, problem)
+    for name, content in (files | {"generation_config.json": generation_of(gguf)}).items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / LINK).symlink_to(gguf.path)
+    if projector is not None:
+        (folder / PROJECTOR_LINK).symlink_to(projector)

@@ -49,13 +49,7 @@ class GgufTensors:
     def take_blocks(self, name: str, shape: tuple[int, int]) -> tuple[TensorEntry, Tensor]:
         """Return the rows of a matrix as bytes of whole blocks, uint8 [outputs, bytes of a row]."""
         entry = self._entry(name, shape)
-        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
-        try:
-            with open_regular(entry.file, buffering=0) as stream:
-                stream.seek(entry.offset)
-                read_fully(stream.readinto, bytes_of(raw), entry)
-        except OSError as error:
-            raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
+        raw = read_bytes(entry)
         self._done += raw.nbytes
         self._progress(self._done, self._total)
         return entry, self._in_order(entry, raw.view(shape[0], -1))
@@ -117,6 +111,18 @@ class GgufTensors:
         except OSError as error:
             raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
         return out
+
+
+def read_bytes(entry: TensorEntry) -> Tensor:
+    """Return the bytes of a tensor as they are stored. Raises ModelError."""
+    raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+    try:
+        with open_regular(entry.file, buffering=0) as stream:
+            stream.seek(entry.offset)
+            read_fully(stream.readinto, bytes_of(raw), entry)
+    except OSError as error:
+        raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
+    return raw
 
 
 def _part(entry: TensorEntry, place: GgufTensorPlace) -> TensorEntry:

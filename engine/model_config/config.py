@@ -27,8 +27,8 @@ from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
 from .shape import LayerSizes, ModelShape, sliding_shape
 from .vision.config import VisionConfig
-from .vision.families import find_vision
-from .vision.shape import NO_TOWER, vision_shape
+from .vision.families import find_vision, why_no_tower
+from .vision.shape import vision_shape
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 12
@@ -258,7 +258,7 @@ def parse_config(path: Path | str) -> ModelConfig:
 def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     """Do as `parse_config` with the content of config.json; `path` has the weights."""
     kind = architecture_of(fields)
-    vision, image_problem = None, NO_TOWER
+    vision, image_problem = None, why_no_tower(fields)
     if kind.is_nested:
         vision, image_problem = find_vision(Path(path))
         fields = text_fields(fields)

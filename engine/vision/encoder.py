@@ -15,10 +15,12 @@ from llmbox.kernels.ops import Ops
 
 from ..checkpoint.index import list_vision_tensors
 from ..checkpoint.safetensors import TensorEntry
+from ..gguf.folder import projector_of
 from ..ipc.messages import PreparedImage
 from ..model_config.vision.config import VisionConfig
 from ..model_config.vision.tensors import check_vision_tensors
 from ..weights.checkpoint import Checkpoint
+from ..weights.projector_source import ProjectorSource
 from .projectors import PROJECTORS, Projector
 from .tower import VisionTower
 from .weights import TowerWeights
@@ -56,7 +58,10 @@ class VisionEncoder:
 def load_vision_encoder(
     vision: VisionConfig, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device = CPU
 ) -> VisionEncoder:
-    """Load tower and projector from the checkpoint's files. Raises ModelError."""
+    """Load tower and projector from the checkpoint's files, or from a projector file. Raises ModelError."""
+    if (projector := projector_of(directory)) is not None:
+        found = ProjectorSource(projector, vision, directory, ops, dtype, device)
+        return VisionEncoder(vision, TowerWeights(found))
     entries = list_vision_tensors(directory)
     check_vision_tensors(directory, entries, vision.tensors)
     source = Checkpoint(directory, ops, dtype, device, entries=flatten_kernels(entries, vision))

@@ -27,7 +27,7 @@ from ...models.catalog import hub_cache, on_disk
 from ...models.load_request import ModelRequest, with_draft_path
 from ...models.recommended import read_hub_facts
 from .. import output
-from ..options import read_flags, setting_options
+from ..options import mmproj_option, read_flags, setting_options
 
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
@@ -38,15 +38,19 @@ FLAGS = (
 @click.command(cls=Command)
 @click.argument("model")
 @setting_options(*(f"model.{name}" for name in FLAGS))
+@mmproj_option
 @click.option("--probe", is_flag=True, help="Measure the memory bandwidth again.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
-def fit(program: Program, /, model: str, *, as_json: bool, probe: bool, **flags: Any) -> int:
+def fit(
+    program: Program, /, model: str, mmproj: str | None, *, as_json: bool, probe: bool, **flags: Any
+) -> int:
     """Show whether MODEL fits on this machine, with which context and speed; exit 5 if it does not.
 
     MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
     """
     values = {name: value for name, value in read_flags(flags).items() if name.startswith("model.")}
+    model = program.with_projector(model, mmproj)
     facts, ref = find_facts(model, program.environ, program.names, program.in_memory())
     settings = program.settings().settings
     config = ModelRequest(ref, None, with_draft_path(values, program.resolve)).config(settings.model)

@@ -13,13 +13,14 @@ from ...models.load_request import ModelRequest
 from ...util import formatting
 from ...util.formatting import did_you_mean
 from .. import output
-from ..options import checked_alias, model_options, read_flags
+from ..options import checked_alias, mmproj_option, model_options, read_flags
 from ..server.daemon_starter import Started, wait_for_models
 
 
 @click.command(cls=Command)
 @click.argument("model")
 @model_options
+@mmproj_option
 @click.option("--ttl", type=click.FloatRange(0, 1e7), metavar="S", help="Unload after S idle seconds.")
 @click.option("--estimate-only", is_flag=True, help="Show what it would need; load nothing.")
 @click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
@@ -31,6 +32,7 @@ def load(
     /,
     model: str,
     alias: str | None,
+    mmproj: str | None,
     *,
     ttl: float | None,
     estimate_only: bool,
@@ -40,6 +42,7 @@ def load(
     **flags: Any,
 ) -> int:
     """Load a model into the running daemon."""
+    model = program.with_projector(model, mmproj)
     (wanted,) = program.find_models([model], checked_alias(alias), read_flags(flags))
     if estimate_only:
         return estimate(program, wanted, as_json=as_json)

@@ -10,6 +10,7 @@ import click
 from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
+from ..options import mmproj_option
 from .pull import summary
 
 if TYPE_CHECKING:
@@ -104,13 +105,14 @@ def _state(model: "DiskModel", *, loaded: bool) -> str:
 
 @click.command(cls=Command)
 @click.argument("ref")
+@mmproj_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
-def show(program: Program, ref: str, *, as_json: bool) -> None:
+def show(program: Program, ref: str, mmproj: str | None, *, as_json: bool) -> None:
     """Show the details of one model, on disk and in memory."""
     from ...models.catalog import describe, read_config
 
-    place = program.resolve(ref)
+    place = program.resolve(program.with_projector(ref, mmproj))
     memory = _in_memory(program, place.name)
     disk = describe(place)
     config = read_config(place.path)

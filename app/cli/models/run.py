@@ -17,6 +17,7 @@ from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import on_disk
 from ...util import formatting
 from .. import output
+from ..options import mmproj_option
 from ..server.daemon_starter import Started, start_daemon, wait_for_models
 from ..server.up import load_missing
 from .pull import fetch_missing, fetch_time
@@ -31,6 +32,7 @@ HISTORY_LINES = 1000
 @click.command(cls=Command)
 @click.argument("model", required=False)
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]...")
+@mmproj_option
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 @click.option(
     "--temperature", type=click.FloatRange(0, 2), metavar="X", help="0 always takes the likeliest token."
@@ -58,6 +60,7 @@ def run(
     model: str | None,
     prompt: tuple[str, ...],
     system: str | None,
+    mmproj: str | None,
     *,
     images: tuple[str, ...],
     yes: bool,
@@ -75,6 +78,7 @@ def run(
     if model is None:
         model, yes = choose_model(program), True
     urls = [read_image_url(each) for each in images]
+    model = program.with_projector(model, mmproj)
     question = " ".join(prompt)
     if not sys.stdin.isatty():
         question = "\n\n".join(part for part in (question, _piped()) if part)

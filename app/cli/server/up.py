@@ -19,7 +19,7 @@ from ...models.load_request import ModelRequest
 from ...util.formatting import format_setting
 from .. import output
 from ..models.pull import fetch_missing
-from ..options import checked_alias, daemon_options, flag, model_options, parameter, read_flags
+from ..options import checked_alias, daemon_options, flag, mmproj_option, model_options, parameter, read_flags
 from .daemon_starter import Started, start_daemon, wait_for_models
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def sign_in_link(program: Program) -> str:
     metavar="NAME=DIR",
     help="Add the LoRA adapter in DIR under NAME; its base is the first MODEL. May be repeated.",
 )
+@mmproj_option
 @click.option("--wait/--no-wait", default=True, help="Wait until the models are ready (default).")
 @click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
 @click.option("--yes", is_flag=True, help="Fetch models that are not on this disk without asking.")
@@ -54,6 +55,7 @@ def up(
     /,
     models: tuple[str, ...],
     alias: str | None,
+    mmproj: str | None,
     *,
     adapters: tuple[str, ...],
     wait: bool,
@@ -72,6 +74,9 @@ def up(
     alias = checked_alias(alias)
     program.settings(given_flags)
     names: list[str] = []
+    if mmproj is not None:
+        require_single(models, mmproj, "--mmproj")
+        models = (program.with_projector(models[0], mmproj),)
     if models:
         require_single(models, alias)
         fetch_missing(program, models, _server_flags(given_flags), yes=yes)

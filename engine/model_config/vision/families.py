@@ -1,8 +1,9 @@
 """Families whose pictures are read, by the `model_type` of config.json."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ...checkpoint.files import read_json
 from ...checkpoint.index import list_vision_tensors
@@ -32,6 +33,8 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
 }
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""
+IMAGE_PROBLEM: Final = "llmbox_image_problem"
+"""Key of a GGUF file's config.json: why no projector file is read beside it."""
 
 
 def read_vision(directory: Path) -> VisionConfig | None:
@@ -49,7 +52,7 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
     model = _read(directory, "config.json")
     tower, kind = model.raw.get("vision_config"), model.raw.get("model_type")
     if tower is None:
-        return None, NO_TOWER
+        return None, why_no_tower(model)
     rule = VISION_FAMILIES.get(str(kind))
     if rule is None:
         return None, f"the vision tower of {kind} is not supported; docs/models.md lists those that are"
@@ -71,6 +74,28 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
             raise
         return None, f"its vision tower is quantized, which is not supported: {error}"
     return replace(vision, tensors=tensors), ""
+
+
+def why_no_tower(model: Fields) -> str:
+    """Return why a model whose config.json has no tower reads no pictures."""
+    return model.text(IMAGE_PROBLEM, NO_TOWER)
+
+
+def describe_vision(rule: VisionRule, model: Fields, rules: Mapping[str, Any], where: str) -> VisionConfig:
+    """Return the vision part of a model by the content of its files: config.json, and `rules` of its image
+    processor. Raises ModelError.
+    """
+    text = text_fields(model)
+    files = VisionFiles(
+        model=model,
+        tower=Fields(model.mapping("vision_config") or {}, where),
+        processor=Fields(rules, where),
+        tokenizer=Fields({}, where),
+        text=text,
+        hidden_size=text.integer("hidden_size"),
+    )
+    vision = rule(files)
+    return replace(vision, tensors=list_tower_tensors(vision.tower, vision.hidden_size))
 
 
 def _read_files(directory: Path, model: Fields) -> VisionFiles:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...checkpoint.files import MAX_BYTES, open_regular, read_regular
 from ...checkpoint.index import weight_files
 from ...checkpoint.safetensors import MAX_HEADER
-from ...gguf.folder import gguf_of
+from ...gguf.folder import gguf_of, projector_of
 from ...gguf.reader import files_of
 from .file import PackedOrigin
 
@@ -38,7 +38,10 @@ class PackKey:
 
     def _files(self) -> list[Path]:
         file = gguf_of(self.directory)
-        return weight_files(self.directory) if file is None else files_of(file)
+        if file is None:
+            return weight_files(self.directory)
+        projector = projector_of(self.directory)
+        return [*files_of(file), *([] if projector is None else [projector])]
 
     def digest(self) -> str:
         """Return the key as hex. Reads headers and config, not the weights. Raises ModelError and OSError."""

@@ -1,0 +1,199 @@
+"""Tiny vision-language models as two GGUF files, as llama.cpp's converter writes them: model and mmproj."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import quantize
+from safetensors.numpy import load_file, save_file
+
+from llmbox.engine.checkpoint.index import inner_name
+
+from .gguf_models import side_by_side, write_gguf
+from .tiny_models import write_json, write_tokenizer
+from .vision_models import MODELS, make_vision_model
+
+SEEING: dict[str, tuple[str, str, str]] = {
+    "gemma3": ("gemma3", "gemma3", "<image_soft_token>"),
+    "qwen2_vl": ("qwen2vl", "qwen2vl_merger", "<|image_pad|>"),
+    "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger", "<|image_pad|>"),
+    "qwen3_vl": ("qwen3vl", "qwen3vl_merger", "<|image_pad|>"),
+    "mistral3": ("llama", "pixtral", "[IMG]"),
+    "idefics3": ("llama", "idefics3", "<image>"),
+}
+"""Architecture, projector type and image token of families that llama.cpp has projectors for."""
+CHANGES: dict[str, dict[str, Any]] = {
+    # Files cannot say that every second layer from the first on sees all of a picture, nor other windows.
+    "qwen2_5_vl": {"window_size": 36, "fullatt_block_indexes": [1]},
+    "mistral3": {"hidden_act": "silu"},
+}
+
+
+def make_seeing_model(directory: Path, kind: str, **changes: Any) -> Any:
+    """Write a checkpoint that GGUF files can describe, with a tokenizer that has its image token as id 10."""
+    values = MODELS[kind][1]
+    text = values["text_config"] | {"vocab_size": 288, "query_pre_attn_scalar": 16}
+    tower = values["vision_config"] | CHANGES.get(kind, {})
+    model = make_vision_model(directory, kind, vision_config=tower, text_config=text, **changes)
+    write_tokenizer(directory)
+    add_image_token(directory, kind)
+    rules = json.loads((directory / "preprocessor_config.json").read_text())
+    write_json(
+        directory / "preprocessor_config.json", {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} | rules
+    )
+    return model
+
+
+def add_image_token(directory: Path, kind: str) -> None:
+    """Make the token 10 of a tokenizer the image token of a family."""
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary, mark = raw["model"]["vocab"], SEEING[kind][2]
+    (old,) = (word for word, number in vocabulary.items() if number == 10)
+    del vocabulary[old]
+    vocabulary[mark] = 10
+    raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if old not in (*pair, "".join(pair))]
+    raw["added_tokens"].append({**raw["added_tokens"][0], "id": 10, "content": mark})
+    write_json(directory / "tokenizer.json", raw)
+
+
+def write_seeing_gguf(directory: Path, file: Path, kind: str, **metadata: Any) -> Path:
+    """Write the language model of a checkpoint."""
+    config, arch = json.loads((directory / "config.json").read_text()), SEEING[kind][0]
+    inner = directory / "text"
+    inner.mkdir(exist_ok=True)
+    stored = load_file(directory / "model.safetensors")
+    arrays = {inner_name(name): array for name, array in stored.items()}
+    text = {
+        n: a
+        for n, a in arrays.items()
+        if n.startswith(("lm_head.", "model.layers.", "model.embed", "model.norm"))
+    }
+    save_file(text, inner / "model.safetensors")
+    settings = config["text_config"]
+    rope = settings.get("rope_parameters") or {}
+    write_json(inner / "config.json", settings | {"rope_parameters": rope.get("full_attention", rope)})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (inner / name).write_bytes((directory / name).read_bytes())
+    if sections := rope.get("mrope_section"):
+        metadata["rope__dimension_sections"] = [*sections, 0]
+    return write_gguf(inner, file, arch=arch, **metadata)
+
+
+def write_mmproj(
+    directory: Path,
+    file: Path,
+    kind: str,
+    width: str = "F32",
+    change: Callable[[str, Any], Any] | None = None,
+) -> Path:
+    """Write the tower of a checkpoint. `change` gets each tensor, and returns another or None."""
+    config = json.loads((directory / "config.json").read_text())
+    tower, rules = config["vision_config"], json.loads((directory / "preprocessor_config.json").read_text())
+    writer = gguf.GGUFWriter(file, "clip")
+    writer.add_type(gguf.GGUFType.MMPROJ)
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(SEEING[kind][1])
+    writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
+    hidden = tower.get("embed_dim", tower["hidden_size"])
+    layers = tower.get("depth", tower.get("num_hidden_layers"))
+    heads = tower.get("num_heads", tower.get("num_attention_heads"))
+    writer.add_vision_image_size(tower.get("image_size", 560))
+    writer.add_vision_patch_size(tower["patch_size"])
+    writer.add_vision_embedding_length(hidden)
+    # The converter takes the width of the embeddings for that of Qwen2-VL's MLP.
+    writer.add_vision_feed_forward_length(tower.get("intermediate_size", tower["hidden_size"]))
+    writer.add_vision_block_count(layers)
+    writer.add_vision_head_count(heads)
+    writer.add_vision_attention_layernorm_eps(1e-5 if kind == "mistral3" else 1e-6)
+    writer.add_vision_image_mean(rules["image_mean"])
+    writer.add_vision_image_std(rules["image_std"])
+    _add_rules(writer, kind, config, rules)
+    for name, array in _tensors(directory, kind, config, heads):
+        found = array if change is None else change(name, array)
+        if found is None:
+            continue
+        if width == "F32" or found.ndim == 1 or found.shape[-1] % 32:
+            writer.add_tensor(name, np.ascontiguousarray(found.astype(np.float32)))
+        elif width == "F16":
+            writer.add_tensor(name, found.astype(np.float16))
+        else:
+            qtype = gguf.GGMLQuantizationType[width]
+            writer.add_tensor(name, quantize(found.astype(np.float32), qtype), raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _add_rules(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], rules: dict[str, Any]) -> None:
+    tower = config["vision_config"]
+    if kind.startswith("qwen"):
+        size = rules.get("size", {})
+        writer.add_uint32("clip.vision.image_min_pixels", rules.get("min_pixels") or size["shortest_edge"])
+        writer.add_uint32("clip.vision.image_max_pixels", rules.get("max_pixels") or size["longest_edge"])
+        writer.add_vision_spatial_merge_size(2)
+    match kind:
+        case "qwen2_5_vl":
+            writer.add_vision_use_silu(True)
+            writer.add_vision_n_wa_pattern(tower["fullatt_block_indexes"][0] + 1)
+            writer.add_uint32("clip.vision.window_size", tower["window_size"])
+        case "qwen3_vl":
+            writer.add_vision_use_gelu(True)
+            levels = tower["deepstack_visual_indexes"]
+            writer.add_vision_is_deepstack_layers([layer in levels for layer in range(tower["depth"])])
+        case "gemma3":
+            writer.add_vision_use_gelu(True)
+            writer.add_vision_projector_scale_factor(2)
+        case "idefics3":
+            writer.add_vision_use_gelu(True)
+            writer.add_vision_projector_scale_factor(config["scale_factor"])
+            writer.add_vision_preproc_image_size(rules["size"]["longest_edge"])
+        case "mistral3":
+            writer.add_vision_use_silu(True)
+            writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
+
+
+def _tensors(
+    directory: Path, kind: str, config: dict[str, Any], heads: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    levels = config["vision_config"].get("deepstack_visual_indexes", [])
+    for stored, array in load_file(directory / "model.safetensors").items():
+        if "language_model" in stored or not any(
+            part in stored for part in ("vision", "visual", "multi_modal", "connector")
+        ):
+            continue
+        name = stored if kind == "idefics3" else stored.removeprefix("model.")
+        if kind == "gemma3":
+            name = name.replace("_weight", ".weight")
+            name = name.replace("vision_tower.", "vision_tower.vision_model.")
+            array = array + 1 if "soft_emb_norm" in name else array  # noqa: PLW2901
+        if kind == "mistral3" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            array = side_by_side(array, heads)  # noqa: PLW2901
+        if name == "visual.patch_embed.proj.weight":
+            yield "v.patch_embd.weight", array[:, :, 0]
+            yield "v.patch_embd.weight.1", array[:, :, 1]
+        elif ".attn.qkv." in name and kind != "qwen3_vl":
+            for part, rows in zip("qkv", np.split(array, 3), strict=True):
+                yield _placed(names, name.replace("qkv", part)), rows
+        elif name.startswith("visual.deepstack_merger_list."):
+            level, part, suffix = name.split(".")[2:]
+            yield f"v.deepstack.{levels[int(level)]}.{part.removeprefix('linear_')}.{suffix}", array
+        elif kind == "qwen3_vl" and name.startswith("visual.merger."):
+            part, suffix = name.split(".")[2:]
+            place = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}[part]
+            yield f"{place}.{suffix}", array
+        elif name.endswith("patch_merger.merging_layer.weight"):
+            yield "mm.patch_merger.weight", array
+        else:
+            yield _placed(names, name), array
+
+
+def _placed(names: gguf.TensorNameMap, name: str) -> str:
+    place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert place is not None, name
+    return place
