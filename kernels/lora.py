@@ -17,6 +17,8 @@ from torch import Tensor
 
 MAX_SLOTS = 64
 """Adapters that are in memory at once."""
+TILE_ROWS = 16
+"""Rows of a tile of `LoraTiles`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,7 @@ class LoraRows:
     @classmethod
     def of(cls, slots_T: Iterable[tuple[int, range]]) -> "LoraRows | None":
         """Group (slot, rows) by slot; a negative slot is none. None where no row has one."""
-        by_slot: dict[int, array[int]] = {}
-        for slot, rows in slots_T:
-            if slot >= 0:
-                by_slot.setdefault(slot, array("i")).extend(rows)
+        by_slot = _group(slots_T)
         if not by_slot:
             return None
         order, starts = array("i"), array("i", [0])
@@ -50,6 +49,56 @@ class LoraRows:
         bounds = self.starts.tolist()
         each = zip(self.slots.tolist(), bounds, bounds[1:], strict=False)
         return [(slot, self.rows[start:stop].long()) for slot, start, stop in each]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTiles:
+    """The same rows on a GPU, as tiles of one adapter each: their number alone decides what is launched."""
+
+    tiles: Tensor
+    """int32 [tiles, 1 + TILE_ROWS]: slot and rows. A slot of -1 is no tile, a row of -1 no row."""
+    host: "array[int] | None" = None
+    """The same numbers, where they do not change."""
+
+    @staticmethod
+    def numbers(slots_T: Iterable[tuple[int, range]]) -> "array[int]":
+        """Return the tiles of (slot, rows), one after another; a negative slot is none."""
+        by_slot, tiles = _group(slots_T), array("i")
+        for slot in sorted(by_slot):
+            rows = by_slot[slot]
+            for start in range(0, len(rows), TILE_ROWS):
+                part = rows[start : start + TILE_ROWS]
+                tiles.append(slot)
+                tiles.extend(part)
+                tiles.extend([-1] * (TILE_ROWS - len(part)))
+        return tiles
+
+    @staticmethod
+    def most(rows: int) -> int:
+        """Return the most tiles that so many rows can have."""
+        return min(rows, MAX_SLOTS + rows // TILE_ROWS)
+
+    def runs(self) -> list[tuple[int, Tensor]]:
+        """Return slot and row numbers of each tile, for indexing."""
+        numbers = self.tiles.flatten().tolist() if self.host is None else self.host
+        runs = []
+        for number, tile in enumerate(self.tiles):
+            slot, *rows = numbers[number * len(tile) : (number + 1) * len(tile)]
+            count = sum(row >= 0 for row in rows)
+            if slot >= 0:
+                runs.append((slot, tile[1 : 1 + count].long()))
+        return runs
+
+
+def _group(slots_T: Iterable[tuple[int, range]]) -> "dict[int, array[int]]":
+    by_slot: dict[int, array[int]] = {}
+    for slot, rows in slots_T:
+        if slot >= 0:
+            by_slot.setdefault(slot, array("i")).extend(rows)
+    return by_slot
+
+
+AdaptedRows = LoraRows | LoraTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +136,10 @@ class LoraSite:
     """Whole embeddings [V, E] in place of the model's, by slot."""
     addresses: "array[int]" = field(default_factory=lambda: array("q", bytes(8 * MAX_SLOTS)))
     """Addresses by slot that C++ kernels read: of packed weights, or of a table; 0: none."""
+    on_device: Tensor | None = None
+    """The same addresses as Triton kernels read them; None until an adapter has something here."""
+    ranks: int = 0
+    """Ranks that launches of Triton kernels are made for; never fewer than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +155,21 @@ class LoraOps:
     unload: Callable[[LoraSite, int], None]
     """(site, slot): forget what is there, if anything."""
 
-    add: Callable[[LoraSite, Tensor, Tensor, LoraRows], None]
+    add: Callable[[LoraSite, Tensor, Tensor, Any], None]
     """(site, x_TI, y_TO, rows): add to y in place, in float32 and rounded once. y has the dtype of x or
     float32; rows of both may be strided."""
 
-    embed: Callable[[LoraSite, Tensor, Tensor, float, LoraRows], None]
+    embed: Callable[[LoraSite, Tensor, Tensor, float, Any], None]
     """(site, ids_T, x_TE, scale, rows): write embeddings of adapters that have a table, scaled."""
+
+    takes_tiles: bool = False
+    """`rows` of the two above are `LoraTiles`, not `LoraRows`: a runner on a GPU needs that."""
+
+    device: torch.device | None = None
+    """Where weights of adapters lie; None: on the host."""
+
+    launches: Callable[[], int] = int
+    """Number that changes when an adapter was loaded that graphs captured before cannot serve."""
 
 
 def unload(site: LoraSite, slot: int) -> None:
@@ -118,7 +180,7 @@ def unload(site: LoraSite, slot: int) -> None:
 
 def reference_lora() -> LoraOps:
     """Return the meaning of the operations, in plain torch."""
-    return LoraOps(_load, _load_table, unload, _add, _embed)
+    return LoraOps(_load, _load_table, unload, _add, _embed, takes_tiles=True)
 
 
 def _load(site: LoraSite, slot: int, weights: LoraWeights) -> None:
@@ -129,7 +191,7 @@ def _load_table(site: LoraSite, slot: int, table_VE: Tensor) -> None:
     site.tables[slot] = table_VE
 
 
-def _add(site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: LoraRows) -> None:
+def _add(site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: AdaptedRows) -> None:
     for slot, index in rows.runs():
         weights = site.weights.get(slot)
         if weights is None:
@@ -142,7 +204,7 @@ def _add(site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: LoraRows) -> None:
             y_TO[index, columns] = added.to(y_TO.dtype)
 
 
-def _embed(site: LoraSite, ids_T: Tensor, x_TE: Tensor, scale: float, rows: LoraRows) -> None:
+def _embed(site: LoraSite, ids_T: Tensor, x_TE: Tensor, scale: float, rows: AdaptedRows) -> None:
     for slot, index in rows.runs():
         table_VE = site.tables.get(slot)
         if table_VE is not None:

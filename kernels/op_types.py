@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .activation import Activation
-from .lora import LoraRows
+from .lora import AdaptedRows
 
 Scoring = Literal["softmax", "sigmoid"]
 """Function that turns a row's router logits into scores."""
@@ -135,7 +135,7 @@ class BatchLayout:
     """For models whose rows of a picture see each other: 0 for rows that see positions up to their own, 1 for
     a sequence whose rows see all of them up to its last, 2 for one that does so in layers with a sliding
     window alone."""
-    adapters: LoraRows | None = None
+    adapters: AdaptedRows | None = None
     """Rows that have a LoRA adapter; None: no row has one."""
 
     def for_cache(self, *, is_windowed: bool) -> "BatchLayout":

@@ -136,7 +136,21 @@ class ShmCommunicator:
         raise NotImplementedError
 
     def all_agree(self, works: bool) -> bool:
-        raise NotImplementedError  # called after graph captures, and CPUs have none
+        """Pass the votes from stage to stage, and the result back: without steps that overlap, nothing else
+        goes that way.
+        """
+        layout, vote = self._layout, torch.tensor([works], dtype=torch.int32)
+        if not layout.is_first:
+            self.receive(earlier := torch.empty_like(vote))
+            vote *= earlier
+        if layout.tp > 1:
+            vote = self.all_gather(vote).amin(0)
+        if not layout.is_last:
+            self.send(vote)
+            self._receive(vote, layout.rank + layout.tp)
+        if not layout.is_first:
+            self._send(vote, layout.rank - layout.tp)
+        return bool(vote)
 
     def transfer_to_first_stage(self, x: Tensor) -> AsyncWork:
         """Send into the socket, whose buffer holds the ids of more steps than are ever in flight; the first

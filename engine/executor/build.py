@@ -86,6 +86,8 @@ class RankEngine:
     """Proposers of draft tokens that run a model."""
     images: EncodedImages | None = None
     """Pictures of a model with a vision tower."""
+    takes_adapters: bool = False
+    """Rows may have a LoRA adapter."""
 
     def finish(
         self, agree: Agree = int
@@ -127,7 +129,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
     scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, share.images)
-    if isinstance(share.runner, CPUModelRunner) and share.runner.takes_adapters:
+    if share.takes_adapters:
         scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes)
     memory: DeviceBlockMemory | RankBlockMemory | None = None
     if isinstance(local, CPUModelRunner | GPUModelRunner):
@@ -193,7 +195,10 @@ def load_rank(
     if overlaps:
         parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states, images)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
-        return RankEngine(rotary, kernels, make, plan, ops.name, measured, images=images)
+        takes = model.adapters is not None and model.adapters.takes_tiles
+        return RankEngine(
+            rotary, kernels, make, plan, ops.name, measured, images=images, takes_adapters=takes
+        )
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)
     window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
@@ -212,7 +217,8 @@ def load_rank(
     target = DraftTarget(config, plan, model, ops, runner, threads, kv_dtype, progress)
     proposers, head = load_proposers(target) if rows else ([], "")
     kernels += (head,) if head else ()
-    return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, proposers, images)
+    takes = model.adapters is not None
+    return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, proposers, images, takes)
 
 
 def encoder_options(config: EngineConfig) -> EngineConfig:

@@ -226,7 +226,8 @@ def make_device_runner(
         return build(parts, plan, HostDevice(), None, 0), plan
     meter = CudaMeter(device, free_before)
     on_device = CudaDevice(device)
-    graphs = graphs_reserve(len(capture_sizes(plan.step_rows))) if config.cuda_graphs else 0
+    kinds = 1 + config.plans_adapters  # steps with adapters have graphs of their own
+    graphs = graphs_reserve(kinds * len(capture_sizes(plan.step_rows))) if config.cuda_graphs else 0
     row_counts = parts.model.ops.warmup_batch_sizes
     make = partial(build, parts, device=on_device, capture=None, graphs_bytes=0)
     plan = profile_kv_blocks(config, plan, meter, graphs, make, row_counts, agree)
@@ -290,6 +291,7 @@ def profile_kv_blocks(
     caches = (needed + 1) * (block_bytes + window_bytes) + plan.state_bytes
     workspace = max(0, meter.peak() - weights - caches)
     pictures = measure_pictures(runner, plan, meter)
+    workspace += config.lora_bytes if config.plans_adapters else 0
     del runner
     meter.reset_peak()
     measured = MemoryProfile(weights, workspace + pictures, meter.runtime(), graphs, plan.state_bytes)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmbox.kernels.lora import LoraRows
+from llmbox.kernels.lora import AdaptedRows
 from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
@@ -238,7 +238,7 @@ class Decoder:
         ops.host_callback(self.rank.communicator.receive, (x_TE, residual_TE))
         return self.layers[0].resume(x_TE, residual_TE), residual_TE
 
-    def logits(self, hidden_RE: Tensor, adapted: LoraRows | None = None) -> Tensor:
+    def logits(self, hidden_RE: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         """Compute logits [R, V] in float32 or the model's dtype; V is this rank's padded vocabulary shard.
         `adapted`: rows of R that have an adapter.
         """

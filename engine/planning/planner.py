@@ -305,8 +305,7 @@ class Planner:
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
             drafting = need(replace(self.draft.shape, vocab=vocab), rows=DRAFT_MODEL_ROWS)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
-        takes = self.config.plans_adapters and self.budget.device == "cpu"  # GPUs refuse adapters
-        adapters = self.config.lora_bytes if takes else 0
+        adapters = self.config.lora_bytes if self.config.plans_adapters else 0
         return drafting + adapters + need(self.shape, rows=rows, graphs=self._graphs())
 
     def _graphs(self) -> int:
@@ -315,7 +314,8 @@ class Planner:
             return 0
         if self.shape.is_bidirectional:
             return 0
-        return len(capture_sizes(ceil_div(self.max_running, self.stages)))
+        # Steps with adapters have graphs of their own.
+        return (1 + self.config.plans_adapters) * len(capture_sizes(ceil_div(self.max_running, self.stages)))
 
     @property
     def _is_native(self) -> bool:

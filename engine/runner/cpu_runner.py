@@ -3,37 +3,30 @@
 T rows of the step, R rows whose logits are wanted, S of them to sample, E hidden.
 """
 
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from llmbox.kernels.lora import LoraRows
 from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
-from ..checkpoint.adapter import read_adapter
 from ..core.step import ImagePiece, ScheduledRequest, StepPlan, StepResult
 from ..device.device import HostDevice
-from ..errors import ModelError
 from ..ipc.messages import TokenLogprobs
 from ..model.decoder import Decoder
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
+from ..weights.loaded_adapters import LoadedAdapters
 from .block_memory import DeviceBlockMemory, block_memory
 from .draft_head import FollowingProposer, HeadProposer
 from .draft_verification import requests_with_nan, verify_drafts
 from .image_rows import EncodedImages
 from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, sliding_table
 from .pooling import read_sums, sum_states
-
-log = logging.getLogger("llmbox.engine")
 
 
 class CPUModelRunner:
@@ -74,10 +67,7 @@ class CPUModelRunner:
         self._block_size = block_size
         self._device = device
         self._windows = set(model.config.windows)
-        self._broken_adapters: dict[int, str] = {}
-        """Reason why the adapter of a slot could not be loaded."""
-        self._adapters: set[int] = set()
-        """Slots with an adapter."""
+        self._adapters = LoadedAdapters(model.adapters, model.dtype, model.rank)
         self._follower: FollowingProposer | None = None
         self._taps = False
 
@@ -94,8 +84,8 @@ class CPUModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step. Decoding rows come first, sorted by context: attention batches neighbours."""
-        for slot, folder in plan.adapter_loads:
-            self._load_adapter(slot, folder)
+        if plan.adapter_loads:
+            self._adapters.load(plan.adapter_loads)
         for cache in self._caches:
             self._ops.copy_blocks(cache, plan.copies)
         if self._states is not None:
@@ -107,7 +97,7 @@ class CPUModelRunner:
             self._device,
             with_windows=self._has_window_blocks,
             with_states=self._states is not None,
-            with_adapters=bool(self._adapters),
+            adapters=self._model.adapters if self._adapters else None,
         )
         if self._has_window_blocks:
             self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, sliding_table))
@@ -144,8 +134,7 @@ class CPUModelRunner:
         """Sample, score and pool the wanted rows."""
         result = self._sample(hidden_RE[: batch.num_sampled], batch)
         rest_RE = hidden_RE[batch.num_sampled :]
-        if self._broken_adapters:
-            result.failed.update(self._without_adapter(rows))
+        result.failed.update(self._adapters.failures(rows))
         if not self._model.is_last:
             return result
         result.prompt_logprobs.update(prompt_logprobs(self._model, self._sampler, rest_RE, batch.prompts))
@@ -157,37 +146,6 @@ class CPUModelRunner:
         """Return access to the bytes of its KV blocks and recurrent states."""
         window_cache = self._window_cache if self._has_window_blocks else None
         return block_memory(self._ops, self._caches, window_cache, self._states, HostDevice())
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Return True if rows may have a LoRA adapter."""
-        return self._model.adapters is not None
-
-    def _load_adapter(self, slot: int, folder: str) -> None:
-        """Load an adapter in place of what the slot held, or nothing. Where that fails, its requests do."""
-        adapters = self._model.adapters
-        assert adapters is not None
-        adapters.unload(slot)
-        self._broken_adapters.pop(slot, None)
-        self._adapters.discard(slot)
-        if not folder:
-            return
-        self._adapters.add(slot)
-        started = time.monotonic()
-        try:
-            taken = adapters.load(slot, read_adapter(Path(folder)), self._model.dtype)
-        except ModelError as error:
-            log.error("an adapter cannot be loaded: %s", error)  # noqa: TRY400 - the message says it all
-            self._broken_adapters[slot] = str(error)
-            return
-        seconds = time.monotonic() - started
-        log.info("adapter %s: %.1f MB in %.0f ms", Path(folder).name, taken / 1e6, seconds * 1e3)
-
-    def _without_adapter(self, rows: list[ScheduledRequest]) -> dict[str, str]:
-        """Return the requests whose adapter could not be loaded, with the reason."""
-        broken = self._broken_adapters
-        named = ((row.request.request_id, row.request.adapter_slot) for row in rows)
-        return {name: broken[slot] for name, slot in named if slot in broken}
 
     def _pool(self, hidden_RE: Tensor, batch: StepBatch, result: StepResult) -> None:
         count = sum(rows.count for rows in batch.pooled)
@@ -233,7 +191,11 @@ class CPUModelRunner:
         if not batch.num_sampled or not self._model.is_last:
             return StepResult()
         doubtful = requests_with_nan(hidden_SE, batch.rounds)
-        adapted = None if batch.ragged.adapters is None else _rows_of_logits(batch.rounds)
+        adapted, adapters = None, self._model.adapters
+        if batch.ragged.adapters is not None and adapters is not None:
+            requests = (row.request for part in batch.rounds for row in part)
+            slots = ((request.adapter_slot, range(n, n + 1)) for n, request in enumerate(requests))
+            adapted = adapters.group(slots, hidden_SE.device)
         return verify_drafts(self._sampler, self._model.logits(hidden_SE, adapted), batch.rounds, doubtful)
 
 
@@ -248,17 +210,13 @@ def prompt_logprobs(
         for start in range(0, len(prompt.next_ids), PROMPT_LOGPROB_ROWS):
             ids = prompt.next_ids[start : start + PROMPT_LOGPROB_ROWS]
             slot = prompt.request.adapter_slot
-            adapted = LoraRows.of([(slot, range(len(ids)))]) if slot >= 0 else None
+            adapted = None
+            if slot >= 0 and model.adapters is not None:
+                adapted = model.adapters.group([(slot, range(len(ids)))], hidden_RE.device)
             logits_RV = model.logits(hidden_RE[row : row + len(ids)], adapted)
             entries += sampler.prompt_logprobs(logits_RV, ids, prompt.top)
             row += len(ids)
     return result
-
-
-def _rows_of_logits(rounds: list[list[ScheduledRequest]]) -> LoraRows | None:
-    """Return which sampled rows have an adapter: a row of each round, in order."""
-    requests = (row.request for part in rounds for row in part)
-    return LoraRows.of((request.adapter_slot, range(n, n + 1)) for n, request in enumerate(requests))
 
 
 def _decoding_first(row: ScheduledRequest) -> tuple[bool, int]:

@@ -4,19 +4,23 @@ N sequences, T rows of the step, B blocks of a table, R rows of `DeviceRequestSt
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from llmbox.kernels.lora import TILE_ROWS, LoraTiles
 from llmbox.kernels.op_types import BatchLayout, StateLayout, WindowLayout
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 
+from ..core.request import Request
 from ..core.step import ScheduledRequest
 from ..device.upload import Uploader
+from ..model.decoder import Decoder
 from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
+from ..weights.loaded_adapters import LoadedAdapters
 from .input_batch import PromptRows, saves_of
 from .pooling import PooledRows, pooled_rows
 
@@ -46,10 +50,12 @@ def decode_inputs(
     contexts: Sequence[int],
     block_size: int,
     save_N: Tensor | None = None,
+    adapters: LoraTiles | None = None,
 ) -> tuple[Tensor, BatchLayout]:
     """Return (ids_N, layout) of a decoding step, from device tensors alone. Length 0: a padding row.
 
     `save_N`: slot to save each sequence's recurrent state to, -1 for none; for models that have some.
+    `adapters`: of its rows.
     """
     count = len(row_N)
     ids_N = rows.last_R.index_select(0, row_N)
@@ -77,8 +83,65 @@ def decode_inputs(
         slots_T=inputs.slots_R,
         window=window,
         states=states,
+        adapters=adapters,
     )
     return ids_N, ragged
+
+
+class DeviceAdapters(LoadedAdapters):
+    """Adapters of a GPU's runner, and which rows of its steps have one."""
+
+    def __init__(self, model: Decoder, max_running: int, uploader: Uploader, device: torch.device) -> None:
+        super().__init__(model.adapters, model.dtype, model.rank)
+        self._uploader = uploader
+        shape = LoraTiles.most(max_running), 1 + TILE_ROWS
+        self.tiles = torch.full(shape, -1, dtype=torch.int32, device=device)
+        """Rows of a decoding step, an input of its graphs."""
+
+    def load(self, loads: Sequence[tuple[int, str]]) -> bool:
+        """Return also whether graphs that were captured before serve all adapters; the same on all ranks."""
+        assert self._layers is not None
+        before = self._layers.launches
+        super().load(loads)
+        serve = self._layers.launches == before
+        return serve if self._rank.layout.ranks == 1 else self._rank.communicator.all_agree(serve)
+
+    def are_of(self, rows: Sequence[ScheduledRequest]) -> bool:
+        """Return True if a row has an adapter."""
+        return bool(self) and any(row.request.adapter_slot >= 0 for row in rows)
+
+    def upload(self, rows: Sequence[ScheduledRequest], size: int) -> None:
+        """Write the tiles of a decoding step of `size` rows."""
+        slots = ((row.request.adapter_slot, range(n, n + 1)) for n, row in enumerate(rows))
+        upload_tiles(slots, self._uploader, self.of_decoding(size).tiles)
+
+    def of_decoding(self, size: int) -> LoraTiles:
+        return LoraTiles(self.tiles[: LoraTiles.most(size)])
+
+    def of_logits(self, requests: Sequence[Request]) -> LoraTiles | None:
+        """Return the tiles of rows of logits, one for each request, where an adapter changes them."""
+        if not self or self._layers is None or not self._layers.changes_head:
+            return None
+        slots = ((request.adapter_slot, range(n, n + 1)) for n, request in enumerate(requests))
+        return upload_tiles(slots, self._uploader)
+
+
+def upload_tiles(
+    slots_T: Iterable[tuple[int, range]], uploader: Uploader, into: Tensor | None = None
+) -> LoraTiles | None:
+    """Return the tiles of (slot, rows) on the device; None where no row has an adapter. `into`: write them
+    there, and no tiles behind them.
+    """
+    numbers = LoraTiles.numbers(slots_T)
+    if not numbers and into is None:
+        return None
+    if into is not None:
+        numbers.extend([-1] * (into.numel() - len(numbers)))
+    (uploaded,) = uploader.upload(numbers)
+    if into is None:
+        return LoraTiles(uploaded.view(-1, 1 + TILE_ROWS), numbers)
+    into.copy_(uploaded.view_as(into))
+    return LoraTiles(into)
 
 
 def prepare(ops: Ops, rows: DecodeRows, block_size: int) -> DecodeInputs:
@@ -109,10 +172,11 @@ def mixed_inputs(
     block_size: int,
     *,
     with_states: bool = False,
+    with_adapters: bool = False,
 ) -> MixedStep:
     """Build the inputs of a step with prefills. `numbers`: state row of each scheduled request.
 
-    `with_states`: the model has recurrent layers.
+    `with_states`: the model has recurrent layers. `with_adapters`: rows have some.
     """
     flat = _Flat()
     for one, number in zip(planned, numbers, strict=True):
@@ -142,6 +206,11 @@ def mixed_inputs(
     states = None
     if with_states:
         states = StateLayout(rows.state_slots(row_N), *uploader.upload(*saves_of(planned, flat.starts)))
+    adapters = None
+    if with_adapters:
+        bounds = zip(planned, flat.starts, flat.starts[1:], strict=False)
+        slots = ((one.request.adapter_slot, range(start, end)) for one, start, end in bounds)
+        adapters = upload_tiles(slots, uploader)
     ragged = BatchLayout(
         block_size=block_size,
         query_lens=list(flat.lengths),
@@ -153,6 +222,7 @@ def mixed_inputs(
         slots_T=slots_T,
         window=None if rows.window_tables is None else WindowLayout(*place(rows.window_tables)),
         states=states,
+        adapters=adapters,
     )
     wanted_W = torch.cat((sampled, prompt, vector))
     return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts, next_P, flat.pooled)

@@ -12,8 +12,9 @@ hidden.
 """
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,12 +35,12 @@ from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
 from ..sampling.device_state import DeviceRequestState
 from .block_memory import DeviceBlockMemory, block_memory
 from .cuda_graphs import DecodeGraphs, GraphCapture
-from .gpu_inputs import MixedStep, decode_inputs, mixed_inputs
+from .gpu_inputs import DeviceAdapters, MixedStep, decode_inputs, mixed_inputs
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
 from .pipeline_feedback import SampledTokenFeedback
-from .pooling import PooledRows, read_sums, sum_states
-from .prompt_logprobs import PromptNumbers, prompt_numbers
+from .pooling import sum_states
+from .prompt_logprobs import PromptNumbers, StepExtras, prompt_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +55,6 @@ class DeviceSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class StepExtras:
-    """Results of a step besides its tokens, on the host; valid after the step's event."""
-
-    prompts: PromptNumbers | None = None
-    pooled: Sequence[PooledRows] = ()
-    sums_KE: Tensor | None = None
-    """Result of `sum_states`."""
-
-    def read(self) -> StepResult:
-        result = StepResult(prompt_logprobs=self.prompts.read() if self.prompts is not None else {})
-        if self.sums_KE is not None:
-            sums, failed = read_sums(self.sums_KE, self.pooled)
-            result.pooled.update(sums)
-            result.failed.update(failed)
-        return result
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """Handle of a launched step."""
 
@@ -80,6 +63,8 @@ class LaunchedStep:
     numbers_SC: Tensor | None
     """Sampler output on the host; valid after the event."""
     extras: StepExtras | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Requests whose adapter could not be loaded, with the reason."""
 
     def wait(self) -> None:
         self.event.wait()
@@ -137,11 +122,17 @@ class GPUModelRunner:
             self._ops.clear_blocks(each, [sizes.num_blocks])
         if sizes.window_blocks:
             self._ops.clear_blocks(window_cache, [sizes.window_blocks])
-        self.graphs = None
+        self._adapters = DeviceAdapters(model, sizes.max_running, self._uploader, where)
+        self.graphs: DecodeGraphs | None = None
+        self.adapted_graphs: DecodeGraphs | None = None
+        """Graphs of steps in which rows have an adapter; None until there is one."""
         if capture is not None:
             agree = self._rank.communicator.all_agree if self._rank.layout.ranks > 1 else None
             most = ceil_div(sizes.max_running, self.stages)
-            self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, agree=agree)
+            self._make_graphs = partial(
+                DecodeGraphs, capture, most=most, budget_bytes=graphs_bytes, agree=agree
+            )
+            self.graphs = self._make_graphs(self._decode)
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""
@@ -158,6 +149,10 @@ class GPUModelRunner:
     def launch_sized(self, plan: StepPlan, size: int) -> LaunchedStep:
         """Queue a step padded to `size`: the result of `size_for` on the rank that decides for all."""
         self._uploader.begin_step()
+        if plan.adapter_loads:
+            serves = self._adapters.load(plan.adapter_loads)
+            if not serves and self.graphs is not None:
+                self.adapted_graphs = self._make_graphs(partial(self._decode, is_adapted=True))
         self._prepare_blocks(plan)
         if self._states is not None:
             copy_states(self._states, plan.state_copies)
@@ -165,8 +160,11 @@ class GPUModelRunner:
         self._feedback.wait_for_rows(numbers)
         self._rows.flush(self._uploader)
         if self._is_decoding(plan):
-            return self._launch_decoding(plan.rows, numbers, size or len(numbers))
-        return self._launch_mixed(plan, numbers)
+            launched = self._launch_decoding(plan.rows, numbers, size or len(numbers))
+        else:
+            launched = self._launch_mixed(plan, numbers)
+        failed = self._adapters.failures(plan.rows)
+        return replace(launched, failed=failed) if failed else launched
 
     def _prepare_blocks(self, plan: StepPlan) -> None:
         size = self._sizes.block_size
@@ -179,9 +177,14 @@ class GPUModelRunner:
 
     def size_for(self, plan: StepPlan) -> int:
         """Return the graph size to pad the step to; 0: run eagerly."""
-        if self.graphs is None or not self._is_decoding(plan):
+        graphs = self._graphs_of(plan.rows)
+        # Graphs may not serve an adapter that is still to be loaded.
+        if graphs is None or plan.adapter_loads or not self._is_decoding(plan):
             return 0
-        return self.graphs.size_for(len(plan.rows)) or 0
+        return graphs.size_for(len(plan.rows)) or 0
+
+    def _graphs_of(self, rows: Sequence[ScheduledRequest]) -> DecodeGraphs | None:
+        return self.adapted_graphs if self._adapters.are_of(rows) else self.graphs
 
     def collect(self, handle: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its results."""
@@ -191,17 +194,30 @@ class GPUModelRunner:
             tokens, failed = handle.sampled.read(handle.numbers_SC.tolist())
             result.tokens.update(tokens)
             result.failed.update(failed)
+        result.failed.update(handle.failed)
         return result
 
     @property
     def urgent_capture(self) -> int | None:
-        """Size of a graph that is worth capturing while requests run; None if there is none."""
-        return None if self.graphs is None else self.graphs.urgent_size
+        """Size of a graph that is worth capturing while requests run; None if there is none. A negative size
+        is that of a graph with adapters.
+        """
+        size = None if self.graphs is None else self.graphs.urgent_size
+        if size is None and self.adapted_graphs is not None:
+            adapted = self.adapted_graphs.urgent_size
+            return None if adapted is None else -adapted
+        return size
 
     @property
     def next_capture(self) -> int | None:
-        """Size of the next graph to capture while the engine is idle; None if none is left."""
-        return None if self.graphs is None else self.graphs.next_size
+        """Size of the next graph to capture while the engine is idle; None if none is left. Negative: as
+        above.
+        """
+        size = None if self.graphs is None else self.graphs.next_size
+        if size is None and self.adapted_graphs is not None:
+            adapted = self.adapted_graphs.next_size
+            return None if adapted is None else -adapted
+        return size
 
     def prepare(self) -> bool:
         """Capture one more graph; False if none was left. Called while the engine is idle."""
@@ -212,12 +228,14 @@ class GPUModelRunner:
 
     @torch.inference_mode()
     def capture(self, size: int) -> None:
-        """Capture the graph of `size` rows."""
-        assert self.graphs is not None
+        """Capture the graph of `size` rows, with adapters if it is negative."""
+        graphs = self.graphs if size > 0 else self.adapted_graphs
+        assert graphs is not None
         # The inputs still name the rows of the last step: the warm-up would write their KV once more.
         self._decoding_3R.copy_(self._spare.expand_as(self._decoding_3R))
         self._contexts = [1] * len(self._contexts)
-        self.graphs.capture(size)
+        self._adapters.tiles.fill_(-1)
+        graphs.capture(abs(size))
 
     def _launch_decoding(
         self, planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int
@@ -232,10 +250,14 @@ class GPUModelRunner:
         (uploaded,) = self._uploader.upload(inputs)
         self._decoding_3R[:, :size].copy_(uploaded.view(3, -1))
         self._contexts[:size] = [*ends, *[1] * fill]
-        if self.graphs is not None and self.graphs.has(size):
-            self.graphs.replay(size)
+        is_adapted = self._adapters.are_of(planned)
+        if is_adapted:
+            self._adapters.upload(planned, size)
+        graphs = self._graphs_of(planned)
+        if graphs is not None and graphs.has(size):
+            graphs.replay(size)
         else:
-            self._decode(size)
+            self._decode(size, is_adapted=is_adapted)
         row_S, end_S, _ = self._decoding_3R[:, :count]
         return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S)
 
@@ -248,6 +270,7 @@ class GPUModelRunner:
             self._uploader,
             self._sizes.block_size,
             with_states=self._states is not None,
+            with_adapters=self._adapters.are_of(planned),
         )
         if self.images is not None and any(row.request.images for row in planned):
             forward = self._forward_with_images(step, plan, self.images)
@@ -268,7 +291,17 @@ class GPUModelRunner:
         if step.prompts:
             vocab_size = self._model.config.vocab_size
             top = min(max(prompt.top for prompt in step.prompts), vocab_size)
-            numbers_PC = prompt_numbers(self._model, hidden_PE[:count], step.next_P, top, vocab_size)
+            adapted = [
+                request for prompt in step.prompts for request in [prompt.request] * len(prompt.next_ids)
+            ]
+            numbers_PC = prompt_numbers(
+                self._model,
+                hidden_PE[:count],
+                step.next_P,
+                top,
+                vocab_size,
+                lambda part: self._adapters.of_logits(adapted[part]),
+            )
             prompts = PromptNumbers(step.prompts, self._to_host(numbers_PC), top)
         if step.pooled:  # integers of 64 bits travel as the floats that have the same bits
             sums_KE = self._to_host(sum_states(hidden_PE[count:], step.pooled).view(torch.float64))
@@ -291,7 +324,8 @@ class GPUModelRunner:
                 self._feedback.post_receive(row_S, sampling)
             return LaunchedStep(self._device.record(), None, None)
         requests = [row.request for row in planned if row.samples]
-        sampled = self._sampler.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
+        logits_SV = self._model.logits(hidden_SE, self._adapters.of_logits(requests))
+        sampled = self._sampler.draw(logits_SV, requests, row_S, position_S)
         if not layout.is_first:
             self._feedback.send(sampled.ids_S)
         host_SC = self._to_host(sampled.numbers_SC)
@@ -303,8 +337,11 @@ class GPUModelRunner:
         self._device.copy(numbers, host)
         return host
 
-    def _decode(self, size: int) -> None:
-        """Decode the first `size` sequences and write hidden states to `_hidden_RE`: the body of graphs."""
+    def _decode(self, size: int, *, is_adapted: bool = False) -> None:
+        """Decode the first `size` sequences and write hidden states to `_hidden_RE`: the body of graphs.
+
+        `is_adapted`: apply adapters to the rows that `DeviceAdapters.tiles` names.
+        """
         row_N, length_N, save_N = self._decoding_3R[:, :size]
         ids_N, ragged = decode_inputs(
             self._ops,
@@ -314,6 +351,7 @@ class GPUModelRunner:
             self._contexts[:size],
             self._sizes.block_size,
             None if self._states is None else save_N,
+            self._adapters.of_decoding(size) if is_adapted else None,
         )
         positions_N = None
         if self._has_mrope:  # pictures take fewer positions than rows

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmbox.kernels.lora import LoraRows
 from llmbox.kernels.op_types import BatchLayout, StateLayout, WindowLayout
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest
 from ..device.upload import from_array, move, to_device
+from ..weights.adapters import AdapterLayers
 from .draft_verification import group_by_draft_position
 from .pooling import PooledRows, pooled_rows
 
@@ -60,10 +60,10 @@ def build_batch(
     *,
     with_windows: bool = False,
     with_states: bool = False,
-    with_adapters: bool = False,
+    adapters: AdapterLayers | None = None,
 ) -> StepBatch:
     """Flatten scheduled rows into the tensors of one forward pass. `with_windows`: sliding-window layers have
-    blocks of their own. `with_states`: the model has recurrent layers. `with_adapters`: some are in memory.
+    blocks of their own. `with_states`: the model has recurrent layers. `adapters`: where some are in memory.
     """
     ids, positions, starts = array("q"), array("i"), array("i", [0])
     prompt_rows, vector_rows, last_known = array("q"), array("q"), {}
@@ -92,10 +92,10 @@ def build_batch(
     if with_windows:
         window = WindowLayout(*block_slots(rows, positions, block_size, device, sliding_table))
         layout = replace(layout, window=window)
-    if with_adapters:
+    if adapters is not None:
         bounds = zip(rows, starts, starts[1:], strict=False)
         slots = ((row.request.adapter_slot, range(start, end)) for row, start, end in bounds)
-        layout = replace(layout, adapters=LoraRows.of(slots))
+        layout = replace(layout, adapters=adapters.group(slots, device))
     return StepBatch(
         ids_T=to_device(ids, device),
         ragged=replace(layout, states=state_layout(rows, starts, device)) if with_states else layout,

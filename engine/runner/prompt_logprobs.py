@@ -5,20 +5,23 @@ P rows of a step's prompts, G of them at once, M of those on this rank, E hidden
 shard, C columns of `rank_columns`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from llmbox.kernels.lora import LoraTiles
 from llmbox.kernels.reference.sampling import rank_tokens
 
+from ..core.step import StepResult
 from ..ipc.messages import TokenLogprobs
 from ..model.decoder import Decoder
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling.sampler import logprobs_of, rank_column_count, rank_columns
 from .input_batch import PromptRows
+from .pooling import PooledRows, read_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +43,47 @@ class PromptNumbers:
         }
 
 
-def prompt_numbers(model: Decoder, hidden_PE: Tensor, next_P: Tensor, top: int, vocab_size: int) -> Tensor:
-    """Compute `PromptNumbers.numbers_PC` on the device."""
+@dataclass(frozen=True, slots=True)
+class StepExtras:
+    """Results of a step besides its tokens, on the host; valid after the step's event."""
+
+    prompts: PromptNumbers | None = None
+    pooled: Sequence[PooledRows] = ()
+    sums_KE: Tensor | None = None
+    """Result of `sum_states`."""
+
+    def read(self) -> StepResult:
+        result = StepResult(prompt_logprobs=self.prompts.read() if self.prompts is not None else {})
+        if self.sums_KE is not None:
+            sums, failed = read_sums(self.sums_KE, self.pooled)
+            result.pooled.update(sums)
+            result.failed.update(failed)
+        return result
+
+
+def prompt_numbers(
+    model: Decoder,
+    hidden_PE: Tensor,
+    next_P: Tensor,
+    top: int,
+    vocab_size: int,
+    adapted: Callable[[slice], LoraTiles | None],
+) -> Tensor:
+    """Compute `PromptNumbers.numbers_PC` on the device. `adapted`: which of some rows have an adapter."""
     at_once = PROMPT_LOGPROB_ROWS * model.rank.layout.tp
-    parts = zip(torch.split(hidden_PE, at_once), torch.split(next_P, at_once), strict=True)
+    starts = range(0, len(hidden_PE), at_once)
+    parts = zip(torch.split(hidden_PE, at_once), torch.split(next_P, at_once), starts, strict=True)
 
     def rank(next_G: Tensor, whole_MV: Tensor, mine: slice) -> Tensor:
         return rank_columns(rank_tokens(whole_MV[:, :vocab_size], next_G[mine], top))
 
     return torch.cat(
         [
-            model.rank.map_whole_rows(model.logits(hidden_GE), rank_column_count(top), partial(rank, next_G))
-            for hidden_GE, next_G in parts
+            model.rank.map_whole_rows(
+                model.logits(hidden_GE, adapted(slice(start, start + at_once))),
+                rank_column_count(top),
+                partial(rank, next_G),
+            )
+            for hidden_GE, next_G, start in parts
         ]
     )

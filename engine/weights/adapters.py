@@ -5,14 +5,14 @@
 T rows of the step, I inputs, O outputs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from llmbox.kernels.lora import LoraOps, LoraRows
+from llmbox.kernels.lora import TILE_ROWS, AdaptedRows, LoraOps, LoraRows, LoraTiles
 from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name
@@ -23,6 +23,10 @@ from .source import WeightRequest
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 MERGE_FIRST = "`llmbox lora merge` writes a model of both"
+NO_ROOM = (
+    "no memory of the GPU is left for the adapter: unload the model and load it again, and its plan includes "
+    "--lora-memory"
+)
 
 
 class AdapterLayers:
@@ -32,8 +36,9 @@ class AdapterLayers:
         assert ops.lora is not None
         self._base = ops
         self._lora: LoraOps = ops.lora
+        self.takes_tiles = ops.lora.takes_tiles
         self.ops = replace(ops, linear=self._linear, logits=self._logits, embedding=self._embedding)
-        self.rows: LoraRows | None = None
+        self.rows: AdaptedRows | None = None
         """Rows of the step that runs or is recorded, where some have an adapter."""
         self._linears: dict[int, AdaptedLinear] = {}
         """By the id of the packed weights, which it keeps."""
@@ -65,10 +70,31 @@ class AdapterLayers:
     def note_skip(self, name: str) -> None:
         self._skipped.append(name)
 
+    @property
+    def launches(self) -> int:
+        """Return `LoraOps.launches`."""
+        return self._lora.launches()
+
+    @property
+    def changes_head(self) -> bool:
+        """Return True if logits of some adapter in memory are not those of the model's head."""
+        head = self._outputs.get(HEAD)
+        return bool(self._heads) or (head is not None and bool(head.site.weights))
+
+    def group(self, slots_T: Iterable[tuple[int, range]], device: torch.device) -> AdaptedRows | None:
+        """Return (slot, rows) as the operations take them; None where no row has an adapter."""
+        if not self.takes_tiles:
+            return LoraRows.of(slots_T)
+        numbers = LoraTiles.numbers(slots_T)
+        if not numbers:
+            return None
+        tiles = torch.tensor(numbers, dtype=torch.int32, device=device)
+        return LoraTiles(tiles.view(-1, 1 + TILE_ROWS), numbers)
+
     # ------------------------------------------------------------------ operations
 
     @contextmanager
-    def applied(self, rows: LoraRows | None) -> Iterator[None]:
+    def applied(self, rows: AdaptedRows | None) -> Iterator[None]:
         """Apply adapters to these rows inside."""
         self.rows = rows
         try:
@@ -98,7 +124,7 @@ class AdapterLayers:
             self._lora.embed(linear.table, ids_T, out_TE, scale, self.rows)
         return out_TE
 
-    def _add(self, packed: PackedLinear, x_TI: Tensor, out_TO: Tensor, rows: LoraRows) -> None:
+    def _add(self, packed: PackedLinear, x_TI: Tensor, out_TO: Tensor, rows: AdaptedRows) -> None:
         linear = self._linears.get(id(packed))
         if linear is not None:
             self._lora.add(linear.site, x_TI, out_TO, rows)
@@ -128,6 +154,9 @@ class AdapterLayers:
         except ModelError as error:
             self.unload(slot)
             raise AdapterError(str(error)) from None
+        except torch.OutOfMemoryError:
+            self.unload(slot)
+            raise AdapterError(NO_ROOM) from None
 
     def unload(self, slot: int) -> None:
         self._heads.pop(slot, None)
@@ -153,7 +182,7 @@ class AdapterLayers:
             table_VE = cut(reader.read(entry), rows, 0)
             taken += table_VE.nbytes
             if name == HEAD:
-                self._heads[slot] = self._base.pack_router(table_VE, None)
+                self._heads[slot] = self._base.pack_router(table_VE.to(device=self._lora.device), None)
             else:
                 self._lora.load_table(found.table, slot, table_VE)
         return taken

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..lora import LoraRows
 from ..op_types import BatchLayout
 from ..ops import StepInputs
 from .ffi import Step
@@ -164,6 +165,7 @@ def ragged_step(rows: int, ragged: BatchLayout) -> Step:
         save_slots=None if states is None else states.save_slots.data_ptr(),
     )
     if ragged.adapters is not None:
+        assert isinstance(ragged.adapters, LoraRows)
         step.use_adapters(ragged.adapters)
     if ragged.spans_N is not None:
         step.spans = ragged.spans_N.data_ptr()

@@ -25,6 +25,7 @@ from .linear.fused_activation_quant import FusedActivationQuant
 from .linear.fused_moe import experts
 from .linear.gemm import linear_by_head
 from .linear.linear import DenseLinear, Fp8BlockLinear, Fp8Linear, Linear, W8A8Linear, WeightOnlyIntLinear
+from .linear.lora import TritonLora
 from .linear.quantize_activations import RowFormat, Rows8
 from .linear.scaled_mm_choice import ScaledMMSelector
 from .linear.tile_config import ROW_COUNTS, has_fp8
@@ -113,6 +114,7 @@ class TritonBackend:
             prepare_decode_inputs=prepare_decode_inputs,
             warmup_batch_sizes=ROW_COUNTS,
             recurrent=recurrent_ops(fixed=self.fixed),
+            lora=TritonLora(device).ops(),
             stored=None if self.quant is None else self,
         )
 

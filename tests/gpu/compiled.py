@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from gpu import adapters
 from gpu.recurrent import compile_gates, compile_layers
 from gpu.variants import (
     BF16,
@@ -51,6 +52,7 @@ def once(_: tuple[int, int]) -> Iterator[Group]:
         yield "experts", partial(experts, quant)
     yield "sampling", sampling
     yield "advance", advance
+    yield "adapters", adapters.compile_all
     yield "recurrent", partial(compile_layers, ("conv", "kda", "ssm"))
     yield "recurrent", compile_gates
 
@@ -78,6 +80,7 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         return
     yield "linears", partial(linears, "int4", (20, 200))
     yield "recurrent", compile_layers
+    yield "adapters", adapters.compile_all
     if capability < (8, 9):
         yield "attention", partial(attention, I8)
         for heads, head_dim in (((32, 8), 128), ((8, 4), 256)):
@@ -122,6 +125,7 @@ def every(capability: tuple[int, int]) -> Iterator[Group]:
         yield f"linears, fixed {dtype}", partial(linears, None, (3,), dtype=dtype, deterministic=True)
         yield f"experts {dtype}", partial(experts, None, dtype)
         yield f"sampling {dtype}", partial(sampling, dtype)
+        yield f"adapters {dtype}", partial(adapters.compile_all, dtype)
         yield f"heads apart {dtype}", partial(heads_apart, 80, dtype)
         for fixed in (False, True):
             name = f"recurrent {dtype}{', fixed' * fixed}"

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gpu import fp8_products, pictures, recurrent, sampling
+from gpu import adapters, fp8_products, pictures, recurrent, sampling
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from gpu.variants import row_format_at_load
 from llmbox.kernels.activation import Activation
@@ -54,6 +54,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         linears,
         fp8_products.checks,
         experts,
+        adapters.checks,
         recurrent.checks,
         pictures.checks,
         sampling.drawn,

@@ -81,7 +81,7 @@ def ranks(report: Report) -> None:
 
 
 def kernels(report: Report, peaks: dict[str, float]) -> None:
-    from gpu import kernel_speed, little_kernels, recurrent, sdpa_rule
+    from gpu import adapters, kernel_speed, little_kernels, recurrent, sdpa_rule
 
     report.section("Kernels against their rooflines")
     try:
@@ -92,7 +92,7 @@ def kernels(report: Report, peaks: dict[str, float]) -> None:
     report.say("")
     report.table("kernel", "ms", "floor ms", "reached", "torch, ms")
     recurrent_work = recurrent.all_work(kernel_speed.DEVICE)
-    work = [*kernel_speed.all_work(), *recurrent_work, *little_kernels.all_work()]
+    work = [*kernel_speed.all_work(), *recurrent_work, *little_kernels.all_work(), *adapters.all_work()]
     for number, make in enumerate(work):
         if report.left < 0:
             report.skipped(len(work) - number)

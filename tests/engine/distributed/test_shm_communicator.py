@@ -115,6 +115,14 @@ def test_a_rank_that_is_gone_ends_the_wait_of_the_others():
     assert len(failures) == 2
 
 
+@pytest.mark.parametrize("pp", [1, 3])
+def test_all_stages_agree(pp):
+    def work(rank, collective):
+        return [collective.all_agree(rank != no) for no in (0, 2 * pp - 1, -1)]
+
+    assert together(open_mesh(2, pp), work) == [[False, False, True]] * 2 * pp
+
+
 def test_nothing_stays_open():
     def open_files():
         return {entry.name for entry in Path("/proc/self/fd").iterdir()}

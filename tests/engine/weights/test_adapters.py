@@ -198,6 +198,41 @@ def test_ranks_have_their_slices(
     assert tokens(engine, some) == tokens(fp32(qwen), some)
 
 
+@pytest.mark.parametrize(("options", "broken"), [({"tp": 2}, 1), nightly({"tp": 2, "pp": 2}, 0)])
+def test_a_rank_that_alone_cannot_load_fails_the_request(
+    qwen: Path,
+    three: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, int],
+    broken: int,
+) -> None:
+    """Also one that sends no results; others, and the same adapter once it can be read, are served."""
+    engine = load_ranks(qwen, monkeypatch, dtype="float32", **options)
+    engine._scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
+    layers = engine._runner.runner.shares[broken].runner._model.adapters
+    read = layers._load
+    asked = [
+        adapted(three[0], ask("bad", PROMPT, 4)),
+        adapted(three[1], ask("good", PROMPT, 4)),
+        ask("base", PROMPT, 4),
+    ]
+    expected = tokens(fp32(qwen), asked)
+
+    def fail(slot: int, adapter: Any, dtype: torch.dtype) -> int:
+        if adapter.directory == three[0]:
+            raise OSError(5, "Input/output error")
+        return read(slot, adapter, dtype)
+
+    monkeypatch.setattr(layers, "_load", fail)
+    found = run(engine, asked)
+    assert "another rank" in (found["bad"][-1].error_message or "")
+    for name in ("good", "base"):
+        assert [token for output in found[name] for token in output.token_ids] == expected[name]
+    monkeypatch.setattr(layers, "_load", read)
+    assert tokens(engine, asked) == expected
+    engine._scheduler.check()
+
+
 def test_saved_modules_are_sliced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny_model(tmp_path / "base", arch="qwen3", tokenizer=False)
     make_adapter(hf_model(model), tmp_path / "a", modules_to_save=["embed_tokens", "lm_head"])
