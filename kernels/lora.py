@@ -166,7 +166,7 @@ class LoraOps:
     """`rows` of the two above are `LoraTiles`, not `LoraRows`: a runner on a GPU needs that."""
 
     device: torch.device | None = None
-    """Where weights of adapters lie; None: on the host."""
+    """Device that weights of adapters lie on; None: the host."""
 
     launches: Callable[[], int] = int
     """Number that changes when an adapter was loaded that graphs captured before cannot serve."""

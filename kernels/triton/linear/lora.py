@@ -20,7 +20,7 @@ from ...lora import MAX_SLOTS, TILE_ROWS, LoraOps, LoraSite, LoraTiles, LoraWeig
 from .tile_config import power_of_two
 
 RANKS = 16
-"""Of a program."""
+"""Ranks of a program."""
 COLUMNS = 64
 """Outputs of a program."""
 DEPTH = 64
