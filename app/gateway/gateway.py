@@ -347,6 +347,8 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         looked_up_tokens=usage.looked_up_tokens,
         prefix_end=request.prefix_end,
         disk_tokens=usage.disk_tokens,
+        draft_tokens=usage.draft_tokens,
+        accepted_tokens=usage.accepted_tokens,
         output_hash=output_hash,
         fingerprint=system_fingerprint(generation.model),
         content="kept" if generation.keep is not None else "",

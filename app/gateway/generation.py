@@ -126,6 +126,10 @@ class TokenUsage:
     disk_tokens: int = 0
     """Tokens of `cached_tokens` that came from disk."""
     output_tokens: int = 0
+    draft_tokens: int = 0
+    """Draft tokens of speculative decoding that were verified."""
+    accepted_tokens: int = 0
+    """Number of them that were accepted."""
 
 
 def sequence_id(request_id: str, number: int) -> str:

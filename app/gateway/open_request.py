@@ -184,6 +184,8 @@ class OpenRequest:
             looked_up_tokens=self.usage.looked_up_tokens,
             prefix_end=self.prefix_end,
             disk_tokens=self.usage.disk_tokens,
+            draft_tokens=self.usage.draft_tokens,
+            accepted_tokens=self.usage.accepted_tokens,
         )
 
     def _delta(self, sequence: ChoiceStream, output: RequestOutput) -> Delta:
@@ -235,6 +237,9 @@ class OpenRequest:
             self.usage.disk_tokens += output.disk_tokens or 0
         if not output.token_ids:
             return
+        if output.draft_tokens:
+            self.usage.draft_tokens += output.draft_tokens
+            self.usage.accepted_tokens += output.accepted_tokens
         self._limits.note_token()
         if self._reservation is not None:
             self._reservation.spend(len(output.token_ids))

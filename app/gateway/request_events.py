@@ -31,6 +31,10 @@ class LiveRequest:
     """Reason of `RequestRecord.prefix_end`."""
     disk_tokens: int = 0
     """Tokens of `cached_tokens` that came from disk. These three are known from the first token on."""
+    draft_tokens: int = 0
+    """Draft tokens that were verified so far."""
+    accepted_tokens: int = 0
+    """Number of them that were accepted."""
 
 
 class RequestObserver(Protocol):

@@ -58,6 +58,10 @@ class RequestRecord:
     """
     disk_tokens: int = 0
     """Tokens of `cached_tokens` that came from the KV cache on disk."""
+    draft_tokens: int = 0
+    """Draft tokens of speculative decoding that were verified for it."""
+    accepted_tokens: int = 0
+    """Number of them that were accepted: each saved it a step."""
     output_hash: str = ""
     """Keyed hash of the answer's token ids (`app/gateway/choice_stream.py`); empty where there is none."""
     fingerprint: str = ""

@@ -45,19 +45,31 @@ def finish_reason(request: Request) -> str | None:
     return "length" if outputs >= params.max_tokens else None
 
 
-def make_token_output(request: Request, sampled: Sequence[SampledToken], reason: str | None) -> RequestOutput:
-    """Make the output for the tokens just appended; the first one also has the fields that are sent once."""
+def make_token_output(
+    request: Request, sampled: Sequence[SampledToken], reason: str | None, drafts: Sequence[int] = ()
+) -> RequestOutput:
+    """Make the output for the tokens just appended; the first one also has the fields that are sent once.
+
+    `drafts`: tokens that the step verified.
+    """
     ids = [each.token_id for each in sampled]
     answer = RequestOutput(request_id=request.request_id, token_ids=ids, finish_reason=reason)
     if sampled[0].logprobs is not None:
         answer.logprobs = [each.logprobs for each in sampled if each.logprobs is not None]
     if reason == "stop":
         answer.stop_token_id = ids[-1]
+    if drafts:
+        answer.draft_tokens, answer.accepted_tokens = len(drafts), count_accepted(ids, drafts)
     if not request.first_output_sent:
         _add_first_output_fields(request, answer)
         if request.params.prompt_logprobs is not None and request.num_output == len(ids):
             answer.prompt_logprobs = [None, *request.prompt_logprobs]
     return answer
+
+
+def count_accepted(ids: Sequence[int], drafts: Sequence[int]) -> int:
+    """Return how many drafts the tokens that came out of their step are."""
+    return sum(map(operator.eq, ids, drafts))
 
 
 def make_pooling_output(request: Request) -> RequestOutput:

@@ -321,7 +321,7 @@ class Scheduler:
             if row.drafts:
                 self.drafting.record_acceptance(row, taken)
             if taken:
-                outputs.append(self._answer(request, taken))
+                outputs.append(self._answer(request, taken, row.drafts))
             elif request.pools and end == request.num_tokens:
                 self._remove(request)
                 outputs.append(make_pooling_output(request))
@@ -342,12 +342,12 @@ class Scheduler:
             if sibling.has_computed_prompt:
                 self._waiting.end_fork_wait(sibling)
 
-    def _answer(self, request: Request, taken: list[SampledToken]) -> RequestOutput:
+    def _answer(self, request: Request, taken: list[SampledToken], drafts: Sequence[int]) -> RequestOutput:
         self.output_tokens += len(taken)
         reason = finish_reason(request)
         if reason is not None:
             self._remove(request)
-        return make_token_output(request, taken, reason)
+        return make_token_output(request, taken, reason, drafts)
 
     def _fail(self, row: ScheduledRequest, message: str) -> list[RequestOutput]:
         """End the request with an error. If a draft may be the cause, compute it again without drafts."""

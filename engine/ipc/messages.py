@@ -268,6 +268,10 @@ class RequestOutput:
     namespaces: it is for the operator and must not reach the client."""
     scheduled_at: float | None = None
     """CLOCK_MONOTONIC seconds when prefill began; sent with the first output."""
+    draft_tokens: int = 0
+    """Draft tokens that the step verified for it."""
+    accepted_tokens: int = 0
+    """Number of them that were accepted, all of which are in `token_ids`."""
     vector: bytes | None = None
     """Embedding of the prompt, if `SamplingParams.pooling` is set: little-endian float32, not normalized."""
 

@@ -19,6 +19,7 @@ from typing import Final, TypedDict
 from ...config import SchedulerConfig
 from ...ipc.messages import DraftCounts
 from ..kv_cache.manager import KVCacheManager
+from ..outputs import count_accepted
 from ..request import Request
 from ..step import SampledToken, ScheduledRequest, StepPlan
 from .draft_choice import (
@@ -169,7 +170,7 @@ class DraftScheduler:
         Resets `num_scheduled` to `num_computed`, because rows of rejected drafts are void.
         """
         request, drafted = row.request, len(row.drafts)
-        accepted = sum(each.token_id == draft for each, draft in zip(taken, row.drafts, strict=False))
+        accepted = count_accepted([each.token_id for each in taken], row.drafts)
         request.num_scheduled = request.num_computed
         candidate = self._drafted[request]
         self.counts[candidate.method].add(drafted, accepted)

@@ -5,6 +5,7 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.gateway.open_request import OpenRequest
+from llmbox.engine.ipc.messages import RequestOutput
 
 
 def ending(error: BaseException | None) -> tuple[int, str, str]:
@@ -27,3 +28,14 @@ def test_an_answer_that_could_not_be_made_is_a_failure_of_the_server():
     """It was logged as a client that left."""
     assert ending(ValueError("inside"))[:2] == (500, "internal_error")
     assert ending(ApiError(502, "Too long.", "too_long")) == (502, "too_long", "Too long.")
+
+
+def test_drafts_of_all_steps_are_counted():
+    opened = OpenRequest(SimpleNamespace(prompts=[[1]], n=1), [], print, print)
+    opened._limits = SimpleNamespace(note_token=lambda: None)
+    for drafted, accepted in ((0, 0), (7, 3), (2, 2)):
+        ids = [5] * (accepted + 1)
+        output = RequestOutput(request_id="r", token_ids=ids, draft_tokens=drafted, accepted_tokens=accepted)
+        opened._last = [None]
+        opened._note(SimpleNamespace(index=0), output)
+    assert (opened.usage.draft_tokens, opened.usage.accepted_tokens) == (9, 5)

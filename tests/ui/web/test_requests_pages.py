@@ -42,6 +42,20 @@ def test_a_replay_works_without_scripts(panel, signed_in):
     assert unknown.status_code == 404
 
 
+def test_accepted_drafts_are_shown_by_the_page_and_the_command(panel, signed_in):
+    panel.complete()
+    until(lambda: panel.box.api("requests")["requests"])
+    id_ = panel.box.api("requests")["requests"][0]["id"]
+    with sqlite3.connect(panel.box.paths.request_db, timeout=30) as other:
+        other.execute("UPDATE request SET draft_tokens = 40, accepted_tokens = 30 WHERE id = ?", (id_,))
+    other.close()
+    page = signed_in.get(f"/admin/requests/{id_}").text
+    assert "<dt>Drafts accepted</dt><dd>30 <small>of 40, 75 %</small></dd>" in page
+    told = panel.box.run("requests", "show", id_).out
+    assert re.search(r"^draft_tokens +40$", told, re.MULTILINE)
+    assert re.search(r"^accepted_tokens +30$", told, re.MULTILINE)
+
+
 def test_what_runs_is_shown_while_the_log_cannot_be_read(panel, signed_in):
     panel.complete()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}

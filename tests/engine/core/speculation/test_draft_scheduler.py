@@ -54,6 +54,16 @@ def test_drafts_are_computed_with_the_last_token():
     assert (counts.drafts, counts.draft_tokens, counts.accepted_tokens) == (1, 3, 2)
 
 
+@pytest.mark.parametrize(("drawn", "accepted"), [([2, 3, 4, 5], 3), ([2, 9], 1), ([7], 0), ([2, 3, 4], 3)])
+def test_an_output_has_the_counts_of_its_step(drawn, accepted):
+    """The last one ends with an accepted draft, which is a stop id."""
+    scheduler = make_scheduler(draft_rows=16)
+    decoding(scheduler, "a", max_tokens=20, stop_token_ids=(4,) if drawn[-1] == 4 else ())
+    output = answer(scheduler, scheduler.schedule(), {"a": drawn})["a"]
+    assert (output.draft_tokens, output.accepted_tokens) == (3, accepted)
+    assert scheduler.drafting.counts["ngram"].accepted_tokens == accepted
+
+
 def test_only_tokens_that_came_true_are_named_in_the_cache():
     scheduler = make_scheduler(draft_rows=16)
     (request,) = decoding(scheduler, "a", prompt=8, max_tokens=20)
