@@ -56,7 +56,7 @@ class Library:
             cache=hub_cache(os.environ),
             state_file=services.paths.downloads_file,
             fit=lambda config: self.plan(config)[1],
-            bandwidth=self._bandwidth,
+            bandwidth=self.bandwidth,
             files_at_once=settings.files_at_once,
         )
         self.downloads = Downloads(setup, services.events)
@@ -191,7 +191,8 @@ class Library:
                 "model_busy",
             )
 
-    def _bandwidth(self) -> float | None:
+    def bandwidth(self) -> float | None:
+        """Return the cap of downloads in bytes a second, None for no cap."""
         limit = self._services.settings.hub.bandwidth
         return None if limit is None else limit * 1e6
 

@@ -90,6 +90,8 @@ class ModelScheduler:
         self._leaving: set[asyncio.Task[None]] = set()
         self.evicted = EvictedModels()
         self.failed = FailedLoads(deps.clock)
+        self.adapters_used: dict[str, float] = {}
+        """Unix time of the last request that named an adapter, by its name."""
         engines.admit = self.admit
         engines.clock = deps.clock
 
@@ -108,6 +110,7 @@ class ModelScheduler:
         variant = model.with_alias_defaults(alias.sampling, alias.system, alias.context)
         if not alias.adapter:
             return variant
+        self.adapters_used[name] = time.time()
         return replace(variant, name=name, adapter=str(self._deps.registry.adapters_home / alias.adapter))
 
     def _alias(self, name: str) -> Alias | None:

@@ -6,6 +6,7 @@ was unused for longest; where all are held, its request waits as it would for KV
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ..errors import DoesNotFit
 from .request import Request
@@ -31,6 +32,8 @@ class AdapterSlots:
         """(slot, folder) to load before the next step, in order; an empty folder empties the slot."""
         self.swaps = 0
         """Number of adapters loaded since the engine started."""
+        self.digests: list[str] = []
+        """Digests of the adapters in memory, a new list after each change."""
 
     @property
     def used_bytes(self) -> int:
@@ -97,12 +100,17 @@ class AdapterSlots:
         resident = self._residents[folder] = _Resident(self._free.pop(), need)
         self.loads.append((resident.slot, folder))
         self.swaps += 1
+        self._list()
         return resident
 
     def _drop(self, folder: str) -> None:
         slot = self._residents.pop(folder).slot
         self._free.append(slot)
         self.loads.append((slot, ""))
+        self._list()
+
+    def _list(self) -> None:
+        self.digests = [PurePath(folder).name for folder in self._residents]
 
     def check(self, running: list[Request]) -> None:
         """Assert that holders are the running requests with an adapter."""

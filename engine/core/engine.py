@@ -214,6 +214,7 @@ class Engine:
             preemptions=scheduler.active.preemptions,
             slots_used=scheduler.slots_used,
             step_seconds=self._step_seconds,
+            adapters=[] if kv_cache.adapters is None else kv_cache.adapters.digests,
             **scheduler.drafting.stats(),
             **({} if kv_cache.tiers is None else kv_cache.tiers.stats()),
         )

@@ -323,6 +323,8 @@ class EngineStats:
     """Number of accepted draft tokens: each saved its request a step."""
     draft_methods: dict[str, DraftCounts] = field(default_factory=dict)
     """These three by method (`DraftMethod`), for methods that have proposed any."""
+    adapters: list[str] = field(default_factory=list)
+    """Digests of the LoRA adapters in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

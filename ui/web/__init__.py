@@ -6,6 +6,7 @@ from litestar.types import ControllerRouterHandler
 from llmbox.app.http.auth.guard import Access
 
 from .live import live
+from .pages import adapters
 from .pages.chat import chat_page
 from .pages.first_run import first_run_page
 from .pages.keys import add_key, change_limits, keys_page, revoke_key, rotate_key
@@ -42,6 +43,9 @@ panel_routes: list[ControllerRouterHandler] = [
         "/admin",
         route_handlers=[
             activity_page,
+            adapters.adapters_page,
+            adapters.add,
+            adapters.remove,
             add_alias,
             add_key,
             backup,

@@ -11,6 +11,7 @@ from llmbox.app.errors import ApiError
 from llmbox.app.http.auth.credentials import identity_of
 from llmbox.app.http.server.sse import EventStreamResponse, SseOptions
 
+from .pages.adapters import adapters_pieces
 from .pages.first_run import first_run_pieces
 from .pages.memory import memory_pieces
 from .pages.models import activity_pieces, models_pieces
@@ -26,6 +27,7 @@ VIEWS: Final[dict[str, Pieces]] = {
     "overview": overview_pieces,
     "models": models_pieces,
     "activity": activity_pieces,
+    "adapters": adapters_pieces,
     "memory": memory_pieces,
 }
 SHORTEST_S: Final = 0.25

@@ -80,6 +80,10 @@ def test_each_gives_its_own_tokens_in_one_batch(server, expected):
         found = list(pool.map(ask, names))
     assert found == [expected[name] for name in names]
     assert len({tuple(tokens) for tokens in expected.values()}) == 3
+    control, aliases = server.control, server.control.library.registry.read().aliases
+    resident = control.services.engines.find("tiny").supervisor.stats.adapters
+    assert set(resident) == {aliases[name].adapter for name in ("pirate", "poet")}
+    assert control.residency.adapters_used.keys() >= {"pirate", "poet"}
 
 
 def test_every_dialect_knows_the_names(server):

@@ -165,6 +165,8 @@ def test_more_adapters_than_fit_take_turns(qwen: Path, three: list[Path]) -> Non
     slots = engine._scheduler.kv_cache.adapters = AdapterSlots(1, 1 << 30)
     assert tokens(engine, requests(three)) == expected
     assert slots.num_resident == 1
+    (resident,) = engine.stats().adapters
+    assert resident in {folder.name for folder in three}
     assert slots.swaps >= 3
     engine._scheduler.check()
 

@@ -15,6 +15,7 @@ PAGES = {
     "models": "/admin/models",
     "discover": "/admin/models/discover",
     "activity": "/admin/models/activity",
+    "adapters": "/admin/models/adapters",
     "model": "/admin/models/show?ref=builtin",
     "requests": "/admin/requests",
     "chat": "/admin/chat",

@@ -24,6 +24,7 @@ PAGES = [
     "/admin/models",
     "/admin/models/discover",
     "/admin/models/activity",
+    "/admin/models/adapters",
     "/admin/models/show?ref=builtin",
     "/admin/models/show?ref=builtin&ctx=999999999",
     "/admin/models/template?ref=builtin",

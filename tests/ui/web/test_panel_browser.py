@@ -1,10 +1,14 @@
 """Memory, plans and what a phone must be able to do, in a real browser."""
 
+import json
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
 
+from llmbox.app.models.catalog import BUILTIN_DIR
+from support.adapters import plain_tensors, write_adapter
 from support.browser import Window, needs_browser
 
 pytestmark = needs_browser
@@ -50,6 +54,39 @@ def test_a_plan_follows_the_sliders(window: Window):
     page.get_by_text("as int8").wait_for()
     page.locator("#prompt").wait_for()
     assert "<|im_start|>assistant" in page.locator("#prompt").text_content()
+
+
+def test_an_adapter_is_added_chatted_with_and_removed(window: Window, tmp_path: Path):
+    config = json.loads((BUILTIN_DIR / "config.json").read_text())
+    hidden, outputs = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    good = write_adapter(tmp_path / "good", plain_tensors(hidden, outputs))
+    wrong = write_adapter(tmp_path / "wrong", plain_tensors(hidden + 1, outputs))
+    window.open("/admin/models/adapters")
+    page = window.page
+    page.get_by_text("There are no LoRA adapters.").wait_for()
+    page.get_by_label("Name", exact=True).fill("pirate")
+    page.get_by_label("Base").select_option("builtin")
+    for source, told in (
+        ("lora", "neither a name of the hub"),
+        ("org/nowhere", "was not found"),
+        (str(wrong), "the adapter is of another base"),
+        (str(good), "pirate is builtin with an adapter of rank 4."),
+    ):
+        page.get_by_label("Folder, or").fill(source)
+        page.get_by_role("button", name="Add", exact=True).click()
+        page.get_by_text(told).wait_for()
+    window.problems.clear()  # the browser's lines about the refusals
+    row = page.get_by_role("row").filter(has_text="pirate")
+    row.get_by_text("base not loaded").wait_for()
+    assert [cell.text_content().strip() for cell in row.get_by_role("cell").all()][:2] == ["builtin", "4"]
+    window.open("/admin/chat")
+    assert "pirate" in page.locator("#model option").all_text_contents()
+    window.open("/admin/models/adapters")
+    page.get_by_text("live", exact=True).wait_for()
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Remove").click()
+    page.get_by_text("pirate is no longer an adapter.").wait_for()
+    page.get_by_text("There are no LoRA adapters.").wait_for()
 
 
 def test_loads_are_marks_in_the_charts(window: Window):

@@ -46,6 +46,12 @@ async def chat_page(request: PanelRequest, model: FromQuery[str] = "") -> Respon
         for each in services.engines.models()
         if (info := each.supervisor.info) and not info.image_problem
     }
+    for name, alias in panel.control.library.registry.read_or_nothing().aliases.items():
+        base = panel.control.residency.real_name(name)
+        if alias.adapter and (base in models or not services.engines.knows(base)):
+            models[name] = models.get(base, False)  # one of a base on disk is loaded by the first message
+            if base in sees:
+                sees.add(name)
     waits = bool(model) and model not in models and await _is_on_disk(panel, model)
     if waits:
         models = {model: False, **models}
