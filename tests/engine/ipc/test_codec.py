@@ -41,6 +41,7 @@ TO_ENGINE = [
     m.KeepImages(drop=[b"digest"]),
     m.Shutdown(),
     m.Vocabulary(data=b"ab\xff", sizes=[2, 0, 1], special=[1]),
+    m.KeepImages(images=[m.PreparedImage(content_hash=b"h", tiles=[(1, 1)], pixels=b"rgb")], drop=[b"old"]),
 ]
 TO_DAEMON = [
     m.Progress(phase="weights", done=1, total=2**40),
