@@ -9,7 +9,7 @@ Each output row must be computed in an order that does not depend on the number 
 are independent of its batch because of that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -320,9 +320,11 @@ class Ops:
     farthest token that one sees; None: all of its text.
     """
 
-    attend_whole_texts: Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor] | None = None
+    attend_whole_texts: Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Iterator[Tensor]] | None = (
+        None
+    )
     """The same without a reach, on a CPU, or None: (q_THD, k_TGD, v_TGD, rows of each text, scale)
-    -> [T, HD].
+    -> [T, HD] in pieces, some rows after another.
     """
 
     best_of: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None

@@ -93,7 +93,8 @@ def workspace_bytes(
     runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if device == "cuda" else _CPU_RUNTIME
     pictures = 0
     if shape.vision is not None:
-        pictures = PICTURE_ROWS * shape.vision.patch_numbers * size + image_cache_bytes(shape, dtype)
+        numbers = PICTURE_ROWS * shape.vision.patch_numbers + shape.vision.slice_numbers
+        pictures = numbers * size + image_cache_bytes(shape, dtype)
     return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs) + pictures
 
 

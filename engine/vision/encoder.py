@@ -38,7 +38,7 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, image: PreparedImage) -> Generator[None, None, Tensor]:
-        """Encode one picture, and yield wherever the step loop may run a step: after each layer of a tile.
+        """Encode one picture, and yield wherever the step loop may run a step.
 
         Returns [L, R, E] in the model's dtype: the rows that stand for token embeddings, then those of each
         deepstack level. They are a function of the picture alone.
@@ -49,9 +49,7 @@ class VisionEncoder:
             size = 3 * height * width
             pixels = torch.frombuffer(bytearray(image.pixels[start : start + size]), dtype=torch.uint8)
             start += size
-            states = yield from self._tower.run(pixels.view(height, width, 3))
-            rows = [self._projector(x_PE, states.grid, level) for level, x_PE in states.levels]
-            tiles.append(torch.stack(rows))
+            tiles.append((yield from self._tower.run(pixels.view(height, width, 3), self._projector)))
         return torch.cat(tiles, dim=1)
 
 

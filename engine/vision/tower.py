@@ -3,7 +3,7 @@
 P patches of a tile, E hidden, F feed-forward, H heads, D head dim, K colors of a patch.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from llmbox.kernels.ops import Ops
 from ..device.upload import move
 from ..model.encoder import attend
 from ..model_config.vision.config import ImageProcessorConfig, TowerConfig, VisionActivation
+from ..model_config.vision.shape import SLICE_PATCHES
 from .weights import TowerNorm, TowerWeights
 
 ACTIVATIONS: Final[dict[VisionActivation, Callable[[Tensor], Tensor]]] = {
@@ -30,14 +31,10 @@ def activate(activation: VisionActivation, x_TF: Tensor) -> Tensor:
     return ACTIVATIONS[activation](x_TF)
 
 
-@dataclass(frozen=True, slots=True)
-class TowerStates:
-    """States of a tile: (deepstack level or 0 for the last layer, states [P, E]), and its rows and columns of
-    patches.
-    """
-
-    levels: list[tuple[int, Tensor]]
-    grid: tuple[int, int]
+Project = Callable[[Tensor, tuple[int, int], int], Tensor]
+"""`Projector` of `projectors.py`."""
+SLICE_OPERATIONS: Final = 6e10
+"""Operations after which a step may run; a chunk of a prompt has more on most models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +116,34 @@ class TowerLayer:
                 tower.num_heads, tower.head_dim, dtype=weights.dtype, device=weights.device
             )
 
-    def __call__(self, x_PE: Tensor, layout: PatchLayout) -> Tensor:
+    def run(self, x_PE: Tensor, layout: PatchLayout) -> Generator[float, None, Tensor]:
+        """Run the layer; yields the operations of each piece of it. Pieces follow from the layout alone."""
         assert self.norm1 is not None
         assert self.norm2 is not None
-        attended = self._attend(self.norm1(x_PE), layout)
-        x_PE = x_PE + (attended if self.after_attention is None else self.after_attention(attended))
-        result = self._mlp(self.norm2(x_PE))
-        return x_PE + (result if self.after_mlp is None else self.after_mlp(result))
+        tower, (patches, hidden) = self.tower, x_PE.shape
+        pieces = [slice(first, first + SLICE_PATCHES) for first in range(0, patches, SLICE_PATCHES)]
+        size = (patches, 3 * tower.num_heads, tower.head_dim)
+        heads_PnD = torch.empty(size, dtype=x_PE.dtype, device=x_PE.device)
+        for rows in pieces:
+            self._project(self.norm1(x_PE[rows]), layout, rows, heads_PnD[rows])
+            yield 6.0 * min(SLICE_PATCHES, patches) * hidden**2
+        out_PE, start = torch.empty_like(x_PE), 0
+        for attended in self._attend(heads_PnD, layout):
+            rows = slice(start, start + len(attended))
+            start = rows.stop
+            result = self.output(attended)
+            result = result if self.after_attention is None else self.after_attention(result)
+            torch.add(x_PE[rows], result, out=out_PE[rows])
+            yield len(attended) * hidden * (4.0 * max(layout.lens) + 2.0 * hidden)
+        del heads_PnD
+        for rows in pieces:
+            result = self._mlp(self.norm2(out_PE[rows]))
+            out_PE[rows] += result if self.after_mlp is None else self.after_mlp(result)
+            yield 6.0 * min(SLICE_PATCHES, patches) * hidden * tower.intermediate_size
+        return out_PE
 
-    def _attend(self, x_PE: Tensor, layout: PatchLayout) -> Tensor:
+    def _project(self, x_PE: Tensor, layout: PatchLayout, where: slice, out_PnD: Tensor) -> None:
+        """Write queries, keys and values of some patches."""
         tower, ops, heads = self.tower, self.ops, self.tower.num_heads
         rows = self.qkv(x_PE).view(len(x_PE), -1, tower.head_dim)
         qk_PnD, v_PHD = rows[:, : 2 * heads], rows[:, 2 * heads :]
@@ -136,12 +152,18 @@ class TowerLayer:
         if self.value_norm_HD is not None:
             v_PHD = ops.rms_norm(v_PHD, self.value_norm_HD, tower.eps)
         if layout.cos_PD is not None and layout.sin_PD is not None:
-            qk_PnD = ops.rotary(qk_PnD, layout.cos_PD, layout.sin_PD)
+            qk_PnD = ops.rotary(qk_PnD, layout.cos_PD[where], layout.sin_PD[where])
+        out_PnD[:, : 2 * heads], out_PnD[:, 2 * heads :] = qk_PnD, v_PHD
+
+    def _attend(self, heads_PnD: Tensor, layout: PatchLayout) -> Iterator[Tensor]:
+        """Yield the results of attention for some patches after another."""
+        ops, tower = self.ops, self.tower
+        q_PHD, k_PHD, v_PHD = torch.split(heads_PnD, tower.num_heads, dim=1)
         scale = tower.head_dim**-0.5 if tower.scales_queries else 1.0
-        q_PHD, k_PHD = qk_PnD[:, :heads], qk_PnD[:, heads:]
         if ops.attend_whole_texts is not None:
-            return self.output(ops.attend_whole_texts(q_PHD, k_PHD, v_PHD, layout.lens, scale))
-        return self.output(attend(ops, layout.lens, layout.starts_N1, q_PHD, k_PHD, v_PHD, scale))
+            yield from ops.attend_whole_texts(q_PHD, k_PHD, v_PHD, layout.lens, scale)
+        else:
+            yield attend(ops, layout.lens, layout.starts_N1, q_PHD, k_PHD, v_PHD, scale)
 
     def _mlp(self, x_PE: Tensor) -> Tensor:
         rows, activation = self.up(x_PE), self.tower.activation
@@ -194,8 +216,8 @@ class VisionTower:
         ]
         self._post_norm = norm(names.post_norm if tower.num_layers == tower.stored_layers else "")
 
-    def run(self, pixels_YX3: Tensor) -> Generator[None, None, TowerStates]:
-        """Run the tower over a tile, uint8 [height, width, 3]; yields after each layer."""
+    def run(self, pixels_YX3: Tensor, project: Project) -> Generator[None, None, Tensor]:
+        """Run the tower over a tile, uint8 [height, width, 3], to [L, R, E]; yields after a layer or less."""
         tower = self.tower
         rows, columns = (size // tower.patch_size for size in pixels_YX3.shape[:2])
         places_P2 = _places(tower, rows, columns)
@@ -207,17 +229,19 @@ class VisionTower:
         order_P, layout, windowed = self._layouts(places_P2, rows, columns)
         if order_P is not None:
             x_PE = x_PE[order_P]
-        levels: list[tuple[int, Tensor]] = []
+        grid, levels = (rows, columns), dict[int, Tensor]()
         for number, layer in enumerate(self._layers):
-            x_PE = layer(x_PE, layout if number in tower.full_layers else windowed)
+            x_PE = yield from _pace(layer.run(x_PE, layout if number in tower.full_layers else windowed))
             if number in tower.deepstack:
-                levels.append((tower.deepstack.index(number) + 1, x_PE))
+                level = tower.deepstack.index(number) + 1
+                levels[level] = project(x_PE, grid, level)
             yield
         if order_P is not None:
             x_PE = x_PE[torch.argsort(order_P)]
         if self._post_norm is not None:
             x_PE = self._post_norm(x_PE)
-        return TowerStates([(0, x_PE), *sorted(levels, key=lambda level: level[0])], (rows, columns))
+        levels[0] = project(x_PE, grid, 0)
+        return torch.stack([levels[level] for level in sorted(levels)])
 
     def _patches(self, pixels_YX3: Tensor, places_P2: Tensor) -> Tensor:
         """Return normalized patches [P, K] in the order of `places_P2`."""
@@ -284,6 +308,20 @@ class VisionTower:
             return PatchLayout(cos_PD, sin_PD, each, move(starts, device))
 
         return None if order_P is None else move(order_P, device), layout(lens), layout(windows)
+
+
+def _pace(pieces: Generator[float, None, Tensor]) -> Generator[None, None, Tensor]:
+    """Yield where `SLICE_OPERATIONS` are done."""
+    done = 0.0
+    while True:
+        try:
+            done += next(pieces)
+        except StopIteration as end:
+            found: Tensor = end.value
+            return found
+        if done >= SLICE_OPERATIONS:
+            done = 0.0
+            yield
 
 
 def _pixel_values(tower: TowerConfig, processor: ImageProcessorConfig) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention and the paged KV cache of the C++ library."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,8 @@ _STRIP: Final = 32
 """Rows of a block of whole texts, and the number that they are a multiple of."""
 _TOGETHER: Final = 32
 """Rows of a text that are computed together."""
+_PAIRS: Final = 1 << 24
+"""Pairs of a query and a key after which the caller may do something else: a slice of a vision tower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +149,10 @@ class CPUAttention:
 
     def attend_whole_texts(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, lens: Sequence[int], scale: float
-    ) -> Tensor:
+    ) -> Iterator[Tensor]:
         """Attend in both directions, by the kernel of paged attention: `_TOGETHER` rows of a text are query
-        heads of one token at its end, which sees all of the text.
+        heads of one token at its end, which sees all of the text. Rows are computed until about `_PAIRS`
+        pairs of a query and a key are done.
         """
         rows, heads, width = q_THD.shape
         kv_heads, group = k_TGD.shape[1], heads // k_TGD.shape[1]
@@ -173,15 +176,21 @@ class CPUAttention:
             places.append(torch.arange(tokens * _TOGETHER).clamp(max=length - 1) + start)
             start += length
         # The last token of a text repeats its last row: the results are the same, and are written twice.
-        place_P, tokens = torch.cat(places), len(contexts)
-        split = (tokens, _TOGETHER, kv_heads, group, width)
-        queries = q_THD[place_P].view(split).permute(0, 2, 1, 3, 4).reshape(tokens, -1, width)
-        layout = _layout(block, tokens, [1] * tokens, contexts, torch.cat(tables), torch.zeros(tokens))
-        found = self.attention(queries, cache, 0, CPUAttentionMetadata(layout, None), scale)
-        found = found.view(tokens, kv_heads, _TOGETHER, group, width).transpose(1, 2)
-        out_TH = torch.empty(rows, heads * width, dtype=q_THD.dtype)
-        out_TH[place_P] = found.reshape(len(place_P), heads * width)
-        return out_TH
+        place_P, table_NB = torch.cat(places), torch.cat(tables)
+        at_once = max(1, _PAIRS // (max(lens) * _TOGETHER))
+        for first in range(0, len(contexts), at_once):
+            part = slice(first, first + at_once)
+            tokens = len(contexts[part])
+            own_P = place_P[first * _TOGETHER : (first + tokens) * _TOGETHER]
+            split = (tokens, _TOGETHER, kv_heads, group, width)
+            queries = q_THD[own_P].view(split).permute(0, 2, 1, 3, 4).reshape(tokens, -1, width)
+            layout = _layout(block, tokens, [1] * tokens, contexts[part], table_NB[part], torch.zeros(tokens))
+            found = self.attention(queries, cache, 0, CPUAttentionMetadata(layout, None), scale)
+            found = found.view(tokens, kv_heads, _TOGETHER, group, width).transpose(1, 2)
+            begin, end = int(own_P[0]), int(own_P[-1]) + 1
+            out_TH = torch.empty(end - begin, heads * width, dtype=q_THD.dtype)
+            out_TH[own_P - begin] = found.reshape(len(own_P), heads * width)
+            yield out_TH
 
     def copy_blocks(self, cache: CPUKVCache, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from .config import VisionConfig
 from .layout import lay_out_image
 
-PICTURE_ROWS = 2048
+PICTURE_ROWS = 4096
 """Rows of the largest picture that memory is planned for; larger ones take more while they are encoded."""
+SLICE_PATCHES = 2048
+"""Patches whose linears a tower computes at once: their inner rows bound memory."""
 USUAL_SIDE = 1024
 """Side of the picture whose tokens are shown, in pixels."""
 KEPT_PICTURE_ROWS = 4096
@@ -25,7 +27,10 @@ class VisionShape:
     row: int
     """Numbers of the embeddings of one row."""
     patch_numbers: int
-    """Numbers of a layer's activations for each row."""
+    """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
+    of the latter two."""
+    slice_numbers: int
+    """Numbers of a layer's activations that do not grow with the picture: norms and inner rows of a slice."""
     whole_rows: int = 0
     """Most rows of a picture where a step computes all of one, beyond its budget if need be; 0 otherwise."""
     usual_rows: int = 0
@@ -33,9 +38,8 @@ class VisionShape:
 
     def share(self, ranks: int) -> "VisionShape":
         """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
-        parts = (-(-number // ranks) for number in (self.params, self.row, self.patch_numbers))
-        params, row, patch_numbers = parts
-        return replace(self, params=params, row=row, patch_numbers=patch_numbers)
+        numbers = ("params", "row", "patch_numbers", "slice_numbers")
+        return replace(self, **{name: -(-getattr(self, name) // ranks) for name in numbers})
 
 
 def vision_shape(vision: VisionConfig) -> VisionShape:
@@ -44,7 +48,8 @@ def vision_shape(vision: VisionConfig) -> VisionShape:
     return VisionShape(
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
-        patch_numbers=tower.merge**2 * (6 * tower.hidden_size + 2 * tower.intermediate_size),
+        patch_numbers=tower.merge**2 * 7 * tower.hidden_size,
+        slice_numbers=SLICE_PATCHES * (2 * tower.hidden_size + 3 * tower.intermediate_size),
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
         usual_rows=usual,
     )

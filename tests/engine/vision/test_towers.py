@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.vision.families import find_vision, read_vision
+from llmbox.engine.vision import tower
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
+from llmbox.kernels.cpu import attention
 from llmbox.kernels.dispatch import select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.reference import REFERENCE
@@ -91,6 +93,27 @@ def test_a_picture_has_the_same_bits_every_time_on_the_cpp_kernels(
     plain = encode(load(tmp_path, REFERENCE, torch.float32), draw_picture(131, 70))
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(found[0].float(), plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "gemma4"])
+@pytest.mark.parametrize("kernels", ["reference", "cpp"])
+def test_a_picture_in_small_slices_has_the_same_embeddings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kernels: str
+) -> None:
+    make_vision_model(tmp_path, kind)
+    ops = REFERENCE if kernels == "reference" else select_ops(CPU, torch.float32, threads=1)
+    encoder, picture = load(tmp_path, ops), draw_picture(131, 70)
+    image = prepare(encoder.vision, picture)[1]
+    whole, few = encode(encoder, picture), sum(1 for _ in encoder.encode(image))
+    monkeypatch.setattr(tower, "SLICE_PATCHES", 16)
+    monkeypatch.setattr(tower, "SLICE_OPERATIONS", 1.0)
+    monkeypatch.setattr(attention, "_PAIRS", 1 << 10)
+    found, many = encode(encoder, picture), sum(1 for _ in encoder.encode(image))
+    assert few == encoder.vision.tower.num_layers
+    assert many > 4 * few
+    if kernels == "cpp":
+        assert torch.equal(found, whole)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 
 
 def change_tensors(directory: Path, change: Any) -> None:
