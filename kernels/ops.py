@@ -258,6 +258,11 @@ class Ops:
     exchange their results in this way.
     """
 
+    checksums: Callable[[memoryview, int, int], tuple[int, int]] | None = None
+    """(data, CRC-32 and Adler-32 of what is before it) -> both, as zlib computes them; None: not faster than
+    zlib. `data` can be written to.
+    """
+
     scratch: Callable[[str, Tensor, int, torch.dtype], Tensor] = _empty_scratch
     """Scratch: (name, any tensor of T rows, width, dtype) -> [T, width] of undefined content. `host_callback`
     fills it. New tensor for each name.

@@ -76,7 +76,14 @@ def open_tiers(
         }
         digest = fingerprint(key, plan, computed.rotary, memory)
         limit = max(LEAST_BUFFER_BYTES, plan.buffer_bytes // 2) if plan.device == "cpu" else BUFFER_BYTES
-        store = BlockStore(folder, digest, about, queue_bytes=limit, make_buffer=memory.make_buffer)
+        store = BlockStore(
+            folder,
+            digest,
+            about,
+            queue_bytes=limit,
+            make_buffer=memory.make_buffer,
+            checksums=memory.checksums,
+        )
         answers = AnswerFiles(folder, digest, about, partial(_count_damage, store))
     except (KVFolderUnusable, ModelError, OSError) as error:
         log.warning("the KV cache on disk is left out: %s", error)

@@ -20,7 +20,7 @@ import torch
 
 from ..distributed.socket_link import Frame, Link
 from ..errors import RankLost
-from ..kv_store.block_file import KINDS, BlockKind
+from ..kv_store.block_file import KINDS, BlockKind, Checksums
 from ..runner.block_memory import DeviceBlockMemory
 from .workers import ARENA_BYTES, WorkerGroup
 
@@ -138,6 +138,10 @@ class RankBlockMemory:
     @property
     def device(self) -> torch.device:
         return self._local.device
+
+    @property
+    def checksums(self) -> Checksums:
+        return self._local.checksums
 
     def make_buffer(self, size: int) -> memoryview:
         return self._buffers.make(size)

@@ -10,6 +10,7 @@ refused by its length or its checksums, and computed again.
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -23,6 +24,13 @@ MODEL_BYTES: Final = 16
 _FIELDS: Final = struct.Struct(f"<8sHHIQ{MODEL_BYTES}s{ADDRESS_BYTES}s")
 _CHECKSUMS: Final = struct.Struct("<II")
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUMS.size
+
+Checksums = Callable[[memoryview, int, int], tuple[int, int]]
+"""(data, CRC-32 and Adler-32 of what is before it) -> both, as zlib computes them."""
+
+
+def zlib_checksums(data: memoryview | bytes, crc: int, adler: int) -> tuple[int, int]:
+    return zlib.crc32(data, crc), zlib.adler32(data, adler)
 
 
 class DamagedBlock(Exception):  # noqa: N818 - counted and computed again
@@ -43,10 +51,17 @@ class BlockAddress:
         return self.digest.hex()
 
 
-def write_block(path: Path, part: Path, address: BlockAddress, model: bytes, payload: memoryview) -> None:
+def write_block(
+    path: Path,
+    part: Path,
+    address: BlockAddress,
+    model: bytes,
+    payload: memoryview,
+    checksums: Checksums = zlib_checksums,
+) -> None:
     """Write the file at `path` by way of `part`, in the same folder. Raises OSError."""
     fields = _FIELDS.pack(MAGIC, VERSION, KINDS.index(address.kind), 0, len(payload), model, address.digest)
-    header = fields + _checksums(fields, payload)
+    header = fields + _checksums(fields, payload, checksums)
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
@@ -62,7 +77,13 @@ def write_block(path: Path, part: Path, address: BlockAddress, model: bytes, pay
         raise
 
 
-def read_block(path: Path, address: BlockAddress, model: bytes, payload: memoryview) -> None:
+def read_block(
+    path: Path,
+    address: BlockAddress,
+    model: bytes,
+    payload: memoryview,
+    checksums: Checksums = zlib_checksums,
+) -> None:
     """Read the file into `payload`, which has the expected length. Raises DamagedBlock and OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -81,11 +102,9 @@ def read_block(path: Path, address: BlockAddress, model: bytes, payload: memoryv
     expected = _FIELDS.pack(MAGIC, VERSION, KINDS.index(address.kind), 0, len(payload), model, address.digest)
     if fields != expected:
         raise DamagedBlock("it is of another block, model or version")
-    if bytes(header[_FIELDS.size :]) != _checksums(fields, payload):
+    if bytes(header[_FIELDS.size :]) != _checksums(fields, payload, checksums):
         raise DamagedBlock("its checksum differs")
 
 
-def _checksums(fields: bytes, payload: memoryview) -> bytes:
-    return _CHECKSUMS.pack(
-        zlib.crc32(payload, zlib.crc32(fields)), zlib.adler32(payload, zlib.adler32(fields))
-    )
+def _checksums(fields: bytes, payload: memoryview, checksums: Checksums) -> bytes:
+    return _CHECKSUMS.pack(*checksums(payload, *zlib_checksums(fields, 0, 1)))

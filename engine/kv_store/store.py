@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from .block_file import ADDRESS_BYTES, BlockAddress, BlockKind, write_block
+from .block_file import ADDRESS_BYTES, BlockAddress, BlockKind, Checksums, write_block, zlib_checksums
 from .folder import ABOUT, KVFolder
 from .listing import PART, TURN_END
 from .store_threads import BUFFER_BYTES, BlockBuffers, BlockWrite, ReadJob, StoreReader, StoreWriter
@@ -40,9 +40,16 @@ class ModelFiles:
     alone: no file is opened, and no status is read.
     """
 
-    def __init__(self, folder: KVFolder, model: bytes, about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: KVFolder,
+        model: bytes,
+        about: dict[str, Any],
+        checksums: Checksums = zlib_checksums,
+    ) -> None:
         self.folder = folder
         self.model = model
+        self.checksums = checksums
         self.counters = StoreCounters()
         self.is_listed = False
         self.leaving: Counter[bytes] = Counter()
@@ -77,12 +84,12 @@ class ModelFiles:
         path = folder / (address.file_name + (TURN_END if is_turn_end else ""))
         part = folder / f"{address.file_name}{PART}"
         try:
-            write_block(path, part, address, self.model, data)
+            write_block(path, part, address, self.model, data, self.checksums)
         except FileNotFoundError:  # a caller's first block, or its folder was purged
             if not (self._root / ABOUT).exists():
                 self.folder.add_model(self.model, self._about)
             folder.mkdir(mode=0o700, exist_ok=True)
-            write_block(path, part, address, self.model, data)
+            write_block(path, part, address, self.model, data, self.checksums)
         self._is_turn_end[address.digest] = is_turn_end
 
     def forget(self, address: BlockAddress) -> None:
@@ -110,6 +117,7 @@ class BlockStore:
         *,
         queue_bytes: int = BUFFER_BYTES,
         make_buffer: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
+        checksums: Checksums = zlib_checksums,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the model's part of `folder`, which is open. A thread lists its files. Raises OSError.
@@ -118,7 +126,7 @@ class BlockStore:
         `make_buffer` allocates memory that blocks are copied through.
         """
         self.folder = folder
-        self._files = ModelFiles(folder, model, about)
+        self._files = ModelFiles(folder, model, about, checksums)
         self.counters = self._files.counters
         self._buffers = BlockBuffers(make_buffer, 2 * queue_bytes)
         self._changed = threading.Condition()
@@ -153,6 +161,11 @@ class BlockStore:
     @property
     def has_written_all(self) -> bool:
         return self._writer.is_idle
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Processor time that the last files took to write."""
+        return self._writer.seconds_per_byte
 
     def accepts(self, size: int, copying: int = 0) -> bool:
         """Return True if a block may be queued now: the writer is not behind, and the disk took the last.

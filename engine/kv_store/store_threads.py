@@ -21,6 +21,8 @@ BUFFER_BYTES: Final = 32 << 20
 """Bytes of blocks that wait to be written at most, and of blocks that were read and not taken. One block may
 be larger. Buffers take twice as much together (`MemoryPlan.buffer_bytes`).
 """
+FIRST_SECONDS_PER_BYTE: Final = 1e-9
+"""Processor time of writing a file, until some were written."""
 PAUSE_SECONDS: Final = 30.0
 """Time without writing after the disk refused it."""
 STALL_SECONDS: Final = 1.0
@@ -108,6 +110,8 @@ class StoreWriter(StoreThread):
         self._queued_bytes = 0
         self._is_busy = False
         self._paused_until = -1.0
+        self.seconds_per_byte = FIRST_SECONDS_PER_BYTE
+        """Processor time that the last files took to write."""
         self._owned: dict[str, int] | None = None
         """Bytes of each caller, once one may have reached the share of a key."""
 
@@ -175,7 +179,7 @@ class StoreWriter(StoreThread):
                     self._changed.notify_all()
 
     def _write(self, task: BlockWrite) -> None:
-        files, size = self._files, HEADER_BYTES + len(task.data)
+        files, size, began = self._files, HEADER_BYTES + len(task.data), time.thread_time()
         if task.address in files:
             return
         if self.is_paused:
@@ -196,6 +200,7 @@ class StoreWriter(StoreThread):
         self._paused_until = -1.0
         if self._owned is not None:
             self._owned[task.address.owner] = self._owned.get(task.address.owner, 0) + size
+        self.seconds_per_byte += 0.1 * ((time.thread_time() - began) / size - self.seconds_per_byte)
         files.counters.written += 1
         files.counters.written_bytes += size
 
@@ -343,7 +348,7 @@ class StoreReader(StoreThread):
     def _read(self, address: BlockAddress, data: memoryview) -> ReadOutcome:
         path = self._files.path(address)
         try:
-            read_block(path, address, self._files.model, data)
+            read_block(path, address, self._files.model, data, self._files.checksums)
         except FileNotFoundError:  # evicted by another engine, or removed by hand
             self._files.forget(address)
             return "gone"

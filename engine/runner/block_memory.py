@@ -11,7 +11,12 @@ from llmbox.kernels.recurrent import RecurrentState
 
 from ..checkpoint.tensor_io import bytes_of
 from ..device.device import Device, DeviceEvent
-from ..kv_store.block_file import BlockKind
+from ..kv_store.block_file import BlockKind, Checksums, zlib_checksums
+
+_move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""memmove that keeps the interpreter lock: `ctypes.memmove` gives it to the store's threads at each layer."""
 
 
 class DeviceBlockMemory:
@@ -21,8 +26,14 @@ class DeviceBlockMemory:
     launched after it. On a CPU they are done when the call returns.
     """
 
-    def __init__(self, tensors: Mapping[BlockKind, Sequence[Tensor]], device: Device) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[BlockKind, Sequence[Tensor]],
+        device: Device,
+        checksums: Checksums = zlib_checksums,
+    ) -> None:
         """`tensors`: [layers, blocks, ...] of each kind, contiguous; a block is `tensor[:, block]` of all."""
+        self.checksums = checksums
         self._tensors = {kind: [each for each in parts if each.numel()] for kind, parts in tensors.items()}
         self._device = device
         self.sizes = {kind: sum(map(_block_bytes, parts)) for kind, parts in self._tensors.items()}
@@ -42,7 +53,7 @@ class DeviceBlockMemory:
     def save(self, kind: BlockKind, index: int, into: memoryview) -> None:
         if self.device.type == "cpu":
             for at, host, size in self._runs(kind, index, into):
-                ctypes.memmove(host, at, size)
+                _move(host, at, size)
         else:
             for block, part in self._parts(kind, index, into):
                 self._device.copy(block, part)
@@ -50,7 +61,7 @@ class DeviceBlockMemory:
     def load(self, kind: BlockKind, index: int, data: memoryview) -> None:
         if self.device.type == "cpu":
             for at, host, size in self._runs(kind, index, data):
-                ctypes.memmove(at, host, size)
+                _move(at, host, size)
         else:
             for block, part in self._parts(kind, index, data):
                 self._device.copy(part, block)
@@ -94,7 +105,7 @@ def block_memory(
         tensors["window"] = ops.block_tensors(window_cache)
     if states is not None:
         tensors["state"] = list(states.tensors)
-    return DeviceBlockMemory(tensors, device)
+    return DeviceBlockMemory(tensors, device, ops.checksums or zlib_checksums)
 
 
 def _block_bytes(tensor: Tensor) -> int:

@@ -1,6 +1,7 @@
 """`Ops` on the C++ kernels: each method creates one C++ operation and submits it."""
 
 import ctypes
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -70,6 +71,7 @@ class CPUBackend:
             copy_blocks=attention.copy_blocks,
             clear_blocks=attention.clear_blocks,
             block_tensors=CPUKVCache.block_tensors,
+            checksums=self.checksums,
             graph=self.graph,
             host_callback=self.recorder.host_callback,
             scratch=self.recorder.scratch,
@@ -91,6 +93,14 @@ class CPUBackend:
         """Start one thread a core: the caller, and a worker pinned to each core but the first."""
         workers = cores[1:]
         self.library.llmbox_threads(len(workers), (ctypes.c_int * len(workers))(*workers))
+
+    def checksums(self, data: memoryview, crc: int, adler: int) -> tuple[int, int]:
+        """Continue CRC-32 and Adler-32 over `data`, which can be written to."""
+        sums = ctypes.c_uint32(crc), ctypes.c_uint32(adler)
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
+        if not self.library.llmbox_checksums(address, len(data), *map(ctypes.byref, sums)):
+            return zlib.crc32(data, crc), zlib.adler32(data, adler)
+        return sums[0].value, sums[1].value
 
     def embedding(self, table: CPULinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         out_TE = self.recorder.result(f"embedding {table.pointer}", len(ids_T), table.inputs, table.dtype)

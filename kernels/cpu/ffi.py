@@ -1,7 +1,7 @@
 """ctypes declarations of the C interface of native/*.cpp."""
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 from torch import Tensor
@@ -185,6 +185,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_rank_op": (P, (P, LONG, INT, P, P, INT, P, P, P)),
     "llmbox_profile": (P, (INT, c_double, c_double)),
     "llmbox_read_op": (P, (P, LONG)),
+    "llmbox_checksums": (INT, (P, LONG, POINTER(c_uint32), POINTER(c_uint32))),
     "llmbox_op_free": (None, (P,)),
     "llmbox_run": (None, (POINTER(c_void_p), INT, POINTER(Step))),
 }

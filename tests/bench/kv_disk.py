@@ -4,8 +4,10 @@
 
 turns    Seconds to the first token of a chat's next turn on a new engine, wall and processor, computed and
          from disk, and whether all tokens are the same.
-writing  Rounds of decoding in one process, by turns with a write-behind that has blocks to write and without
-         one. Ratio of the medians of tokens per second, processor seconds, bytes written beside the steps.
+writing  Decoding in one process, a token a step: 32 steps with a write-behind that has blocks to write, by
+         turns with 32 without one. Median of the pairs' ratios of seconds and processor seconds, its error,
+         bytes written beside the steps and their processor time. What the system does when it brings files to
+         the disk, seconds later, is in neither.
 cap      Most bytes of files during writes of many times the cap, as a share of it.
 """
 
@@ -32,6 +34,8 @@ from llmbox.engine.sampling_params import SamplingParams
 
 SHOWN = 16
 """Tokens that are compared."""
+PIECE, PIECES = 32, 12
+"""Steps with or without writing, and how many of these an answer has."""
 
 
 def main() -> None:
@@ -48,12 +52,13 @@ def main() -> None:
                 part(options, Path(folder) / part.__name__)
 
 
-def load(options: argparse.Namespace) -> Engine:
+def load(options: argparse.Namespace, speculate: Any = "auto") -> Engine:
     config = EngineConfig(
         model_path=str(options.model),
         name="m",
         device="cpu",
         quant=options.quant,
+        speculate=speculate,
         context=options.tokens + 1024,
         kv_tokens=2 * options.tokens + 2048,
     )
@@ -115,36 +120,37 @@ def turns(options: argparse.Namespace, folder: Path) -> None:
 
 def writing(options: argparse.Namespace, folder: Path) -> None:
     use_disk(folder)
-    engine = load(options)
+    engine = load(options, speculate="off")
     kv_cache = engine._scheduler.kv_cache
-    tiers, seen = kv_cache.tiers, dict[bool, list[tuple[float, float]]]()
+    tiers, ratios, written, steps = kv_cache.tiers, list[tuple[float, float]](), 0, 0.0
     assert tiers is not None
-    written = 0
-    for round_ in range(2 * options.rounds):
-        is_on = round_ % 2 == (round_ // 2) % 2
-        kv_cache.tiers = tiers if is_on else None
-        engine.add(ask(f"r{round_}", [round_ + i * 31 % 40000 for i in range(256)], 64))
+    for round_ in range(options.rounds):
+        engine.add(ask(f"r{round_}", [round_ + i * 31 % 40000 for i in range(512)], PIECE * PIECES + 2))
         while not engine.step().outputs:
             pass
-        before = tiers.store.counters.written_bytes
-        wall, cpu, tokens = time.perf_counter(), processor_seconds(), 0
-        while engine.has_work:
-            tokens += sum(len(output.token_ids) for output in engine.step().outputs)
-        seconds = time.perf_counter() - wall, processor_seconds() - cpu
-        written += (tiers.store.counters.written_bytes - before) * is_on
-        seen.setdefault(is_on, []).append((tokens / seconds[0], seconds[1]))
+        pieces = list[tuple[float, float]]()
+        for number in range(PIECES):
+            is_on = number % 4 in {1, 2}
+            kv_cache.tiers = tiers if is_on else None
+            tiers.writes._credit, tiers.writes._credited = 0.0, time.monotonic()  # nothing saved up before
+            before = tiers.store.counters.written_bytes
+            wall, cpu = time.perf_counter(), processor_seconds()
+            for _ in range(PIECE):
+                engine.step()
+            pieces.append((time.perf_counter() - wall, processor_seconds() - cpu))
+            written += (tiers.store.counters.written_bytes - before) * is_on
+            steps += pieces[-1][0] * is_on
+        for off, on in ((0, 1), (3, 2), (4, 5), (7, 6), (8, 9), (11, 10)):
+            ratios.append((pieces[on][0] / pieces[off][0], pieces[on][1] / pieces[off][1]))
         kv_cache.tiers = tiers
-        while engine.prepare():
-            pass
-    rate = {on: statistics.median(each for each, _ in rounds) for on, rounds in seen.items()}
-    cpu_seconds = {on: statistics.median(each for _, each in rounds) for on, rounds in seen.items()}
-    print(f"decoding         {rate[False]:.1f} tok/s without, {rate[True]:.1f} with writing: ", end="")
-    print(f"{rate[True] / rate[False]:.3f}; {written / 1e6 / options.rounds:.1f} MB a round beside steps")
-    print(
-        f"                 {cpu_seconds[False]:.3f} s processor without, {cpu_seconds[True]:.3f} s with: ",
-        end="",
-    )
-    print(f"{cpu_seconds[True] / cpu_seconds[False]:.3f}")
+        while engine.has_work or engine.prepare():
+            engine.step()
+    for number, name in enumerate(("time of steps", "processor time")):
+        values = [each[number] for each in ratios]
+        error = 1.25 * statistics.stdev(values) / len(values) ** 0.5
+        print(f"writing          {name} {statistics.median(values):.4f} times as long (+-{error:.4f})")
+    print(f"                 {written / 1e6 / steps:.1f} MB a second beside {len(ratios)} pieces of steps, ")
+    print(f"                 {tiers.store.seconds_per_byte * 1e9:.2f} ms of the processor a MB")
     engine.close()
 
 

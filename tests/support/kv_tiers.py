@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmbox.engine.core.kv_cache.tiers import KVTiers
-from llmbox.engine.kv_store.block_file import BlockKind
+from llmbox.engine.kv_store.block_file import BlockKind, zlib_checksums
 from llmbox.engine.kv_store.folder import KVFolder
 from llmbox.engine.kv_store.store import BlockStore
 from support.fake_runner import FakeRunner
@@ -34,6 +34,8 @@ class CopiesEvent:
 
 class FakeBlockMemory:
     """Bytes of the numbers in a `FakeRunner`'s slots."""
+
+    checksums = staticmethod(zlib_checksums)
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner

@@ -10,7 +10,7 @@ A block is always in exactly one of three states:
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ...kv_store.block_file import BlockKind
+from ...kv_store.block_file import BlockKind, Checksums
 from .prefix_cache import PrefixCache, PrefixHistory
 
 
@@ -143,6 +143,11 @@ class BlockMemory(Protocol):
 
     def make_buffer(self, size: int) -> memoryview:
         """Allocate host memory that copies may use."""
+        ...
+
+    @property
+    def checksums(self) -> Checksums:
+        """Checksums of files, as fast as this machine can compute them."""
         ...
 
     def save(self, kind: BlockKind, index: int, into: memoryview) -> None: ...

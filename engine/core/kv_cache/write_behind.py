@@ -4,6 +4,7 @@ A block that was cached waits, `pump` copies it, and the store's thread writes t
 evicted before it was copied is not written.
 """
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 STEP_BYTES: Final = 64 << 20
 """Most bytes that one call copies, next to a step."""
-BUSY_RATE: Final = 12e6
-"""Bytes a second that are copied and written beside steps on a CPU, which needs its cores and its memory's
-bandwidth for these. The rest is written when nothing runs.
+BUSY_SHARE: Final = 0.0075
+"""Share of one core's time that copying and writing takes beside steps on a CPU, which needs all cores for
+these: a step waits for its slowest one. The system takes about as much again when it brings files to the
+disk. The rest is written when nothing runs.
 """
-BUSY_BURST: Final = 8e6
-"""Bytes of these at once."""
+BUSY_BURST: Final = 0.005
+"""Seconds of this at once."""
 SMALL_STATE_BLOCKS: Final = 16
 """KV blocks whose bytes a recurrent state may take to be written at every place where it is kept."""
 
@@ -60,6 +62,7 @@ class WriteBehind:
         """Bytes of these."""
         self._most_pending = blocks.kv_cache.pool.num_blocks
         self._credit, self._credited = BUSY_BURST, clock()
+        self._copy_seconds_per_byte = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -92,11 +95,13 @@ class WriteBehind:
         """
         self.finish_copies()
         store, saved = self._blocks.store, list[tuple[_PendingBlock, memoryview]]()
-        left = allowed = self._allowance() if sparingly else STEP_BYTES
+        left, began = STEP_BYTES, time.thread_time()
+        if sparingly:
+            self._earn()
         while self._pending:
             key, block = next(iter(self._pending.items()))
             size = self._sizes[block.kind]
-            enough = left > 0 if sparingly else left >= min(size, STEP_BYTES)
+            enough = self._credit > 0 if sparingly else left >= min(size, STEP_BYTES)
             if not enough or not store.accepts(size, self._copying):
                 break
             del self._pending[key]
@@ -113,19 +118,20 @@ class WriteBehind:
             self._blocks.memory.save(block.kind, index, buffer)
             saved.append((block, buffer))
             left -= size
-        if sparingly:
-            self._credit -= allowed - left
+            if sparingly:
+                self._credit -= size * (self._copy_seconds_per_byte + store.seconds_per_byte)
         if saved:
+            spent = (time.thread_time() - began) / (STEP_BYTES - left)
+            self._copy_seconds_per_byte += 0.3 * (spent - self._copy_seconds_per_byte)
             self._copies.append(_Copies(self._blocks.memory.record(), saved))
             self.finish_copies()
         return bool(self._copies or (self._pending and not store.is_paused))
 
-    def _allowance(self) -> int:
-        """Return the bytes that may be copied beside this step; below 0: none."""
+    def _earn(self) -> None:
+        """Add what the time since the last call allows."""
         now = self._clock()
-        self._credit = min(BUSY_BURST, self._credit + (now - self._credited) * BUSY_RATE)
+        self._credit = min(BUSY_BURST, self._credit + (now - self._credited) * BUSY_SHARE)
         self._credited = now
-        return int(self._credit)
 
     def finish_copies(self, *, wait: bool = False) -> None:
         """Hand on the copies that are done, or `wait` for all."""
