@@ -15,7 +15,6 @@ from support.cli_box import PATIENCE
 from support.panel_box import Panel
 
 ROOT = Path(__file__).parents[2]
-SHOTS = ROOT / "build" / "screenshots"
 WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 390}
 CHROMIUM = shutil.which("chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -108,12 +107,29 @@ def axe() -> str:
     return kept.read_text()
 
 
-def serious_problems(page, axe: str) -> list[tuple[str, str]]:
-    """What axe-core finds: (rule, the first place)."""
+def serious_problems(page, axe: str) -> list[tuple[str, str, str]]:
+    """List what axe-core finds: (color scheme, rule, the first place).
+
+    Every rule in the light scheme; contrast, the one rule that colors can break, in the dark one too.
+    """
     page.evaluate(axe)  # by the protocol: the content policy would refuse a script element
-    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
-    return [
-        (each["id"], each["nodes"][0]["html"][:200])
-        for each in found
-        if each["impact"] in {"serious", "critical"}
-    ]
+    found = []
+    for scheme, rules in (("light", ""), ("dark", ", runOnly: ['color-contrast']")):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        result = page.evaluate(f"axe.run(document, {{ resultTypes: ['violations']{rules} }})")
+        found += [
+            (scheme, each["id"], each["nodes"][0]["html"][:200])
+            for each in result["violations"]
+            if each["impact"] in {"serious", "critical"}
+        ]
+    return found
+
+
+def misfits(page) -> list[tuple[str, int]]:
+    """List the windows in which the page must be scrolled sideways: (name, width)."""
+    found = []
+    for name, width in WIDTHS.items():
+        page.set_viewport_size({"width": width, "height": 860})
+        if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+            found.append((name, width))
+    return found

@@ -83,8 +83,21 @@ def import_when_used(name: str) -> None:
     if spec is None or spec.loader is None or name in sys.modules:
         return
     spec.loader = importlib.util.LazyLoader(spec.loader)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.__class__ = UnusedModule
+
+
+class UnusedModule(importlib.util._LazyModule):
+    """Lazy module that executes for its public names and submodules alone.
+
+    `import` itself, pytest's collection, and `inspect` while torch is imported, ask it for private names.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") and name != "__path__":
+            return object.__getattribute__(self, name)
+        return super().__getattribute__(name)
 
 
 class ProcessGuard:

@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from support.browser import SHOTS, Window, needs_browser
+from support.browser import Window, needs_browser
 
 pytestmark = needs_browser
 REASON = "The model gave NaN or infinite logits."
@@ -32,14 +32,11 @@ def test_the_overview_and_the_charts(window: Window, failing):
     assert page.get_by_text("Nothing needs attention.").count() == 0
     page.locator(".stats .tile").filter(has_text="Failed").get_by_text("75 %").wait_for()
     row = page.locator("li.model").filter(has=page.get_by_role("heading", name="failing"))
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SHOTS / "failing-overview.png", full_page=True)
     row.get_by_role("link", name="3 of 3").click()
     page.get_by_text("engine_error").first.wait_for()
     window.open("/admin/telemetry")
     page.get_by_text("Failed requests, over five minutes").wait_for()
     page.locator('[data-series="error_rate"] canvas').wait_for()
-    page.screenshot(path=SHOTS / "failing-telemetry.png", full_page=True)
 
 
 def test_the_command_line_metrics_and_the_admin_api(panel, failing):
@@ -63,7 +60,6 @@ def test_a_failed_download_says_why_and_is_dismissed(window: Window):
     window.open("/admin/models/activity")
     page = window.page
     page.get_by_text("org/typo was not found").wait_for()
-    page.screenshot(path=SHOTS / "failed-download.png")
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Dismiss").click()
     page.get_by_text("Removed from the list: org/typo.").wait_for()
