@@ -2,13 +2,15 @@
 the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
 
+from llmbox.engine.checkpoint.adapter import read_adapter
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DeviceError
+from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.planning.estimator import MemoryPlan
@@ -23,15 +25,17 @@ from ...fit.recommendations import Recommendation, recommend, slow_warning, smal
 from ...fit.report import fit_rows, verdict
 from ...hub.model_info import ModelFacts, find_facts
 from ...lifecycle.program import Command, Program, pass_program
+from ...models.adapters import find_adapter
 from ...models.catalog import hub_cache, on_disk
 from ...models.load_request import ModelRequest, with_draft_path
 from ...models.recommended import read_hub_facts
+from ...util import formatting
 from .. import output
 from ..options import mmproj_option, read_flags, setting_options
 
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
-    *("threads", "draft"),
+    *("threads", "draft", "lora_memory"),
 )
 
 
@@ -39,11 +43,26 @@ FLAGS = (
 @click.argument("model")
 @setting_options(*(f"model.{name}" for name in FLAGS))
 @mmproj_option
+@click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    metavar="DIR",
+    help="Plan memory for this LoRA adapter too, a folder or the name of one; may be given again.",
+)
 @click.option("--probe", is_flag=True, help="Measure the memory bandwidth again.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def fit(
-    program: Program, /, model: str, mmproj: str | None, *, as_json: bool, probe: bool, **flags: Any
+    program: Program,
+    /,
+    model: str,
+    mmproj: str | None,
+    *,
+    adapters: tuple[str, ...],
+    as_json: bool,
+    probe: bool,
+    **flags: Any,
 ) -> int:
     """Show whether MODEL fits on this machine, with which context and speed; exit 5 if it does not.
 
@@ -54,27 +73,52 @@ def fit(
     facts, ref = find_facts(model, program.environ, program.names, program.in_memory())
     settings = program.settings().settings
     config = ModelRequest(ref, None, with_draft_path(values, program.resolve)).config(settings.model)
-    return report(program, facts, config, as_json=as_json, probe=probe)
+    return report(program, facts, config, as_json=as_json, probe=probe, adapters=adapters)
 
 
 def report(
-    program: Program, facts: ModelFacts, config: EngineConfig, *, as_json: bool, probe: bool = False
+    program: Program,
+    facts: ModelFacts,
+    config: EngineConfig,
+    *,
+    as_json: bool,
+    probe: bool = False,
+    adapters: Sequence[str] = (),
 ) -> int:
-    """Print a fit. Returns the exit code."""
+    """Print a fit, with memory for these adapters. Returns the exit code."""
+    sizes = {text: _adapter_bytes(program, text) for text in adapters}
+    config = replace(config, plans_adapters=config.plans_adapters or bool(sizes))
     try:
         result = fit_here(program, facts, config, probe=probe)
     except DeviceError as error:
         raise CliError(f"{facts.name} cannot be served", str(error), "llmbox doctor") from error
+    wide = 2 if result.plan is not None and result.plan.dtype == "float32" else 1  # of 16 bits
+    sizes = {text: wide * nbytes for text, nbytes in sizes.items()}
     if as_json:
-        output.write_json("fit", result.as_dict())
+        told = {"adapters": sizes, "adapter_budget": config.lora_bytes} if sizes else {}
+        output.write_json("fit", result.as_dict() | told)
     else:
         _print(result)
+        for text, nbytes in sizes.items():
+            fits = "" if nbytes <= config.lora_bytes else ", more than there is: --lora-memory GB"
+            of = f"{formatting.size(nbytes)} of {formatting.size(config.lora_bytes)} for adapters{fits}"
+            output.write(f"  {'adapter':10} {formatting.printable(text)}: {of}")
         if result.plan is None:
             for text in smaller_models(result.name, recommendations(program, config)):
                 output.write(f"  {'fits here':10} {text}")
         elif slow := slow_warning(result.speed, recommendations(program)):
             output.say(f"Note: {slow}")
-    return Exit.OK if result.fits else Exit.DOES_NOT_FIT
+    fits = result.fits and all(nbytes <= config.lora_bytes for nbytes in sizes.values())
+    return Exit.OK if fits else Exit.DOES_NOT_FIT
+
+
+def _adapter_bytes(program: Program, text: str) -> int:
+    """Return the bytes of an adapter in 16 bits. Raises CliError."""
+    folder, _ = find_adapter(program.registry, text)
+    try:
+        return read_adapter(folder).nbytes
+    except ModelError as error:
+        raise CliError(f"{text} cannot be used", str(error), "docs/adapters.md has what is read") from None
 
 
 def fit_here(program: Program, facts: ModelFacts, config: EngineConfig, *, probe: bool = False) -> Fit:

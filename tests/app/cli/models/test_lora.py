@@ -68,3 +68,19 @@ def test_uninstall_removes_the_copies_alone(call: Call, tmp_path: Path) -> None:
         write_adapter(home / name, plain_tensors())
     assert call("uninstall", "--yes").code == 0
     assert [folder.name for folder in home.iterdir()] == ["somebody's"]
+
+
+def test_fit_says_what_an_adapter_takes(call: Call, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", plain_tensors())
+    arguments = ("fit", "builtin", "--device", "cpu", "--dtype", "float32", "--json")
+    alone, beside = call(*arguments), call(*arguments, "--lora", folder)
+    assert beside.code == 0, beside.err
+    told, plain = json.loads(beside.out), json.loads(alone.out)
+    assert told["adapters"] == {str(folder): 4 * 2 * 64 * 4}
+    assert "adapters" not in plain
+    assert told["plan"]["workspace_bytes"] - plain["plan"]["workspace_bytes"] >= told["adapter_budget"]
+    large = write_adapter(tmp_path / "large", plain_tensors(inputs=80_000, outputs=80_000))
+    small = call("fit", "builtin", "--lora", large, "--lora-memory", "0.001")
+    assert small.code == Exit.DOES_NOT_FIT
+    assert "more than there is: --lora-memory GB" in small.out
+    assert call("fit", "builtin", "--lora", tmp_path / "none").code == Exit.NOT_FOUND
