@@ -100,8 +100,8 @@ def report(
     else:
         _print(result)
         for text, nbytes in sizes.items():
-            fits = "" if nbytes <= config.lora_bytes else ", more than there is: --lora-memory GB"
-            of = f"{formatting.size(nbytes)} of {formatting.size(config.lora_bytes)} for adapters{fits}"
+            excess = "" if nbytes <= config.lora_bytes else ", more than there is: --lora-memory GB"
+            of = f"{formatting.size(nbytes)} of {formatting.size(config.lora_bytes)} for adapters{excess}"
             output.write(f"  {'adapter':10} {formatting.printable(text)}: {of}")
         if result.plan is None:
             for text in smaller_models(result.name, recommendations(program, config)):
