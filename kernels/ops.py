@@ -366,6 +366,9 @@ class Ops:
     Without ids it only writes the inputs.
     """
 
+    populate_block: Callable[[KVCache, int], bool] | None = None
+    """(cache, block): give a block of host memory its pages, whatever it holds; False: not possible here."""
+
     profiler: KernelProfiler | None = None
     """Time of the operations by kind, counted on request; None: not supported."""
 

@@ -1,5 +1,6 @@
 """Interface between the engine and the code that executes steps: synchronous, or with steps in flight."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .microbatching import PipelineDepth
@@ -51,8 +52,10 @@ class SyncExecutor:
     depth = 0
     stages = 1
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, prepare: Callable[[], bool] = bool) -> None:
+        """`prepare`: idle-time work of the runner, if it has some."""
         self.runner = runner
+        self._prepare = prepare
 
     def launch(self, plan: StepPlan) -> StepResult:
         return self.runner.execute(plan)
@@ -61,7 +64,7 @@ class SyncExecutor:
         return handle
 
     def prepare(self) -> bool:
-        return False
+        return self._prepare()
 
 
 def pipeline_of(runner: Executor) -> PipelineDepth:

@@ -119,7 +119,10 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     if layout.ranks == 1:
         share = load_rank(config, plan, SINGLE, weights_progress(progress))
         local, plan = share.finish()
-        runner = local if isinstance(local, GPUModelRunner) else SyncExecutor(local)
+        if isinstance(local, GPUModelRunner):
+            runner = local
+        else:
+            runner = SyncExecutor(local, local.prepare if isinstance(local, CPUModelRunner) else bool)
         measured = share.measured
     else:
         log.info("%s", "; ".join(plan.notes) or f"{layout.ranks} ranks: tp {plan.tp}, pp {plan.pp}")

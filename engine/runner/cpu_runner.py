@@ -3,8 +3,10 @@
 T rows of the step, R rows whose logits are wanted, S of them to sample, E hidden.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,6 +29,11 @@ from .draft_verification import requests_with_nan, verify_drafts
 from .image_rows import EncodedImages
 from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, sliding_table
 from .pooling import read_sums, sum_states
+
+POPULATED_AHEAD: Final = 128 << 20
+"""Bytes of KV memory that are made ready while nothing runs: about a thousand tokens of a small model."""
+POPULATED_AT_ONCE: Final = 2 << 20
+"""Bytes between two looks at the messages."""
 
 
 class CPUModelRunner:
@@ -70,6 +77,8 @@ class CPUModelRunner:
         self._adapters = LoadedAdapters(model.adapters, model.dtype, model.rank)
         self._follower: FollowingProposer | None = None
         self._taps = False
+        self._begun_blocks = self._populated_blocks = 0
+        """Numbers below which blocks have been used, and have their pages."""
 
     def attach(self, proposer: FollowingProposer, taps: Sequence[int] = ()) -> None:
         """Show the hidden states of each later step to a draft head. `taps`: layers whose inputs it reads in
@@ -101,8 +110,10 @@ class CPUModelRunner:
         )
         if self._has_window_blocks:
             self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, sliding_table))
-        for cache in self._caches:
-            self._ops.clear_blocks(cache, batch.fresh_blocks)
+        if batch.fresh_blocks:
+            self._begun_blocks = max(self._begun_blocks, *batch.fresh_blocks, 0)
+            for cache in self._caches:
+                self._ops.clear_blocks(cache, batch.fresh_blocks)
         images = self.images
         if images is not None and not any(row.request.images for row in rows):
             images = None
@@ -141,6 +152,23 @@ class CPUModelRunner:
         if batch.pooled:
             self._pool(hidden_RE, batch, result)
         return result
+
+    def prepare(self) -> bool:
+        """Give some of the KV blocks that are used next their pages, up to `POPULATED_AHEAD`: the first touch
+        takes milliseconds a block, in the step of a prompt. Blocks are used in the order of their numbers.
+        """
+        populate = self._ops.populate_block
+        if populate is None:
+            return False
+        blocks = self._ops.block_tensors(self._cache)[0]
+        block_bytes = max(1, blocks.nbytes // blocks.shape[1])
+        end = min(blocks.shape[1], self._begun_blocks + 1 + POPULATED_AHEAD // block_bytes)
+        first = max(self._populated_blocks, self._begun_blocks)
+        last = min(end, first + max(1, POPULATED_AT_ONCE // block_bytes))
+        if not all(populate(cache, block) for block in range(first, last) for cache in self._caches):
+            last = end = sys.maxsize
+        self._populated_blocks = max(first, last)
+        return last < end
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""

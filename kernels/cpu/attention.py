@@ -197,8 +197,11 @@ class CPUAttention:
             self.library.llmbox_cache_copy(cache.pointer, source, destination)
 
     def clear_blocks(self, cache: CPUKVCache, blocks: list[int]) -> None:
-        for block in blocks:
-            self.library.llmbox_cache_clear(cache.pointer, block)
+        if blocks:
+            self.library.llmbox_cache_clear(cache.pointer, (ctypes.c_int * len(blocks))(*blocks), len(blocks))
+
+    def populate_block(self, cache: CPUKVCache, block: int) -> bool:
+        return bool(self.library.llmbox_cache_populate(cache.pointer, block))
 
 
 def _layout(

@@ -70,6 +70,7 @@ class CPUBackend:
             attention=attention.attention,
             copy_blocks=attention.copy_blocks,
             clear_blocks=attention.clear_blocks,
+            populate_block=attention.populate_block,
             block_tensors=CPUKVCache.block_tensors,
             checksums=self.checksums,
             graph=self.graph,

@@ -10,6 +10,18 @@
 
 namespace llmbox {
 
+// Gives memory its pages before it is used; content stays. False if the system cannot (Linux before 5.14).
+inline bool populate([[maybe_unused]] uint8_t* data, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
+    constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, which older headers lack
+    constexpr uintptr_t PAGE = 4096;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / PAGE * PAGE;
+    return madvise(reinterpret_cast<void*>(begin), reinterpret_cast<uintptr_t>(data) + bytes - begin, POPULATE_WRITE) == 0;
+#else
+    return false;
+#endif
+}
+
 #ifdef __SANITIZE_ADDRESS__
 
 // Exactly as large as asked, so that the sanitizer sees every step beyond.

@@ -43,8 +43,27 @@ void llmbox_cache_copy(const KVCache* cache, int from, int to) {
 // The whole memory, [layers, blocks, bytes of a block].
 uint8_t* llmbox_cache_data(const KVCache* cache) { return cache->memory.data(); }
 int64_t llmbox_cache_block_bytes(const KVCache* cache) { return cache->block_bytes(); }
-void llmbox_cache_clear(const KVCache* cache, int block) {
-    for (int layer = 0; layer < cache->layers; layer++) memset(cache->block(layer, block), 0, cache->block_bytes());
+// All threads share it: memory that is touched for the first time is slow, some milliseconds a block.
+void llmbox_cache_clear(const KVCache* cache, const int* blocks, int count) {
+    struct Clearing {
+        const KVCache& cache;
+        const int* blocks;
+        int count;
+    } clearing{*cache, blocks, count};
+    pool().run(
+        [](Member& member, void* argument) {
+            const auto& [cache, blocks, count] = *static_cast<const Clearing*>(argument);
+            const auto own = member.share(cache.layers * count);
+            for (int i = own.begin; i < own.end; i++)
+                memset(cache.block(i % cache.layers, blocks[i / cache.layers]), 0, cache.block_bytes());
+        },
+        &clearing);
+}
+// Gives a block its pages without changing its content. 0: the system cannot.
+int llmbox_cache_populate(const KVCache* cache, int block) {
+    for (int layer = 0; layer < cache->layers; layer++)
+        if (!populate(cache->block(layer, block), cache->block_bytes())) return 0;
+    return 1;
 }
 
 // ---------------------------------------------------------------- operations; strides count elements

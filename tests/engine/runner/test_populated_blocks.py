@@ -1,0 +1,76 @@
+"""KV blocks get their pages while nothing runs, ahead of their use, and keep what they hold."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llmbox.engine.runner import cpu_runner
+from llmbox.engine.runner.cpu_runner import CPUModelRunner
+from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.op_types import KVShape
+
+
+class Populating:
+    """The memory of a cache of 100 blocks, and which of them were given pages."""
+
+    def __init__(self, *, works=True):
+        self.works, self.blocks = works, []
+
+    def block_tensors(self, _cache):
+        return [torch.empty(2, 100, 512, dtype=torch.uint8)]
+
+    def populate_block(self, _cache, block):
+        self.blocks.append(block)
+        return self.works
+
+
+def make_runner(ops):
+    model = SimpleNamespace(ops=ops, config=SimpleNamespace(windows=()))
+    return CPUModelRunner(model, None, "cache", None, block_size=16, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(cpu_runner, "POPULATED_AHEAD", 10 * 1024)
+    monkeypatch.setattr(cpu_runner, "POPULATED_AT_ONCE", 4 * 1024)
+
+
+@pytest.mark.usefixtures("small")
+def test_blocks_ahead_of_those_in_use_get_pages_in_slices():
+    ops = Populating()
+    runner = make_runner(ops)
+    assert runner.prepare()
+    assert ops.blocks == [0, 1, 2, 3]
+    while runner.prepare():
+        pass
+    assert ops.blocks == list(range(11))
+    assert not runner.prepare()
+    runner._begun_blocks = 95
+    while runner.prepare():
+        pass
+    assert ops.blocks == [*range(11), *range(95, 100)]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_system_that_cannot_is_asked_once():
+    ops = Populating(works=False)
+    runner = make_runner(ops)
+    assert not runner.prepare()
+    assert not runner.prepare()
+    assert ops.blocks == [0]
+
+
+def test_a_block_keeps_what_it_holds():
+    ops = load_backend("cpu").ops()
+    assert ops.populate_block is not None
+    shape = KVShape(2, 8, 16, 2, 32, torch.bfloat16, torch.bfloat16)
+    cache = ops.make_kv_cache(shape, torch.device("cpu"))
+    (memory,) = ops.block_tensors(cache)
+    memory.fill_(7)
+    for block in range(8):
+        ops.populate_block(cache, block)
+    assert (memory == 7).all()
+    ops.clear_blocks(cache, [1, 6])
+    assert [int(memory[:, block].sum() == 0) for block in range(8)] == [0, 1, 0, 0, 0, 0, 1, 0]
+    ops.clear_blocks(cache, [])
