@@ -37,6 +37,7 @@ PAGES = {
     "models": "/admin/models",
     "discover": "/admin/models/discover",
     "downloads": "/admin/models/activity",
+    "adapters": "/admin/models/adapters",
     "model": "/admin/models/show?ref=builtin",
     "requests": "/admin/requests",
     "failed-requests": "/admin/requests?status=errors",

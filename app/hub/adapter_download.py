@@ -47,7 +47,10 @@ def download_adapter(
     try:
         if hub.offline:
             return _cached(repo, revision)
-        return _download(hub, repo, revision, stop, report, check, rate)
+        try:
+            return _download(hub, repo, revision, stop, report, check, rate)
+        except OSError as error:
+            raise errors.of_os_error(error, repo.cache) from error
     except HubError as error:
         raise CliError(error.what, error.why, error.fix, error.exit) from None
 
@@ -95,8 +98,6 @@ def _download(
     try:
         for file, progress in progresses.items():
             fetch(context, file, hub.url(repo.name, listing.commit, file.name), progress)
-    except OSError as error:
-        raise errors.of_os_error(error, repo.cache) from error
     finally:
         is_over.set()
         watching.join(5.0)

@@ -11,6 +11,7 @@ from ..gateway.request_events import LiveRequest
 from ..security.identity import Identity
 from ..services import Services
 from ..store.record import Content, RequestRecord
+from ..util.threads import off_loop
 from .prefix_note import describe_difference, prefix_note
 
 PROMPT = "…"
@@ -200,7 +201,9 @@ async def _difference(services: Services, record: RequestRecord, content: Conten
     """
     if content is None or record.prefix_end not in {"diverged", "new"}:
         return ""
-    return describe_difference(content, await services.request_log.earlier_contents(record))
+    earlier = await services.request_log.earlier_contents(record)
+    size = sum(len(prompt) for _, each in earlier for prompt in each.prompts)
+    return await off_loop(size, lambda: describe_difference(content, earlier))
 
 
 async def find_logged(

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from llmbox.engine.checkpoint.adapter import CONFIG, WEIGHTS, Adapter, read_adapter
 from llmbox.engine.checkpoint.files import open_regular
+from llmbox.engine.checkpoint.safetensors import shown
 from llmbox.engine.errors import ModelError
 
 from ..errors import CliError, Exit
@@ -47,9 +48,9 @@ class AddedAdapter:
     """Reason why its files cannot be read; empty where they can."""
 
 
-def list_adapters(registry: Registry) -> list[AddedAdapter]:
-    """List the adapters by name, with what their files say."""
-    names = registry.read()
+def list_adapters(registry: Registry, names: NameLookup | None = None) -> list[AddedAdapter]:
+    """List the adapters by name, with what their files say. `names`: read before."""
+    names = names or registry.read()
     found = []
     for name, alias in sorted(names.aliases.items()):
         if not alias.adapter:
@@ -176,6 +177,9 @@ def _find_base(
             fetch = f"fetch it: llmbox pull {text}, or " if HUB_ID.fullmatch(text) else ""
             error.fix = f"{fetch}name the base, which is on this disk: --base MODEL; see llmbox ls"
         raise
+    except (OSError, RuntimeError, ValueError) as error:  # names in a config that cannot be paths
+        why = f"its name cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise CliError(f"no base {shown(text)}", why, "--base MODEL; see llmbox ls", Exit.NOT_FOUND) from None
 
 
 def _require_free(name: str, names: NameLookup, memory: Mapping[str, ModelRef], *, may_replace: bool) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from support.adapters import plain_tensors, write_adapter
 from support.cli_box import PATIENCE, until
 from support.gguf_models import write_gguf
 from support.hub_models import model_files
@@ -72,9 +73,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model `source`, and the same as a GGUF file."""
+    """A folder with a model `source`, the same as a GGUF file, and an `adapter`."""
     folder = tmp_path_factory.mktemp("models")
     write_gguf(make_tiny_model(folder / "source", arch="llama"), folder / "source.gguf")
+    write_adapter(folder / "adapter", plain_tensors())
     return folder
 
 
@@ -168,6 +170,7 @@ def test_settings_keys_and_names(box: InstalledBox, models: Path):
     assert box.json("lora", "list")["adapters"] == []
     box.run("lora", "add", "none", models, "--base", "builtin", code=1)
     box.run("lora", "rm", "none", code=4)
+    box.run("fit", "builtin", "--lora", models / "adapter")
     box.run("lora", "merge", "none", "--out", models / "merged", code=4)
     assert {"builtin", "adopted"} <= {row["name"] for row in box.json("ls")["models"]}
     box.run("show", "adopted")

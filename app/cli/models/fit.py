@@ -94,9 +94,10 @@ def report(
         raise CliError(f"{facts.name} cannot be served", str(error), "llmbox doctor") from error
     wide = 2 if result.plan is not None and result.plan.dtype == "float32" else 1  # of 16 bits
     sizes = {text: wide * nbytes for text, nbytes in sizes.items()}
+    fits = result.fits and all(nbytes <= config.lora_bytes for nbytes in sizes.values())
     if as_json:
         told = {"adapters": sizes, "adapter_budget": config.lora_bytes} if sizes else {}
-        output.write_json("fit", result.as_dict() | told)
+        output.write_json("fit", result.as_dict() | told | {"fits": fits})
     else:
         _print(result)
         for text, nbytes in sizes.items():
@@ -108,7 +109,6 @@ def report(
                 output.write(f"  {'fits here':10} {text}")
         elif slow := slow_warning(result.speed, recommendations(program)):
             output.say(f"Note: {slow}")
-    fits = result.fits and all(nbytes <= config.lora_bytes for nbytes in sizes.values())
     return Exit.OK if fits else Exit.DOES_NOT_FIT
 
 

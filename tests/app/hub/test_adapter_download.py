@@ -92,6 +92,14 @@ def test_refusals_say_why(tmp_path: Path, hub: StubHub, monkeypatch: pytest.Monk
         download(tmp_path)
 
 
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, hub: StubHub) -> None:
+    folder = tmp_path / "hf" / "hub" / "models--org--pirate"
+    folder.mkdir(parents=True)
+    (folder / "snapshots").touch()
+    with pytest.raises(CliError, match="cannot write to"):
+        download(tmp_path)
+
+
 def test_damaged_weights_are_not_kept(tmp_path: Path, hub: StubHub) -> None:
     def damage(handler: object) -> bool:
         if handler.name != "cdn":

@@ -73,6 +73,14 @@ def test_a_name_that_was_taken_meanwhile_stays_the_other_ones(
     assert not list(registry.adapters_home.iterdir())
 
 
+@pytest.mark.parametrize("told", ["/" + "x" * 5000, "~nobody-of-this-name/x", "~\0"])
+def test_a_base_that_is_no_path_is_refused_in_words(registry: Registry, told: str) -> None:
+    for base in (None, told):
+        with pytest.raises(CliError, match="no base") as refused:
+            adapters.require_base(registry, {}, "one", {"base_model_name_or_path": told}, base)
+        assert len(refused.value.what) < 200
+
+
 def test_what_is_no_path_is_no_folder(registry: Registry) -> None:
     for text in ("~nobody-of-this-name/x", "x" * 300, "/\0"):
         with pytest.raises(CliError):

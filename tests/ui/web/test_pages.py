@@ -446,3 +446,13 @@ def test_discover_and_first_run_offer_models_that_fit_without_asking_the_hub(pan
     asked = signed_in.post("/admin/models/refresh-recommended", data={"csrf_token": csrf(page)})
     assert asked.status_code == 502  # this hub describes none of them
     assert len(panel.hub.seen) > before
+
+
+def test_adapters_are_shown_beside_a_broken_list_of_models(panel, signed_in):
+    file = panel.box.paths.registry_file
+    before = file.read_bytes() if file.exists() else None
+    file.write_text("{")
+    try:
+        assert signed_in.get("/admin/models/adapters").status_code == 200
+    finally:
+        file.unlink() if before is None else file.write_bytes(before)

@@ -19,6 +19,7 @@ PAGES = {
     "overview": "/admin",
     "models": "/admin/models",
     "discover": "/admin/models/discover",
+    "adapters": "/admin/models/adapters",
     "requests": "/admin/requests",
     "telemetry": "/admin/telemetry",
     "memory": "/admin/memory",

@@ -103,8 +103,8 @@ def _add(control: DaemonController, name: str, source: str, base: str | None) ->
 
 async def _rows(panel: Panel) -> list[AdapterRow]:
     control, registry = panel.control, panel.control.library.registry
-    found = await asyncio.to_thread(list_adapters, registry)
     names = registry.read_or_nothing()
+    found = await asyncio.to_thread(list_adapters, registry, names)
     rows, now = [], time.time()
     for each in found:
         alias = names.aliases.get(each.name)

@@ -83,4 +83,7 @@ def test_fit_says_what_an_adapter_takes(call: Call, tmp_path: Path) -> None:
     small = call("fit", "builtin", "--lora", large, "--lora-memory", "0.001")
     assert small.code == Exit.DOES_NOT_FIT
     assert "more than there is: --lora-memory GB" in small.out
+    assert told["fits"]
+    small = call("fit", "builtin", "--lora", large, "--lora-memory", "0.001", "--json")
+    assert (small.code, json.loads(small.out)["fits"]) == (Exit.DOES_NOT_FIT, False)
     assert call("fit", "builtin", "--lora", tmp_path / "none").code == Exit.NOT_FOUND
