@@ -97,6 +97,8 @@ class CPUBackend:
 
     def checksums(self, data: memoryview, crc: int, adler: int) -> tuple[int, int]:
         """Continue CRC-32 and Adler-32 over `data`, which can be written to."""
+        if not data:
+            return crc, adler
         sums = ctypes.c_uint32(crc), ctypes.c_uint32(adler)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
         if not self.library.llmbox_checksums(address, len(data), *map(ctypes.byref, sums)):

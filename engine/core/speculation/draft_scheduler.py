@@ -11,7 +11,7 @@ none. Proposers are asked in this order:
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypedDict
@@ -345,7 +345,8 @@ class DraftScheduler:
             name = request.tenant, request.cache_namespace
             caller = self._callers.setdefault(name, CallerDrafts())
             self._callers.move_to_end(name)
-            if len(self._callers) > CALLERS:
-                self._callers.popitem(last=False)
+            if len(self._callers) > CALLERS:  # salts of one key do not push other keys out
+                ((most, _),) = Counter(tenant for tenant, _ in self._callers).most_common(1)
+                del self._callers[next(name for name in self._callers if name[0] == most)]
             request.drafts = RequestDrafts(caller)
         return request.drafts

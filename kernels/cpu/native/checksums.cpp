@@ -1,6 +1,6 @@
 // CRC-32 and Adler-32 of one pass, the same numbers as zlib's: files of KV blocks have both.
 //
-// zlib's read 4 GB a second together on one core, which costs more than writing a block to the page cache. These
+// zlib's read 2.5 GB a second together on one core, which costs more than writing a block to the page cache. These
 // take the instructions that fold a CRC, and keep Adler's sums in lanes that compilers make vectors of.
 #include <algorithm>
 #include <array>

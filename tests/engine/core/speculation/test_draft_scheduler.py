@@ -2,6 +2,7 @@
 
 import pytest
 
+from llmbox.engine.core.speculation.draft_scheduler import CALLERS
 from llmbox.engine.core.speculation.proposer import Proposals
 from llmbox.engine.core.step import SampledToken, StepResult
 from llmbox.engine.ipc.messages import TokenLogprobs
@@ -211,3 +212,14 @@ def test_the_log_has_the_acceptance_of_each_method_once_a_minute(caplog):
         "draft tokens accepted so far: ngram 6 of 6",
     ]
     assert scheduler.drafting.stats()["draft_methods"]["ngram"].accepted_tokens == 6
+
+
+def test_salts_of_one_key_do_not_push_out_what_is_known_of_another():
+    drafting = make_scheduler(draft_rows=16).drafting
+    drafting._history(make_request("a", PERIOD, tenant="other"))
+    known = drafting._callers["other", ""]
+    for number in range(2 * CALLERS):
+        drafting._history(make_request(str(number), PERIOD, tenant="key", namespace=str(number)))
+    assert drafting._callers["other", ""] is known
+    assert len(drafting._callers) == CALLERS
+    assert ("key", str(2 * CALLERS - 1)) in drafting._callers
