@@ -26,7 +26,8 @@ class Populating:
 
 
 def make_runner(ops):
-    model = SimpleNamespace(ops=ops, config=SimpleNamespace(windows=()))
+    names = {"adapters": None, "dtype": torch.bfloat16, "rank": None}
+    model = SimpleNamespace(ops=ops, config=SimpleNamespace(windows=()), **names)
     return CPUModelRunner(model, None, "cache", None, block_size=16, device=torch.device("cpu"))
 
 
