@@ -395,7 +395,6 @@ class BlockMap:
     """Number of cached blocks evicted since the engine started."""
 
 
-ToEngine = (
-    Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Ping | AskBlocks | AskProfile | Shutdown
-)
+Question = Ping | AskBlocks | AskProfile
+ToEngine = Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Question | Shutdown
 ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap | StepProfile

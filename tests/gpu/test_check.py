@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpu import (
+    adapters,
     beside,
     engine_speed,
     fp8_products,
@@ -190,7 +191,8 @@ def test_a_section_out_of_time_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernel_speed, "all_work", lambda: iter([None, None]))
     monkeypatch.setattr(sdpa_rule, "pair", None)  # not called
     sections.kernels(report, {})
-    left = 2 + len(list(recurrent.all_work(torch.device("cpu")))) + len(list(little_kernels.all_work()))
+    others = recurrent.all_work(torch.device("cpu")), little_kernels.all_work(), adapters.all_work()
+    left = 2 + sum(len(list(work)) for work in others)
     assert f"out of time: {left} more" in report.lines[-1]
 
 

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final
@@ -187,8 +187,9 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
     with _open_results(target, len(lines)) as files:
         try:
             with ThreadPoolExecutor(parallel) as pool:
-                tasks = [pool.submit(_answer, program, line, files, stopping) for line in lines]
+                tasks = list[Future[None]]()
                 try:
+                    tasks.extend(pool.submit(_answer, program, line, files, stopping) for line in lines)
                     for task in tasks:
                         task.result()
                 except BaseException:

@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, get_type_hints
 
@@ -320,5 +321,6 @@ def test_every_field_is_known_by_name(sent: str, taken: Any, left: set[str]) -> 
 
     `left`: the type, and `async`, which is no name in Python; it is ignored with a warning.
     """
+    import_module("openai.types.conversations")  # not imported by openai.types itself
     known = get_type_hints(attrgetter(sent)(openai.types))
     assert known.keys() - set(taken.__struct_fields__) == left
