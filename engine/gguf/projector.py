@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from ..checkpoint.safetensors import shown
 from ..errors import ModelError
-from ..model_config.fields import Fields
+from ..model_config.fields import Fields, show
 from ..model_config.vision.families import VISION_FAMILIES, describe_vision
+from ..model_config.vision.fields import MAX_LAYERS
 from .projector_tensors import check_projector_tensors
 from .reader import GgufFile, read_gguf
 
@@ -53,7 +54,7 @@ class ClipFields(Fields):
         return {
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.integer("block_count"),
+            "num_hidden_layers": self.integer("block_count", most=MAX_LAYERS),
             "num_attention_heads": self.integer("attention.head_count"),
             "patch_size": self.integer("patch_size"),
             "image_size": self.integer("image_size"),
@@ -110,6 +111,8 @@ def _qwen2_5_vl(clip: ClipFields) -> Described:
 def _qwen3_vl(clip: ClipFields) -> Described:
     tower = clip.qwen_tower()
     levels = clip.raw.get("is_deepstack_layers") or []
+    if not isinstance(levels, list):
+        raise clip.error(f"is_deepstack_layers must be a list, not {show(levels)}")
     table = clip.file.tensors.get("v.position_embd.weight")
     tower |= {
         "out_hidden_size": _width(clip),
@@ -229,11 +232,12 @@ def check_projector(file: GgufFile) -> GgufFile:
 
 def family_of(file: GgufFile) -> ProjectorFamily:
     kind = file.metadata.get("clip.vision.projector_type", file.metadata.get("clip.projector_type"))
+    kind = kind if isinstance(kind, str) else show(kind)
     if file.metadata.get("clip.has_vision_encoder") is not True and kind not in PROJECTOR_FAMILIES:
         raise ModelError(f"{file.path} has no vision tower")
     if kind not in PROJECTOR_FAMILIES:
         raise ModelError(
-            f"{file.path}: projector {str(kind)[:80]!r} is not supported; supported: "
+            f"{file.path}: projector {kind[:80]!r} is not supported; supported: "
             f"{', '.join(PROJECTOR_FAMILIES)}"
         )
     return PROJECTOR_FAMILIES[kind]

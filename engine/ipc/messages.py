@@ -381,13 +381,12 @@ class PrefixUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMap:
-    """State of all KV blocks, by block number."""
+    """State of all KV blocks, by block number. Owners are ids of requests."""
 
     block_size: int
     num_blocks: int
     runs: list[BlockRun]
     owners: list[str]
-    """Request ids."""
     holders: list[BlockHolder]
     prefixes: list[PrefixUse]
     """Prefixes that are still cached, those that saved most tokens first."""

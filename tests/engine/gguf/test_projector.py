@@ -15,7 +15,9 @@ from llmbox.app.hub.model_info import local_facts
 from llmbox.app.models.catalog import directory
 from llmbox.app.models.gguf_folders import NO_PROJECTOR, choose_projector, folder_of, folder_with_projector
 from llmbox.engine.errors import ModelError
-from llmbox.engine.gguf.folder import projector_of
+from llmbox.engine.gguf.folder import config_json, projector_of
+from llmbox.engine.gguf.projector import check_projector
+from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.vision.families import find_vision, read_vision
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
@@ -184,6 +186,29 @@ def test_a_file_that_does_not_fit_leaves_the_text_and_is_refused_by_name(
     with pytest.raises(CliError) as refused:
         folder_of(place, tmp_path)
     assert "name the file of the language model" in refused.value.why
+
+
+@pytest.mark.parametrize(
+    ("kind", "metadata", "words"),
+    [
+        ("qwen3_vl", {"clip.projector_type": ["qwen3vl_merger"]}, "is not supported; supported"),
+        ("qwen3_vl", {"clip.vision.is_deepstack_layers": True}, "must be a list, not True"),
+        (
+            "qwen2_5_vl",
+            {"clip.vision.block_count": 2**31 - 1, "clip.vision.n_wa_pattern": 1 << 20},
+            "block_count 2147483647 is beyond anything known",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_refused(
+    tmp_path: Path, kind: str, metadata: dict[str, object], words: str
+) -> None:
+    make_seeing_model(tmp_path / "model", kind)
+    file = write_both(tmp_path / "model", tmp_path, kind)
+    projector = read_gguf(tmp_path / "mmproj-tiny-F32.gguf")
+    projector = replace(projector, metadata={**projector.metadata, **metadata})
+    with pytest.raises(ModelError, match=words):
+        config_json(read_gguf(file), None, check_projector(projector))
 
 
 def test_a_projector_of_another_model_is_refused(qwen: Path, place: Path, tmp_path: Path) -> None:
