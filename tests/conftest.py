@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.lanes import FAST, NIGHTLY, ProcessGuard, examples, import_when_used, why_not_fast
+from support.lanes import FAST, NIGHTLY, ProcessGuard, examples, why_not_fast
 from support.time_limit import time_limit
 
 # One cache of compiled kernels for all test processes and for later runs; also for daemons and engines that
@@ -41,11 +41,6 @@ _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", _PATIENT, derandomize=True, max_examples=examples(100))
 settings.register_profile("nightly", _PATIENT, derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("LLMBOX_TEST_PROFILE", "suite"))
-
-
-# Each process of the suite collects all tests: what only a few of them use is imported when they use it.
-for _name in ("anthropic", "mcp", "openai"):
-    import_when_used(_name)
 
 
 LIMIT = 3600.0 if NIGHTLY else 900.0

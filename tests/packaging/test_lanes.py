@@ -1,20 +1,8 @@
 """Which tests `make test-fast` takes, and what `make nightly` adds."""
 
-import inspect
-import sys
-
 import pytest
 
-from support.lanes import (
-    NIGHTLY,
-    OUTSIDE,
-    TESTS,
-    ProcessGuard,
-    examples,
-    heavy_import,
-    import_when_used,
-    why_not_fast,
-)
+from support.lanes import NIGHTLY, OUTSIDE, TESTS, ProcessGuard, examples, heavy_import, why_not_fast
 
 
 @pytest.mark.parametrize(
@@ -53,19 +41,3 @@ def test_a_fast_test_that_starts_a_process_fails():
 
 def test_the_suite_draws_a_quarter_of_the_examples_of_a_night():
     assert [examples(count) for count in (400, 20)] == ([400, 20] if NIGHTLY else [100, 10])
-
-
-def test_an_unused_module_is_not_executed_by_its_import_or_by_inspect(tmp_path, monkeypatch):
-    (tmp_path / "large.py").write_text("import sys\nsys.large_runs = True\nanswer = 42")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "large_runs", False, raising=False)
-    monkeypatch.setitem(sys.modules, "large", None)
-    monkeypatch.delitem(sys.modules, "large")
-    import_when_used("large")
-    import large
-
-    assert inspect.getmodule(test_imports_say_what_is_left_out) is not None
-    assert not hasattr(large, "_mock_name")
-    assert not sys.large_runs
-    assert large.answer == 42
-    assert sys.large_runs

@@ -1,7 +1,6 @@
 """Lanes of the suite: what `make nightly` draws beyond `make test`, and what `make test-fast` leaves out."""
 
 import ast
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -75,29 +74,6 @@ def imported(file: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return frozenset(names)
-
-
-def import_when_used(name: str) -> None:
-    """Put a module into `sys.modules` that executes when something of it is used first."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.loader is None or name in sys.modules:
-        return
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.__class__ = UnusedModule
-
-
-class UnusedModule(importlib.util._LazyModule):
-    """Lazy module that executes for its public names and submodules alone.
-
-    `import` itself, pytest's collection, and `inspect` while torch is imported, ask it for private names.
-    """
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_") and name != "__path__":
-            return object.__getattribute__(self, name)
-        return super().__getattribute__(name)
 
 
 class ProcessGuard:
