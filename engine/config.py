@@ -3,10 +3,11 @@
 The daemon fills `EngineConfig` from command-line flags and settings.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import EngineError
+from .errors import EngineError, ParallelError
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -25,6 +26,15 @@ QuantChoice = Literal[
 Batching = Literal["continuous", "static"]
 Speculate = Literal["auto", "on", "off"]
 UseMTP = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRole:
+    """Place of a prefill engine beside its decode engine."""
+
+    segment: int
+    """Descriptor of the shared memory that blocks are handed over in."""
+    cores: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +73,10 @@ class EngineConfig:
     """Pipeline-parallel size: number of stages, each on `tp` ranks. None as for `tp`."""
     gpus: tuple[int, ...] | None = None
     """Indices of visible GPUs that the daemon chose, next to other models; None: chosen at load."""
+    disaggregate: tuple[int, int] | None = None
+    """Cores of a prefill engine and of a decode engine, each with its own; None: one engine does both."""
+    prefill_role: PrefillRole | None = None
+    """Set in the prefill engine of a pair."""
     batching: Batching = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True
@@ -126,3 +140,17 @@ class SchedulerConfig:
                 f"token_budget {self.token_budget} is below max_running {self.max_running}: "
                 "every running request needs one token a step; raise one or lower the other"
             )
+
+
+def parse_disaggregate(text: str) -> tuple[int, int] | None:
+    """Return the cores of `P:D`; None for an empty text. Raises ParallelError."""
+    if not text:
+        return None
+    if not is_pair(text):
+        raise ParallelError(f"--disaggregate takes P:D, two numbers of cores such as 1:1, not {text!r}")
+    prefill, decode = text.split(":")
+    return int(prefill), int(decode)
+
+
+def is_pair(text: str) -> bool:
+    return not text or re.fullmatch(r"[1-9][0-9]{0,3}:[1-9][0-9]{0,3}", text) is not None

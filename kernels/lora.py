@@ -8,8 +8,8 @@ Serving", 2023.
 """
 
 from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -126,6 +126,16 @@ class LoraWeights:
         return self.a_RI.nbytes + sum(piece.b_Or.nbytes for piece in self.pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLora:
+    """Weights of one adapter for some experts of a layer, whose ranks and scales are the same: A and B have a
+    first dimension of these experts.
+    """
+
+    experts: tuple[int, ...]
+    weights: LoraWeights
+
+
 @dataclass(slots=True)
 class LoraSite:
     """One linear or embedding, and what the adapters in memory add to it or put in its place."""
@@ -134,12 +144,25 @@ class LoraSite:
     """Weights by slot."""
     tables: dict[int, Tensor] = field(default_factory=dict)
     """Whole embeddings [V, E] in place of the model's, by slot."""
+    experts: dict[int, Any] = field(default_factory=dict)
+    """Weights of a layer's experts by slot, in the backend's form."""
     addresses: "array[int]" = field(default_factory=lambda: array("q", bytes(8 * MAX_SLOTS)))
     """Addresses by slot that C++ kernels read: of packed weights, or of a table; 0: none."""
     on_device: Tensor | None = None
     """The same addresses as Triton kernels read them; None until an adapter has something here."""
     ranks: int = 0
     """Ranks that launches of Triton kernels are made for; never fewer than before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAdapters:
+    """Adapters of a layer's experts in a step, for `Ops.experts`: their results are added to those of each
+    expert's linears, in float32 and rounded once.
+    """
+
+    gate_ups: LoraSite
+    downs: LoraSite
+    rows: AdaptedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +185,9 @@ class LoraOps:
     embed: Callable[[LoraSite, Tensor, Tensor, float, Any], None]
     """(site, ids_T, x_TE, scale, rows): write embeddings of adapters that have a table, scaled."""
 
+    load_experts: Callable[[LoraSite, int, int, Sequence[ExpertLora]], None] | None = None
+    """(site, slot, number of experts, weights) as `load`; None: `Ops.experts` takes no adapters."""
+
     takes_tiles: bool = False
     """`rows` of the two above are `LoraTiles`, not `LoraRows`: a runner on a GPU needs that."""
 
@@ -176,11 +202,12 @@ def unload(site: LoraSite, slot: int) -> None:
     site.addresses[slot] = 0
     site.weights.pop(slot, None)
     site.tables.pop(slot, None)
+    site.experts.pop(slot, None)
 
 
 def reference_lora() -> LoraOps:
     """Return the meaning of the operations, in plain torch."""
-    return LoraOps(_load, _load_table, unload, _add, _embed, takes_tiles=True)
+    return LoraOps(_load, _load_table, unload, _add, _embed, _load_experts, takes_tiles=True)
 
 
 def _load(site: LoraSite, slot: int, weights: LoraWeights) -> None:
@@ -191,17 +218,42 @@ def _load_table(site: LoraSite, slot: int, table_VE: Tensor) -> None:
     site.tables[slot] = table_VE
 
 
+def _load_experts(site: LoraSite, slot: int, _count: int, batches: Sequence[ExpertLora]) -> None:
+    site.experts[slot] = {
+        expert: LoraWeights(
+            batch.weights.a_RI[n],
+            batch.weights.scales_R,
+            tuple(replace(piece, b_Or=piece.b_Or[n]) for piece in batch.weights.pieces),
+        )
+        for batch in batches
+        for n, expert in enumerate(batch.experts)
+    }
+
+
 def _add(site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: AdaptedRows) -> None:
     for slot, index in rows.runs():
         weights = site.weights.get(slot)
-        if weights is None:
-            continue
-        low_R = x_TI[index].float() @ weights.a_RI.float().T * weights.scales_R
-        for piece in weights.pieces:
-            columns = slice(piece.start, piece.stop)
-            part_R = low_R[:, piece.first : piece.first + piece.b_Or.shape[1]]
-            added = y_TO[index, columns].float() + part_R @ piece.b_Or.float().T
-            y_TO[index, columns] = added.to(y_TO.dtype)
+        if weights is not None:
+            _add_rows(weights, x_TI, y_TO, index)
+
+
+def _add_rows(weights: LoraWeights, x_TI: Tensor, y_TO: Tensor, index: Tensor) -> None:
+    low_R = x_TI[index].float() @ weights.a_RI.float().T * weights.scales_R
+    for piece in weights.pieces:
+        columns = slice(piece.start, piece.stop)
+        part_R = low_R[:, piece.first : piece.first + piece.b_Or.shape[1]]
+        added = y_TO[index, columns].float() + part_R @ piece.b_Or.float().T
+        y_TO[index, columns] = added.to(y_TO.dtype)
+
+
+def add_expert(
+    site: LoraSite, expert: int, x_SI: Tensor, y_SO: Tensor, rows_S: Tensor, rows: AdaptedRows
+) -> None:
+    """Add to the results of one expert for rows `rows_S` of the step, in plain torch."""
+    for slot, index in rows.runs():
+        weights = site.experts.get(slot, {}).get(expert)
+        if weights is not None:
+            _add_rows(weights, x_SI, y_SO, torch.isin(rows_S, index).nonzero().flatten())
 
 
 def _embed(site: LoraSite, ids_T: Tensor, x_TE: Tensor, scale: float, rows: AdaptedRows) -> None:
@@ -212,9 +264,11 @@ def _embed(site: LoraSite, ids_T: Tensor, x_TE: Tensor, scale: float, rows: Adap
 
 
 def panels_of(piece: LoraPiece, width: int) -> Tensor:
-    """Return B as panels of `width` outputs, each rank by rank: [panels, r, width], padded with zeros."""
-    outputs, rank = piece.b_Or.shape
+    """Return B as panels of `width` outputs, each rank by rank: [panels, r, width], padded with zeros. A
+    first dimension of experts stays.
+    """
+    *first, outputs, rank = piece.b_Or.shape
     panels = -(-outputs // width)
-    padded = torch.zeros(panels * width, rank, dtype=piece.b_Or.dtype)
-    padded[:outputs] = piece.b_Or
-    return padded.view(panels, width, rank).transpose(1, 2).contiguous()
+    padded = torch.zeros(*first, panels * width, rank, dtype=piece.b_Or.dtype)
+    padded[..., :outputs, :] = piece.b_Or
+    return padded.view(*first, panels, width, rank).transpose(-1, -2).contiguous()

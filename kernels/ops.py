@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .activation import Activation
 from .altup import AltUpOps
-from .lora import LoraOps
+from .lora import ExpertAdapters, LoraOps
 from .op_types import BatchLayout, KernelProfiler, KVShape, Mixture
 from .recurrent import RecurrentOps
 from .sampling_types import (
@@ -80,8 +80,10 @@ class Experts(Protocol):
         logits_TX: Tensor,
         shared_TE: Tensor | None = None,
         gate_T1: Tensor | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
-        """Fused MoE: (mixture, x_TE, logits_TX of its router) -> new tensor [T, E].
+        """Fused MoE: (mixture, x_TE, logits_TX of its router) -> new tensor [T, E]. `adapters`: where
+        `LoraOps.load_experts` is set.
 
         A row's result is the sum of down(activation(gate(x)) * up(x)) over its `per_token` best experts, each
         times its weight (`Routing`, `reference/moe.py`), plus its row of `shared_TE`, which is multiplied by

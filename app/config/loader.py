@@ -150,9 +150,10 @@ def check_value(row: SettingSpec, value: object, place: str, *, from_text: bool 
         inside = (row.low is None or converted >= row.low) and (row.high is None or converted <= row.high)
         if not inside:  # NaN is outside of every range
             raise _bad(row, place, f"must be between {_number(row.low)} and {_number(row.high)}, not {value}")
-    if row.each is not None and isinstance(converted, tuple):
+    if row.each is not None and isinstance(converted, str | tuple):
         is_good, words = row.each
-        if bad := [item for item in converted if not is_good(item)]:
+        items = (converted,) if isinstance(converted, str) else converted
+        if bad := [item for item in items if not is_good(item)]:
             raise _bad(row, place, f"holds {words}; not {bad[0]!r}")
     return converted
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from llmbox.engine.config import is_pair
+
 from .entries import key
 
 
@@ -71,6 +73,13 @@ class ModelSettings:
         "where a model needs GPUs without NVLink.",
         low=1,
         high=16,
+        live=True,
+    )
+    disaggregate: str = key(
+        "",
+        "Cores of an engine for prompts and of one for tokens, as P:D (1:1): streams stay even while long "
+        "prompts come. Empty: one engine does both.",
+        each=(is_pair, "two numbers of cores with a colon between, such as 1:1"),
         live=True,
     )
     batching: Literal["continuous", "static"] = key(

@@ -46,7 +46,7 @@ class EvictedModels:
         self._by_name: dict[str, EvictedModel] = {}
 
     def add(self, model: LoadedModel, reason: str) -> None:
-        self._by_name[model.name] = EvictedModel(model.config, model.aliases, model.ttl, reason)
+        self._by_name[model.name] = EvictedModel(model.config, model.aliases, model.lasting_ttl, reason)
 
     def find(self, name: str) -> EvictedModel | None:
         """Find by name or alias."""

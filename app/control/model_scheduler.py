@@ -157,6 +157,16 @@ class ModelScheduler:
             return ref.name
         return await self._load_once(ref.name, lambda: self._load(ref))
 
+    async def is_available(self, name: str) -> bool:
+        """Return whether a model is in memory or on disk, for an alias or adapter the model behind it."""
+        real = self.real_name(name)
+        if self._engines.knows(real):
+            return True
+        evicted = self.evicted.find(real)
+        if evicted is not None and await asyncio.to_thread(Path(evicted.config.model_path).exists):
+            return True
+        return await asyncio.to_thread(self._deps.find, name) is not None
+
     async def _load_once(self, name: str, load: Callable[[], Coroutine[Any, Any, LoadedModel]]) -> str:
         """Load a model once for all requests that wait for it. Returns its name."""
         if (loading := self._wanted.get(name)) is None:
@@ -204,7 +214,7 @@ class ModelScheduler:
 
     def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
         """Set the time to live of a model that was just loaded."""
-        model.ttl = ttl
+        model.ttl = model.lasting_ttl = ttl
         self.evicted.forget(model.name)
         self.failed.forget(model.name)
         if self._deps.loads_file is not None:
@@ -222,8 +232,10 @@ class ModelScheduler:
         return model
 
     def set_ttl(self, model: LoadedModel, ttl: float | None) -> None:
-        """Set the idle seconds after which the model is unloaded; None keeps it."""
+        """Set the idle seconds after which the model is unloaded; None keeps it, 0 ends this load alone."""
         model.ttl = ttl
+        if ttl != 0:
+            model.lasting_ttl = ttl
         self._arm()
 
     async def release(self, model: LoadedModel) -> None:

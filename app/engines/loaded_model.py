@@ -33,6 +33,8 @@ class LoadedModel:
     """Time at which the last request ended, in seconds of `clock`."""
     ttl: float | None = None
     """Time to live: idle seconds after which it is unloaded. None keeps it."""
+    lasting_ttl: float | None = None
+    """Time to live of its next load: `ttl`, but 0 ends this load alone."""
     pinned: bool = False
     on_request: bool = False
     """Loaded because a request named it. Requests may then also set its time to live."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.ipc.block_map import BlockMap
 from llmbox.engine.ipc.messages import (
     AddRequest,
     AskBlocks,
-    BlockMap,
     EngineStats,
     ModelInfo,
     Ping,
@@ -207,7 +207,8 @@ class Supervisor:
         """Pids of all ranks of a running engine."""
         if self.pid is None:
             return []
-        return [self.pid, *(self.info.worker_pids if self.info is not None else [])]
+        others = [*(self.info.worker_pids if self.info is not None else []), self.stats.prefill_pid]
+        return [self.pid, *filter(None, others)]
 
     @property
     def pid(self) -> int | None:

@@ -278,7 +278,7 @@ def _scaling(
     """Return the speed of all ranks relative to one."""
     if plan.ranks == 1:
         return 1.0
-    link = _link_of(plan, machine, bandwidth)
+    link = link_of(plan, machine, bandwidth)
     expected = decode_scaling(
         shape,
         plan.tp,
@@ -295,7 +295,7 @@ def _scaling(
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
+class RankLink:
     """Link between two ranks: bytes a second one way, seconds of an empty all-reduce, and each rank's memory
     bandwidth.
     """
@@ -305,9 +305,9 @@ class _Link:
     memory: float
 
 
-def _link_of(plan: MemoryPlan, machine: Machine, bandwidth: float) -> _Link:
+def link_of(plan: MemoryPlan, machine: Machine, bandwidth: float) -> RankLink:
     """Return the assumed link, on the low side of common hardware: no driver reports it."""
     if plan.device == "cpu":  # ranks share one memory, and its bandwidth
-        return _Link(bandwidth / 2, 20e-6, bandwidth / plan.ranks)
+        return RankLink(bandwidth / 2, 20e-6, bandwidth / plan.ranks)
     peers = any(set(plan.gpus) <= peers for peers in machine.nvlink)
-    return _Link(200e9, 15e-6, bandwidth) if peers else _Link(20e9, 40e-6, bandwidth)
+    return RankLink(200e9, 15e-6, bandwidth) if peers else RankLink(20e9, 40e-6, bandwidth)

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 from llmbox.engine.planning.estimator import MemoryPlan
 
-from ..util.formatting import rate_range, size
+from ..util.formatting import rate_range, size, span
+from .capacity import money
 from .fit import SUSTAINED, Fit, Speed
+from .gpu_prediction import GpuPrediction
 
 
 def verdict(result: Fit) -> str:
@@ -19,23 +21,7 @@ def fit_rows(result: Fit) -> dict[str, str]:
     if result.reason:
         rows["why"] = result.reason
     if (plan := result.plan) is not None:
-        each = f" on each of {plan.ranks} ranks (tp {plan.tp}, pp {plan.pp})" if plan.ranks > 1 else ""
-        weights = plan.dtype if plan.quant == "none" else f"{plan.quant}, {plan.dtype} beside them"
-        token = size(plan.kv_bytes_per_token)
-        rows |= {
-            "weights": f"{size(plan.weights_bytes)} as {weights}",
-            "workspace": size(plan.workspace_bytes),
-            "KV cache": (
-                f"{size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}"
-                if plan.kv_bytes
-                else "none: each text is computed at once"
-            ),
-            **({"state": _states(plan)} if plan.state_slots else {}),
-            **({"disk buffers": size(plan.buffer_bytes)} if plan.buffer_bytes else {}),
-            "together": size(plan.total_bytes) + each,
-            "context": f"{plan.context} tokens",
-            "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
-        }
+        rows |= plan_rows(plan)
     rows["budget"] = f"{size(result.budget)} ({size(result.available)} free now)"
     rows["disk"] = (
         f"{size(result.disk_need)} to fetch, {size(result.disk_free)} free"
@@ -48,6 +34,27 @@ def fit_rows(result: Fit) -> dict[str, str]:
     if result.speed is not None:
         rows |= _speed_rows(result.speed)
     return rows
+
+
+def plan_rows(plan: MemoryPlan) -> dict[str, str]:
+    """Return what a plan takes and what it holds, by name."""
+    each = f" on each of {plan.ranks} ranks (tp {plan.tp}, pp {plan.pp})" if plan.ranks > 1 else ""
+    weights = plan.dtype if plan.quant == "none" else f"{plan.quant}, {plan.dtype} beside them"
+    token = size(plan.kv_bytes_per_token)
+    return {
+        "weights": f"{size(plan.weights_bytes)} as {weights}",
+        "workspace": size(plan.workspace_bytes),
+        "KV cache": (
+            f"{size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}"
+            if plan.kv_bytes
+            else "none: each text is computed at once"
+        ),
+        **({"state": _states(plan)} if plan.state_slots else {}),
+        **({"disk buffers": size(plan.buffer_bytes)} if plan.buffer_bytes else {}),
+        "together": size(plan.total_bytes) + each,
+        "context": f"{plan.context} tokens",
+        "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
+    }
 
 
 def _states(plan: MemoryPlan) -> str:
@@ -67,3 +74,41 @@ def _speed_rows(speed: Speed) -> Iterator[tuple[str, str]]:
         yield "memory", f"{read}; the speed is that of {share} of the first to all of the second"
     if speed.sums_bytes:
         yield "scaling", f"{speed.scaling:.2f} times one rank; each sends {size(speed.sums_bytes)} a token"
+
+
+def prediction_rows(found: GpuPrediction) -> dict[str, str]:
+    """Return the data sheet of a GPU, the plan of a model on it, and its predicted speed, by name."""
+    gpu = found.gpu
+    rows = {
+        "card": (
+            f"{gpu.memory_gib} GiB, {size(gpu.bandwidth)}/s, {gpu.float16:g} TFLOP/s in bfloat16, "
+            f"compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        )
+    }
+    if found.reason:
+        rows["why"] = found.reason
+    if found.plan is not None:
+        rows |= plan_rows(found.plan)
+    rows["budget"] = f"{size(found.budget)} on each card"
+    if (speed := found.speed) is None:
+        return rows
+    load = speed.load
+    tokens = f"{load.prompt} + {load.output} tokens"
+    rows["batch"] = f"{speed.streams} streams of {tokens} at once"
+    rows["speed"] = f"{speed.one_stream:,.0f} tok/s for one stream, {speed.all_streams:,.0f} for the batch"
+    rows["prompts"] = (
+        f"{speed.prompt:,.0f} tok/s, the first token of {load.prompt} after {span(speed.first_token)}"
+    )
+    if found.price is not None and speed.prompt_price is not None and speed.output_price is not None:
+        cards = f"{found.cards} x {found.price:g}" if found.cards > 1 else f"{found.price:g}"
+        rows["price"] = (
+            f"{cards} an hour: {money(speed.prompt_price)} a million prompt tokens, "
+            f"{money(speed.output_price)} a million output tokens of the batch"
+        )
+    return rows
+
+
+PREDICTED = (
+    f"speeds are predicted from data sheets, not measured: {SUSTAINED:.0%} of the bandwidth or of the "
+    "products a second, whichever takes longer. Launching kernels is not counted, which small models wait for"
+)

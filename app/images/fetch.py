@@ -82,7 +82,7 @@ async def fetch_image(
                     return body
                 url = urljoin(url, target)
     except TimeoutError:
-        raise FetchError(f"its URL gave no whole picture in time ({SECONDS:.0f} s)") from None
+        raise FetchError(f"its URL gave no whole picture in time ({seconds:.3g} s)") from None
     except (OSError, ssl.SSLError, h11.ProtocolError, UnicodeError, ValueError):
         raise FetchError("its URL cannot be fetched") from None
     raise FetchError(f"its URL redirects more than {MOST_REDIRECTS} times")

@@ -155,7 +155,7 @@ class ImageReader:
                 "this server fetches no pictures: send it as a data: URL, or let the owner set "
                 "server.fetch_images"
             )
-        return await fetch_image(source.url, limits.image_bytes, seconds=min(left, FETCH_SECONDS))
+        return await fetch_image(source.url, limits.image_bytes, seconds=max(0.0, min(left, FETCH_SECONDS)))
 
     async def _decode(
         self, data: bytes, facts: str, source: ImageSource, limits: LimitSettings, caller: str

@@ -100,10 +100,9 @@ def add_adapter(
 
 
 def is_from_hub(source: str) -> bool:
-    """Return whether an adapter's source is a name of the hub, and no folder that exists."""
+    """Return whether an adapter's source is a name of the hub, as far as its text says."""
     match = HUB_ID.fullmatch(source)
-    named = match is not None and not match["quantization"] and ".." not in source and "--" not in source
-    return named and not os.path.isdir(source)  # noqa: PTH112 - False for what cannot be a path, too
+    return match is not None and not match["quantization"] and ".." not in source and "--" not in source
 
 
 def require_base(

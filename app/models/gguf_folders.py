@@ -1,9 +1,11 @@
 """Model folders of GGUF files, made in the data folder when a file is first named.
 
 A folder holds what the file says of the model (config, tokenizer, chat template) and a link to it: the
-weights stay where they are. It is made anew when the file changes.
+weights stay where they are. It is made anew when the file changes, and by another version of llmbox where its
+projector file was not read.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -12,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from llmbox import __version__
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.config import name_of
 from llmbox.engine.gguf.folder import LINK, PROJECTOR_LINK, write_folder
@@ -27,6 +30,8 @@ NO_PROJECTOR = Path("none")
 _WIDTHS = ("F16", "BF16", "F32", "Q8_0")
 _NAMELESS = ("", "model")
 """Names of projector files that name no model."""
+_VERSION = "version"
+"""File beside a folder with the version of llmbox that made it."""
 _WITH_IMAGES = re.compile(r"(?:^|.*[-._])mmproj(?:[-._].*)?", re.IGNORECASE)
 
 
@@ -127,8 +132,9 @@ def folder_of(
             own = _stamp(projector) if projector else problem
             place = place.with_name(f"{place.name}-{_digest(own)[:8]}")
         made = next((each for each in place.glob("*") if (each / LINK).is_symlink()), None)
-        if made and is_asked and projector and not (made / PROJECTOR_LINK).is_symlink():
-            made = None  # it did not fit before, and the error says why
+        is_unread = made is not None and projector is not None and not (made / PROJECTOR_LINK).is_symlink()
+        if is_unread and (is_asked or _version_of(place) != __version__):
+            made = None  # the error says why, or this version reads it
         return made or _make(file, place, projector, problem, is_asked=is_asked)
     except ModelError as error:
         raise CliError(
@@ -187,12 +193,34 @@ def _make(file: Path, place: Path, projector: Path | None, problem: str, *, is_a
                 raise
             write_folder(gguf, folder, problem=f"its projector file is not read: {error}")
         write_tokenizer(gguf.metadata, folder)
-        if not place.exists():  # another command may have been a moment faster
-            part.rename(place)
+        (part / _VERSION).write_text(__version__, encoding="utf-8")
+        _put(part, place)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     _forget_older(file, place)
     return place / folder.name
+
+
+def _put(part: Path, place: Path) -> None:
+    """Move a new folder to its place, where an older one may be. Raises OSError."""
+    aside = Path(tempfile.mkdtemp(dir=place.parent, prefix=".making-"))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            place.rename(aside / "old")
+        try:
+            part.rename(place)
+        except OSError:
+            if not place.is_dir():  # another command may have been a moment faster
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _version_of(place: Path) -> str:
+    try:
+        return (place / _VERSION).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def _forget_older(file: Path, place: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbox.engine.config import EngineConfig, UseMTP
+from llmbox.engine.config import EngineConfig, UseMTP, parse_disaggregate
 from llmbox.engine.errors import EngineError
 
 from ..config.entries import Scalar
@@ -86,6 +86,7 @@ class ModelRequest:
             draft_path=str(resolve(draft, os.environ).path) if draft and draft not in _MTP else None,
             mtp=_MTP.get(draft, "auto"),
             lora_bytes=int(value("lora_memory") * 1e9),
+            disaggregate=parse_disaggregate(value("disaggregate")),
             **options,
         )
 
@@ -117,4 +118,5 @@ def options_of(config: EngineConfig) -> dict[str, Scalar]:
         "overlap": config.overlap is not False,
         "draft": config.draft_path or {"auto": "", "on": "mtp", "off": "none"}[config.mtp],
         "lora_memory": config.lora_bytes / 1e9,
+        "disaggregate": "" if config.disaggregate is None else "{}:{}".format(*config.disaggregate),
     }

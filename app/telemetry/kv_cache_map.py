@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from llmbox.engine.ipc.messages import BlockHolder, BlockMap, BlockRun, PrefixUse
+from llmbox.engine.ipc.block_map import BlockHolder, BlockMap, BlockRun, PrefixUse
 
 from ..engines.manager import EngineManager
 from ..engines.supervisor import Supervisor

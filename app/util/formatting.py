@@ -118,6 +118,8 @@ def runs_on(info: Mapping[str, Any]) -> str:
     """Format device, weight format and ranks of a loaded model (`ModelInfo` as a mapping)."""
     weights = info["dtype"] if info["quant"] == "none" else info["quant"]
     ranks = info["tp"] * info["pp"]
+    if pair := info.get("disaggregate"):
+        return f"{info['device']} {weights} on cores {pair[0]}:{pair[1]}"
     return f"{info['device']} {weights}" + (
         f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']})" if ranks > 1 else ""
     )

@@ -30,7 +30,6 @@ _NOT_READ: Final[dict[str, str]] = {
     "layer_replication": "layers that are repeated",
     "trainable_token_indices": "single trained tokens (trainable_token_indices)",
     "alora_invocation_tokens": "activated LoRA",
-    "target_parameters": "parameters that are no linear (target_parameters)",
     "arrow_config": "Arrow routing",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "BD-LoRA",
@@ -55,10 +54,15 @@ class AdapterTarget:
     scale: float
     magnitude: TensorEntry | None = None
     """Length of each output's weights, of DoRA."""
+    parameters: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Rank and scale of each tensor of a layer's experts that this may adapt; empty: it adapts a linear.
+    `a` is [experts * rank, inputs], `b` [outputs, rank * experts].
+    """
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        """Rank of a linear, of one expert."""
+        return max((rank for rank, _ in self.parameters.values()), default=self.a.shape[0])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -215,10 +219,16 @@ class _Parser:
             raise self._wrong(one, f"{name} has no {missing}: the file is cut short, fetch it again")
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             raise self._wrong(b, f"shape {list(b.shape)} does not go with {list(a.shape)} of lora_A")
+        if self._config.get("target_parameters") and name.removesuffix(".base_layer").endswith(".experts"):
+            return self._experts(name, a, b)
         rank = a.shape[0]
+        told = self._ranks.get(_key_of(self._ranks, name), self._rank)
+        if rank != told and self._config.get("target_parameters") and rank % told == 0:
+            raise self._wrong(
+                a, "of target_parameters those of `experts` (gate_up_proj, down_proj) and routers are read"
+            )
         if not 1 <= rank <= MAX_RANK:
             raise self._wrong(a, f"its rank is {rank}, allowed are 1 to {MAX_RANK}")
-        told = self._ranks.get(_key_of(self._ranks, name), self._rank)
         if rank != told:
             raise self._wrong(a, f"its rank is {rank}, but {CONFIG} says {told:g}")
         alpha = self._alphas.get(_key_of(self._alphas, name), self._alpha)
@@ -227,6 +237,21 @@ class _Parser:
         if magnitude is not None and math.prod(magnitude.shape) != b.shape[0]:
             raise self._wrong(magnitude, f"shape {list(magnitude.shape)} is not one number for each output")
         return AdapterTarget(name, a, b, scale, magnitude)
+
+    def _experts(self, name: str, a: TensorEntry, b: TensorEntry) -> AdapterTarget:
+        """Return a target of all experts of a layer, of whose tensors PEFT does not say which one it is."""
+        parameters = {}
+        for parameter in ("gate_up_proj", "down_proj"):
+            full = f"{name.removesuffix('.base_layer')}.{parameter}"
+            rank = int(self._ranks.get(_key_of(self._ranks, full), self._rank))
+            alpha = self._alphas.get(_key_of(self._alphas, full), self._alpha)
+            parameters[parameter] = (
+                rank,
+                alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank),
+            )
+        if not a.shape[0] or all(a.shape[0] % rank for rank, _ in parameters.values()):
+            raise self._wrong(a, f"its {a.shape[0]} ranks of all experts are not those that {CONFIG} says")
+        return AdapterTarget(name, a, b, 1.0, parameters=parameters)
 
     def _whole(self, key: str, value: object) -> int:
         if type(value) is not int or not 1 <= value <= MAX_RANK:
@@ -246,7 +271,7 @@ class _Parser:
         read = self._whole if key == "rank_pattern" else self._number
         found: dict[str, float] = {}
         for name, value in pattern.items():
-            literal = name.removeprefix("^").removesuffix("$").replace("\\.", ".")
+            literal = name.removeprefix("^").removeprefix(".*\\.").removesuffix("$").replace("\\.", ".")
             if re.search(r"[\\^$*+?{}\[\]|()]", literal):
                 raise AdapterError(
                     f"{self._where}: {key} has the expression {_show(name)}; names of modules and their ends "
@@ -259,12 +284,15 @@ class _Parser:
         return AdapterError(f"{entry.file}: tensor {shown(entry.name)}: {why}")
 
 
+_NAMES = {"block_sparse_moe": "mlp"}
 _ASK_PEFT = "only what PEFT's save_pretrained writes is read"
 
 
 def plain_name(module: str) -> str:
-    """Return a module's name without the place of the language model in a larger one."""
-    words = [word for word in module.split(".") if word != "language_model"]
+    """Return a module's name without the place of the language model in a larger one, and with the name that
+    transformers has for a mixture of experts, which checkpoints may call otherwise.
+    """
+    words = [_NAMES.get(word, word) for word in module.split(".") if word != "language_model"]
     if words and words[0] in {"layers", "embed_tokens"}:
         words.insert(0, "model")
     while words[:2] == ["model", "model"]:

@@ -10,15 +10,17 @@ from typing import Any, Final
 
 from ..checkpoint.adapter import read_adapter
 from ..errors import EngineError, InvalidRequest
+from ..ipc.block_map import BlockMap
+from ..ipc.handover_messages import Prefill
 from ..ipc.messages import (
     AddRequest,
-    BlockMap,
     EngineStats,
     ModelInfo,
     RequestOutput,
     StepOutputs,
     Vocabulary,
 )
+from ..sampling_params import SamplingParams
 from .constraints.output_constraint import GrammarCompiler
 from .executor_interface import Executor, pipeline_of
 from .images import check_images
@@ -94,6 +96,11 @@ class Engine:
             tiers.pump(sparingly=self.info.device == "cpu")
             if tiers.reads.is_reading and not (plan.rows or worked):
                 tiers.reads.wait(IDLE_SECONDS)
+        kv_cache = self._scheduler.kv_cache
+        if kv_cache.outlet is not None:
+            kv_cache.outlet.pump()
+        if kv_cache.intake is not None and kv_cache.intake.is_waiting and not (plan.rows or worked):
+            kv_cache.intake.link.wait(IDLE_SECONDS)
         if self._images is not None and self._images.has_work:
             worked = True
             outputs += self._advance_images()
@@ -120,6 +127,8 @@ class Engine:
         self._scheduler.drafting.close(CLOSE_SECONDS / 4)
         if (tiers := self._scheduler.kv_cache.tiers) is not None:
             tiers.close(max(0.0, end - self._clock()))
+        if (intake := self._scheduler.kv_cache.intake) is not None:
+            intake.link.close()
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the token texts that grammars are compiled over; needed before the first request with a
@@ -191,8 +200,36 @@ class Engine:
             slots.admit(folder, size * read_adapter(Path(folder)).nbytes)
         return Path(folder).name
 
+    def prefill(self, message: Prefill) -> RequestOutput | None:
+        """Queue a prompt whose blocks are to be handed over. Returns an output only if it is refused."""
+        outlet = self._scheduler.kv_cache.outlet
+        assert outlet is not None
+        outlet.expect(message)
+        refusal = self.add(
+            AddRequest(
+                request_id=message.request_id,
+                prompt_ids=message.prompt_ids,
+                params=SamplingParams(max_tokens=1, temperature=0.0),
+                priority=message.priority,
+                tenant=message.tenant,
+                cache_namespace=message.cache_namespace,
+                adapter=message.adapter,
+            )
+        )
+        if refusal is not None:
+            outlet.drop(message.request_id)
+        return refusal
+
+    def free_slots(self, slots: list[int]) -> None:
+        """Take slots of the hand-over segment back."""
+        outlet = self._scheduler.kv_cache.outlet
+        assert outlet is not None
+        outlet.release(slots)
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """Remove a request and free its blocks at once; None if it is not (or no longer) here."""
+        if (outlet := self._scheduler.kv_cache.outlet) is not None:
+            outlet.drop(request_id)
         if not self._scheduler.abort(request_id):
             return None
         return RequestOutput(request_id=request_id, finish_reason="abort")
@@ -216,6 +253,7 @@ class Engine:
             step_seconds=self._step_seconds,
             adapters=[] if kv_cache.adapters is None else kv_cache.adapters.digests,
             **scheduler.drafting.stats(),
+            **({} if kv_cache.intake is None else kv_cache.intake.stats()),
             **({} if kv_cache.tiers is None else kv_cache.tiers.stats()),
         )
 

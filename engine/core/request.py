@@ -66,6 +66,10 @@ class Request:
     """Reason why no more of it came from disk, where the disk had more."""
     reads_later: bool = False
     """True if the disk may have blocks of it that memory has not, which its admission is to wait for."""
+    num_handovers: int = 0
+    """Times that the prefill engine was asked for it since it was queued (`handover.py`)."""
+    num_known: int | None = None
+    """Tokens that a prefix cache had before the prefill engine computed the rest; None: it did not."""
     scheduled_at: float | None = None
     """Clock at first admission, in seconds; None before it."""
     preemptions: int = 0

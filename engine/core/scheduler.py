@@ -19,6 +19,7 @@ from ..ipc.messages import RequestOutput
 from .fair_shares import Flow, Flows, is_premium
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
+from .kv_cache.handover_intake import DECODE_PROMPT_TOKENS
 from .kv_cache.manager import KVCacheManager
 from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
@@ -145,7 +146,7 @@ class Scheduler:
         second one.
         """
         plan = StepPlan()
-        for request in self.kv_cache.take_in():
+        for request in self.kv_cache.take_in(is_decoding=bool(self._running)):
             self._waiting.release(request)
         if self.images is not None:
             for request in self.images.take_ready():
@@ -163,12 +164,19 @@ class Scheduler:
         if not self._was_express:
             self._schedule_decoding(plan, self._microbatches.next_microbatch(decoding, pipeline))
             if has_prompts:
-                self._schedule_prompts(plan, budget - len(plan.rows), prompts)
+                self._schedule_prompts(plan, self._prompt_budget(plan, budget), prompts)
         if not plan.rows:
             self._schedule_decoding(plan, self._microbatches.fill_bubble(decoding, pipeline))
         self.drafting.extend(plan, len(self._running))
         self._microbatches.record(plan)
         return plan
+
+    def _prompt_budget(self, plan: StepPlan, budget: int) -> int:
+        """Return the prompt tokens that a step may have beside the decoding requests in `plan`."""
+        left, intake = budget - len(plan.rows), self.kv_cache.intake
+        if intake is None or not plan.rows or intake.link.is_given_up:
+            return left
+        return min(left, DECODE_PROMPT_TOKENS)
 
     def _schedule_express(
         self,

@@ -29,17 +29,22 @@ from ..core.engine import Engine
 from ..core.executor_interface import Executor, SyncExecutor
 from ..core.images import ImageScheduler
 from ..core.kv_cache.block_pool import BlockPool
+from ..core.kv_cache.handover_intake import HandoverIntake
+from ..core.kv_cache.handover_outlet import HandoverOutlet
+from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
 from ..core.speculation.proposer import Proposer
 from ..device.cuda_order import cuda_machine
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import read_machine
-from ..ipc.messages import Progress
+from ..ipc.messages import Progress, ToDaemon
+from ..kv_store.handover_segment import segment_bytes
 from ..model.decoder import Decoder
 from ..model.rotary import Rotary
 from ..model_config.config import parse_config
 from ..model_config.parallel_layout import ParallelLayout
+from ..planning.disaggregation import decode_config, prefill_config
 from ..planning.draft_compatibility import check_drafts
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
@@ -52,7 +57,7 @@ from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages, load_images
 from ..sampling import Sampler
 from .drafting import DraftTarget, draft_rows, load_proposers
-from .kv_tiers import open_tiers
+from .kv_tiers import make_segment, open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
 from .model_info import model_info, read_model_vectors
 from .multiproc import RankProcesses
@@ -99,7 +104,7 @@ class RankEngine:
         return runner(agree)
 
 
-def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> Engine:
+def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> Engine:
     """Load a model on one or several ranks and return its engine.
 
     Raises EngineError; then no memory, process or file of the model is left behind.
@@ -111,6 +116,14 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         config = encoder_options(config)
     device = resolve_device(config.device)
     plan = estimate(model.shape(config.context), memory_budget(device), config)
+    pair = None
+    if config.disaggregate is not None:
+        from .prefill_process import start_pair  # noqa: PLC0415 - one engine alone must do without msgspec
+
+        pair = start_pair(config.disaggregate)
+        config = decode_config(config)
+    elif config.prefill_role is not None:
+        os.sched_setaffinity(0, config.prefill_role.cores)
     layout = ParallelLayout(plan.tp, plan.pp)
     runner: Executor
     local: object = None
@@ -137,6 +150,19 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     memory: DeviceBlockMemory | RankBlockMemory | None = None
     if isinstance(local, CPUModelRunner | GPUModelRunner):
         memory = local.block_memory()
+        if config.prefill_role is not None:
+            segment = make_segment(config.prefill_role.segment, config, plan, share, memory)
+            blocks = CacheMemory(memory, scheduler.kv_cache)
+            scheduler.kv_cache.outlet = HandoverOutlet(segment, blocks, progress)
+            return Engine(scheduler, runner, info)
+        if pair is not None:
+            os.ftruncate(pair.handle, segment_bytes(max(memory.sizes.values())))
+            segment = make_segment(pair.handle, config, plan, share, memory)
+            if isinstance(local, CPUModelRunner):
+                local.populate()  # blocks arrive beside streams, which would wait for pages
+            pair.link.load(prefill_config(config, plan, pair.handle, pair.cores), progress)
+            blocks = CacheMemory(memory, scheduler.kv_cache)
+            scheduler.kv_cache.intake = HandoverIntake(pair.link, segment, blocks)
     elif ranks is not None and config.prefix_cache:
         memory = ranks.block_memory()
     if memory is not None:

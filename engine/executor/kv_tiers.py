@@ -17,6 +17,7 @@ from ..errors import ModelError
 from ..kv_store import environment
 from ..kv_store.block_file import MODEL_BYTES
 from ..kv_store.folder import KVFolder, KVFolderUnusable
+from ..kv_store.handover_segment import HandoverSegment
 from ..kv_store.store import BlockStore
 from ..kv_store.store_threads import BUFFER_BYTES
 from ..model.rotary import Rotary
@@ -63,12 +64,7 @@ def open_tiers(
     try:
         folder = KVFolder(*place)
         folder.open()
-        key = PackKey(
-            directory=Path(config.model_path),
-            dtype=plan.dtype,
-            quant=plan.quant,
-            layout="\0".join(computed.kernels),
-        )
+        key = _pack_key(config, plan, computed)
         about = {
             "model": config.model_path,
             "format": f"{plan.dtype if plan.quant == 'none' else plan.quant}, KV {plan.kv_dtype}",
@@ -91,6 +87,19 @@ def open_tiers(
     log.info("KV cache on disk: at most %s for all models, in %s", show_bytes(place[1]), folder.root)
     kv_cache.tiers = KVTiers(store, memory, kv_cache)
     return answers
+
+
+def make_segment(
+    handle: int, config: EngineConfig, plan: MemoryPlan, computed: ComputedBy, memory: DeviceBlockMemory
+) -> HandoverSegment:
+    """Map the hand-over segment of a pair. Raises ModelError and OSError."""
+    digest = fingerprint(_pack_key(config, plan, computed), plan, computed.rotary, memory)
+    return HandoverSegment(handle, max(memory.sizes.values()), digest, memory.checksums)
+
+
+def _pack_key(config: EngineConfig, plan: MemoryPlan, computed: ComputedBy) -> PackKey:
+    layout = "\0".join(computed.kernels)
+    return PackKey(directory=Path(config.model_path), dtype=plan.dtype, quant=plan.quant, layout=layout)
 
 
 def _count_damage(store: BlockStore) -> None:

@@ -46,7 +46,7 @@ def model_info(
         weights_bytes=plan.weights_bytes * plan.ranks,
         kv_bytes=plan.kv_bytes * plan.ranks,
         kv_bytes_per_token=plan.kv_bytes_per_token * plan.ranks,
-        workspace_bytes=(plan.workspace_bytes + plan.buffer_bytes) * plan.ranks,
+        workspace_bytes=(plan.workspace_bytes + plan.buffer_bytes + plan.prefill_bytes) * plan.ranks,
         max_running=plan.max_running,
         max_concurrency=plan.max_concurrency,
         load_seconds=load_seconds,
@@ -67,4 +67,6 @@ def model_info(
         image_token_id=-1 if model.vision is None else model.vision.image_token_id,
         vision_bytes=plan.vision_bytes,
         image_cache_bytes=plan.image_cache_bytes,
+        disaggregate=config.disaggregate,
+        prefill_bytes=plan.prefill_bytes,
     )

@@ -98,7 +98,7 @@ def read_gguf(path: Path) -> GgufFile:
                     f"{part}: tensor {shown(name)} is in {tensors[name].file} too; {FETCH_AGAIN}"
                 )
             tensors[name] = entry
-    expected = first.metadata.get("split.tensors.count", len(tensors))
+    expected = _whole_number(path, first.metadata, "split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise ModelError(
             f"{path}: {len(tensors)} tensors in all parts, {expected} are promised; {FETCH_AGAIN}"
@@ -117,8 +117,8 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
-    count = metadata.get("split.count", 1)
-    if count in (0, 1):
+    count = _whole_number(path, metadata, "split.count", 1)
+    if count < 2:
         return []
     found = PART.search(path.name)
     if found is None or int(found[2]) != count:
@@ -131,6 +131,13 @@ def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
         path.with_name(f"{path.name[: found.start()]}-{part:05}-of-{count:05}.gguf")
         for part in range(2, count + 1)
     ]
+
+
+def _whole_number(path: Path, metadata: Mapping[str, Any], key: str, default: int) -> int:
+    value = metadata.get(key, default)
+    if type(value) is not int or value < 0:
+        raise ModelError(f"{path}: {key} is {str(value)[:80]}, a whole number is needed; {FETCH_AGAIN}")
+    return value
 
 
 def _read_one(path: Path) -> GgufFile:

@@ -15,6 +15,8 @@ from typing import Any, Final, Generic, TypeVar, get_args
 import msgspec
 
 from . import messages
+from .block_map import BlockMap
+from .handover_messages import HandedBlocks, Prefill, TakenSlots
 from .messages import ToDaemon, ToEngine
 from .profile_messages import AskProfile, StepProfile
 
@@ -35,13 +37,16 @@ _TAGS: Final[dict[type, int]] = {
     messages.Vocabulary: 0x07,
     messages.KeepImages: 0x08,
     AskProfile: 0x09,
+    Prefill: 0x0A,
+    TakenSlots: 0x0B,
     messages.Progress: 0x81,
     messages.Ready: 0x82,
     messages.LoadFailed: 0x83,
     messages.StepOutputs: 0x84,
     messages.Pong: 0x85,
-    messages.BlockMap: 0x86,
+    BlockMap: 0x86,
     StepProfile: 0x87,
+    HandedBlocks: 0x88,
 }
 _encoder: Final = msgspec.msgpack.Encoder()
 

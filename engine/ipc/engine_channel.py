@@ -8,10 +8,12 @@ bounded. A daemon that is gone for good ends the wait with EOF.
 import select
 import socket
 from collections import deque
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
-from .codec import FrameReader, encode
+from .codec import FrameReader, Message, encode
 from .messages import ToDaemon, ToEngine
+
+Received = TypeVar("Received")
 
 OUTBOX_LIMIT: Final = 8 << 20
 """Bytes of unsent frames above which a channel is congested."""
@@ -22,13 +24,14 @@ class DaemonGone(Exception):  # noqa: N818 - an end, not an error
     """Daemon closed its end of the socket."""
 
 
-class Channel:
+class MessageChannel(Generic[Received]):
     """Non-blocking message channel over one socket, with an outbox."""
 
-    def __init__(self, sock: socket.socket, outbox_limit: int = OUTBOX_LIMIT) -> None:
+    def __init__(self, sock: socket.socket, kinds: Any, outbox_limit: int = OUTBOX_LIMIT) -> None:
+        """`kinds`: union of the messages that are received."""
         sock.setblocking(False)
         self._socket = sock
-        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
+        self._reader: FrameReader[Received] = FrameReader(kinds)
         self._outbox: deque[memoryview] = deque()
         self._unsent = 0
         self._limit = outbox_limit
@@ -40,14 +43,14 @@ class Channel:
         """True if the unsent frames are over the limit."""
         return self._unsent > self._limit
 
-    def send(self, message: ToDaemon) -> None:
+    def send(self, message: Message) -> None:
         """Queue a message and send as much as the socket takes. Raises DaemonGone."""
         frame = encode(message)
         self._outbox.append(memoryview(frame))
         self._unsent += len(frame)
         self._flush()
 
-    def receive(self, *, block: bool) -> list[ToEngine]:
+    def receive(self, *, block: bool) -> list[Received]:
         """Return all messages that have arrived. With `block`, wait for one, or until a congested outbox is
         no longer congested.
 
@@ -72,13 +75,21 @@ class Channel:
             except OSError:
                 return
 
+    def wait(self, seconds: float) -> None:
+        """Wait until something arrives, for `seconds` at most."""
+        self._poll.modify(self._socket, select.POLLIN)
+        self._poll.poll(seconds * 1000)
+
+    def close(self) -> None:
+        self._socket.close()
+
     def _wait(self) -> None:
         wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
         self._poll.modify(self._socket, wanted)
         self._poll.poll()
 
-    def _read(self) -> list[ToEngine]:
-        inbox: list[ToEngine] = []
+    def _read(self) -> list[Received]:
+        inbox: list[Received] = []
         while True:
             try:
                 data = self._socket.recv(_RECEIVE)
@@ -105,3 +116,17 @@ class Channel:
                 self._outbox.popleft()
             else:
                 self._outbox[0] = self._outbox[0][sent:]
+
+
+class Channel(MessageChannel[ToEngine]):
+    """Engine's end of the socket to its daemon."""
+
+    def __init__(self, sock: socket.socket, outbox_limit: int = OUTBOX_LIMIT) -> None:
+        super().__init__(sock, ToEngine, outbox_limit)
+
+
+class DaemonChannel(MessageChannel[ToDaemon]):
+    """Other end of such a socket, for a decode engine that drives a prefill engine."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, ToDaemon)

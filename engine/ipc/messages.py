@@ -9,6 +9,8 @@ from typing import Literal
 
 from ..config import EngineConfig
 from ..sampling_params import Pooling, SamplingParams
+from .block_map import BlockMap
+from .handover_messages import HandedBlocks, Prefill, TakenSlots
 from .profile_messages import AskProfile, StepProfile
 
 PrefixMissReason = Literal[
@@ -211,6 +213,10 @@ class ModelInfo:
     """Part of `weights_bytes` that the vision tower takes."""
     image_cache_bytes: int = 0
     """Size of the cache of encoded pictures, which `workspace_bytes` counts."""
+    disaggregate: tuple[int, int] | None = None
+    """Cores of the prefill engine and of the decode engine; None: one engine does both."""
+    prefill_bytes: int = 0
+    """Memory of the prefill engine and of the hand-over, which `workspace_bytes` counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +331,13 @@ class EngineStats:
     """These three by method (`DraftMethod`), for methods that have proposed any."""
     adapters: list[str] = field(default_factory=list)
     """Digests of the LoRA adapters in memory."""
+    handed_tokens: int = 0
+    """Tokens whose KV came from the prefill engine (`--disaggregate`)."""
+    handed_damaged: int = 0
+    """Blocks of it that were refused: torn, or of other tokens."""
+    prefill_restarts: int = 0
+    prefill_pid: int = 0
+    """Process of the prefill engine; 0: there is none, or it is being started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,57 +356,8 @@ class Pong:
     stats: EngineStats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRun:
-    """Run of consecutive KV blocks with the same state, owner and holders."""
-
-    count: int
-    state: str
-    """`live`, `cached` or `free`."""
-    owner: int
-    """Index into `BlockMap.owners`: the first holder of live blocks, the request that computed cached ones;
-    -1 if not known."""
-    holders: int
-    """Number of block tables that each live block is in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockHolder:
-    """Running request and the size of its block table."""
-
-    request_id: str
-    blocks: int
-    shared: int
-    """Number of its blocks that are in other block tables too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixUse:
-    """Cached prefix that was hit, and how often."""
-
-    prefix: str
-    """Identifier: start of the chain hash, which reveals nothing about the tokens."""
-    tokens: int
-    blocks: int
-    hits: int
-    last_request: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockMap:
-    """State of all KV blocks, by block number. Owners are ids of requests."""
-
-    block_size: int
-    num_blocks: int
-    runs: list[BlockRun]
-    owners: list[str]
-    holders: list[BlockHolder]
-    prefixes: list[PrefixUse]
-    """Prefixes that are still cached, those that saved most tokens first."""
-    evictions: int
-    """Number of cached blocks evicted since the engine started."""
-
-
 Question = Ping | AskBlocks | AskProfile
-ToEngine = Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Question | Shutdown
-ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap | StepProfile
+ToEngine = (
+    Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Question | Shutdown | Prefill | TakenSlots
+)
+ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap | StepProfile | HandedBlocks

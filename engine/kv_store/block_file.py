@@ -60,8 +60,7 @@ def write_block(
     checksums: Checksums = zlib_checksums,
 ) -> None:
     """Write the file at `path` by way of `part`, in the same folder. Raises OSError."""
-    fields = _FIELDS.pack(MAGIC, VERSION, KINDS.index(address.kind), 0, len(payload), model, address.digest)
-    header = fields + _checksums(fields, payload, checksums)
+    header = make_header(address, model, payload, checksums)
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
@@ -98,12 +97,34 @@ def read_block(
             count += more
     finally:
         os.close(handle)
-    fields = bytes(header[: _FIELDS.size])
-    expected = _FIELDS.pack(MAGIC, VERSION, KINDS.index(address.kind), 0, len(payload), model, address.digest)
-    if fields != expected:
+    check_header(bytes(header), address, model, payload, checksums)
+
+
+def make_header(
+    address: BlockAddress, model: bytes, payload: memoryview, checksums: Checksums = zlib_checksums
+) -> bytes:
+    """Return the header of a block, with the checksums of `payload`."""
+    fields = _fields(address, model, payload)
+    return fields + _checksums(fields, payload, checksums)
+
+
+def check_header(
+    header: bytes,
+    address: BlockAddress,
+    model: bytes,
+    payload: memoryview,
+    checksums: Checksums = zlib_checksums,
+) -> None:
+    """Check that `header` is that of this block and that `payload` is whole. Raises DamagedBlock."""
+    fields = header[: _FIELDS.size]
+    if fields != _fields(address, model, payload):
         raise DamagedBlock("it is of another block, model or version")
-    if bytes(header[_FIELDS.size :]) != _checksums(fields, payload, checksums):
+    if header[_FIELDS.size :] != _checksums(fields, payload, checksums):
         raise DamagedBlock("its checksum differs")
+
+
+def _fields(address: BlockAddress, model: bytes, payload: memoryview) -> bytes:
+    return _FIELDS.pack(MAGIC, VERSION, KINDS.index(address.kind), 0, len(payload), model, address.digest)
 
 
 def _checksums(fields: bytes, payload: memoryview, checksums: Checksums) -> bytes:

@@ -90,6 +90,8 @@ class SparseMoE:
             self.shared = GatedMLP(model, weights.at(config.shared), ops, config.shared_inner)
         if config.has_shared_gate:
             self.shared_gate = weights.router(f"{config.shared}_gate", ShardSlice.whole(1), whole)
+        routers = [each for each in (self.router, self.shared_gate) if each is not None]
+        weights.note_experts("experts", self.mixture, routers)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""

@@ -28,6 +28,7 @@ from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..model_config.vision.shape import NO_TOWER, USUAL_SIDE
 from ..units import show_bytes
 from .defaults import resolve_dtypes
+from .disaggregation import check_disaggregation, decode_config, describe_pair
 from .memory_model import image_cache_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 from .parallel_cost import rank_shape
@@ -48,8 +49,13 @@ def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> M
 def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list[MemoryPlan]:
     """Return equally good plans, each on other GPUs. The first is that of `estimate`; raises as it does."""
     notes: tuple[str, ...] = ()
+    if config.disaggregate is not None:
+        check_disaggregation(config, shape, budget.device, budget.cores)
+        config = decode_config(config)
+        notes = (describe_pair(config.disaggregate),)
     if shape.stored is not None or shape.quant is not None:
-        shape, config, notes = _resolve_stored(shape, budget, config)
+        shape, config, stored = _resolve_stored(shape, budget, config)
+        notes += stored
     found: list[MemoryPlan] = []
     refusal: DoesNotFit | None = None
     for cut in candidate_placements(shape, budget.nvlink, 1 + len(budget.more_gpus), config, budget.device):

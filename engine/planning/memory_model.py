@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from llmbox.kernels.quant_formats import Quant
 
+from ..checkpoint.adapter import MAX_RANK
 from ..model_config.shape import DTYPE_BYTES, ModelShape, head_bytes, layers_bytes
 from ..model_config.vision.shape import KEPT_PICTURE_ROWS, PICTURE_ROWS
 
@@ -44,6 +45,23 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
     table = shape.blocks.table if quant.is_gguf and shape.blocks else size
     kept = shape.params - shape.matmul_params
     return int(kept * table + head) + layers_bytes(shape, quant, size)
+
+
+LORA_STACK = 5
+"""Adapted tensors of one stacked linear: the most, of recurrent layers."""
+LORA_TILE_ROWS, LORA_LAUNCH_TILES, LORA_SPLITS = 16, 128, 4
+"""Rows of a tile, tiles of a launch and parts of the inputs, as `kernels/triton/linear/lora.py` has them."""
+
+
+def adapter_scratch(device: str, rows: int, per_token: int = 1) -> int:
+    """Return the bytes of the products A x of a step whose rows all have an adapter of the largest rank.
+    `per_token`: experts of a row, each of which has products of its own.
+    """
+    ranks = LORA_STACK * MAX_RANK
+    if device == "cpu":
+        return rows * per_token * ranks * 4
+    entries = LORA_TILE_ROWS * min(rows, LORA_LAUNCH_TILES)
+    return LORA_SPLITS * entries * ranks * 4
 
 
 def workspace_bytes(

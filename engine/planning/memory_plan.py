@@ -7,6 +7,7 @@ from llmbox.kernels.cpu.build import native_expected
 from llmbox.kernels.cpu.isa import LEVELS, usable_levels
 
 from ..config import Dtype, KVDtype, QuantChoice
+from ..core.kv_cache.window_manager import pool_blocks
 from ..core.microbatching import ceil_div
 from ..core.speculation.proposer import DraftMethod
 from ..hardware.machine import Machine
@@ -124,6 +125,8 @@ class MemoryPlan:
 
     buffer_bytes: int = 0
     """Main memory for blocks on their way to and from disk, on a CPU."""
+    prefill_bytes: int = 0
+    """Memory of a prefill engine beside this one, and of the segment between them."""
 
     @property
     def kv_bytes(self) -> int:
@@ -135,7 +138,7 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         """Bytes of one rank."""
         parts = self.weights_bytes, self.workspace_bytes, self.kv_bytes, self.state_bytes, self.buffer_bytes
-        return sum(parts)
+        return sum(parts) + self.prefill_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -159,6 +162,11 @@ class MemoryPlan:
     def step_tokens(self) -> int:
         """Maximum tokens of one step: decoding requests run whatever the budget."""
         return max(ceil_div(self.token_budget, self.pp), self.step_rows)
+
+    @property
+    def running_window_blocks(self) -> int:
+        """Most blocks of sliding-window layers that a decoding request keeps."""
+        return pool_blocks(self.window, self.block_size, 1, 0) if self.window else 0
 
     @property
     def max_concurrency(self) -> float:

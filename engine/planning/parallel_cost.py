@@ -150,10 +150,20 @@ def decode_scaling(
     alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
     part = rank_shape(shape, tp, 1)
     reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, bandwidth, rows=rows, context=context)
+    sums, handing_on = exchange_seconds(
+        shape, tp, pp, dtype=dtype, link_bandwidth=link_bandwidth, sum_seconds=sum_seconds, rows=rows
+    )
+    step = reading + sums + handing_on
+    return Scaling(alone, rows / step, sums / step)
+
+
+def exchange_seconds(
+    shape: ModelShape, tp: int, pp: int, *, dtype: str, link_bandwidth: float, sum_seconds: float, rows: int
+) -> tuple[float, float]:
+    """Return the seconds that a step of `rows` spends in all-reduces, and between stages."""
     moved = traffic(shape, tp, pp, dtype)
     sums = 0.0
     if tp > 1:
         sums = (2 * shape.layers + 1) * sum_seconds + rows * moved.sums * pp / link_bandwidth
     handing_on = (pp - 1) * (sum_seconds + rows * moved.stages / link_bandwidth) if pp > 1 else 0.0
-    step = reading + sums + handing_on
-    return Scaling(alone, rows / step, sums / step)
+    return sums, handing_on

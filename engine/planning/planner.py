@@ -12,11 +12,13 @@ from ..config import DRAFT_MODEL_ROWS, EngineConfig
 from ..core.kv_cache.window_manager import pool_blocks
 from ..core.microbatching import ceil_div
 from ..errors import DoesNotFit
+from ..kv_store.handover_segment import segment_bytes
 from ..kv_store.store_threads import BUFFER_BYTES
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
 from .defaults import default_max_running, default_token_budget, resolve_dtypes
-from .memory_model import capture_sizes, weights_bytes, workspace_bytes
+from .disaggregation import PREFILL_RUNNING
+from .memory_model import adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 
 _SMALLEST_CONTEXT = 256
@@ -33,6 +35,7 @@ _KEPT_STATES, _MOST_KEPT_STATES, _KEPT_SHARE = 24, 4096, 0.05
 # Slots of recurrent state for the prefix cache and for drafts, beside one for each running request: at least
 # the first number, and more where they take at most that share of the KV cache.
 _LEAST_SLOTS = 2
+PREFILL_SLOTS = PREFILL_RUNNING + _KEPT_STATES
 _STATES_SHARE = 0.5
 # Fraction of the memory beside one whole context that recurrent state may take.
 
@@ -104,8 +107,10 @@ class Planner:
             self.notes.append(
                 f"context lowered from {limit} to {context} tokens to fit in {show_bytes(have)}"
             )
-        slots = self._slots(have - self._need(context), context)
-        window_blocks = self._shared_window_blocks(have - self._need(context))
+        prefill = self._prefill_bytes(context)
+        have -= prefill
+        slots = self._slots(have - self._own_need(context), context)
+        window_blocks = self._shared_window_blocks(have - self._own_need(context))
         workspace = self._workspace(context)
         beside = slots * self.shape.slot_bytes + self._window_bytes(window_blocks)
         wanted = self._pool_blocks(context)
@@ -131,7 +136,8 @@ class Planner:
             block_size=self.config.block_size,
             num_blocks=blocks,
             buffer_bytes=self._buffers(spare, blocks * self.block_bytes),
-            budget_bytes=have,
+            prefill_bytes=prefill,
+            budget_bytes=have + prefill,
             context=context,
             max_running=self.max_running,
             token_budget=self.token_budget,
@@ -196,9 +202,14 @@ class Planner:
 
     def _buffers(self, spare: int, pool: int) -> int:
         """Return the bytes of `spare` for blocks on their way between a `pool` of so many bytes and the disk.
-        On a GPU they are in main memory.
+        On a GPU they are in main memory. A prefill engine leaves the disk to its decode engine.
         """
-        if not self.config.prefix_cache or self.shape.is_bidirectional or self.budget.device == "cuda":
+        if (
+            self.config.prefill_role is not None
+            or not self.config.prefix_cache
+            or self.shape.is_bidirectional
+            or self.budget.device == "cuda"
+        ):
             return 0
         return max(0, min(2 * BUFFER_BYTES // self.ranks, pool // _POOLS_PER_BUFFER, spare))
 
@@ -291,21 +302,23 @@ class Planner:
         is_whole = self.shape.is_bidirectional or not self.config.chunked_prefill
         rows += context if is_whole else self._picture_rows
         is_native = self._is_native and not self.shape.is_bidirectional
-        threads = self.config.threads or self.budget.cores if is_native else None
         need = partial(
             workspace_bytes,
             device=self.budget.device,
             dtype=self.dtype,
             context=context,
             max_running=self.max_running,
-            native_threads=threads,
+            native_threads=self.config.threads or self.budget.cores if is_native else None,
         )
         drafting = 0
         if self.draft is not None:  # a head has no vocabulary of its own, and keeps rows of the step
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
             drafting = need(replace(self.draft.shape, vocab=vocab), rows=DRAFT_MODEL_ROWS)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
-        adapters = self.config.lora_bytes if self.config.plans_adapters else 0
+        adapters = 0
+        if self.config.plans_adapters:
+            experts = self.shape.experts.per_token if self.shape.experts else 1
+            adapters = self.config.lora_bytes + adapter_scratch(self.budget.device, rows, experts)
         return drafting + adapters + need(self.shape, rows=rows, graphs=self._graphs())
 
     def _graphs(self) -> int:
@@ -324,6 +337,23 @@ class Planner:
 
     def _need(self, context: int) -> int:
         """Return the bytes needed to serve one request of this context."""
+        return self._own_need(context) + self._prefill_bytes(context)
+
+    def _prefill_bytes(self, context: int) -> int:
+        """Return the bytes of a prefill engine that has room for one whole context, and of the segment.
+
+        Both engines map one copy of the weights where the file system has them in large pages, and each has
+        its own elsewhere: they count twice.
+        """
+        if self.config.disaggregate is None:
+            return 0
+        largest = max(self.block_bytes, self.config.block_size * self.window_bytes_per_token)
+        slots = min(self.wanted_slots, PREFILL_SLOTS) * self.shape.slot_bytes
+        windows = self._window_bytes(self._window_blocks(PREFILL_RUNNING))
+        beside = slots + windows + segment_bytes(max(largest, self.shape.slot_bytes))
+        return self.weights + self._workspace(context) + beside + self._blocks(context) * self.block_bytes
+
+    def _own_need(self, context: int) -> int:
         beside = self.least_slots * self.shape.slot_bytes + self._window_bytes(self._window_blocks(1))
         return self.weights + self._workspace(context) + beside + self._blocks(context) * self.block_bytes
 

@@ -20,6 +20,13 @@ def decode_tokens_per_second(
 
     Experts are counted as often as the rows select them, if all of them are equally likely.
     """
+    return rows * bandwidth / step_bytes(shape, dtype, kv_dtype, rows=rows, context=context, quant=quant)
+
+
+def step_bytes(
+    shape: ModelShape, dtype: str, kv_dtype: str, *, rows: int, context: int, quant: Quant | None = None
+) -> float:
+    """Return the bytes that a step reads: weights, and KV and recurrent state of `rows` streams."""
     seen = shape.seen(context)
     weight_bytes = (shape.matmul_params - shape.unread_params(rows)) * DTYPE_BYTES[dtype]
     if quant is not None:
@@ -27,4 +34,13 @@ def decode_tokens_per_second(
         wide = DTYPE_BYTES[dtype]
         weight_bytes = int(head * head_bytes(shape, quant, wide)) + layers_bytes(shape, quant, wide, rows)
     states = 2 * shape.slot_bytes  # read and written
-    return rows * bandwidth / (weight_bytes + rows * (seen * shape.kv_bytes_per_token(kv_dtype) + states))
+    return weight_bytes + rows * (seen * shape.kv_bytes_per_token(kv_dtype) + states)
+
+
+def step_flops(shape: ModelShape, *, rows: int, context: int, logits: bool = True) -> float:
+    """Return the FLOPs of a step: linears, and attention of each row over `context` tokens. `logits`: the
+    output head is computed for each row, which prompts do not need.
+    """
+    params = shape.active_params - (0 if logits else shape.table_params)
+    attention = 2 * shape.heads * shape.head_dim * shape.kv_layers * shape.seen(context)
+    return 2 * rows * (params + attention)

@@ -23,24 +23,25 @@ from ..config import EngineConfig
 from ..errors import EngineError
 from ..hardware.machine import name_gpus
 from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
+from ..ipc.block_map import BlockMap
 from ..ipc.engine_channel import Channel, DaemonGone
+from ..ipc.handover_messages import Prefill, TakenSlots
 from ..ipc.messages import (
     AbortRequest,
     AddRequest,
     AskBlocks,
-    BlockMap,
     EngineStats,
     KeepImages,
     LoadFailed,
     ModelInfo,
     Ping,
     Pong,
-    Progress,
     Ready,
     RequestOutput,
     Shutdown,
     Start,
     StepOutputs,
+    ToDaemon,
     ToEngine,
     Vocabulary,
 )
@@ -70,9 +71,11 @@ class EngineProtocol(Protocol):
     def close(self) -> None: ...
     def stats(self) -> EngineStats: ...
     def blocks(self) -> BlockMap: ...
+    def prefill(self, message: Prefill) -> RequestOutput | None: ...
+    def free_slots(self, slots: list[int]) -> None: ...
 
 
-Load = Callable[[EngineConfig, Callable[[Progress], None]], EngineProtocol]
+Load = Callable[[EngineConfig, Callable[[ToDaemon], None]], EngineProtocol]
 
 
 def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
@@ -149,6 +152,10 @@ def _handle(
                 pixels.pop(digest, None)
         case Vocabulary():
             engine.set_vocabulary(message)
+        case Prefill():
+            return engine.prefill(message)
+        case TakenSlots():
+            engine.free_slots(message.slots)
         case AbortRequest():
             return engine.abort(message.request_id)
         case Ping():

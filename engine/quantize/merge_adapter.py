@@ -198,6 +198,11 @@ class _Merger:
         for name in sorted(self._left):
             target = self._adapter.targets.get(name)
             entry = self._adapter.saved[name] if target is None else target.b
+            if target is not None and target.parameters:
+                raise AdapterError(
+                    f"{entry.file}: tensor {shown(entry.name)}: it adapts all experts of a layer, and such "
+                    "adapters are not merged: `llmbox lora add` applies them beside the model"
+                )
             if ".experts." in name:
                 raise AdapterError(
                     f"{entry.file}: tensor {shown(entry.name)}: the base stores all experts of a layer as "

@@ -170,6 +170,12 @@ class CPUModelRunner:
         self._populated_blocks = max(first, last)
         return last < end
 
+    def populate(self) -> None:
+        """Give all KV blocks their pages now, where no later step can wait for them."""
+        populate, blocks = self._ops.populate_block, self._ops.block_tensors(self._cache)[0].shape[1]
+        if populate is not None and all(populate(cache, n) for n in range(blocks) for cache in self._caches):
+            self._populated_blocks = blocks
+
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""
         window_cache = self._window_cache if self._has_window_blocks else None

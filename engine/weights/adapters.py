@@ -12,13 +12,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmbox.kernels.lora import TILE_ROWS, AdaptedRows, LoraOps, LoraRows, LoraTiles
+from llmbox.kernels.lora import (
+    TILE_ROWS,
+    AdaptedRows,
+    ExpertAdapters,
+    ExpertLora,
+    LoraOps,
+    LoraRows,
+    LoraTiles,
+)
+from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError
 from .adapter_weights import AdaptedLinear, AdapterReader, AdapterShare, cut, weights_of
+from .expert_adapters import AdaptedExperts, ExpertStack
 from .source import WeightRequest
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -37,7 +47,13 @@ class AdapterLayers:
         self._base = ops
         self._lora: LoraOps = ops.lora
         self.takes_tiles = ops.lora.takes_tiles
-        self.ops = replace(ops, linear=self._linear, logits=self._logits, embedding=self._embedding)
+        self.ops = replace(
+            ops,
+            linear=self._linear,
+            logits=self._logits,
+            embedding=self._embedding,
+            experts=self._mix_experts,
+        )
         self.rows: AdaptedRows | None = None
         """Rows of the step that runs or is recorded, where some have an adapter."""
         self._linears: dict[int, AdaptedLinear] = {}
@@ -46,7 +62,14 @@ class AdapterLayers:
         """By the name of each output."""
         self._stacks: dict[str, Mapping[str, int]] = {}
         self._fixed: set[str] = set()
-        """Weights that no adapter changes, such as routers and experts."""
+        """Weights that no adapter changes, such as absorbed linears."""
+        self._apart: dict[int, tuple[WeightRequest, PackedLinear]] = {}
+        """Linears of experts and routers, by the id of the packed weights."""
+        self._experts: dict[str, AdaptedExperts] = {}
+        """By the name that holds all experts of a layer."""
+        self._mixtures: dict[int, AdaptedExperts] = {}
+        self._stacks_of: dict[int, tuple[ExpertStack, int]] = {}
+        """Stack and number of each expert's linears, by the id of the packed weights."""
         self._skipped: list[str] = []
         self._heads: dict[int, PackedLinear] = {}
         """Whole heads by slot."""
@@ -58,6 +81,7 @@ class AdapterLayers:
         names = {plain_name(name): name for name in asked.outputs}
         if asked.kind in {"experts", "router"} or any(".experts." in name for name in names):
             self._fixed |= names.keys()
+            self._apart[id(packed)] = asked, packed
             return
         linear = self._linears[id(packed)] = AdaptedLinear(asked, packed)
         self._outputs |= dict.fromkeys(names, linear)
@@ -66,6 +90,21 @@ class AdapterLayers:
 
     def note_split(self, name: str, parts: Mapping[str, int]) -> None:
         self._stacks[plain_name(name)] = {plain_name(part): rows for part, rows in parts.items()}
+
+    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None:
+        """Remember a layer's experts and routers, of which `note` was told before."""
+        for router in routers:
+            asked, _ = self._apart[id(router)]
+            linear = self._linears[id(router)] = AdaptedLinear(asked, router)
+            self._outputs |= {plain_name(each): linear for each in asked.outputs}
+        if self._lora.load_experts is None:
+            return
+        found = AdaptedExperts.of(mixture, {key: asked for key, (asked, _) in self._apart.items()})
+        self._experts[plain_name(name)] = self._mixtures[id(mixture)] = found
+        self._stacks_of |= found.numbers
+        for stack in (found.gate_ups, found.downs):
+            for linear in stack.linears:
+                self._outputs |= {plain_name(each): linear for each in linear.asked.outputs}
 
     def note_skip(self, name: str) -> None:
         self._skipped.append(name)
@@ -124,6 +163,21 @@ class AdapterLayers:
             self._lora.embed(linear.table, ids_T, out_TE, scale, self.rows)
         return out_TE
 
+    def _mix_experts(
+        self,
+        mixture: Mixture,
+        x_TE: Tensor,
+        logits_TX: Tensor,
+        shared_TE: Tensor | None = None,
+        gate_T1: Tensor | None = None,
+        adapters: ExpertAdapters | None = None,
+    ) -> Tensor:
+        found = self._mixtures.get(id(mixture))
+        if self.rows is None or found is None:
+            return self._base.experts(mixture, x_TE, logits_TX, shared_TE, gate_T1)
+        adapters = ExpertAdapters(found.gate_ups.site, found.downs.site, self.rows)
+        return self._base.experts(mixture, x_TE, logits_TX, shared_TE, gate_T1, adapters)
+
     def _add(self, packed: PackedLinear, x_TI: Tensor, out_TO: Tensor, rows: AdaptedRows) -> None:
         linear = self._linears.get(id(packed))
         if linear is not None:
@@ -138,8 +192,25 @@ class AdapterLayers:
                 f"{adapter.directory} is a DoRA adapter, whose magnitudes need the base's own weights: "
                 f"{MERGE_FIRST}"
             )
+        claimed: set[int] = set()
         for target in adapter.targets.values():
-            list(self._shares(target))
+            for stack in self._stacks_adapted(target):
+                if id(stack) in claimed:
+                    raise AdapterError(
+                        f"{target.a.file}: tensor {shown(target.a.name)}: another tensor adapts the same "
+                        "experts"
+                    )
+                claimed.add(id(stack))
+        for target in adapter.targets.values():
+            if target.parameters:
+                continue
+            for share in self._shares(target):
+                one = self._stacks_of.get(id(share.linear.packed))
+                if one is not None and id(one[0]) in claimed:
+                    raise AdapterError(
+                        f"{target.a.file}: tensor {shown(target.a.name)}: another tensor adapts all experts "
+                        "of the layer"
+                    )
         for name, entry in adapter.saved.items():
             self._saved(name, entry)
 
@@ -163,18 +234,35 @@ class AdapterLayers:
         for linear in self._linears.values():
             self._lora.unload(linear.site, slot)
             self._lora.unload(linear.table, slot)
+        for found in self._experts.values():
+            self._lora.unload(found.gate_ups.site, slot)
+            self._lora.unload(found.downs.site, slot)
 
     def _load(self, slot: int, adapter: Adapter, dtype: torch.dtype) -> int:
         reader = AdapterReader(dtype)
         by_linear: dict[int, list[AdapterShare]] = {}
+        by_stack: dict[int, tuple[ExpertStack, list[ExpertLora]]] = {}
         for target in adapter.targets.values():
+            for stack in self._stacks_adapted(target):
+                by_stack[id(stack)] = stack, [stack.read_all(target, reader)]
+            if target.parameters:
+                continue
             for share in self._shares(target):
                 by_linear.setdefault(id(share.linear.packed), []).append(share)
         taken = 0
-        for shares in by_linear.values():
+        for key, shares in by_linear.items():
+            if key in self._stacks_of:
+                stack, number = self._stacks_of[key]
+                _, batches = by_stack.setdefault(id(stack), (stack, []))
+                batches.append(stack.read_one(number, shares, reader))
+                continue
             weights = weights_of(shares, reader)
             taken += weights.nbytes
             self._lora.load(shares[0].linear.site, slot, weights)
+        for stack, batches in by_stack.values():
+            assert self._lora.load_experts is not None
+            taken += sum(batch.weights.nbytes for batch in batches)
+            self._lora.load_experts(stack.site, slot, len(stack.linears), batches)
         for name, entry in adapter.saved.items():
             if (found := self._saved(name, entry)) is None:
                 continue
@@ -202,6 +290,23 @@ class AdapterLayers:
                 entry = target.a if target.shape[1] != expected[1] else target.b
                 raise wrong_base(target.name, entry, target.shape, expected)
             yield AdapterShare(linear, _stored_name(linear, name), target, first)
+
+    def _stacks_adapted(self, target: AdapterTarget) -> Iterator[ExpertStack]:
+        """Return where a target of all experts of a layer goes; nothing for linears, and layers that are not
+        here. Raises AdapterError.
+        """
+        if not target.parameters:
+            return
+        name = target.name.removesuffix(".base_layer")
+        found = self._experts.get(name)
+        if found is None:
+            if self._is_skipped(name):
+                return
+            raise self._unknown(name, target.b)
+        stack = found.stack_of(target)
+        if stack is None:
+            raise wrong_base(name, target.a, target.shape, found.gate_ups.shape)
+        yield stack
 
     def _parts(self, name: str, first: int, rows: int) -> Iterator[tuple[str, int, int]]:
         """Return (name, first row, rows) of the outputs that a stored stack consists of."""
@@ -250,10 +355,14 @@ class AdapterLayers:
 
     def _unknown(self, name: str, entry: TensorEntry) -> AdapterError:
         where = f"{entry.file}: tensor {shown(entry.name)}"
-        if ".experts" in name or name in self._fixed:
+        if self._lora.load_experts is None and ".experts." in f"{name}.":
             return AdapterError(
-                f"{where}: adapters of routers, of experts and of absorbed linears are not applied beside a "
-                f"model: {MERGE_FIRST}"
+                f"{where}: adapters of experts are applied on a CPU alone: load the model with --device cpu, "
+                f"or leave experts out of the adapter; where each expert has a tensor, {MERGE_FIRST}"
+            )
+        if name in self._fixed:
+            return AdapterError(
+                f"{where}: adapters of absorbed linears are not applied beside a model: {MERGE_FIRST}"
             )
         return unknown_module(name, entry)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import Kind
 
@@ -167,6 +168,11 @@ class Weights:
         full = [self._full(part) for part in parts]
         self._source.split_experts(self._full(name), full, transposed=transposed)
 
+    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None:
+        """Tell the listener of a layer's experts, whose linears were requested below `name`, and routers."""
+        if self._listener is not None:
+            self._listener.note_experts(self._full(name), mixture, routers)
+
     def embedding(self, name: str, vocab: ShardSlice, hidden: int, *, tied: bool) -> PackedLinear:
         outputs = {self._full(name): vocab}
         return self._packed(WeightRequest("tied" if tied else "table", outputs, ShardSlice.whole(hidden)))
@@ -240,3 +246,4 @@ class WeightListener(Protocol):
     def note(self, asked: WeightRequest, packed: PackedLinear) -> None: ...
     def note_split(self, name: str, parts: Mapping[str, int]) -> None: ...
     def note_skip(self, name: str) -> None: ...
+    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None: ...

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..activation import UNGATED, Activation
+from ..lora import ExpertAdapters, LoraRows
 from ..op_types import Mixture
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
@@ -288,6 +289,7 @@ class CPUBackend:
         logits_TX: Tensor,
         shared_TE: Tensor | None = None,
         gate_T1: Tensor | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
         """Run the experts; logits of router and gate are float32, as `logits` returns them."""
         assert logits_TX.dtype == torch.float32
@@ -314,9 +316,15 @@ class CPUBackend:
             0 if gate_T1 is None else gate_T1.stride(0),
             out_TE.data_ptr(),
             out_TE.stride(0),
+            None if adapters is None else adapters.gate_ups.addresses.buffer_info()[0],
+            None if adapters is None else adapters.downs.addresses.buffer_info()[0],
         )
-        kept = mixture, x_TE, logits_TX, shared_TE, gate_T1, out_TE
-        self.recorder.submit(op, Step(rows=len(x_TE)), *kept)
+        step = Step(rows=len(x_TE))
+        if adapters is not None:
+            assert isinstance(adapters.rows, LoraRows)
+            step.use_adapters(adapters.rows)
+        kept = mixture, x_TE, logits_TX, shared_TE, gate_T1, out_TE, adapters
+        self.recorder.submit(op, step, *kept)
         return out_TE
 
     def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> CommandGraph:

@@ -161,7 +161,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         P,
         (
             *(INT, INT, INT, P, P, P, LONG, P, LONG, INT, INT, POINTER(NativeRouting)),
-            *(INT, P, LONG, P, LONG, P, LONG),
+            *(INT, P, LONG, P, LONG, P, LONG, P, P),
         ),
     ),
     "llmbox_write_kv_op": (P, (INT, INT, P, INT, P, LONG, P, LONG)),

@@ -1,12 +1,13 @@
 """Operations of LoRA adapters on the C++ kernels."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..lora import LoraOps, LoraRows, LoraSite, LoraWeights, panels_of, unload
+from ..lora import ExpertLora, LoraOps, LoraRows, LoraSite, LoraWeights, panels_of, unload
 from .command_buffer import CommandRecorder
 from .ffi import Step
 from .weight_packing import DTYPES
@@ -23,7 +24,7 @@ class CPULora:
         self._recorder = recorder
 
     def ops(self) -> LoraOps:
-        return LoraOps(self.load, self.load_table, unload, self.add, self.embed)
+        return LoraOps(self.load, self.load_table, unload, self.add, self.embed, self.load_experts)
 
     def load(self, site: LoraSite, slot: int, weights: LoraWeights) -> None:
         """Pack the weights, and write their address: `LoraWeights` of native/linear/lora.h as integers."""
@@ -45,6 +46,30 @@ class CPULora:
         assert table_VE.is_contiguous()
         site.tables[slot] = table_VE
         site.addresses[slot] = table_VE.data_ptr()
+
+    def load_experts(self, site: LoraSite, slot: int, count: int, batches: Sequence[ExpertLora]) -> None:
+        """Write a table: the address of each expert's weights, 0 where it has none, and the most ranks."""
+        table = torch.zeros(count + 1, dtype=torch.int64)
+        kept: list[object] = [table]
+        for batch in batches:
+            weights, each = batch.weights, torch.arange(len(batch.experts))
+            assert weights.a_RI.is_contiguous()
+            ranks = weights.a_RI.shape[1]
+            panels = [panels_of(piece, PANEL) for piece in weights.pieces]
+            columns: list[Tensor | int] = [
+                _addresses(weights.a_RI),
+                weights.scales_R.data_ptr(),
+                ranks,
+                len(panels),
+            ]
+            for piece, panel in zip(weights.pieces, panels, strict=True):
+                columns += [piece.start, piece.stop, piece.first, piece.b_Or.shape[2], _addresses(panel)]
+            headers = torch.stack([torch.zeros_like(each) + column for column in columns], 1).contiguous()
+            table[list(batch.experts)] = _addresses(headers)
+            table[count] = max(int(table[count]), ranks)
+            kept += [headers, weights.a_RI, weights.scales_R, panels]
+        site.experts[slot] = kept
+        site.addresses[slot] = table.data_ptr()
 
     def add(self, site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: LoraRows) -> None:
         assert x_TI.stride(1) == y_TO.stride(1) == 1
@@ -75,3 +100,8 @@ class CPULora:
         step = Step(rows=len(ids), ids=ids.data_ptr())
         step.use_adapters(rows)
         self._recorder.submit(op, step, site, x_TE)
+
+
+def _addresses(stack: Tensor) -> Tensor:
+    """Return the address of each element of the first dimension of a contiguous tensor."""
+    return stack.data_ptr() + torch.arange(len(stack)) * (stack.stride(0) * stack.element_size())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..lora import ExpertAdapters, add_expert
 from ..op_types import Mixture, Routing
 from ..ops import Experts, PackedLinear
 from .elementwise import gate_mul
@@ -92,6 +93,7 @@ def make_experts(
         logits_TX: Tensor,
         shared_TE: Tensor | None = None,
         gate_T1: Tensor | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
         chosen = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
         experts_TK, shares_TK = chosen
@@ -102,7 +104,14 @@ def make_experts(
                 inputs = x_TE[rows]
                 if mixture.routing.scales_inputs:
                     inputs = (inputs.float() * shares_TK[rows, places].unsqueeze(1)).to(x_TE.dtype)
-                rows_TKE[rows, places] = linear(down, gate_mul(linear(gate_up, inputs), mixture.activation))
+                gate_ups = linear(gate_up, inputs)
+                if adapters is not None:
+                    add_expert(adapters.gate_ups, expert, inputs, gate_ups, rows, adapters.rows)
+                inner = gate_mul(gate_ups, mixture.activation)
+                results = linear(down, inner)
+                if adapters is not None:
+                    add_expert(adapters.downs, expert, inner, results, rows, adapters.rows)
+                rows_TKE[rows, places] = results
         if mixture.routing.scales_inputs:
             shares_TK = torch.ones_like(shares_TK)
         return weigh(rows_TKE, shares_TK, shared_TE, gate_T1)

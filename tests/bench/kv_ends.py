@@ -89,7 +89,9 @@ class Box:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         with contextlib.closing(connection):
             connection.request("POST", "/api/generate", json.dumps({"model": model, "keep_alive": 0}))
-            connection.getresponse().read()
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise RuntimeError(answer.read().decode())
 
     def loaded(self) -> list[str]:
         """Return the names of the models in memory."""
@@ -185,8 +187,12 @@ def ends(options: argparse.Namespace, folder: Path) -> None:
             ready()
 
         def unloaded() -> None:
+            # An owner's model is not unloaded without a key, so a request loads it. It leaves once its last
+            # request has ended, which is after its last token.
+            box.llmbox("unload", one)
+            box.ask(one, numbers(3, 20), 1)
             box.release(one)
-            assert one not in box.loaded()
+            box.until(lambda: one not in box.loaded())
 
         def swapped() -> None:
             box.llmbox("unload", one)
@@ -205,7 +211,8 @@ def ends(options: argparse.Namespace, folder: Path) -> None:
             end()
             text, kept = box.ask(one, turn)
             if end is unloaded:
-                end()
+                box.release(one)
+                box.until(lambda: one not in box.loaded())
             computed, cold = box.ask(one, turn, salt=f"anew {number}")
             name = end.__name__.replace("_", " ") + (", loaded by the request" if end is unloaded else "")
             print(f"{name:34} {cold:6.2f} s computed, {kept:5.2f} s kept: {cold / kept:5.1f}x; ", end="")
@@ -257,9 +264,13 @@ def keys(options: argparse.Namespace, folder: Path) -> None:
 
 def swaps(options: argparse.Namespace, folder: Path) -> None:
     models = twins(options.model, folder / "data")
-    box = Box(folder / "data", model_quant="int8", model_ctx=4096, model_kv_tokens=8192, memory_budget=1.5)
-    box.up()
+    told: dict[str, object] = {"model_quant": "int8", "model_ctx": 4096, "model_kv_tokens": 8192}
+    box = Box(folder / "data", **told, memory_budget=1.25 * box_bytes(folder / "data", told, models) / 1e9)
+    box.up(models[0])
     try:
+        box.llmbox(
+            "unload", models[0]
+        )  # it was loaded by the owner, so requests for others would not evict it
         chats = {name: numbers(number, 512) for number, name in enumerate(models)}
 
         def turn(name: str) -> float:
@@ -280,6 +291,21 @@ def swaps(options: argparse.Namespace, folder: Path) -> None:
         print(f"p95 {late * 1e3:.0f} ms, least {added[0] * 1e3:.0f} ms")
     finally:
         box.down()
+
+
+def box_bytes(folder: Path, told: dict[str, object], models: list[str]) -> int:
+    """Return the bytes that the plan of a model has with these settings; pack the weights of all."""
+    box, found = Box(folder, **told), 0
+    box.up(models[0])
+    try:
+        for name in models:
+            box.ask(name, numbers(0, 20), 1)
+            (info,) = [each["info"] for each in box.llmbox("ps", "--json")["models"]]
+            found = max(found, sum(info[part] for part in ("weights_bytes", "kv_bytes", "workspace_bytes")))
+            box.llmbox("unload", name)
+    finally:
+        box.down()
+    return found
 
 
 def many(options: argparse.Namespace, folder: Path) -> None:

@@ -171,6 +171,7 @@ def test_settings_keys_and_names(box: InstalledBox, models: Path):
     box.run("lora", "add", "none", models, "--base", "builtin", code=1)
     box.run("lora", "rm", "none", code=4)
     box.run("fit", "builtin", "--lora", models / "adapter")
+    box.run("fit", "builtin", "--on", "rtx4090,h100", "--price", "h100=2.5", "--plan", "--users", "100")
     box.run("lora", "merge", "none", "--out", models / "merged", code=4)
     assert {"builtin", "adopted"} <= {row["name"] for row in box.json("ls")["models"]}
     box.run("show", "adopted")
@@ -210,6 +211,10 @@ def test_a_chat_in_each_dialect(box: InstalledBox):
     answer = box.post(f"{url}/v1/responses", body)
     assert answer["output"][0]["content"][0]["text"].startswith(said)
     assert box.run("run", "builtin", "What is llmbox?").out.strip()
+    picture = box.home / "picture.gif"
+    picture.write_bytes(b"GIF89a")
+    refused = box.run("run", "builtin", "--image", picture, "What is it?", code=1)
+    assert "builtin reads no pictures" in refused.err
 
 
 def test_a_file_of_requests(box: InstalledBox, tmp_path: Path):

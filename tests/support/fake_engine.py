@@ -22,11 +22,9 @@ import msgspec
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit, EngineError, ModelError, RankLost
+from llmbox.engine.ipc.block_map import BlockHolder, BlockMap, BlockRun
 from llmbox.engine.ipc.messages import (
     AddRequest,
-    BlockHolder,
-    BlockMap,
-    BlockRun,
     EngineStats,
     ModelInfo,
     Progress,

@@ -32,9 +32,11 @@ from ...models.recommended import read_hub_facts
 from ...util import formatting
 from .. import output
 from ..options import mmproj_option, read_flags, setting_options
+from .fit_prediction import prediction_options, read_request, report_prediction
 
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
+    "disaggregate",
     *("threads", "draft", "lora_memory"),
 )
 
@@ -51,6 +53,7 @@ FLAGS = (
     help="Plan memory for this LoRA adapter too, a folder or the name of one; may be given again.",
 )
 @click.option("--probe", is_flag=True, help="Measure the memory bandwidth again.")
+@prediction_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def fit(
@@ -67,12 +70,20 @@ def fit(
     """Show whether MODEL fits on this machine, with which context and speed; exit 5 if it does not.
 
     MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
+    With --on, other GPUs are predicted from their data sheets; exit 5 if none of them would do.
     """
+    asked = read_request(flags)
+    if asked is not None and (probe or adapters or flags["device"] == "cpu"):
+        raise click.UsageError(
+            "--probe, --lora and --device cpu are about this machine: leave them out with --on"
+        )
     values = {name: value for name, value in read_flags(flags).items() if name.startswith("model.")}
     model = program.with_projector(model, mmproj)
     facts, ref = find_facts(model, program.environ, program.names, program.in_memory())
     settings = program.settings().settings
     config = ModelRequest(ref, None, with_draft_path(values, program.resolve)).config(settings.model)
+    if asked is not None:
+        return report_prediction(facts, config, asked, as_json=as_json)
     return report(program, facts, config, as_json=as_json, probe=probe, adapters=adapters)
 
 

@@ -1,5 +1,6 @@
 """`llmbox lora`: adapters over a model that is loaded once."""
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -42,7 +43,8 @@ def add(program: Program, *, name: str, source: str, base: str | None, as_json: 
     Its two files are checked against the base and copied. Requests with "model": NAME then use it; the base
     is loaded on demand, once for all its adapters.
     """
-    folder = _fetched(program, name, source, base) if is_from_hub(source) else Path(source)
+    is_fetched = is_from_hub(source) and not os.path.isdir(source)  # noqa: PTH112 - False for long names, too
+    folder = _fetched(program, name, source, base) if is_fetched else Path(source)
     found = add_adapter(program.registry, program.environ, name, folder, base, program.in_memory())
     if as_json:
         output.write_json("lora", asdict(found))

@@ -116,6 +116,7 @@ def show(program: Program, ref: str, mmproj: str | None, *, as_json: bool) -> No
     memory = _in_memory(program, place.name)
     disk = describe(place)
     config = read_config(place.path)
+    others = {name: each for name, each in program.names.aliases.items() if place.is_target(each.model)}
     facts: dict[str, Any] = {
         "name": place.name,
         "path": str(place.path),
@@ -123,8 +124,8 @@ def show(program: Program, ref: str, mmproj: str | None, *, as_json: bool) -> No
         "size": disk.size,
         "architecture": disk.architecture,
         "servable": disk.servable,
-        "aliases": [name for name, each in program.names.aliases.items() if place.is_target(each.model)]
-        or None,
+        "aliases": [name for name, each in others.items() if not each.adapter] or None,
+        "adapters": [name for name, each in others.items() if each.adapter] or None,
         **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
         **_output_format(place.path),
         "pictures": _describe_pictures(place.path),
@@ -136,6 +137,11 @@ def show(program: Program, ref: str, mmproj: str | None, *, as_json: bool) -> No
         return
     shown = {**facts, "size": formatting.size(disk.size), "loaded": memory["state"] if memory else "no"}
     shown["loads"] = _last_load(facts["loads"])
+    if facts["adapters"]:
+        here = memory.get("adapters", ()) if memory else ()  # a daemon that is older has none
+        shown["adapters"] = ", ".join(
+            f"{name} (in memory)" if name in here else name for name in facts["adapters"]
+        )
     for key, value in shown.items():
         if value is not None:
             output.write(f"{key.replace('_', ' '):16} {formatting.printable(str(value))}")

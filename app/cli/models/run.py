@@ -23,8 +23,8 @@ from ..server.up import load_missing
 from .pull import fetch_missing, fetch_time
 
 HELP = (
-    "Commands: /image FILE adds a picture to the next question, /clear forgets the conversation, /bye ends "
-    "it. Ctrl-C stops an answer."
+    "Commands: /image FILE adds a picture to the next question, /image alone drops those added, /clear "
+    "forgets the conversation, /bye ends it. Ctrl-C stops an answer."
 )
 HISTORY_LINES = 1000
 
@@ -165,15 +165,26 @@ class ChatSession:
             )
         self._images.append(url)
 
-    def clear(self) -> None:
-        self._messages.clear()
+    @property
+    def num_images(self) -> int:
+        """Number of pictures for the next question."""
+        return len(self._images)
+
+    def drop_images(self) -> None:
         self._images.clear()
 
+    def clear(self) -> None:
+        self._messages.clear()
+        self.drop_images()
+
     def ask(self, question: str) -> None:
-        """Stream the answer to stdout. Ctrl-C ends the answer and keeps the text so far."""
+        """Stream the answer to stdout. Ctrl-C or an error ends the answer and keeps the text so far; pictures
+        of a question without an answer are kept for the next one.
+        """
         content: str | list[dict[str, Any]] = question
-        if self._images:
-            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
+        images = self._images
+        if images:
+            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in images]
             content = [*pictures, {"type": "text", "text": question}]
             self._images = []
         self._messages.append({"role": "user", "content": content})
@@ -193,7 +204,9 @@ class ChatSession:
                 output.say("The answer ended inside the model's reasoning. --max-tokens N allows more.")
                 self._messages.append({"role": "assistant", "content": ""})
         except CliError:
-            self._messages.pop()
+            if not pieces:
+                self._messages.pop()
+                self._images = images
             raise
         finally:
             thoughts.end()
@@ -279,6 +292,9 @@ def _chat(program: Program, talk: ChatSession) -> None:
                     continue
             if question == "/clear":
                 talk.clear()
+            elif question == "/image":
+                talk.drop_images()
+                output.say("The next question has no pictures.")
             elif question.startswith("/image "):
                 _attach(talk, [question.removeprefix("/image ").strip().strip("'\"")])
             elif question.startswith("/"):
@@ -307,6 +323,9 @@ def _answer(talk: ChatSession, question: str) -> None:
         if error.exit == Exit.UNREACHABLE:
             raise
         output.print_error(error)
+        if talk.num_images:
+            kept = f"{talk.num_images} picture{'s' if talk.num_images > 1 else ''}"
+            output.say(f"Kept for the next question: {kept}. /image alone drops what was added.")
 
 
 @contextlib.contextmanager

@@ -96,9 +96,20 @@ def describe_all(control: DaemonController) -> list[ModelStatus]:
     ]
     loaded = [_loaded(model) for model in engines.models()]
     described = loaded + [_loading(supervisor) for supervisor in engines.loading()]
+    if any(each.stats is not None and each.stats.adapters for each in loaded):
+        _name_adapters(control, loaded)
     for each in described:
         each.asked = dict(control.asked.get(each.name, {}))
     return described + failed
+
+
+def _name_adapters(control: DaemonController, loaded: list[ModelStatus]) -> None:
+    """Set `adapters`: engines know adapters by the digests of their files."""
+    for name, alias in sorted(control.library.registry.read_or_nothing().aliases.items()):
+        base = control.residency.real_name(name) if alias.adapter else ""
+        for each in loaded:
+            if each.name == base and each.stats is not None and alias.adapter in each.stats.adapters:
+                each.adapters.append(name)
 
 
 def _loaded(model: LoadedModel) -> ModelStatus:

@@ -41,6 +41,8 @@ class ModelStatus(Struct, kw_only=True):
     open_requests: int = 0
     loaded_at: float | None = None
     last_used: float | None = None
+    adapters: list[str] = field(default_factory=list)
+    """Names of the LoRA adapters in memory."""
     pinned: bool = False
     busy: bool = False
     ttl_s: float | None = None

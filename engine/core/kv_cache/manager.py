@@ -20,6 +20,8 @@ from ..fair_shares import is_premium
 from ..request import Request
 from ..step import ScheduledRequest
 from .block_pool import BlockPool
+from .handover_intake import HandoverIntake
+from .handover_outlet import HandoverOutlet
 from .prefix_cache import PrefixUses, extend_hashes, first_block_digest
 from .state_manager import StateManager, StatePool
 from .tiers import KVTiers
@@ -61,6 +63,10 @@ class KVCacheManager:
         self.uses = PrefixUses()
         self.tiers: KVTiers | None = None
         """Tiers behind the pools; set once the engine has them."""
+        self.intake: HandoverIntake | None = None
+        """Blocks from the prefill engine; set in a decode engine."""
+        self.outlet: HandoverOutlet | None = None
+        """Blocks for the decode engine; set in a prefill engine."""
         self.adapters: AdapterSlots | None = None
         """Slots of adapters; set once the engine has some."""
         self.computed_by: list[str | None] = [None] * pool.num_blocks
@@ -198,6 +204,8 @@ class KVCacheManager:
             for block_hash, is_turn_end in self.states.apply_saves(row, valid=True):
                 if self.tiers is not None:
                     self.tiers.note_state(row.request, block_hash, is_turn_end=is_turn_end)
+        if self.outlet is not None:
+            self.outlet.note_computed(row.request)
 
     def discard_row(self, row: ScheduledRequest) -> None:
         """Drop the states that a row saved: its step failed, or its request left since."""
@@ -210,6 +218,10 @@ class KVCacheManager:
         """
         if self.tiers is not None:
             (self.tiers.note_suspect if suspect else self.tiers.note_ended)(request)
+        if self.intake is not None:  # where it was preempted
+            request.reads_later, request.num_handovers = True, 0
+        if self.outlet is not None and suspect:
+            self.outlet.drop(request.request_id)
         if suspect:
             self.pool.uncache(request.block_table)
         if self.states is not None:
@@ -225,27 +237,40 @@ class KVCacheManager:
         request.admissions += 1
 
     def read_ahead(self, request: Request) -> bool:
-        """Begin to read blocks of a new request from disk. True: it is not to be queued until `take_in`
-        returns it.
+        """Begin to read blocks of a new request from disk, or have the prefill engine compute them. True: it
+        is not to be queued until `take_in` returns it.
         """
-        return self.tiers is not None and self.tiers.reads.begin(request)
+        if self.tiers is not None and self.tiers.reads.begin(request):
+            return True
+        return self.intake is not None and self.intake.begin(request)
 
     def read_again(self, request: Request) -> bool:
         """Read what memory had no room for when the request came, or has lost since, as `read_ahead` does."""
-        return request.reads_later and self.fits(request) and self.read_ahead(request)
+        if request.reads_later:
+            return self.fits(request) and self.read_ahead(request)
+        return self.intake is not None and self.fits(request) and self.intake.begin(request)
 
-    def take_in(self) -> list[Request]:
-        """Cache the blocks that have arrived from disk; return the requests that wait for no more."""
-        return self.tiers.reads.poll() if self.tiers is not None and self.tiers.reads.is_reading else []
+    def take_in(self, *, is_decoding: bool) -> list[Request]:
+        """Cache the blocks that have arrived; return the requests that wait for no more."""
+        tiers, intake = self.tiers, self.intake
+        done = tiers.reads.poll() if tiers is not None and tiers.reads.is_reading else []
+        if intake is None:
+            return done
+        return [request for request in done if not intake.begin(request)] + intake.poll(hurry=not is_decoding)
 
     def forget(self, request: Request) -> None:
         """Stop reading for a request that is gone."""
         if self.tiers is not None:
             self.tiers.reads.forget(request)
+        if self.intake is not None:
+            self.intake.forget(request)
 
     def loading(self, kind: BlockKind) -> list[int]:
-        """Return the blocks or slots that are being read from disk: used, and in no block table."""
-        return [] if self.tiers is None else self.tiers.reads.loading(kind)
+        """Return the blocks or slots that are being read from disk, or wait to be handed over: used beside
+        block tables.
+        """
+        reading = [] if self.tiers is None else self.tiers.reads.loading(kind)
+        return reading + ([] if self.outlet is None else self.outlet.holding(kind))
 
     def check(self, running: Sequence[Request]) -> None:
         """Assert that states, windows and adapters of running requests are accounted for."""
@@ -293,7 +318,7 @@ class KVCacheManager:
     def _usable_blocks(self, request: Request) -> int:
         return (request.num_tokens - 1) // self.pool.block_size
 
-    def _prefix_end(self, request: Request, hits: int) -> PrefixMissReason:
+    def why_prefix_ends(self, request: Request, hits: int) -> PrefixMissReason:
         """Return why the prefix ended after `hits` tokens. Called before this admission evicts any block."""
         if not self.pool.caching:
             return "off"
@@ -333,9 +358,10 @@ class KVCacheManager:
     def _count_prefix(self, request: Request, hits: int) -> None:
         """Count prefix-cache hits, at first admission only: what a preempted request finds saved nothing."""
         if request.num_cached is None:
+            hits = hits if request.num_known is None else min(hits, request.num_known)
             request.num_cached = min(hits, request.num_prompt)
             request.num_disk = min(request.num_disk_blocks * self.pool.block_size, request.num_cached)
-            request.prefix_end = end = self._prefix_end(request, hits)
+            request.prefix_end = end = request.prefix_end or self.why_prefix_ends(request, hits)
             if end not in {"off", "prompt_logprobs", "pooling"}:
                 whole = self._usable_blocks(request) * self.pool.block_size
                 request.num_prefix_lookup_tokens = min(whole, request.num_prompt)

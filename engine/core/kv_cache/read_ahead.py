@@ -96,7 +96,7 @@ class ReadAhead:
         items = self._missing(request) if store.is_listed else []
         if store.is_listed and not items:
             return False
-        self._refresh(request)
+        self._blocks.refresh(request)
         saved = sum(kind == "kv" for kind, _ in items) * self._blocks.kv_cache.pool.block_size
         limit = min(deadline, now + LEAST_SECONDS + WAIT_SHARE * saved / self._rate)
         job = store.read([(self._blocks.address(request, *item), self._sizes[item[0]]) for item in items])
@@ -199,15 +199,8 @@ class ReadAhead:
                 return False
         elif not reading.has_room:
             request.disk_end = "evicted"
-        self._refresh(request)
+        self._blocks.refresh(request)
         return True
-
-    def _refresh(self, request: Request) -> None:
-        """Make the request's blocks in memory the last to be evicted, and of these the first ones."""
-        pool = self._blocks.kv_cache.pool
-        blocks = pool.find(request.block_hashes)
-        pool.touch(blocks)
-        pool.free(blocks)
 
     def _load(
         self, reading: _Reading, kind: BlockKind, block_hash: bytes, data: memoryview
@@ -216,10 +209,7 @@ class ReadAhead:
         blocks = self._blocks
         block = None
         if blocks.index(kind, block_hash) is None:
-            if kind == "state":
-                block = None if blocks.kv_cache.states is None else blocks.kv_cache.states.pool.allocate()
-            elif blocks.pool(kind).num_available:
-                (block,) = blocks.pool(kind).allocate(1)
+            block = blocks.allocate(kind)
             reading.has_room = block is not None
         if block is None:
             blocks.store.give_back(data)
@@ -239,19 +229,11 @@ class ReadAhead:
     def _finish(self, load: _Load) -> None:
         load.reading.num_loading -= 1
         self._blocks.store.give_back(load.data)
-        if load.kind == "state":
-            states = self._blocks.kv_cache.states
-            assert states is not None
-            if load.is_wanted:
-                states.pool.keep(load.block, load.block_hash, is_end=True)
-            else:
-                states.pool.free(load.block)
-            return
-        pool = self._blocks.pool(load.kind)
         if load.is_wanted:
-            pool.cache_block(load.block, load.block_hash)
+            self._blocks.keep(load.kind, load.block, load.block_hash)
             load.reading.request.num_disk_blocks += load.kind == "kv"
-        pool.free([load.block])
+        else:
+            self._blocks.release(load.kind, load.block)
 
     def forget(self, request: Request) -> None:
         """Stop reading for a request that is gone."""

@@ -20,23 +20,12 @@ if TYPE_CHECKING:
     from .manager import KVCacheManager
 
 
-class TierBlocks:
-    """Names and places of blocks, for `WriteBehind` and `ReadAhead`."""
+class CacheMemory:
+    """Blocks and slots of the prefix cache in the engine's memory, by kind."""
 
-    def __init__(self, store: BlockStore, memory: BlockMemory, kv_cache: "KVCacheManager") -> None:
-        self.store = store
+    def __init__(self, memory: BlockMemory, kv_cache: "KVCacheManager") -> None:
         self.memory = memory
         self.kv_cache = kv_cache
-        self._owners: dict[str, str] = {}
-
-    def address(self, request: Request, kind: BlockKind, block_hash: bytes) -> BlockAddress:
-        owner = self._owners.get(request.tenant)
-        if owner is None:
-            owner = self._owners[request.tenant] = self.store.folder.owner(request.tenant)
-        return self.store.address(owner, kind, block_hash)
-
-    def is_on_disk(self, request: Request, kind: BlockKind, block_hash: bytes) -> bool:
-        return self.store.has(self.address(request, kind, block_hash))
 
     def pool(self, kind: BlockKind) -> BlockPool:
         windows = self.kv_cache.windows
@@ -48,6 +37,54 @@ class TierBlocks:
             states = self.kv_cache.states
             return None if states is None else states.pool.find((block_hash,))[1]
         return next(iter(self.pool(kind).find((block_hash,))), None)
+
+    def allocate(self, kind: BlockKind) -> int | None:
+        """Allocate a block or a slot; None where memory has no room."""
+        if kind == "state":
+            states = self.kv_cache.states
+            return None if states is None else states.pool.allocate()
+        return self.pool(kind).allocate(1)[0] if self.pool(kind).num_available else None
+
+    def keep(self, kind: BlockKind, index: int, block_hash: bytes) -> None:
+        """Cache a block that was allocated and filled."""
+        if kind == "state":
+            assert self.kv_cache.states is not None
+            self.kv_cache.states.pool.keep(index, block_hash, is_end=True)
+        else:
+            self.pool(kind).cache_block(index, block_hash)
+            self.pool(kind).free([index])
+
+    def release(self, kind: BlockKind, index: int) -> None:
+        """Free a block that was allocated, and forget its content."""
+        if kind == "state":
+            assert self.kv_cache.states is not None
+            self.kv_cache.states.pool.free(index)
+        else:
+            self.pool(kind).free([index])
+
+    def refresh(self, request: Request) -> None:
+        """Make the request's blocks the last to be evicted, and of these the first ones."""
+        blocks = self.kv_cache.pool.find(request.block_hashes)
+        self.kv_cache.pool.touch(blocks)
+        self.kv_cache.pool.free(blocks)
+
+
+class TierBlocks(CacheMemory):
+    """Blocks in memory and on disk, for `WriteBehind` and `ReadAhead`."""
+
+    def __init__(self, store: BlockStore, memory: BlockMemory, kv_cache: "KVCacheManager") -> None:
+        super().__init__(memory, kv_cache)
+        self.store = store
+        self._owners: dict[str, str] = {}
+
+    def address(self, request: Request, kind: BlockKind, block_hash: bytes) -> BlockAddress:
+        owner = self._owners.get(request.tenant)
+        if owner is None:
+            owner = self._owners[request.tenant] = self.store.folder.owner(request.tenant)
+        return self.store.address(owner, kind, block_hash)
+
+    def is_on_disk(self, request: Request, kind: BlockKind, block_hash: bytes) -> bool:
+        return self.store.has(self.address(request, kind, block_hash))
 
 
 class KVTiers:

@@ -326,6 +326,26 @@ async def test_the_owners_model_comes_back_as_it_was(tmp_path: Path):
         assert house.residency.evicted.all() == []
 
 
+@pytest.mark.parametrize("ttl", [None, 50.0])
+async def test_a_release_while_busy_ends_one_load_and_not_those_after_it(tmp_path: Path, ttl: float | None):
+    async with opened(tmp_path) as house:
+        model = await house.engines.load(house.config("a"))
+        house.residency.keep(model, ttl=ttl)
+        go = asyncio.Event()
+        using = asyncio.create_task(guest(house, go))
+        await until(lambda: model.busy)
+        await house.residency.release(model)
+        go.set()
+        await using
+        await until(lambda: house.told("model.evicted"))
+        assert house.names == []
+        await house.ask("a")
+        house.residency.expire()
+        again = house.engines.find("a")
+        assert again is not None
+        assert (again.ttl, again.on_request) == (ttl, False)
+
+
 async def test_an_evicted_model_says_why_where_requests_load_nothing(tmp_path: Path):
     async with opened(tmp_path) as house:
         house.settings = replace(house.settings, memory=MemorySettings(load_on_request=False))

@@ -128,11 +128,14 @@ def test_an_adapter_of_the_hub_is_added(call: Call, hub: StubHub, monkeypatch: p
     assert call("lora", "list", "-q").out == "pirate\n"
 
 
-def test_a_folder_goes_before_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_client_goes_before_a_name_of_the_hub_and_none_of_the_daemon(
+    call: Call, hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "_check", lambda *_: None)
+    others = ("./org/pirate", "/org/pirate", "org/pirate:Q4", "pirate", "a/..")
+    assert not any(map(adapters.is_from_hub, others))
     monkeypatch.chdir(tmp_path)
-    assert adapters.is_from_hub(NAME)
-    assert not any(
-        map(adapters.is_from_hub, ("./org/pirate", "/org/pirate", "org/pirate:Q4", "pirate", "a/.."))
-    )
-    (tmp_path / NAME).mkdir(parents=True)
-    assert not adapters.is_from_hub(NAME)
+    write_adapter(tmp_path / NAME, plain_tensors())
+    assert call("lora", "add", "mine", NAME, "--base", "builtin").code == 0
+    assert not hub.seen
+    assert adapters.is_from_hub(NAME), "the panel's daemon has no folder that its user could mean"

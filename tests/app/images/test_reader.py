@@ -42,7 +42,7 @@ def test_all_urls_of_a_request_share_their_time(monkeypatch):
         await images.read(sources, Facts(), LimitSettings(), reader.ImageLease(images), may_fetch=True)
 
     asyncio.run(read())
-    assert given == [15.0, 15.0, 15.0, 15.0, 4.0, -10.0]  # no time is left for the last
+    assert given == [15.0, 15.0, 15.0, 15.0, 4.0, 0.0]  # no time is left for the last
 
 
 def picture(content: bytes) -> ImageSource:

@@ -27,7 +27,6 @@ from support.adapters import plain_tensors, write_adapter
         ({"bias": "all"}, "trained biases are not read"),
         ({"fan_in_fan_out": True}, "Conv1D"),
         ({"layer_replication": [[0, 2]]}, "layers that are repeated"),
-        ({"target_parameters": ["x"]}, "target_parameters"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
         ({"use_dora": True}, "has no lora_magnitude_vector"),
     ],

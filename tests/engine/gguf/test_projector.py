@@ -12,9 +12,11 @@ import torch
 from llmbox.app.errors import CliError
 from llmbox.app.hub.cache_layout import find_adoptable
 from llmbox.app.hub.model_info import local_facts
+from llmbox.app.models import gguf_folders
 from llmbox.app.models.catalog import directory
 from llmbox.app.models.gguf_folders import NO_PROJECTOR, choose_projector, folder_of, folder_with_projector
 from llmbox.engine.errors import ModelError
+from llmbox.engine.gguf import projector as projector_code
 from llmbox.engine.gguf.folder import config_json, projector_of
 from llmbox.engine.gguf.projector import check_projector
 from llmbox.engine.gguf.reader import read_gguf
@@ -186,6 +188,34 @@ def test_a_file_that_does_not_fit_leaves_the_text_and_is_refused_by_name(
     with pytest.raises(CliError) as refused:
         folder_of(place, tmp_path)
     assert "name the file of the language model" in refused.value.why
+
+
+def test_a_projector_that_a_newer_version_reads_is_used(
+    qwen: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mmproj(qwen.parent / "model", place, "qwen3_vl")
+
+    def refuse(_: object) -> None:
+        raise ModelError("projector is not supported")
+
+    for is_asked in (True, False):
+        home = tmp_path / str(is_asked)
+        with monkeypatch.context() as older:
+            older.setattr(projector_code, "family_of", refuse)
+            old = folder_of(qwen, home)
+            assert "is not supported" in find_vision(old)[1]
+            with pytest.raises(CliError):
+                folder_with_projector(qwen, place, home)
+        written = (old / "config.json").stat().st_mtime_ns
+        if is_asked:
+            assert projector_of(folder_with_projector(qwen, place, home)) == place
+            continue
+        assert projector_of(folder_of(qwen, home)) is None, "the version is the same"
+        assert (old / "config.json").stat().st_mtime_ns == written
+        monkeypatch.setattr(gguf_folders, "__version__", "999")
+        new = folder_of(qwen, home)
+        assert (new, projector_of(new)) == (old, place)
+        assert {path.name for path in home.iterdir()} == {old.parent.name}
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,20 @@ def test_parts_of_one_model(model: Path, file: Path, tmp_path: Path) -> None:
         read_gguf(first.rename(tmp_path / "renamed.gguf"))
 
 
+@pytest.mark.parametrize("key", ["split.count", "split.tensors.count"])
+@pytest.mark.parametrize("value", [[1, 2], 2.0, -2, True])
+def test_numbers_of_parts_of_another_kind_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    file = tmp_path / "tiny-00001-of-00002.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=rf"{key} is .*, a whole number is needed"):
+        read_gguf(file)
+
+
 def test_no_such_file_and_no_such_format(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is missing"):
         read_gguf(tmp_path / "none.gguf")

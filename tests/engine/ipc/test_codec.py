@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import messages as m
+from llmbox.engine.ipc.block_map import BlockHolder, BlockMap, BlockRun, PrefixUse
 from llmbox.engine.ipc.codec import FrameReader, FrameTooLarge, TransportError, encode
+from llmbox.engine.ipc.handover_messages import HandedBlock, HandedBlocks, Prefill, TakenSlots
 from llmbox.engine.ipc.profile_messages import AskProfile, StepProfile
 from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 
@@ -37,6 +39,8 @@ TO_ENGINE = [
     m.AbortRequest(request_id="r"),
     m.Ping(nonce=1),
     m.AskBlocks(),
+    Prefill(request_id="r 1", prompt_ids=[3, 4], first_block=1, tenant="t", cache_namespace="n"),
+    TakenSlots(slots=[0, 5]),
     AskProfile(seconds=1.5),
     m.KeepImages(drop=[b"digest"]),
     m.Shutdown(),
@@ -57,14 +61,17 @@ TO_DAEMON = [
         stats=STATS,
     ),
     m.Pong(nonce=1, stats=STATS),
+    HandedBlocks(
+        request_id="r 1", blocks=[HandedBlock(slot=1, kind="kv", block_hash=b"h" * 32)], is_last=True
+    ),
     StepProfile(is_on=False, spans={"a": 0.5}, steps=2),
-    m.BlockMap(
+    BlockMap(
         block_size=16,
         num_blocks=9,
-        runs=[m.BlockRun(count=9, state="live", owner=0, holders=2)],
+        runs=[BlockRun(count=9, state="live", owner=0, holders=2)],
         owners=["r"],
-        holders=[m.BlockHolder(request_id="r", blocks=9, shared=0)],
-        prefixes=[m.PrefixUse(prefix="0a", tokens=16, blocks=1, hits=3, last_request="r")],
+        holders=[BlockHolder(request_id="r", blocks=9, shared=0)],
+        prefixes=[PrefixUse(prefix="0a", tokens=16, blocks=1, hits=3, last_request="r")],
         evictions=4,
     ),
 ]

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from llmbox.engine.kv_store.store import BlockStore, ModelFiles
 from llmbox.engine.kv_store.store_threads import BlockBuffers, BlockWrite
 from llmbox.engine.kv_store.usage_file import UsageFile
 from support.kv_tiers import MODEL, SECONDS, open_folder, open_store
+from support.lanes import nightly
 
 SIZE = 1000
 FILE = SIZE + HEADER_BYTES
@@ -417,3 +419,32 @@ def test_unfinished_files_of_dead_writers_go(tmp_path, opened):
     os.utime(left, (1, 1))
     KVFolder(tmp_path, 1000).prune()
     assert not left.exists()
+
+
+@pytest.mark.parametrize("count", [300, nightly(10_000)])
+def test_damaged_files_are_dropped_and_counted(tmp_path, opened, count):
+    """A flipped byte, a cut file, a longer one, and a file of another block in its place: no byte is read."""
+    rng = random.Random(count)
+    put(opened(tmp_path), [1, 2])
+    store = opened(tmp_path)
+    path = store._files.path(address(store, 1))
+    whole, other = path.read_bytes(), store._files.path(address(store, 2)).read_bytes()
+    for number in range(1, count + 1):
+        damaged = bytearray(whole)
+        match rng.randrange(4):
+            case 0:
+                damaged[rng.randrange(FILE)] ^= rng.randrange(1, 256)
+            case 1:
+                del damaged[rng.randrange(FILE) :]
+            case 2:
+                damaged += rng.randbytes(rng.randrange(1, 64))
+            case _:
+                damaged[:] = other
+        path.write_bytes(damaged)
+        store._files.list()
+        assert get(store, [1]) == ["damaged"]
+        assert store.counters.damaged == number
+        assert not path.exists()
+    path.write_bytes(whole)
+    store._files.list()
+    assert get(store, [1, 2]) == ["read", "read"]

@@ -17,8 +17,14 @@ from llmbox.engine.planning.estimator import (
     resolve_dtypes,
     show_bytes,
 )
-from llmbox.engine.planning.memory_model import capture_sizes, graphs_reserve, workspace_bytes
+from llmbox.engine.planning.memory_model import (
+    adapter_scratch,
+    capture_sizes,
+    graphs_reserve,
+    workspace_bytes,
+)
 from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.kernels.lora import TILE_ROWS, LoraTiles
 from support.shapes import LLAMA_3_8B, MISTRAL_7B, QWEN_2_500M, QWEN_3_600M
 
 GB = 10**9
@@ -119,11 +125,21 @@ def test_workspace_by_hand():
 
 def test_adapters_have_memory():
     graphs = graphs_reserve(2) - graphs_reserve(1)  # steps with adapters have their own
-    for device, more in (("cpu", 3 * GB), ("cuda", 3 * GB + len(capture_sizes(256)) * graphs)):
+    for device, more in (("cpu", 0), ("cuda", len(capture_sizes(256)) * graphs)):
         without, some = (
             plan(QWEN_3_600M, 24 * GB, device, lora_bytes=3 * GB, plans_adapters=has) for has in (False, True)
         )
-        assert some.workspace_bytes - without.workspace_bytes == more
+        scratch = adapter_scratch(device, some.token_budget)
+        assert scratch > 0
+        assert some.workspace_bytes - without.workspace_bytes == 3 * GB + scratch + more
+
+
+def test_scratch_of_adapters_is_what_the_kernels_take():
+    """Query, key and value of rank 256 each, for the rows of a step."""
+    assert adapter_scratch("cpu", 8192) >= 8192 * 3 * 256 * 4
+    triton = pytest.importorskip("llmbox.kernels.triton.linear.lora")
+    launch = min(LoraTiles.most(8192), triton.TILES)
+    assert adapter_scratch("cuda", 8192) >= triton.SPLITS * launch * TILE_ROWS * 3 * 256 * 4
 
 
 def test_the_cpp_kernels_keep_a_tile_of_scores_a_thread():

@@ -244,7 +244,7 @@ void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, i
         const auto* from = x.bytes.data() + size_t(first) * x_stride * x.bytes.size() / x.count;
         run(llmbox_experts_op(dtype, format != nullptr, count, gate_ups.data(), downs.data(), from, x_stride,
                               static_cast<const float*>(logits.data()) + first * count, count, per_row, 1,
-                              &routing, 0, nullptr, 0, nullptr, 0, to.data(), hidden),
+                              &routing, 0, nullptr, 0, nullptr, 0, to.data(), hidden, nullptr, nullptr),
             step);
     };
     run_rows(0, rows, out);

@@ -17,6 +17,12 @@ def test_a_model_on_several_ranks_says_on_how_many(cut, told):
     assert row.cells[2][0] == told
 
 
+def test_a_model_is_named_with_its_adapters_in_memory():
+    model = {"name": "m", "state": "ready", "info": INFO, "adapters": ["pirate", "poet"]}
+    (row,) = model_rows(State(answers={"models": {"models": [model]}}))
+    assert (row.key, row.cells[0][0]) == ("m", "m + pirate, poet")
+
+
 def test_a_failed_download_says_why():
     error = {"code": "repo_not_found", "what": "org/typo was not found", "why": "no such model", "fix": ""}
     failed = {"model": "org/typo", "state": "failed", "done": 0, "total": 0, "error": error}

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from llmbox.app.diagnostics.updates import Update
+from llmbox.app.models.registry import Alias, Registry
 from llmbox.ui.web.pages.model_detail import DIVERGENCE
 from llmbox.ui.web.render import environment
 from support.cli_box import PATIENCE, until
@@ -446,6 +447,20 @@ def test_discover_and_first_run_offer_models_that_fit_without_asking_the_hub(pan
     asked = signed_in.post("/admin/models/refresh-recommended", data={"csrf_token": csrf(page)})
     assert asked.status_code == 502  # this hub describes none of them
     assert len(panel.hub.seen) > before
+
+
+def test_an_adapter_without_its_base_is_not_offered_in_the_chat(panel, signed_in):
+    registry = Registry(panel.box.paths.registry_file)
+    registry.set_alias("pirate", Alias("builtin", adapter="0" * 32))
+    registry.set_alias("orphan", Alias("org/deleted", adapter="1" * 32))
+    try:
+        offered = re.findall(r"<option[^>]*>(\w+)</option>", signed_in.get("/admin/chat").text)
+        assert "pirate" in offered
+        assert "orphan" not in offered
+        assert signed_in.get("/admin/models/adapters").text.count("org/deleted is not on this disk") == 1
+    finally:
+        registry.remove_alias("pirate")
+        registry.remove_alias("orphan")
 
 
 def test_adapters_are_shown_beside_a_broken_list_of_models(panel, signed_in):

@@ -177,10 +177,12 @@ def _loaded(
     if state == "ready" and rate is not None and failing:
         status = f"ready, {percent(rate.rate)} fail"
     ttl = model.get("expires_s")
+    adapters = model.get("adapters")
+    shown = f"{model['name']} + {', '.join(adapters)}" if adapters else str(model["name"])
     return Row(
         str(model["name"]),
         (
-            (clean(str(model["name"])), "strong"),
+            (clean(shown), "strong"),
             (clean(status), fail_tone(rate) if rate is not None and failing else TONES.get(state, "")),
             (clean(_place(info)), ""),
             (size(info["weights_bytes"]) if info else DASH, ""),

@@ -39,6 +39,8 @@ class AdapterRow:
     in_memory: bool
     """True if its base's engine has it in a slot."""
     base_loaded: bool
+    base_here: bool
+    """True if its base is in memory or on disk."""
     idle: float | None
     """Seconds since a request named it; None: not since the daemon started."""
 
@@ -113,5 +115,7 @@ async def _rows(panel: Panel) -> list[AdapterRow]:
             model is not None and alias is not None and alias.adapter in model.supervisor.stats.adapters
         )
         used = control.residency.adapters_used.get(each.name)
-        rows.append(AdapterRow(each, resident, model is not None, None if used is None else now - used))
+        here = await control.residency.is_available(each.name)
+        idle = None if used is None else now - used
+        rows.append(AdapterRow(each, resident, model is not None, here, idle))
     return rows

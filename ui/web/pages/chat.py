@@ -48,7 +48,9 @@ async def chat_page(request: PanelRequest, model: FromQuery[str] = "") -> Respon
     }
     for name, alias in panel.control.library.registry.read_or_nothing().aliases.items():
         base = panel.control.residency.real_name(name)
-        if alias.adapter and (base in models or not services.engines.knows(base)):
+        if not alias.adapter or (base not in models and services.engines.knows(base)):
+            continue
+        if await panel.control.residency.is_available(name):
             models[name] = models.get(base, False)  # one of a base on disk is loaded by the first message
             if base in sees:
                 sees.add(name)

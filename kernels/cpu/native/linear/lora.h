@@ -26,6 +26,53 @@ struct LoraWeights {
     const LoraPiece& piece(int i) const { return reinterpret_cast<const LoraPiece*>(this + 1)[i]; }
 };
 
+constexpr int LORA_RANKS = 4;  // of A that share the loads of x
+constexpr int LORA_ROWS = 16;  // of one item of work
+
+inline int panels_of(const LoraPiece& piece) {
+    return ceil_div(static_cast<int>(piece.stop - piece.start), LORA_PANEL);
+}
+inline int panels_of(const LoraWeights& w) {
+    int panels = 0;
+    for (int i = 0; i < w.pieces; i++) panels += panels_of(w.piece(i));
+    return panels;
+}
+inline int rank_blocks_of(const LoraWeights& w) { return ceil_div(static_cast<int>(w.rank), LORA_RANKS); }
+
+// low[r] = scale A x for the ranks of one block, r counted from the first of all.
+template <class T> inline void lora_shrink(const LoraWeights& w, int block, const T* x, int inputs, float* low) {
+    const int rank = block * LORA_RANKS, ranks = std::min(LORA_RANKS, static_cast<int>(w.rank) - rank);
+    const T* a = reinterpret_cast<const T*>(w.a) + static_cast<int64_t>(rank) * inputs;
+    const float* scales = reinterpret_cast<const float*>(w.scales) + rank;
+    Floats sums[LORA_RANKS] = {};
+    for (int i = 0; i < inputs; i += LANES) {
+        const int left = inputs - i;
+        const Floats from = load(x + i, left);
+        UNROLL for (int r = 0; r < LORA_RANKS; r++)
+            if (r < ranks) sums[r] = multiply_add(from, load(a + r * static_cast<int64_t>(inputs) + i, left), sums[r]);
+    }
+    for (int r = 0; r < ranks; r++) low[rank + r] = sum(sums[r]) * scales[r];
+}
+
+// y += B low for one panel of outputs.
+template <class T, class Out> inline void lora_expand(const LoraWeights& w, int panel, const float* low, Out* y) {
+    int number = 0;
+    for (; panel >= panels_of(w.piece(number)); number++) panel -= panels_of(w.piece(number));
+    const LoraPiece& piece = w.piece(number);
+    const T* b = reinterpret_cast<const T*>(piece.panels) + static_cast<int64_t>(panel) * piece.rank * LORA_PANEL;
+    const int64_t column = piece.start + static_cast<int64_t>(panel) * LORA_PANEL;
+    const int columns = static_cast<int>(std::min<int64_t>(LORA_PANEL, piece.stop - column));
+    low += piece.first;
+    y += column;
+    Floats sums[LORA_PANEL / LANES] = {};
+    for (int r = 0; r < piece.rank; r++) {
+        const Floats factor = splat(low[r]);
+        UNROLL for (int i = 0; i < LORA_PANEL / LANES; i++)
+            sums[i] = multiply_add(factor, load(b + r * LORA_PANEL + i * LANES), sums[i]);
+    }
+    for (int i = 0; i < columns; i += LANES) store(y + i, load(y + i, columns - i) + sums[i / LANES], columns - i);
+}
+
 template <class T, class Out> class LoraOp : public Op {
 public:
     // `weights`: address of the weights of each slot, 0 where an adapter has none here.
@@ -43,28 +90,16 @@ public:
     void run(const Step& step, Member& member) override {
         if (!widest_) return;
         float* low = member.pool.shared().template get<float>();
-        each_item(step, member, [](const LoraWeights& w) { return ceil_div(static_cast<int>(w.rank), RANKS); },
-                  [&](const LoraWeights& w, int item, int begin, int end) { shrink(step, w, item * RANKS, begin, end, low); });
+        each_item(step, member, [](const LoraWeights& w) { return rank_blocks_of(w); },
+                  [&](const LoraWeights& w, int item, int begin, int end) { shrink(step, w, item, begin, end, low); });
         member.barrier();
         each_item(step, member, [](const LoraWeights& w) { return panels_of(w); },
                   [&](const LoraWeights& w, int item, int begin, int end) { expand(step, w, item, begin, end, low); });
     }
 
 private:
-    static constexpr int RANKS = 4;   // of A that share the loads of x
-    static constexpr int ROWS = 16;   // of one item of work
-
     const LoraWeights* of(const Step& step, int run) const {
         return reinterpret_cast<const LoraWeights*>(weights_[step.adapter_slots[run]]);
-    }
-
-    static int panels_of(const LoraWeights& w) {
-        int panels = 0;
-        for (int i = 0; i < w.pieces; i++) panels += panels_of(w.piece(i));
-        return panels;
-    }
-    static int panels_of(const LoraPiece& piece) {
-        return ceil_div(static_cast<int>(piece.stop - piece.start), LORA_PANEL);
     }
 
     // Calls work(weights, item, first entry of the rows, their end) for this member's share of all runs.
@@ -79,53 +114,24 @@ private:
             if (!w) continue;
             const int rows = blocks(step, run), items = count(*w) * rows;
             for (int i = std::max(mine.begin - passed, 0); i < std::min(mine.end - passed, items); i++) {
-                const int begin = step.adapter_starts[run] + i % rows * ROWS;
-                work(*w, i / rows, begin, std::min(begin + ROWS, step.adapter_starts[run + 1]));
+                const int begin = step.adapter_starts[run] + i % rows * LORA_ROWS;
+                work(*w, i / rows, begin, std::min(begin + LORA_ROWS, step.adapter_starts[run + 1]));
             }
             passed += items;
         }
     }
     static int blocks(const Step& step, int run) {
-        return ceil_div(step.adapter_starts[run + 1] - step.adapter_starts[run], ROWS);
+        return ceil_div(step.adapter_starts[run + 1] - step.adapter_starts[run], LORA_ROWS);
     }
 
-    // low[entry][rank] = scale A x for a few ranks of some rows.
-    NOINLINE void shrink(const Step& step, const LoraWeights& w, int rank, int begin, int end, float* low) const {
-        const T* a = reinterpret_cast<const T*>(w.a) + static_cast<int64_t>(rank) * inputs_;
-        const float* scales = reinterpret_cast<const float*>(w.scales) + rank;
-        const int ranks = std::min(RANKS, static_cast<int>(w.rank) - rank);
-        for (int entry = begin; entry < end; entry++) {
-            const T* x = x_ + step.adapter_rows[entry] * x_stride_;
-            Floats sums[RANKS] = {};
-            for (int i = 0; i < inputs_; i += LANES) {
-                const int left = inputs_ - i;
-                const Floats from = load(x + i, left);
-                UNROLL for (int r = 0; r < RANKS; r++)
-                    if (r < ranks) sums[r] = multiply_add(from, load(a + r * static_cast<int64_t>(inputs_) + i, left), sums[r]);
-            }
-            for (int r = 0; r < ranks; r++) low[static_cast<int64_t>(entry) * widest_ + rank + r] = sum(sums[r]) * scales[r];
-        }
+    NOINLINE void shrink(const Step& step, const LoraWeights& w, int block, int begin, int end, float* low) const {
+        for (int entry = begin; entry < end; entry++)
+            lora_shrink(w, block, x_ + step.adapter_rows[entry] * x_stride_, inputs_, low + static_cast<int64_t>(entry) * widest_);
     }
 
-    // y += B low for one panel of outputs of some rows.
     NOINLINE void expand(const Step& step, const LoraWeights& w, int panel, int begin, int end, const float* low) const {
-        int number = 0;
-        for (; panel >= panels_of(w.piece(number)); number++) panel -= panels_of(w.piece(number));
-        const LoraPiece& piece = w.piece(number);
-        const T* b = reinterpret_cast<const T*>(piece.panels) + static_cast<int64_t>(panel) * piece.rank * LORA_PANEL;
-        const int64_t column = piece.start + static_cast<int64_t>(panel) * LORA_PANEL;
-        const int columns = static_cast<int>(std::min<int64_t>(LORA_PANEL, piece.stop - column));
-        for (int entry = begin; entry < end; entry++) {
-            const float* from = low + static_cast<int64_t>(entry) * widest_ + piece.first;
-            Floats sums[LORA_PANEL / LANES] = {};
-            for (int r = 0; r < piece.rank; r++) {
-                const Floats factor = splat(from[r]);
-                UNROLL for (int i = 0; i < LORA_PANEL / LANES; i++)
-                    sums[i] = multiply_add(factor, load(b + r * LORA_PANEL + i * LANES), sums[i]);
-            }
-            Out* y = y_ + step.adapter_rows[entry] * y_stride_ + column;
-            for (int i = 0; i < columns; i += LANES) store(y + i, load(y + i, columns - i) + sums[i / LANES], columns - i);
-        }
+        for (int entry = begin; entry < end; entry++)
+            lora_expand<T>(w, panel, low + static_cast<int64_t>(entry) * widest_, y_ + step.adapter_rows[entry] * y_stride_);
     }
 
     const int64_t* weights_;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "elementwise.h"
+#include "moe/expert_adapters.h"
 #include "moe/moe_routing.h"
 #include "moe/moe_rows.h"
 
@@ -38,6 +39,7 @@ template <class T> struct ExpertsCall {
     int64_t shared_gate_stride;
     T* out;
     int64_t out_stride;
+    const int64_t *gate_up_adapters, *down_adapters;  // of LoRA: see `ExpertAdapters`; may be null
 };
 
 // Copies: how rows become what the linears multiply (moe_rows.h).
@@ -52,6 +54,7 @@ public:
 
     void prepare(const Step& step, Pool& pool) override {
         routes_.begin(step.rows);
+        adapters_.begin(step, call_.gate_up_adapters, call_.down_adapters, linears_.count());
         pool.shared().template take<uint8_t>(memory_of(step.rows, nullptr).bytes);
     }
 
@@ -61,6 +64,7 @@ public:
         member.barrier();
         if (member.index == 0) {
             routes_.place(step.rows);
+            if (adapters_) adapters_.place(step.rows, call_.per_row, routes_);
             gate_up_items_.deal(items(*linears_.gate_ups[0]), member.size);
             down_items_.deal(items(*linears_.downs[0]), member.size);
         }
@@ -69,12 +73,26 @@ public:
         copy(step.rows, rows, member);
         member.barrier();
         multiply(linears_.gate_ups, rows, memory.gate_ups, gate_up_items_, member);
+        const int hidden = linears_.hidden(), gates = linears_.gates();
+        if (adapters_) shrink_gate_ups(memory.low, member);
         member.barrier();
+        if (adapters_) {
+            adapters_.template expand<T>(call_.gate_up_adapters, memory.low, memory.gate_ups, gates, member);
+            member.barrier();
+        }
         const Copies inner(memory.inner, routes_.room(step.rows), *linears_.downs[0]);
         gate(step.rows, memory.gate_ups, inner, member);
         member.barrier();
         multiply(linears_.downs, inner, memory.results, down_items_, member);
+        if (adapters_) {
+            const auto x = [&](int, int place) { return memory.gate_ups + static_cast<size_t>(place) * gates; };
+            adapters_.template shrink<T>(call_.down_adapters, x, linears_.inner(), memory.low, member);
+        }
         member.barrier();
+        if (adapters_) {
+            adapters_.template expand<T>(call_.down_adapters, memory.low, memory.results, hidden, member);
+            member.barrier();
+        }
         add_up(step.rows, memory.results, member);
     }
 
@@ -83,6 +101,7 @@ private:
     struct Memory {
         uint8_t *rows, *inner;
         T *gate_ups, *results;  // [room][gates and ups], [room][hidden]
+        float* low;             // of adapters: [copies][their most ranks]
         size_t bytes;
     };
     static constexpr int PIECE = 256;  // of a row that is added up
@@ -100,6 +119,9 @@ private:
         memory.inner = next(Copies::bytes(room, *linears_.downs[0]));
         memory.gate_ups = reinterpret_cast<T*>(next(static_cast<size_t>(room) * linears_.gates() * sizeof(T)));
         memory.results = reinterpret_cast<T*>(next(static_cast<size_t>(room) * linears_.hidden() * sizeof(T)));
+        if (adapters_)
+            memory.low = reinterpret_cast<float*>(
+                next(static_cast<size_t>(routes_.copies(rows)) * adapters_.widest() * sizeof(float)));
         memory.bytes = used;
         return memory;
     }
@@ -124,6 +146,13 @@ private:
                 store(scaled + i, load(x + i, hidden - i) * splat(routes_.share_of(copy)), hidden - i);
             to.fill(routes_.place_of(copy), scaled ? scaled : x, hidden);
         }
+    }
+
+    void shrink_gate_ups(float* low, Member& member) const {
+        const auto x = [&](int copy, int) { return call_.x + copy / call_.per_row * call_.x_stride; };
+        const bool scaled = call_.routing.scales_inputs;
+        adapters_.template shrink<T>(call_.gate_up_adapters, x, linears_.hidden(), low, member,
+                                     [&](int copy) { return scaled ? routes_.share_of(copy) : 1.f; });
     }
 
     // out[place][outputs] of all copies: an item is one panel of one expert.
@@ -192,6 +221,7 @@ private:
     const ExpertLinears<Shape> linears_;
     const ExpertsCall<T> call_;
     ExpertRoutes routes_;
+    ExpertAdapters adapters_;
     WorkPartition gate_up_items_, down_items_;
 };
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.models import run
+from llmbox.app.cli.models import models, run
 from llmbox.app.errors import Exit
 from llmbox.app.lifecycle.program import Program
 from llmbox.app.models.registry import Alias
@@ -48,6 +48,21 @@ def test_a_folder_that_is_no_adapter_is_told_at_once(call: Call, tmp_path: Path)
     assert unnamed.code == Exit.USAGE
     assert "--base MODEL" in unnamed.err
     assert "NAME=DIR" in call("up", "--lora", "x").err
+
+
+def test_show_tells_a_models_adapters_apart_from_its_aliases(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Program(data_dir=tmp_path / "data").registry
+    for name, digest in (("poet", "0"), ("pirate", "1")):
+        registry.set_alias(name, Alias("builtin", adapter=digest * 32))
+    registry.set_alias("short", Alias("builtin"))
+    facts = json.loads(call("show", "builtin", "--json").out)
+    assert (facts["aliases"], sorted(facts["adapters"])) == (["short"], ["pirate", "poet"])
+    memory = {"name": "builtin", "state": "ready", "info": None, "adapters": ["pirate"]}
+    monkeypatch.setattr(models, "_in_memory", lambda *_: memory)
+    (line,) = [line for line in call("show", "builtin").out.splitlines() if line.startswith("adapters")]
+    assert sorted(line.removeprefix("adapters").strip().split(", ")) == ["pirate (in memory)", "poet"]
 
 
 def test_chats_and_batches_ask_for_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

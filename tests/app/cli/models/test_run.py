@@ -1,6 +1,8 @@
 """Pictures of `llmbox run`: files to a request's content, paths in a question, models that see nothing."""
 
 import base64
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +54,41 @@ def test_a_picture_is_content_of_its_question_and_of_the_turns_after_it(
         {"type": "text", "text": "What is it?"},
     ]
     assert (answer["content"], second["content"]) == ("yes", "Really?")
+
+
+def test_pictures_of_a_question_that_fails_are_kept_and_told(
+    picture: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[list[dict[str, Any]]] = []
+    answers: list[list[AnswerPiece | None]] = [[None], [None], [AnswerPiece(False, "a"), None], [None]]
+
+    def stream_answer(_client: object, body: dict[str, Any], _opened: object) -> Iterator[AnswerPiece]:
+        sent.append(list(body["messages"]))
+        for piece in answers.pop(0):
+            if piece is None:
+                raise CliError("the request failed", "the box is busy", "ask again")
+            yield piece
+
+    typed = iter(
+        [f"/image {picture}", "one", "/image", "two", f"/image '{picture}'", "three", "four", "/bye"]
+    )
+    monkeypatch.setattr(run, "stream_answer", stream_answer)
+    monkeypatch.setattr(run, "_line_editing", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    talk = session()
+    run._chat(SimpleNamespace(), talk)
+    said = capsys.readouterr().err
+    assert said.count("Kept for the next question: 1 picture.") == 1
+    shapes = [[type(message["content"]).__name__ for message in messages] for messages in sent]
+    assert shapes == [["list"], ["str"], ["list"], ["list", "str", "str"]]
+    assert sent[3][1] == {"role": "assistant", "content": "a"}
+    talk.attach("data:image/png;base64,")
+    answers[:] = [[None], [AnswerPiece(False, "b")]]
+    with pytest.raises(CliError):
+        talk.ask("five")
+    talk.ask("six")
+    assert [part["type"] for part in sent[-1][-1]["content"]] == ["image_url", "text"]
+    assert talk.num_images == 0
 
 
 def test_a_model_that_sees_nothing_says_why() -> None:

@@ -1,0 +1,107 @@
+"""Adapters of a layer's experts: of all in one tensor, as PEFT's `target_parameters`, or of single ones.
+
+X experts, I inputs, O outputs, r ranks of one expert.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from llmbox.kernels.lora import ExpertLora, LoraPiece, LoraSite, LoraWeights
+from llmbox.kernels.op_types import Mixture
+from llmbox.kernels.ops import PackedLinear
+
+from ..checkpoint.adapter import AdapterError, AdapterTarget
+from ..checkpoint.safetensors import shown
+from .adapter_weights import AdaptedLinear, AdapterReader, AdapterShare, cut, weights_of
+from .source import WeightRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertStack:
+    """Linears of all experts of a layer that have one place in it, and one site for all."""
+
+    parameter: str
+    """Name of the tensor that holds them all in transformers: `gate_up_proj` or `down_proj`."""
+    linears: tuple[AdaptedLinear, ...]
+    site: LoraSite
+
+    @classmethod
+    def of(
+        cls, parameter: str, many: Iterable[PackedLinear], asked: Mapping[int, WeightRequest]
+    ) -> "ExpertStack":
+        site = LoraSite()
+        linears = tuple(AdaptedLinear(asked[id(each)], each, site, site) for each in many)
+        return cls(parameter, linears, site)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return outputs and inputs of one expert, on all ranks."""
+        asked = self.linears[0].asked
+        return sum(rows.total for rows in asked.outputs.values()), asked.inputs.total
+
+    def read_all(self, target: AdapterTarget, reader: AdapterReader) -> ExpertLora:
+        """Read what an adapter has for all experts: A is [X r, I], B is [O, r X]."""
+        count, asked = len(self.linears), self.linears[0].asked
+        rank, scale = target.parameters[self.parameter]
+        a_XrI = reader.read(target.a).view(count, rank, -1)
+        b_XOr = reader.read(target.b).view(-1, rank, count).permute(2, 0, 1)
+        parts, first = [], 0
+        for rows in asked.outputs.values():
+            parts.append(cut(b_XOr.narrow(1, first, rows.total), rows, 1))
+            first += rows.total
+        b_XOr = torch.cat(parts, 1)
+        if asked.order is not None:
+            b_XOr = b_XOr[:, list(asked.order)]
+        piece = LoraPiece(0, b_XOr.shape[1], 0, b_XOr.contiguous())
+        weights = LoraWeights(cut(a_XrI, asked.inputs, 2), torch.full((rank,), scale), (piece,))
+        return ExpertLora(tuple(range(count)), weights)
+
+    def read_one(self, number: int, shares: list[AdapterShare], reader: AdapterReader) -> ExpertLora:
+        weights = weights_of(shares, reader)
+        pieces = tuple(
+            LoraPiece(piece.start, piece.stop, piece.first, piece.b_Or.unsqueeze(0))
+            for piece in weights.pieces
+        )
+        return ExpertLora((number,), LoraWeights(weights.a_RI.unsqueeze(0), weights.scales_R, pieces))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedExperts:
+    """Experts of one layer."""
+
+    mixture: Mixture
+    gate_ups: ExpertStack
+    downs: ExpertStack
+    numbers: Mapping[int, tuple[ExpertStack, int]] = field(init=False)
+    """Stack and number of each expert's linears, by the id of the packed weights."""
+
+    def __post_init__(self) -> None:
+        numbers = {
+            id(linear.packed): (stack, number)
+            for stack in (self.gate_ups, self.downs)
+            for number, linear in enumerate(stack.linears)
+        }
+        object.__setattr__(self, "numbers", numbers)
+
+    @classmethod
+    def of(cls, mixture: Mixture, asked: Mapping[int, WeightRequest]) -> "AdaptedExperts":
+        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, asked)
+        return cls(mixture, gate_ups, ExpertStack.of("down_proj", mixture.downs, asked))
+
+    def stack_of(self, target: AdapterTarget) -> ExpertStack | None:
+        """Return the stack that a target of all experts adapts: shapes tell, for names do not. None: none has
+        its shape. Raises AdapterError for another number of experts.
+        """
+        stack = next((each for each in (self.gate_ups, self.downs) if each.shape == target.shape), None)
+        if stack is None:
+            return None
+        (rank, _), count = target.parameters[stack.parameter], len(stack.linears)
+        if target.a.shape[0] != rank * count:
+            raise AdapterError(
+                f"{target.a.file}: tensor {shown(target.a.name)}: it has {target.a.shape[0]} ranks of all "
+                f"experts, and {count} experts of rank {rank} have {rank * count}: the adapter is of another "
+                "base"
+            )
+        return stack

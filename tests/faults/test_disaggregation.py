@@ -1,0 +1,81 @@
+"""A pair of real engines on a tiny model: whichever is killed, every stream has the tokens of one engine."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from llmbox.app.engines.restart_policy import RestartLimits
+from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.sampling_params import SamplingParams
+from support.engines import kill, read_all, request, until
+from support.tiny_models import make_tiny_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a pair needs two cores"),
+]
+
+
+def asked(number: int, turn: str) -> AddRequest:
+    params = SamplingParams(max_tokens=60, seed=number, temperature=float(number % 2), logprobs=2)
+    prompt = [(7 * number + 3 * place) % 200 + 5 for place in range(70 + 15 * number)]
+    message = request(number, params=params, prompt_ids=prompt)
+    return replace(message, request_id=f"r{number}{turn}", cache_namespace=turn)
+
+
+async def ask(supervisor: Supervisor, turn: str, while_it_runs=None) -> list[list[int]]:
+    streams = [supervisor.submit(asked(number, turn)) for number in range(8)]
+    reading = asyncio.create_task(read_all(streams))
+    if while_it_runs is not None:
+        await while_it_runs(streams)
+    return [tokens for tokens, _ in await reading]
+
+
+async def test_whichever_engine_is_killed_the_tokens_are_those_of_one(tmp_path):
+    make_tiny_model(tmp_path)
+    one = EngineConfig(model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=512 << 20, threads=1)
+    single = Supervisor(one)
+    try:
+        await single.start()
+        expected = await ask(single, "alone")
+    finally:
+        await single.stop()
+    assert all(len(tokens) == 60 for tokens in expected)
+
+    pair = Supervisor(
+        replace(one, threads=None, disaggregate=(1, 1)),
+        SupervisorOptions(deaths=RestartLimits(pauses=(0.0,))),
+    )
+
+    async def kill_prefill(streams):
+        await asyncio.sleep(0)
+        os.kill(pair.stats.prefill_pid, signal.SIGKILL)
+
+    async def kill_decode(streams):
+        await until(lambda: len(streams[0].output_ids) > 5)
+        kill(pair)
+
+    try:
+        await pair.start()
+        assert pair.info.disaggregate == (1, 1)
+        assert await ask(pair, "first") == expected
+        handed = pair.stats.handed_tokens
+        assert handed >= sum(64 + 15 * number for number in range(8)) - 8 * 16
+        assert pair.stats.prefill_pid in pair.pids
+
+        os.kill(pair.stats.prefill_pid, signal.SIGSTOP)  # so that it dies with prompts to compute
+        assert await ask(pair, "second", kill_prefill) == expected
+        assert (pair.stats.prefill_restarts, pair.restarts) == (1, 0)
+        assert pair.stats.handed_tokens > handed
+
+        assert await ask(pair, "third", kill_decode) == expected
+        assert pair.restarts == 1
+        assert await ask(pair, "fourth") == expected
+        await until(lambda: pair.stats.blocks_used == 0)
+    finally:
+        await pair.stop()
