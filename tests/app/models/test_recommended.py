@@ -43,6 +43,12 @@ from support.hub_stub import StubRepo, stub_hub
 CONFIG = EngineConfig(model_path="", name="", device="cpu")
 
 
+@pytest.fixture(autouse=True)
+def ample_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report 1 TB free: what fits must not depend on the disk of the box that runs the tests."""
+    monkeypatch.setattr("llmbox.app.fit.fit.free_space", lambda _: 10**12)
+
+
 def machine(gigabytes: float) -> Machine:
     size = int(gigabytes * 1e9)
     memory = Memory(size, size, limited_by_cgroup=False)
