@@ -193,13 +193,7 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
                     for task in tasks:
                         task.result()
                 except BaseException:
-                    stopping.set()
-                    for task in tasks:
-                        task.cancel()
-                    running = sum(task.running() for task in tasks)
-                    told = f"Stopping after the {running} requests that are being answered"
-                    output.say(f"\n{told}. Ctrl-C stops at once.")
-                    _wait_or_leave(pool, files)
+                    _wait_or_leave(pool, tasks, files, stopping)
                     raise
         except KeyboardInterrupt:
             told = f"{files.written - files.failed} more are answered"
@@ -212,11 +206,19 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
     return Exit.FAILED if files.failed else Exit.OK
 
 
-def _wait_or_leave(pool: ThreadPoolExecutor, files: ResultFiles) -> None:
+def _wait_or_leave(
+    pool: ThreadPoolExecutor, tasks: list[Future[None]], files: ResultFiles, stopping: threading.Event
+) -> None:
     """Wait for the requests under way. Another Ctrl-C ends the process, between two lines of OUTPUT: its
     threads wait for answers, and Python would wait for them.
     """
     try:
+        stopping.set()
+        for task in tasks:
+            task.cancel()
+        running = sum(task.running() for task in tasks)
+        told = f"Stopping after the {running} requests that are being answered"
+        output.say(f"\n{told}. Ctrl-C stops at once.")
         pool.shutdown()
     except KeyboardInterrupt:
         with files.lock:

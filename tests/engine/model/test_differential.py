@@ -40,6 +40,7 @@ class Case:
     hf: Any
     prompts: list[list[int]]
     max_tokens: int
+    atol: float
 
     def asks(self) -> list[AddRequest]:
         return [ask(str(i), prompt, self.max_tokens) for i, prompt in enumerate(self.prompts)]
@@ -192,6 +193,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
 }
 
+ATOL = {"kimi_linear": 3e-4, "olmo_hybrid-rope": 3e-4}
+"""Where 1e-4 is less than the reference's own error: rounding adds up over a recurrence, and on some CPUs fp32
+logits of transformers are 1e-4 from its fp64 logits (ours 6e-5)."""
+
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
@@ -202,7 +207,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 320, (n,), generator=generator).tolist() for n in lengths]
     max_tokens = ORIGINAL_CONTEXT - max(lengths) if options.get("rope") == "dynamic" else MANY
-    return Case(directory, hf_model(directory), prompts, max_tokens)
+    return Case(directory, hf_model(directory), prompts, max_tokens, ATOL.get(request.param, 1e-4))
 
 
 pytestmark = pytest.mark.parametrize("case", list(VARIANTS), indirect=True)
@@ -226,10 +231,10 @@ def test_logits_of_every_position(case: Case) -> None:
     ids = (case.prompts[1] * 3)[: 90 if case.max_tokens == MANY else ORIGINAL_CONTEXT]
     runner = runner_of(load(case.directory))
     exact = case.hf(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(all_logits(runner, ids), exact, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(all_logits(runner, ids), exact, atol=case.atol, rtol=1e-4)
     prefill = len(case.prompts[1])
     torch.testing.assert_close(
-        decode_logits(runner, ids, prefill), exact[prefill - 1 :], atol=1e-4, rtol=1e-4
+        decode_logits(runner, ids, prefill), exact[prefill - 1 :], atol=case.atol, rtol=1e-4
     )
 
 
