@@ -169,7 +169,8 @@ batch.batch(sys.argv[1:], obj=program, standalone_mode=False)
 
 @pytest.mark.process
 def test_a_second_interrupt_ends_it_at_once_and_the_same_command_goes_on(run, client, tmp_path):
-    source = write(tmp_path / "in", {"prompt": "slow"}, *({"prompt": str(n)} for n in range(3)))
+    # The second line: with the first the pool starts its thread, and a signal may find that half made.
+    source = write(tmp_path / "in", *({"prompt": prompt} for prompt in ("0", "slow", "1", "2")))
     command = [sys.executable, "-P", "-c", SLOW, "in", "out", "--model", "m", "--parallel", "1"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
