@@ -58,7 +58,7 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
     """
     if config.speculate == "off":
         return 0, 0.0
-    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant)
+    reason = why_no_drafts(plan.pp, overlaps=overlaps, row_invariant=ops.row_invariant)
     if not reason:
         free = usable_levels()[0].flops / _READ
         most = min(_MOST_ROWS, plan.token_budget, plan.max_running + PROMPT_LOGPROB_ROWS)

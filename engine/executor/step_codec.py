@@ -7,7 +7,7 @@ Where steps overlap, a mirror lacks the tokens that rank 0 does not know yet: ea
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any
@@ -22,8 +22,9 @@ _DEFAULTS = SamplingParams(max_tokens=0)
 _IN_MASKS = {"grammar", "triggers", "thinking"}
 """Parameters that workers meet in the masks alone."""
 _ROW = 9
-# Integers of a row: number, start, tokens, flags, admission, pending, new ids, new blocks, mask. Flags: if it
-# samples, and twice the number of states that it saves.
+# Integers of a row: number, start, tokens, flags, admission, pending, new ids, new blocks, mask.
+_SAMPLES, _HAS_WINDOW, _HAS_STATE, _HAS_DRAFTS, _SAVE = 1, 2, 4, 8, 16
+# Flags of a row, and the unit of the number of states that it saves.
 _MASK_UNIT = 4
 # Bytes of a grammar mask per integer.
 _GRAPH = "graph"
@@ -96,14 +97,16 @@ class StepEncoder:
         return [self._mirrors.pop(key).number for key in gone]
 
     def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Mirror) -> None:
-        """Append the integers of `_ROW`, then the new ids, the new blocks, the mask, the saves, and the
-        number of new blocks of sliding windows with these. Blocks freed behind the window are not sent: they
-        are not read.
+        """Append the integers of `_ROW`, then the new ids, the new blocks, the mask, the saves; then what the
+        flags say: its state slot, drafts with their number, new blocks of sliding windows with theirs. Blocks
+        freed behind the window are not sent: they are not read.
         """
         request = row.request
         ids = request.token_ids[known.tokens :]
         added = request.block_table[known.blocks :]
-        flags = row.samples + 2 * bool(request.window_table) + 4 * len(row.saves)
+        flags = _SAMPLES * row.samples + _HAS_WINDOW * bool(request.window_table)
+        flags += _HAS_STATE * (request.state_slot >= 0) + _HAS_DRAFTS * bool(row.drafts)
+        flags += _SAVE * len(row.saves)
         numbers.extend((known.number, row.start, row.num_tokens, flags, row.admission))
         mask = _as_numbers(request.mask) if row.samples else array(NUMBER)
         numbers.extend((request.num_pending, len(ids), len(added), len(mask)))
@@ -112,6 +115,10 @@ class StepEncoder:
         numbers.extend(mask)
         for save in row.saves:
             numbers.extend(save)
+        if flags & _HAS_STATE:
+            numbers.append(request.state_slot)
+        if row.drafts:
+            numbers.extend((len(row.drafts), *row.drafts))
         if request.window_table:
             more = request.window_table[known.window_blocks :]
             numbers.extend((len(more), *more))
@@ -137,12 +144,14 @@ class StepDecoder:
         embeddings = _taken_images(frame) if _IMAGES in frame.body else {}
         return StepPlan(decoded, pairs[:copies], pairs[copies:], loads, embeddings)
 
-    def _row(self, numbers: Iterable[int], new: dict[str, Any]) -> ScheduledRequest:
+    def _row(self, numbers: Iterator[int], new: dict[str, Any]) -> ScheduledRequest:
         number, start, tokens, flags, admission, pending, num_ids, added, mask = islice(numbers, _ROW)
         ids, blocks = list(islice(numbers, num_ids)), list(islice(numbers, added))
         allowed = array(NUMBER, islice(numbers, mask)).tobytes()
-        saves = list(islice(numbers, flags // 4 * 2))
-        window = list(islice(numbers, *islice(numbers, 1))) if flags & 2 else []
+        saves = list(islice(numbers, flags // _SAVE * 2))
+        slot = next(numbers) if flags & _HAS_STATE else -1
+        drafts = list(islice(numbers, next(numbers))) if flags & _HAS_DRAFTS else []
+        window = list(islice(numbers, next(numbers))) if flags & _HAS_WINDOW else []
         request = self._requests.get(number)
         if request is None:
             request = self._requests[number] = _introduced(new[str(number)], ids)
@@ -150,10 +159,10 @@ class StepDecoder:
             request.token_ids += ids
         request.block_table += blocks
         request.window_table += window
-        request.admissions, request.num_pending = admission, pending
+        request.admissions, request.num_pending, request.state_slot = admission, pending, slot
         request.mask = allowed or None
         pairs = tuple(zip(saves[::2], saves[1::2], strict=True))
-        return ScheduledRequest(request, start, tokens, bool(flags % 2), admission, saves=pairs)
+        return ScheduledRequest(request, start, tokens, bool(flags & _SAMPLES), admission, drafts, pairs)
 
 
 def decode_graph(frame: Frame) -> int:
@@ -176,7 +185,7 @@ def _introduction(request: Request) -> list[Any]:
         if field.name not in _IN_MASKS
         and (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
     }
-    told = [request.request_id, request.num_prompt, params, request.state_slot, request.adapter_slot]
+    told = [request.request_id, request.num_prompt, params, request.adapter_slot]
     # Workers need the places of pictures, not their pixels.
     return told + [
         [each.content_hash.hex(), *each.grid, each.start, each.num_tokens, each.num_rows]
@@ -218,14 +227,13 @@ def _introduced_image(told: Sequence[Any]) -> PreparedImage:
 
 
 def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
-    request_id, num_prompt, params, slot, adapter_slot, *images = told
+    request_id, num_prompt, params, adapter_slot, *images = told
     return Request(
         request_id=request_id,
         prompt_ids=ids[:num_prompt],
         params=_params(params),
         images=[_introduced_image(each) for each in images],
         token_ids=ids,
-        state_slot=slot,
         adapter_slot=adapter_slot,
     )
 

@@ -34,7 +34,7 @@ from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 from .parallel_cost import rank_shape
 from .placement import Placement, candidate_placements
 from .planner import Planner
-from .runnable import why_no_drafts
+from .runnable import why_no_draft_model, why_no_drafts
 
 __all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "plans", "resolve_dtypes", "show_bytes"]
 
@@ -174,7 +174,7 @@ def why_no_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ra
     site = KernelSite(device=budget.device, has_native=budget.native_kernels, capability=None)
     invariant = is_row_invariant(dtype, kv_dtype, site, deterministic=config.deterministic)
     overlaps = budget.device == "cuda" if config.overlap is None else config.overlap
-    return why_no_drafts(ranks, overlaps=overlaps, row_invariant=invariant)
+    return why_no_draft_model(ranks) or why_no_drafts(1, overlaps=overlaps, row_invariant=invariant)
 
 
 def note_images(shape: ModelShape, images: dict[str, Any], problem: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ class RunnablePlan:
     kv_dtype: str
     quant: str
     ranks: int = 1
+    stages: int = 1
     is_stored: bool = False
     """True if the checkpoint holds weights of this format, which no option can change."""
 
@@ -41,6 +42,7 @@ class RunnablePlan:
             plan.kv_dtype,
             plan.quant,
             plan.ranks,
+            plan.pp,
             is_stored=model.quant is not None,
             cpu_part=model.cpu_part,
             is_bidirectional=model.is_bidirectional,
@@ -87,25 +89,28 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             f"the {plan.cpu_part} of this model run on CPUs only, one step at a time: load with --device cpu "
             "and without --overlap"
         )
-    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=invariant)
+    reason = why_no_drafts(plan.stages, overlaps=overlaps, row_invariant=invariant)
     if config.speculate == "on" and reason:
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
     wanted = "a draft model" if config.draft_path is not None else ""
     wanted = "the MTP layer" if config.mtp == "on" else wanted
     if wanted and config.speculate == "off":
         raise DeviceError(f"{wanted} was asked for with --speculate off: leave one of them out")
-    if wanted and reason:
+    if wanted and (reason := reason or why_no_draft_model(plan.ranks)):
         raise DeviceError(f"{wanted} was asked for, but {reason}: load without --draft")
 
 
-def why_no_drafts(ranks: int, *, overlaps: bool, row_invariant: bool) -> str:
+def why_no_draft_model(ranks: int) -> str:
+    """Return the reason why draft models and heads cannot run beside a model; empty if they can."""
+    return f"the model runs on {ranks} ranks, which verify drafts of lookups only" if ranks > 1 else ""
+
+
+def why_no_drafts(stages: int, *, overlaps: bool, row_invariant: bool) -> str:
     """Return the reason why an engine cannot verify drafts; empty if it can.
 
     `overlaps`: steps are launched before the results of earlier ones. `row_invariant`: see `Ops`.
     """
-    if ranks > 1:
-        return f"the model runs on {ranks} ranks, which do not verify drafts yet"
-    if overlaps:
+    if overlaps or stages > 1:
         return "steps overlap, so that a step does not know the tokens that drafts would follow"
     if not row_invariant:
         return (

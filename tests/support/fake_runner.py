@@ -220,7 +220,7 @@ class FakeOverlappingRunner(FakeRunner):
         drawing = {(row.request, row.admission) for step in self._waiting for row in step.rows if row.samples}
         for row in plan.rows:
             assert (row.request, row.admission) not in drawing, row.request.request_id
-            assert row.end <= row.request.num_tokens
+            assert row.end - len(row.drafts) <= row.request.num_tokens
 
     @contextmanager
     def _forgetting_all(self) -> Iterator[None]:

@@ -109,6 +109,7 @@ class DraftScheduler:
         """`proposers`: those that run a model."""
         self._rows = config.draft_rows
         """Maximum rows of a step with drafts; 0: none has any."""
+        self._constrained = config.draft_constrained
         self._kv_cache = kv_cache
         self._clock = clock
         self._ngrams, self.answers = NgramProposer(), SuffixProposer()
@@ -219,6 +220,8 @@ class DraftScheduler:
             if row.num_tokens != 1 or not row.samples:
                 return []
             request = row.request
+            if request.constraint is not None and not self._constrained:
+                continue
             history = request.drafts or self._history(request)
             may_lose = history.may_lose(request.num_output)
             if may_lose or has_models:

@@ -12,6 +12,7 @@ from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder, decode_r
 from llmbox.engine.ipc.messages import AddRequest, TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
 from support.fake_runner import FakeOverlappingRunner
+from support.real_engines import draft_at_no_price
 from support.scheduling import INFO, make_scheduler
 
 WINDOW = {"window": 6, "window_blocks": pool_blocks(6, 4, 8, 64)}
@@ -42,6 +43,7 @@ class Mirroring(FakeOverlappingRunner):
                 mirror.samples,
             )
             assert list(mirror.saves) == list(row.saves)
+            assert list(mirror.drafts) == list(row.drafts)
             assert mirror.request.state_slot == row.request.state_slot
             window = slice(row.request.window_begin, None)
             assert mirror.request.window_table[window] == row.request.window_table[window]
@@ -123,6 +125,21 @@ def test_a_decoding_request_costs_a_few_numbers(stages, depth):
     while engine.has_work:
         engine.step()
     assert runner.most < (80 if stages == 2 else 120)
+
+
+@pytest.mark.parametrize("options", [{}, {"state_slots": 20}], ids=str)
+def test_drafts_and_the_states_behind_them_cross(options, monkeypatch):
+    draft_at_no_price(monkeypatch)
+    scheduler = make_scheduler(num_blocks=100, draft_rows=24, **options)
+    runner = Mirroring(100, 1, 0, options.get("state_slots", 0))
+    engine = Engine(scheduler, runner, INFO)
+    for number in range(4):
+        params = SamplingParams(max_tokens=60, seed=2 * number, temperature=0.0)
+        engine.add(AddRequest(request_id=f"r{number}", prompt_ids=[5, 6] * 8, params=params))
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert stats.draft_tokens > stats.accepted_tokens > 0
 
 
 def test_results_cross_unchanged():

@@ -194,8 +194,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 ATOL = {"kimi_linear": 3e-4, "olmo_hybrid-rope": 3e-4}
-"""Where 1e-4 is less than the reference's own error: rounding adds up over a recurrence, and on some CPUs fp32
-logits of transformers are 1e-4 from its fp64 logits (ours 6e-5)."""
+"""Where 1e-4 is less than the reference's own error: rounding adds up over a recurrence, and on some CPUs the
+fp32 logits of transformers are 1e-4 from its fp64 logits (ours 6e-5)."""
 
 
 @pytest.fixture(scope="module")

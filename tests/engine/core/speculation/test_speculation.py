@@ -7,6 +7,7 @@ import pytest
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.errors import DeviceError
+from llmbox.engine.hardware.proc import finish
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
 from support.grammars import CHOICE, JSON, REGEX, constrained, learned
 from support.mixes import drawn
@@ -185,10 +186,32 @@ def test_a_guess_that_breaks_the_numbers_breaks_no_answer(model):
     engine._scheduler.check()
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_5_text"])
+@pytest.mark.slow
+def test_ranks_verify_drafts_as_one_process_does(tmp_path, arch):
+    """Of requests without a grammar; recurrent layers go back to the state before a wrong one."""
+    model, requests = make_tiny_model(tmp_path, arch=arch, tokenizer=False), mixed()
+    expected = run(engine_with(model, "off", tp=2), requests)
+    engine = engine_with(model, "on", tp=2)
+    seen = run(engine, requests)
+    finish()
+    for request in requests:
+        assert told(seen[request.request_id]) == told(expected[request.request_id]), request
+    stats = engine.stats()
+    assert stats.draft_tokens > stats.accepted_tokens > 0
+    assert not any(output.draft_tokens for n in range(4) for output in seen[f"grammar{n}"])
+    engine._scheduler.check()
+
+
+def test_ranks_refuse_draft_models(model):
+    with pytest.raises(DeviceError, match="a draft model was asked for, but the model runs on 2 ranks"):
+        load(model, tp=2, draft_path=str(model))
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"tp": 2}, "2 ranks"), ({"overlap": True}, "overlap"), ({}, "may compute a row differently")],
-    ids=["ranks", "overlap", "kernels"],
+    [({"pp": 2}, "overlap"), ({"overlap": True}, "overlap"), ({}, "may compute a row differently")],
+    ids=["stages", "overlap", "kernels"],
 )
 def test_asked_for_where_it_cannot_be_is_refused(model, options, reason, monkeypatch):
     if not options:
