@@ -69,6 +69,7 @@ pictures: .venv/dev ## llmbox top into docs/images, every page of the panel into
 
 bench: .venv/dev ## benchmarks of this tree; takes long, writes docs/performance.md
 	$(BIN)/python tests/bench/scenarios.py
+	$(BIN)/python -P tests/bench/all_layers.py
 	$(BIN)/python tests/bench/burst.py --write
 	$(BIN)/python tests/bench/key_flood.py --write
 	$(BIN)/python tests/bench/panel_pages.py --write

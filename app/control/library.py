@@ -50,7 +50,7 @@ class Library:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self.registry = Registry(services.paths.registry_file)
+        self.registry = Registry(services.paths.registry_file, has_working_directory=False)
         settings = services.settings.hub
         setup = DownloadSettings(
             cache=hub_cache(os.environ),

@@ -197,6 +197,13 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
         "KV blocks not written: evicted before, or refused by the disk.",
         lambda r: r.stats.disk_skipped,
     ),
+    (
+        "llmbox_handover_tokens",
+        "Prompt tokens whose KV the prefill engine gave.",
+        lambda r: r.stats.handed_tokens,
+    ),
+    ("llmbox_handover_damaged", "KV blocks of it that were refused.", lambda r: r.stats.handed_damaged),
+    ("llmbox_prefill_restarts", "Prefill engines restarted.", lambda r: r.stats.prefill_restarts),
     ("vllm:num_preemptions", "Preemptions by recompute.", lambda r: r.stats.preemptions),
     ("vllm:spec_decode_num_drafts", "Times that guesses were verified.", lambda r: r.stats.drafts),
     ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", lambda r: r.stats.draft_tokens),

@@ -121,8 +121,7 @@ def resolve(
     if (
         text.startswith(("/", "./", "../", "~"))
         or text in {".", ".."}
-        or Path(text, "config.json").is_file()
-        or (text.lower().endswith(WEIGHT_SUFFIXES) and Path(text).exists())
+        or (names.has_working_directory and _is_path(text))
     ):
         path = Path(text)
         if names.gguf_home is not None and path.expanduser().is_file() and is_gguf(path.expanduser()):
@@ -157,6 +156,13 @@ def _all_names(
     repos = (repo.name for cache in caches if cache.is_dir() for repo in cache.glob("models--*--*"))
     fetched = {repo.removeprefix("models--").replace("--", "/", 1) for repo in repos}
     return {BUILTIN, *names.aliases, *names.directories, *(memory or ()), *fetched, *short_names()}
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a word without a leading `./` names a model of the working directory."""
+    return Path(text, "config.json").is_file() or (
+        text.lower().endswith(WEIGHT_SUFFIXES) and Path(text).exists()
+    )
 
 
 def likely_id(text: str) -> str:

@@ -71,15 +71,21 @@ class NameLookup:
     """Model folders by the name they are served under."""
     gguf_home: Path | None = None
     """Folder for the model folders of GGUF files; None: they cannot be served here."""
+    has_working_directory: bool = True
+    """A word such as `org/name` may mean a folder of the working directory. Not in the daemon, whose working
+    directory no user chose."""
 
 
 class Registry:
     """Registry file. It is changed under a lock and read again when its stamp has changed."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, has_working_directory: bool = True) -> None:
+        """`has_working_directory`: see `NameLookup`."""
         self._file = file
         self._stamp: tuple[int, int, int] | None = None
-        self._nothing = NameLookup(gguf_home=file.parent / "gguf")
+        self._nothing = NameLookup(
+            gguf_home=file.parent / "gguf", has_working_directory=has_working_directory
+        )
         self._names = self._nothing
         self._complained = False
 
@@ -97,7 +103,11 @@ class Registry:
             return self._names
         stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
         if stamp != self._stamp:
-            self._names = replace(_parse(self._file), gguf_home=self._nothing.gguf_home)
+            self._names = replace(
+                _parse(self._file),
+                gguf_home=self._nothing.gguf_home,
+                has_working_directory=self._nothing.has_working_directory,
+            )
             self._stamp = stamp
         return self._names
 

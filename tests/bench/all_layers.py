@@ -1,28 +1,33 @@
 """Every layer of the engine at once, and each left out: same requests, same tokens, what each is worth.
 
-    python -P tests/bench/all_layers.py MODEL_DIR [--rounds N] [--only NAME ...]
+    python -P tests/bench/all_layers.py [MODEL_DIR] [--rounds N] [--only NAME ...]
 
 All at once: continuous batching, prefix cache, int8 weights, int8 KV cache, chunked prefill, speculative
 decoding, two ranks (`--tp 2`) and two classes of priority. In each other engine one of them is left out. The
 engines take turns: one is loaded, computes the whole load after a short warm-up, and is stopped.
 
 The load: chats that share one of two long beginnings, one long prompt, and premium requests that come while
-those run. Weights of a random model (`random_model.py`) read as much as others, but repeat themselves: the
-share of accepted drafts is printed, as the worth of speculative decoding depends on it.
+those run. Without MODEL_DIR it is a random model of Qwen3-0.6B's shape, which reads as much as others do. The
+share of accepted drafts is printed: what speculative decoding is worth depends on it.
 """
 
 import argparse
 import asyncio
 import random
 import statistics
+import sys
+import tempfile
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "nothing": {},
@@ -190,13 +195,19 @@ async def run(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="left out of all: these alone")
     parser.add_argument("--kv-tokens", type=int, default=16384)
     parser.add_argument("--scale", type=float, default=1.0, help="of the prompts' lengths")
     parser.add_argument("--seed", type=int, default=1)
-    asyncio.run(run(parser.parse_args()))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="llmbox-layers-") as folder:
+        if options.model is None:
+            from random_model import SHAPES, write_model
+
+            options.model = str(write_model(Path(folder, "qwen3-0.6b"), SHAPES["qwen3-0.6b"]))
+        asyncio.run(run(options))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,20 @@ def test_what_one_writes_another_reads(registry: Registry):
     assert caught.value.exit == Exit.NOT_FOUND
 
 
+def test_the_daemon_takes_no_word_for_a_folder_where_it_happens_to_run(tmp_path: Path, monkeypatch):
+    folder = model(tmp_path / "org" / "name")
+    monkeypatch.chdir(tmp_path)
+    environ, file = {"HF_HOME": str(tmp_path / "none")}, tmp_path / "data" / "models.json"
+    assert resolve("org/name", environ, Registry(file).read()).path == folder
+    for change in (lambda _: None, lambda registry: registry.set_alias("poet", Alias("builtin"))):
+        daemon = Registry(file, has_working_directory=False)
+        change(daemon)
+        with pytest.raises(CliError) as caught:
+            resolve("org/name", environ, daemon.read())
+        assert caught.value.exit == Exit.NOT_FOUND
+    assert resolve(str(folder), environ, daemon.read()).path == folder
+
+
 def test_writers_at_once_lose_nothing(registry: Registry):
     def write(number: int) -> None:
         Registry(registry._file).set_alias(f"a{number}", Alias("builtin"))
