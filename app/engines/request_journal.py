@@ -9,6 +9,7 @@ the same tokens. After crashes `PoisonDetector` decides which requests to send, 
 """
 
 import asyncio
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Self
 
 from llmbox.engine.ipc.codec import FrameTooLarge
 from llmbox.engine.ipc.messages import AbortRequest, AddRequest, KeepImages, RequestOutput
+from llmbox.engine.ipc.sequence_times import SequenceTimes
 
 from .poison_detector import PoisonDetector
 
@@ -35,6 +37,20 @@ class TokenStream:
         self.resumes = 0
         """Number of engine deaths that interrupted this request after it had been sent."""
         self.finished = False
+        self.added_at = time.monotonic()
+        """CLOCK_MONOTONIC seconds, as the next two."""
+        self.sent_at: float | None = None
+        """Moment when it was last sent to an engine."""
+        self.received_at: float | None = None
+        """Moment when it ended."""
+        self.lost_s = 0.0
+        """Seconds from being sent to an engine that died to being sent to the next one."""
+        self.times: SequenceTimes | None = None
+        """Times that the engine told at its end."""
+        self.awaits_times = False
+        """True if it was cancelled and the engine has not told its times yet."""
+        self.on_times: Callable[[TokenStream], None] = lambda _: None
+        """Called when they have come, or will not."""
         self._cancel = cancel
         self._outputs: deque[RequestOutput] = deque()
         self._wake: asyncio.Future[None] | None = None
@@ -86,10 +102,22 @@ class TokenStream:
         elif output.token_ids:
             self._first_seen = True
         self.output_ids += output.token_ids
-        self.finished = output.finish_reason is not None
+        if output.finish_reason is not None:
+            self.finished, self.received_at = True, time.monotonic()
         self._outputs.append(output)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+    def note_sent(self) -> None:
+        now = time.monotonic()
+        if self.sent_at is not None:
+            self.lost_s += now - self.sent_at
+        self.sent_at = now
+
+    def note_times(self, times: SequenceTimes | None) -> None:
+        """Take the engine's times; None: they will not come."""
+        self.times, self.awaits_times = times, False
+        self.on_times(self)
 
     def fail(self, code: str, message: str) -> None:
         self.push(
@@ -176,6 +204,8 @@ class RequestJournal:
         self._open: dict[str, TokenStream] = {}
         self._in_engine: dict[str, None] = {}
         """Requests sent and not yet ended by the engine, in order of sending. Includes cancelled ones."""
+        self._cancelled: dict[str, TokenStream] = {}
+        """Streams that ended while an engine had their request, until it tells their times."""
         self._interrupted: set[str] = set()
         """Requests that were in an engine that died and have not been sent to the next one yet."""
         self._detector = PoisonDetector()
@@ -213,6 +243,7 @@ class RequestJournal:
         self.fail_all(code, message)
 
     def fail_all(self, code: str, message: str) -> None:
+        self._forget_cancelled()
         for request_id in list(self._open):
             stream = self._close(request_id)
             assert stream is not None
@@ -224,11 +255,19 @@ class RequestJournal:
         if self._open:
             self._send_requests(self._detector.begin(list(self._open)))
 
+    def note_times(self, request_id: str, times: SequenceTimes) -> None:
+        """Take the times of a request whose last output comes with them."""
+        stream = self._open.get(request_id) or self._cancelled.pop(request_id, None)
+        if stream is not None:
+            stream.note_times(times)
+
     def deliver(self, output: RequestOutput) -> None:
         request_id = output.request_id
         stream = self._open.get(request_id)
         if output.finish_reason is not None:
             self._in_engine.pop(request_id, None)
+            if (told_nothing := self._cancelled.pop(request_id, None)) is not None:
+                told_nothing.note_times(None)
             if stream is not None:
                 self._close(request_id)
                 self._on_finish()
@@ -249,6 +288,7 @@ class RequestJournal:
         present = list(self._in_engine)
         self._in_engine.clear()
         self._images.clear()
+        self._forget_cancelled()
         if from_outside:
             self._detector.record_interruption()
             return None
@@ -275,16 +315,25 @@ class RequestJournal:
                 stream.fail("request_too_large", "The request is too large for the engine.")
                 self._send_requests(self._detector.record_end(request_id))
                 continue
+            stream.note_sent()
             self._in_engine[request_id] = None
             if request_id in self._interrupted:
                 self._interrupted.remove(request_id)
                 stream.resumes += 1
                 self.resumed += 1
 
+    def _forget_cancelled(self) -> None:
+        """Wait no longer for times that an engine may never tell."""
+        cancelled, self._cancelled = self._cancelled, {}
+        for stream in cancelled.values():
+            stream.note_times(None)
+
     def _cancel(self, stream: TokenStream) -> None:
         request_id = stream.request.request_id
         self._close(request_id)
         if request_id in self._in_engine:
+            stream.awaits_times = True
+            self._cancelled[request_id] = stream
             self._send(AbortRequest(request_id=request_id))
         stream.push(RequestOutput(request_id=request_id, finish_reason="abort"))
 

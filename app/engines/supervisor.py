@@ -338,6 +338,8 @@ class Supervisor:
         match message:
             case StepOutputs():
                 self.stats = message.stats
+                for name, times in message.times.items():
+                    self._requests.note_times(name, times)
                 for output in message.outputs:
                     self._requests.deliver(output)
             case Pong():

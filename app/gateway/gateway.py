@@ -30,6 +30,7 @@ from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, sequence_id
 from .open_request import OpenRequest, RevocationWatcher
 from .request_events import LiveRequest, NullObserver, RequestObserver
+from .request_times import sequence_records, when_told
 
 
 def check_generates(model: LoadedModel) -> None:
@@ -219,8 +220,19 @@ class Gateway:
             lease.release()
         record = _record(request, status, code, self.output_hash(request))
         self._metrics.record_request(record)
-        self._log.write(record, _draft(request))
+        self._write(request, record)
         self._observer.on_end(record, request.reason)
+
+
+    def _write(self, request: OpenRequest, record: RequestRecord) -> None:
+        """Log a request with the times of its sequences, or with those later that the engine has not told yet."""
+        ended = time.monotonic()
+
+        def late() -> None:
+            self._log.write_times(record, sequence_records(request, ended))
+
+        waits = when_told([each.stream for each in request.sequences], late)
+        self._log.write(record, _draft(request), () if waits else sequence_records(request, ended))
 
 
 def _reserve_tokens(

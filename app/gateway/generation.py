@@ -17,6 +17,7 @@ from ..errors import ApiError
 from ..images.reader import ImageLease
 from ..security.rate_limit import Meter
 from ..text.stop_strings import CallMark
+from .request_times import ExchangeClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ class Generation:
     pair_starts: list[int | None] | None = None
     """`SamplingParams.pair_start` of each prompt, if they are pairs of texts."""
     max_tokens_param: str = "max_tokens"
+    clock: ExchangeClock = field(default_factory=ExchangeClock)
+    """Moments of its HTTP exchange."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,19 @@ class ContentRow(SQLModel, table=True):
     output_bytes: int
 
 
+class TimesRow(SQLModel, table=True):
+    """`SequenceRecord` of a request's sequence. Deleted with its request."""
+
+    __tablename__ = "sequence_times"
+
+    seq: int = Field(
+        sa_column=Column(Integer, ForeignKey("request.seq", ondelete="CASCADE"), primary_key=True)
+    )
+    number: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
+    """Place by the order of ends."""
+    data: bytes
+
+
 class TelemetryRow(SQLModel, table=True):
     """Means over the `step` seconds from `time` (Unix) on. `series` is a JSON object, name to number."""
 

@@ -48,7 +48,7 @@ _OPENS_WITHIN_S = 15.0  # from then on, on a busy machine
 _ASK_S = 60.0
 _SAY_DROPPED_EVERY_S = 60.0
 T = TypeVar("T")
-_Item = tuple[RequestRecord, ContentDraft | None]
+_Item = tuple[RequestRecord, ContentDraft | None, Sequence[bytes]]
 
 
 class RequestLog:
@@ -80,20 +80,51 @@ class RequestLog:
         """Keep nothing of what is written from now on; in place of `start`."""
         self._discards = True
 
-    def write(self, record: RequestRecord, content: ContentDraft | None = None) -> None:
+    def write(
+        self, record: RequestRecord, content: ContentDraft | None = None, times: Sequence[bytes] = ()
+    ) -> None:
         """Queue one row. Never blocks; drops and counts it when the queue is full.
 
-        Content for which there is no room is left out; `record.content` then says so.
+        Content for which there is no room is left out; `record.content` then says so. `times`: encoded
+        `SequenceRecord`s.
         """
         if self._discards:
             return
         if content is not None and not self._room.take(content.size):
             record, content = replace(record, content="dropped"), None
         try:
-            self._queue.put_nowait((record, content))
+            self._queue.put_nowait((record, content, times))
         except queue.Full:
             self._room.give_back(content.size if content is not None else 0)
             self.drop(1, "the queue is full")
+
+    def write_times(self, record: RequestRecord, times: Sequence[bytes]) -> None:
+        """Queue the times of a row that was written without. Never blocks; they are lost where `write` would
+        lose the row.
+        """
+
+        def add(engine: "Engine | None") -> None:
+            from .queries import requests as queries  # noqa: PLC0415
+
+            try:
+                queries.add_times(_require_open(engine), record, times)
+            except Exception as error:  # noqa: BLE001 - as with rows: say, go on
+                log.warning("the times of %s were not kept: %s", record.id, first_line(error))
+
+        if not self._discards:
+            self.submit(add, sum(map(len, times)))
+
+    async def get_times(self, request_id: str) -> list[bytes]:
+        """Get the encoded times of a request's sequences, in the order of their ends, after everything that
+        was written before. Raises StoreError.
+        """
+
+        def get(engine: "Engine") -> list[bytes]:
+            from .queries import requests as queries  # noqa: PLC0415
+
+            return queries.times_of(engine, request_id)
+
+        return await self.ask(get)
 
     async def query(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
         """Return (sequence number, record), newest first. Raises StoreError."""
@@ -276,14 +307,16 @@ class RequestLog:
             if not self._retry_insert(entries, error):
                 self.drop(len(rows), first_line(error))
 
-    def _entry(self, record: RequestRecord, draft: ContentDraft | None) -> "Entry":
+    def _entry(
+        self, record: RequestRecord, draft: ContentDraft | None, times: Sequence[bytes]
+    ) -> "Entry":
         if draft is None:
-            return record, None
+            return record, None, times
         try:
-            return record, make_content(draft, self.content_bytes)
+            return record, make_content(draft, self.content_bytes), times
         except Exception:
             log.exception("what %s asked and got cannot be kept", record.id)
-            return replace(record, content="dropped"), None
+            return replace(record, content="dropped"), None, times
         finally:
             self._room.give_back(draft.size)
 
@@ -293,8 +326,8 @@ class RequestLog:
         if self._engine is None:
             raise StoreError("the file cannot be opened")
         queries.add(self._engine, entries)
-        kept = (content for _, content in entries if content is not None)
-        self.wrote(len(entries) * _ROW_BYTES)
+        kept = (content for _, content, _ in entries if content is not None)
+        self.wrote(sum(_ROW_BYTES + sum(map(len, times)) for _, _, times in entries))
         self.wrote(sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept))
 
     def _retry_insert(self, entries: "list[Entry]", error: Exception) -> bool:
@@ -307,8 +340,10 @@ class RequestLog:
             if is_damage(error):
                 set_aside(self.path)
                 self._open()
-            elif "full" in str(error) and any(content for _, content in entries):
-                entries = [(replace(row, content=row.content and "dropped"), None) for row, _ in entries]
+            elif "full" in str(error) and any(content for _, content, _ in entries):
+                entries = [
+                    (replace(row, content=row.content and "dropped"), None, times) for row, _, times in entries
+                ]
             else:
                 return False
             self._insert_now(entries)

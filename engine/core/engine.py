@@ -20,6 +20,7 @@ from ..ipc.messages import (
     StepOutputs,
     Vocabulary,
 )
+from ..ipc.sequence_times import SequenceTimes
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import GrammarCompiler
 from .executor_interface import Executor, pipeline_of
@@ -87,7 +88,8 @@ class Engine:
         try:
             _update_masks(plan)
             if plan.rows:
-                self._launched.append((plan, self._runner.launch(plan), started))
+                launched_at = self._clock()
+                self._launched.append((plan, self._runner.launch(plan), launched_at))
             outputs = self._take_results() if self._is_full or not plan.rows else []
         except BaseException:
             self._discard(plan)
@@ -107,7 +109,7 @@ class Engine:
         self._steps += bool(plan.rows)
         if plan.rows or worked:
             self._step_seconds += self._clock() - started
-        return StepOutputs(outputs=outputs, stats=self.stats())
+        return StepOutputs(outputs=outputs, stats=self.stats(), times=self.take_times())
 
     def prepare(self) -> bool:
         """Do one piece of idle-time work that makes later steps faster. False once nothing is left to do."""
@@ -234,6 +236,10 @@ class Engine:
             return None
         return RequestOutput(request_id=request_id, finish_reason="abort")
 
+    def take_times(self) -> dict[str, SequenceTimes]:
+        """Return the times of sequences that ended since the last call."""
+        return self._scheduler.ledger.take()
+
     def stats(self) -> EngineStats:
         scheduler, pool, kv_cache = self._scheduler, self._scheduler.pool, self._scheduler.kv_cache
         return EngineStats(
@@ -286,10 +292,12 @@ class Engine:
         plan, handle, launched_at = self._launched[0]
         result = self._runner.collect(handle)
         self._launched.popleft()
-        if plan.num_tokens >= PROMPT_STEP and (tiers := self._scheduler.kv_cache.tiers) is not None:
-            now = self._clock()  # a step that was launched before another ended began after it
-            tiers.reads.note_computed(plan.num_tokens, now - max(launched_at, self._collected_at))
-            self._collected_at = now
+        tokens, now = plan.num_tokens, self._clock()
+        seconds = now - max(launched_at, self._collected_at)  # launched before another ended, it began then
+        self._collected_at = now
+        self._scheduler.ledger.advance(plan, tokens, seconds, self._scheduler.active.by_id)
+        if tokens >= PROMPT_STEP and (tiers := self._scheduler.kv_cache.tiers) is not None:
+            tiers.reads.note_computed(tokens, seconds)
         return self._scheduler.update(plan, result)
 
     def _discard(self, plan: StepPlan) -> None:

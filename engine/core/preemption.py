@@ -147,6 +147,8 @@ class RunningRequests:
     def requeue(self, request: Request, *, suspect: bool = False) -> None:
         """Return a request to the queue, by its arrival; its tokens so far are computed again."""
         self.stop(request, suspect=suspect)
+        if request.clock is not None:
+            request.clock.requeue()
         request.prompt_logprobs.clear()
         request.pooled.clear()
         self._waiting.push(request)

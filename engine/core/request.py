@@ -21,6 +21,7 @@ from .speculation.draft_choice import RequestDrafts
 
 if TYPE_CHECKING:
     from .fair_shares import Flow
+    from .step_ledger import SequenceClock
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -76,6 +77,8 @@ class Request:
     """Number of preemptions for running requests that needed a block."""
     displacements: int = 0
     """Number of preemptions for waiting requests."""
+    clock: "SequenceClock | None" = None
+    """Clock of its phases (`step_ledger.py`), from its arrival on; None in warm-ups."""
     flow: "Flow" = field(init=False)
     """Flow of its caller and band; set when the scheduler adds the request."""
     num_charged: int = 0

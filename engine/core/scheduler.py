@@ -29,6 +29,7 @@ from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
+from .step_ledger import SequenceClock, StepLedger
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -51,6 +52,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager(config, pool)
         self.drafting = DraftScheduler(config, self.kv_cache, proposers, clock)
         self._clock = clock
+        self.ledger = StepLedger(clock)
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}
         self._flows = Flows()
@@ -96,6 +98,7 @@ class Scheduler:
         # Unique, so that "newest" and "first come" are decided even when the clock does not advance.
         self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
         request.arrived_at = self._last_arrival
+        request.clock = SequenceClock(self.ledger, request.arrived_at)
         sibling = self._sibling(request)
         self._requests[request.request_id] = request
         self._flows.enter(request)
@@ -123,6 +126,7 @@ class Scheduler:
         if request.images and self.images is not None:
             self.images.leave(request)
         self._flows.leave(request)
+        self.ledger.end(request)
         self._waiting.end_fork_wait(request)
         self.kv_cache.forget(request)
 
@@ -293,6 +297,8 @@ class Scheduler:
         plan.state_copies.extend(copies.states)
         self._waiting.take(request)
         self.active.start(request)
+        assert request.clock is not None
+        request.clock.admit(decodes=request.num_remaining == 1 and not request.pools)
         if request.scheduled_at is None:
             request.scheduled_at = self._clock()
             self.prompt_tokens += request.num_prompt

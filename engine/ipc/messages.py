@@ -12,6 +12,7 @@ from ..sampling_params import Pooling, SamplingParams
 from .block_map import BlockMap
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
 from .profile_messages import AskProfile, StepProfile
+from .sequence_times import SequenceTimes
 
 PrefixMissReason = Literal[
     "off",
@@ -346,6 +347,9 @@ class StepOutputs:
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    times: dict[str, SequenceTimes] = field(default_factory=dict)
+    """Times of the sequences that ended, by request id. They are not in `outputs`, of which each token has
+    one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

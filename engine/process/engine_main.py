@@ -46,6 +46,7 @@ from ..ipc.messages import (
     Vocabulary,
 )
 from ..ipc.profile_messages import AskProfile
+from ..ipc.sequence_times import SequenceTimes
 from ..light_torch import import_torch_or_restart
 from .step_profile import StepProfiler
 
@@ -69,6 +70,7 @@ class EngineProtocol(Protocol):
     def step(self) -> StepOutputs: ...
     def prepare(self) -> bool: ...
     def close(self) -> None: ...
+    def take_times(self) -> dict[str, SequenceTimes]: ...
     def stats(self) -> EngineStats: ...
     def blocks(self) -> BlockMap: ...
     def prefill(self, message: Prefill) -> RequestOutput | None: ...
@@ -128,9 +130,9 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
         if engine.has_work and not channel.congested:
             step = engine.step()
             preparing = True
-            channel.send(StepOutputs(outputs=outputs + step.outputs, stats=step.stats))
+            channel.send(StepOutputs(outputs=outputs + step.outputs, stats=step.stats, times=step.times))
         elif outputs:
-            channel.send(StepOutputs(outputs=outputs, stats=engine.stats()))
+            channel.send(StepOutputs(outputs=outputs, stats=engine.stats(), times=engine.take_times()))
 
 
 def _handle(

@@ -33,6 +33,7 @@ from llmbox.engine.ipc.messages import (
     TokenLogprobs,
     Vocabulary,
 )
+from llmbox.engine.ipc.sequence_times import SequenceTimes
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.process.engine_main import main
 from llmbox.engine.sampling_params import SamplingParams
@@ -239,6 +240,9 @@ class FakeEngine:
         limit = self._options.hold_at
         held = {name for name, s in self._running.items() if limit is not None and len(s.output) >= limit}
         return set() if held and self._go.exists() else held
+
+    def take_times(self) -> dict[str, SequenceTimes]:
+        return {}
 
     def stats(self) -> EngineStats:
         used = sum(-(-s.length // self._block_size) for s in self._running.values())

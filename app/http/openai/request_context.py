@@ -17,10 +17,11 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway, max_in_engine, system_fingerprint
 from ...gateway.generation import ContentRetention, deadline_error
+from ...gateway.request_times import ExchangeClock
 from ...security.identity import Identity
 from ...services import Services
 from ..auth.credentials import identity_of
-from ..server.request import StrictRequest, is_local_socket, request_id
+from ..server.request import CLOCK, StrictRequest, is_local_socket, request_id
 from .unsupported import unknown_fields
 
 _ADAPTER = "An adapter that was added (llmbox lora add) is named in 'model'."
@@ -133,6 +134,10 @@ class RequestContext:
     body: bytes = b""
     """Body as it was sent."""
     arrived: float = field(default_factory=time.monotonic)
+    clock: ExchangeClock = field(default_factory=ExchangeClock)
+
+    def __post_init__(self) -> None:
+        self.clock.arrived = self.arrived
 
     @classmethod
     async def of(cls, request: HttpRequest) -> "RequestContext":
@@ -147,6 +152,7 @@ class RequestContext:
             identity_of(request),
             await request.plain_json() if posted else {},
             await request.body() if posted else b"",
+            clock=request.scope["state"].get(CLOCK) or ExchangeClock(),
         )
 
     @property
@@ -169,11 +175,14 @@ class RequestContext:
         """Return the model, loading it from disk if needed. `by` (of `time.monotonic()`) bounds the wait."""
         if name is not None:
             self.caller.require_model(name)
+        asked = time.monotonic()
         try:
             async with asyncio.timeout(None if by is None else by - time.monotonic()):
                 model = await self._find_model(name)
         except TimeoutError:
             raise deadline_error("its model was in memory", "request_timeout") from None
+        finally:
+            self.clock.model_s += time.monotonic() - asked
         if name is None:
             self.caller.require_model(model.name)
         if model.supervisor.info is None:
@@ -211,6 +220,7 @@ class RequestContext:
             "still_authorized": self.allowed(),
             "client": self.client,
             "keep": self.keep(),
+            "clock": self.clock,
         }
 
     def allowed(self) -> Callable[[], bool] | None:

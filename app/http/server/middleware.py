@@ -13,6 +13,7 @@ from typing import Any, Final
 from litestar.types import ASGIApp, Message, Receive, Send
 
 from ...errors import ApiError
+from ...gateway.request_times import ExchangeClock
 from ...lifecycle.drain import Drain, shutting_down
 from .errors import ClientGone, encode_error, error_type, to_api_error
 from .origin import (
@@ -26,7 +27,7 @@ from .origin import (
     preflight_headers,
     readable_by,
 )
-from .request import FORM, is_local_socket
+from .request import CLOCK, FORM, is_local_socket
 
 PER_TURN: Final = 2
 
@@ -221,6 +222,7 @@ class _RequestScope:
                 **(scope.get("state") or {}),
                 "request_id": self.request_id.decode(),
                 "drain": drain,
+                CLOCK: ExchangeClock(),
             },
         }
 

@@ -181,6 +181,8 @@ def request_id(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
     return value
 
 
+CLOCK = "exchange_clock"
+"""Name of the `ExchangeClock` in a request's state."""
 FORM = "form"
 """Key in the scope's state, set by the shell."""
 _MOST_FIELDS = 500

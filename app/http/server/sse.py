@@ -17,8 +17,10 @@ from litestar import Response
 from litestar.types import Receive, Scope, Send
 
 from ...errors import ApiError
+from ...gateway.request_times import ExchangeClock
 from ...lifecycle.drain import Drain, shutting_down
 from .errors import ClientGone, encode_error, to_api_error
+from .request import CLOCK
 
 T = TypeVar("T")
 
@@ -129,6 +131,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._loop = asyncio.get_running_loop()
         drain: Drain | None = scope["state"].get("drain")
+        self._clock: ExchangeClock | None = scope["state"].get(CLOCK)
         pump = self._loop.create_task(self._pump())
         watch = self._loop.create_task(self._watch(receive, pump))
         if drain and self._options.endless:
@@ -164,14 +167,21 @@ class EventStream:
                 self._size += len(event)
                 self._notify()
                 if self._size >= self._max_size:
-                    self._room = self._loop.create_future()
-                    await self._room
+                    await self._wait_for_room()
         except Exception as error:  # a stream never ends without an error or its last event
             self._error = to_api_error(error)
             if self._error is not error:
                 logger.exception("a stream failed")
         finally:
             self._end()
+
+    async def _wait_for_room(self) -> None:
+        full_at = self._loop.time()
+        self._room = self._loop.create_future()
+        await self._room
+        if self._clock is not None:
+            now = self._loop.time()
+            self._clock.stalls.append((now, now - full_at))
 
     async def _watch(self, receive: Receive, pump: asyncio.Task[None]) -> None:
         await until_disconnect(receive)

@@ -10,27 +10,52 @@ from sqlalchemy import Connection, Engine, TextClause, case, delete, func, inser
 from sqlmodel import Session, col, select
 
 from ..record import NOT_NOW, Content, RecordFilter, RecordTotals, RequestRecord, to_json
-from ..tables import ContentRow, RequestRow
+from ..tables import ContentRow, RequestRow, TimesRow
 
 _FIELDS = tuple(f.name for f in fields(RequestRecord))
-Entry = tuple[RequestRecord, Content | None]
+Entry = tuple[RequestRecord, Content | None, Sequence[bytes]]
 
 
 def add(engine: Engine, entries: Sequence[Entry]) -> None:
     """Insert all rows or none, in this order."""
     with engine.begin() as connection:
-        if all(content is None for _, content in entries):
-            connection.execute(insert(RequestRow), [asdict(record) for record, _ in entries])
-            return
-        for record, content in entries:
-            seq = connection.execute(insert(RequestRow), asdict(record)).lastrowid
+        connection.execute(insert(RequestRow), [asdict(record) for record, _, _ in entries])
+        # SQLite gives each row the number after the largest one.
+        last = connection.execute(select(func.max(RequestRow.seq))).scalar_one()
+        contents, kept = list[dict[str, Any]](), list[dict[str, Any]]()
+        for seq, (record, content, times) in enumerate(entries, last - len(entries) + 1):
             if content is not None:
-                _add_content(connection, seq, record, content)
+                contents.append(_content_row(seq, record, content))
+            kept += _times_rows(seq, times)
+        for table, values in ((ContentRow, contents), (TimesRow, kept)):
+            if values:
+                connection.execute(insert(table), values)
 
 
-def _add_content(connection: Connection, seq: int, record: RequestRecord, content: Content) -> None:
-    values = asdict(content) | {"prompts": to_json(content.prompts), "outputs": to_json(content.outputs)}
-    connection.execute(insert(ContentRow), values | {"seq": seq, "created": record.created})
+def _content_row(seq: int, record: RequestRecord, content: Content) -> dict[str, Any]:
+    texts = {"prompts": to_json(content.prompts), "outputs": to_json(content.outputs)}
+    return asdict(content) | texts | {"seq": seq, "created": record.created}
+
+
+def add_times(engine: Engine, record: RequestRecord, times: Sequence[bytes]) -> None:
+    """Insert the times of a row, if it is still there."""
+    same = RequestRow.id == record.id, RequestRow.created == record.created
+    with engine.begin() as connection:
+        seq = connection.execute(select(func.max(RequestRow.seq)).where(*same)).scalar()
+        if seq is not None and times:
+            connection.execute(insert(TimesRow), _times_rows(seq, times))
+
+
+def times_of(engine: Engine, request_id: str) -> list[bytes]:
+    """Return the times of the newest row with this id."""
+    seq = select(func.max(RequestRow.seq)).where(RequestRow.id == request_id).scalar_subquery()
+    statement = select(TimesRow.data).where(col(TimesRow.seq) == seq).order_by(col(TimesRow.number))
+    with engine.connect() as connection:
+        return list(connection.execute(statement).scalars())
+
+
+def _times_rows(seq: int, times: Sequence[bytes]) -> list[dict[str, Any]]:
+    return [{"seq": seq, "number": number, "data": data} for number, data in enumerate(times)]
 
 
 def find(engine: Engine, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
