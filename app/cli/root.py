@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "share": (".server.share:share", "Let other devices on your network use this box; --off ends it."),
     "key": (".admin.key:key", "API keys: make, list, rotate, revoke."),
     "requests": (".admin.requests:requests", "Read the request log, follow it, cancel a request."),
+    "why": (".admin.why:why", "Show where the time of one request went."),
     "logs": (".server.logs:logs", "Read the daemon's log."),
     "stats": (".admin.stats:stats", "Show current load and throughput."),
     "top": ("llmbox.ui.tui.command:top", "Watch devices, requests, models and memory in the terminal."),
@@ -70,7 +71,7 @@ SECTIONS: Final = {
         *("adopt", "import", "quantize", "rm", "df"),
     ),
     "Daemon": ("status", "restart", "serve", "service", "logs", "stats", "dash"),
-    "Requests and access": ("share", "key", "connect", "mcp", "requests", "batch", "bench"),
+    "Requests and access": ("share", "key", "connect", "mcp", "requests", "why", "batch", "bench"),
 }
 """Commands by group, in the order of `llmbox --help`. The others stand in a group at the end."""
 

@@ -308,6 +308,7 @@ class RequestJournal:
             if stream is None:
                 continue
             assert request_id not in self._in_engine
+            stream.note_sent()
             try:
                 self._send(self._images.send(stream.message(self._in_engine)))
             except FrameTooLarge:
@@ -315,7 +316,6 @@ class RequestJournal:
                 stream.fail("request_too_large", "The request is too large for the engine.")
                 self._send_requests(self._detector.record_end(request_id))
                 continue
-            stream.note_sent()
             self._in_engine[request_id] = None
             if request_id in self._interrupted:
                 self._interrupted.remove(request_id)

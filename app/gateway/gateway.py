@@ -223,9 +223,8 @@ class Gateway:
         self._write(request, record)
         self._observer.on_end(record, request.reason)
 
-
     def _write(self, request: OpenRequest, record: RequestRecord) -> None:
-        """Log a request with the times of its sequences, or with those later that the engine has not told yet."""
+        """Log a request with the times of its sequences; they follow where the engine has not told them."""
         ended = time.monotonic()
 
         def late() -> None:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from llmbox.engine.ipc.sequence_times import PhaseTimes, SequenceTimes
 
@@ -41,7 +41,9 @@ class ExchangeClock:
 def sequence_records(request: "OpenRequest", ended: float) -> list[bytes]:
     """Return the encoded times of the request's sequences."""
     clock = request.generation.clock
-    streams = sorted((each.stream for each in request.sequences), key=lambda stream: stream.received_at or ended)
+    streams = sorted(
+        (each.stream for each in request.sequences), key=lambda stream: stream.received_at or ended
+    )
     entered = min((stream.added_at for stream in streams), default=ended)
     arrived = min(clock.arrived or entered, entered)
     before = {
@@ -54,18 +56,16 @@ def sequence_records(request: "OpenRequest", ended: float) -> list[bytes]:
     for stream in streams[-MOST_SEQUENCES:]:
         received = min(ended, stream.received_at or ended)
         end = ended if stream is streams[-1] else received
-        times = before | _in_daemon(stream, entered, received, end, clock)
-        counts = {
-            "preemptions": stream.times.preemptions if stream.times else 0,
-            "prompt_tokens": len(stream.request.prompt_ids),
-            "cached_tokens": cached,
-            "output_tokens": len(stream.output_ids),
-        }
+        seconds = before | _in_daemon(stream, entered, received, end, clock)
+        values: dict[str, Any] = {name: micro(value) for name, value in seconds.items()}
         record = SequenceRecord(
             total=micro(end - clock.began),
-            **{name: micro(value) for name, value in times.items()},
+            preemptions=stream.times.preemptions if stream.times else 0,
+            prompt_tokens=len(stream.request.prompt_ids),
+            cached_tokens=cached,
+            output_tokens=len(stream.output_ids),
+            **values,
             **_phases(stream.times, end),
-            **counts,
         )
         made.append(encode_sequence(record))
     return made
@@ -102,7 +102,7 @@ def _kept(times: SequenceTimes, end: float) -> float:
     return 1.0 if times.ended_at <= end or whole <= 0 else max(0.0, end - times.arrived_at) / whole
 
 
-def _phases(times: SequenceTimes | None, end: float) -> dict[str, PhaseRecord]:
+def _phases(times: SequenceTimes | None, end: float) -> dict[str, Any]:
     if times is None:
         return {}
     kept = _kept(times, end)
@@ -121,7 +121,7 @@ def micro(seconds: float) -> int:
 
 
 def when_told(streams: Sequence[TokenStream], call: Callable[[], None]) -> bool:
-    """Call back once the engine has told the times of all aborted sequences. Returns False if none is awaited."""
+    """Call back once the engine has told the times of all aborted sequences. False: none is awaited."""
     awaited = {id(stream) for stream in streams if stream.awaits_times}
 
     def told(stream: TokenStream) -> None:

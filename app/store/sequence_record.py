@@ -28,7 +28,7 @@ NO_PHASE: Final = PhaseRecord()
 
 
 class SequenceRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Times in microseconds, without a gap or an overlap, from the request's headers to the sequence's end."""
+    """Times in microseconds, without gap or overlap, from the request's headers to the sequence's end."""
 
     total: int
     reading: int = 0

@@ -307,9 +307,7 @@ class RequestLog:
             if not self._retry_insert(entries, error):
                 self.drop(len(rows), first_line(error))
 
-    def _entry(
-        self, record: RequestRecord, draft: ContentDraft | None, times: Sequence[bytes]
-    ) -> "Entry":
+    def _entry(self, record: RequestRecord, draft: ContentDraft | None, times: Sequence[bytes]) -> "Entry":
         if draft is None:
             return record, None, times
         try:
@@ -342,7 +340,8 @@ class RequestLog:
                 self._open()
             elif "full" in str(error) and any(content for _, content, _ in entries):
                 entries = [
-                    (replace(row, content=row.content and "dropped"), None, times) for row, _, times in entries
+                    (replace(row, content=row.content and "dropped"), None, times)
+                    for row, _, times in entries
                 ]
             else:
                 return False

@@ -72,13 +72,16 @@ class SequenceClock:
             arrived_at=self._arrived_at,
             ended_at=self._since,
             preemptions=self._preemptions,
-            **self._waits,
-            **self._phases,  # type: ignore[arg-type]  # its keys are the names of phases
+            queued=self._waits["queued"],
+            preempted=self._waits["preempted"],
+            prefill=self._phases.get("prefill", PhaseTimes()),
+            recompute=self._phases.get("recompute", PhaseTimes()),
+            decode=self._phases.get("decode", PhaseTimes()),
         )
 
     def correct(self, more: float, prompts: float, *, alone: bool) -> None:
-        """Correct the last step, in which it had more than one token: `more` seconds are its own, and of those
-        of prompts `prompts` were. `alone`: the only prompt of the step is its own.
+        """Correct the last step, in which it had more than one token: `more` seconds are its own, and of
+        those of prompts `prompts` were. `alone`: the only prompt of the step is its own.
         """
         if (phase := self._phase) is not None:
             phase.own += more

@@ -38,6 +38,7 @@ from .requests import (
     purge_requests,
     replay_request,
     request_detail,
+    request_why,
     requests,
     stored,
 )
@@ -106,6 +107,7 @@ admin_router = Router(
         refresh_recommended,
         replay_request,
         request_detail,
+        request_why,
         request_outcomes,
         requests,
         resume,

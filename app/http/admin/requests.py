@@ -11,6 +11,7 @@ from msgspec import Struct
 from ...errors import ApiError
 from ...inspect.detail import RequestDetail, detail_of
 from ...inspect.replay import Replayed, replay
+from ...inspect.why import RequestTime, request_time
 from ...services import Services
 from ...store.record import RecordFilter, RequestRecord, StoreError
 from ...store.stored_answers import Kind
@@ -66,6 +67,11 @@ async def readable(services: Services, want: RecordFilter) -> tuple[list[tuple[i
 @get("/requests/{request_id:str}", name="admin_request")
 async def request_detail(request: Request[Any, Any, State], request_id: FromPath[str]) -> RequestDetail:
     return await detail_of(request.app.state.control, identity_of(request), request_id)
+
+
+@get("/requests/{request_id:str}/why", name="admin_why")
+async def request_why(request: Request[Any, Any, State], request_id: FromPath[str]) -> RequestTime:
+    return await request_time(request.app.state.services, request_id)
 
 
 @post("/requests/{request_id:str}/cancel", status_code=200, sync_to_thread=False, name="admin_cancel")

@@ -21,7 +21,7 @@ def add(engine: Engine, entries: Sequence[Entry]) -> None:
     with engine.begin() as connection:
         connection.execute(insert(RequestRow), [asdict(record) for record, _, _ in entries])
         # SQLite gives each row the number after the largest one.
-        last = connection.execute(select(func.max(RequestRow.seq))).scalar_one()
+        last = connection.execute(select(func.max(RequestRow.seq))).scalar_one() or 0
         contents, kept = list[dict[str, Any]](), list[dict[str, Any]]()
         for seq, (record, content, times) in enumerate(entries, last - len(entries) + 1):
             if content is not None:

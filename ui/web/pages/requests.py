@@ -19,6 +19,7 @@ from llmbox.app.http.auth.credentials import identity_of
 from llmbox.app.http.server.sse import while_connected
 from llmbox.app.inspect.detail import detail_of
 from llmbox.app.inspect.replay import replay
+from llmbox.app.inspect.why import times_of_record
 from llmbox.app.store.record import RecordFilter, RecordOrder, RecordTotals, RequestRecord
 from llmbox.app.store.usage import known_names, totals_of
 
@@ -160,6 +161,7 @@ async def request_page(request: PanelRequest, request_id: FromPath[str]) -> Resp
         help=HELP.get(record.error_code) if record else None,
         remedies=remedies(panel, record) if record else [],
         phases=_phases(record) if record else [],
+        times=await times_of_record(panel.services, record) if record else None,
         params=json.loads(record.params) if record else {},
     )
 
