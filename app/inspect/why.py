@@ -1,6 +1,6 @@
 """Where the time of a finished request went, in rows that add up to it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -151,7 +151,10 @@ def _share(
 
 async def times_of_record(services: Services, record: RequestRecord) -> RequestTime | None:
     """Return the times of a request of the log; None where none are kept."""
-    kept = await services.request_log.get_times(record.id)
+    return _times(record, await services.request_log.get_times(record.id))
+
+
+def _times(record: RequestRecord, kept: Sequence[bytes]) -> RequestTime | None:
     last = decode_sequence(kept[-1]) if kept else None
     if last is None:
         return None
@@ -173,10 +176,11 @@ async def request_time(services: Services, request_id: str) -> RequestTime:
             "request_in_flight",
             "request_id",
         )
+    kept = await services.request_log.get_times(request_id)  # first: it waits for rows that are being written
     record = await services.request_log.get(request_id)
     if record is None:
         raise ApiError(404, f"No request {request_id!r} is known.", "request_not_found", "request_id")
-    times = await times_of_record(services, record)
+    times = _times(record, kept)
     if times is None:
         raise ApiError(
             404, f"No times of {request_id!r} are kept: {_reason(record)}.", "times_not_kept", "request_id"

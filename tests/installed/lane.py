@@ -313,6 +313,7 @@ def test_the_request_log(box: InstalledBox):
     box.run("requests", "replay", one)
     box.run("requests", "cancel", "nothing", code=4)
     box.run("requests", "stored")
+    box.run("why", one)
     box.run("requests", "purge", "--yes")
     for command in ("check", "backup", "vacuum"):
         box.run("db", command)

@@ -161,3 +161,20 @@ def test_the_byte_cap_drops_the_oldest(tmp_path, monkeypatch):
     assert high == 1500
     assert low > 500
     assert log.path.stat().st_size < 400_000
+
+
+async def test_times_are_kept_with_their_row_and_go_with_it(log):
+    log.write(record(1), None, [b"one", b"two"])
+    log.write(record(2))
+    log.write(record(3, created=9e9), None, [b"late row"])
+    assert await log.get_times("req-1") == [b"one", b"two"]
+    assert await log.get_times("req-2") == await log.get_times("nobody") == []
+    log.write_times(record(2), [b"followed"])
+    log.write_times(record(9), [b"of no row"])
+    assert await log.get_times("req-2") == [b"followed"]
+    await log.purge(8e9)
+    assert await log.get_times("req-1") == await log.get_times("req-2") == []
+    assert await log.get_times("req-3") == [b"late row"]
+    with sqlite3.connect(log.path) as file:
+        assert file.execute("SELECT count(*) FROM sequence_times").fetchone() == (1,)
+    assert b"followed" not in log.path.read_bytes()

@@ -235,3 +235,27 @@ def test_stored_answers_are_counted_and_go_with_a_purge_or_their_key(place: Plac
     assert place.box.run("key", "rm", "keeper", "--yes").code == 0
     assert stored() == []
     assert place.box.run("requests", "stored").err == "Nothing is stored.\n"
+
+
+def test_why_splits_the_time_of_a_request(place: Place):
+    answer = place.ask("")
+    told = place.box.run("why", answer["id"], "--json").json
+    assert told["schema"] == "llmbox.why/1"
+    assert sum(row["seconds"] for row in told["rows"]) == pytest.approx(told["total_s"], rel=0.02)
+    shown = place.box.run("why")
+    assert answer["id"] in shown.out
+    assert "In the engine, which told no times" in shown.out  # the fake engine has no ledger
+
+
+def test_why_says_what_is_missing(place: Place):
+    unknown = place.box.run("why", "cmpl-nobody")
+    assert unknown.code == Exit.NOT_FOUND
+    assert "No request 'cmpl-nobody' is known" in unknown.err
+    httpx.post(
+        f"{place.url}/v1/completions",
+        json={"model": "nope", "prompt": "hello"},
+        headers={"X-Request-Id": "refused-1"},
+    )
+    until(lambda: "refused-1" in place.box.run("requests", "-q").out)
+    refused = place.box.run("why", "refused-1")
+    assert "it was refused before it reached an engine" in refused.err

@@ -31,6 +31,8 @@ def test_a_replay_works_without_scripts(panel, signed_in):
     ).json()
     until(lambda: answer["id"] in {row["id"] for row in panel.box.api("requests")["requests"]})
     page = signed_in.get(f"/admin/requests/{answer['id']}").text
+    assert "Where its time went" in page
+    assert re.search(r'<rect class="engine" x="0.00" width="[0-9.]+" height="4"/>', page)
     token = re.search(r'name="csrf_token" value="([^"]+)"', page)
     assert token is not None
     path = f"/admin/requests/{answer['id']}/replay"

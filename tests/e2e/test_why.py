@@ -1,0 +1,73 @@
+"""Where the time of requests went, of a real engine: what the client measured, without a rest."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from llmbox.app.inspect.why import request_time
+from llmbox.engine.ipc.spawn import Launch
+from support.cli_box import PATIENCE, until
+from support.openai_server import serving
+from support.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("why")
+    model = make_tiny_model(folder / "model", arch="llama")
+    with serving(folder / "data", Launch()) as server:
+        server.load(model, "tiny", device="cpu", threads=1, memory_bytes=256 << 20)
+        yield server
+
+
+def ask(server, words=8, **options):
+    """The answer's id and the seconds that it took."""
+    body = {"model": "tiny", "prompt": "fox " * words, "max_tokens": 32, "ignore_eos": True, **options}
+    began = time.monotonic()
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE).json()
+    return answer["id"], time.monotonic() - began
+
+
+def why(server, request_id):
+    return server.call(request_time(server.services, request_id))
+
+
+def assert_adds_up(told):
+    rows = [row.seconds for row in told.rows if row.name != "other"]
+    assert sum(rows) == pytest.approx(told.total_s, rel=0.02)
+    assert min(rows) >= 0
+
+
+def test_requests_that_shared_steps(server):
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask, server, words) for words in (8, 16, 32, 64)]
+        answers = [each.result() for each in asked]
+    for request_id, measured in answers:
+        told = why(server, request_id)
+        names = {row.name for row in told.rows}
+        assert {"sending", "queued", "prefill_own", "decode_own", "between", "delivery"} <= names
+        assert "unsplit" not in names
+        assert told.total_s <= measured
+        assert_adds_up(told)
+
+
+def test_choices_are_sequences_of_one_request(server):
+    request_id, _ = ask(server, n=3)
+    told = why(server, request_id)
+    assert told.sequences == 3
+    assert_adds_up(told)
+
+
+def test_a_client_that_left(server):
+    body = {"model": "tiny", "prompt": "fox", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as stream:
+        first = next(line for line in stream.iter_lines() if line.startswith("data: "))
+    request_id = first.split('"id":"')[1].split('"')[0]
+    until(lambda: server.call(server.services.request_log.get_times(request_id)))
+    told = why(server, request_id)
+    names = {row.name for row in told.rows}
+    assert "prefill_own" in names
+    assert "unsplit" not in names, "the engine told its times after the abort"
+    assert_adds_up(told)
