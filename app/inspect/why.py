@@ -1,4 +1,4 @@
-"""Where the time of a finished request went, in rows that add up to it."""
+"""Split of a finished request's time, in rows that add up to it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
