@@ -178,10 +178,12 @@ class EventStream:
     async def _wait_for_room(self) -> None:
         full_at = self._loop.time()
         self._room = self._loop.create_future()
-        await self._room
-        if self._clock is not None:
-            now = self._loop.time()
-            self._clock.stalls.append((now, now - full_at))
+        try:
+            await self._room
+        finally:  # also where the client leaves without having read
+            if self._clock is not None:
+                now = self._loop.time()
+                self._clock.stalls.append((now, now - full_at))
 
     async def _watch(self, receive: Receive, pump: asyncio.Task[None]) -> None:
         await until_disconnect(receive)

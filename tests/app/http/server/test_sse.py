@@ -8,7 +8,9 @@ import pytest
 from litestar import get
 
 from llmbox.app.errors import ApiError
+from llmbox.app.gateway.request_times import ExchangeClock
 from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server.request import CLOCK
 from llmbox.app.http.server.sse import COMMENT, DONE, EventStream, EventStreamResponse, SseOptions, data_event
 from llmbox.app.lifecycle.drain import Drain
 from support.http_app import client, make_app
@@ -21,7 +23,7 @@ class Connection:
     """Collects what is sent; `leave` is the client closing; `gate` closed is a client that does not read."""
 
     def __init__(self, drain: Drain | None = None) -> None:
-        self.scope = {"type": "http", "state": {"drain": drain}}
+        self.scope: dict[str, Any] = {"type": "http", "state": {"drain": drain}}
         self.sent: list[Any] = []
         self.left = asyncio.Event()
         self.gate = asyncio.Event()
@@ -194,6 +196,25 @@ async def test_a_reader_that_does_not_read_stops_the_source() -> None:
     connection.gate.set()
     await task
     assert connection.text == b"x" * 100_000 + DONE
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_waits_for_a_reader_are_timed(leaves: bool) -> None:
+    connection, source = Connection(), Source()
+    clock = connection.scope["state"][CLOCK] = ExchangeClock()
+    connection.gate.clear()
+    task = connection.start(source.events())
+    for _ in range(20):
+        source.queue.put_nowait(b"x" * 100)
+    source.queue.put_nowait(None)
+    await settle()
+    assert not clock.stalls
+    (connection.left if leaves else connection.gate).set()
+    await settle()
+    connection.gate.set()
+    await task
+    assert clock.stalls
+    assert all(0 < seconds <= end - clock.began for end, seconds in clock.stalls)
 
 
 async def test_cancelling_passes_through_and_closes_the_source() -> None:
