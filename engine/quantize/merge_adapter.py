@@ -8,7 +8,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from llmbox.kernels.reference import REFERENCE
 from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name, read_adapter
 from ..checkpoint.files import read_json
 from ..checkpoint.index import list_tensors
-from ..checkpoint.safetensors import TensorEntry, shown
-from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES
+from ..checkpoint.safetensors import TensorEntry
+from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES, split_stack
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
@@ -38,13 +38,16 @@ from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
 from ..weights.adapter_weights import AdapterReader
 from ..weights.adapters import EMBEDDING, HEAD, AdapterLayers, unknown_module, wrong_base
+from ..weights.expert_adapters import ExpertAdditions
 from ..weights.source import WeightRequest
 from .quantize import DISK_RESERVE, copy_side_files
 
 WIDE = torch.float32
 Progress = Callable[[int, int], None]
-StackParts = Callable[[str], Mapping[str, tuple[int, int]]]
-"""Function from the name of a stored stack to (first row, rows) of its linears."""
+Stacks = Mapping[str, tuple[Sequence[str], bool]]
+"""Linears of all experts of a layer that the base may store as one tensor, by its name, and whether they are
+transposed there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def check_adapter(base: Path, folder: Path) -> AdapterReport:
     config = parse_config(base)
     if config.is_bidirectional:
         raise AdapterError(f"{base} makes vectors from both directions: adapters of it are not applied")
-    _adapted_layers(config).match(adapter)
+    _adapted_layers(config)[0].match(adapter)
     reader = AdapterReader(WIDE)  # each number is finite: of several ranks some read only their layers
     for target in adapter.targets.values():
         reader.read(target.a)
@@ -72,11 +75,12 @@ def check_adapter(base: Path, folder: Path) -> AdapterReport:
     return _report(adapter)
 
 
-def _adapted_layers(config: ModelConfig) -> AdapterLayers:
-    model = build_model(config, ShapeSource())
+def _adapted_layers(config: ModelConfig) -> tuple[AdapterLayers, Stacks]:
+    source = ShapeSource()
+    model = build_model(config, source)
     assert isinstance(model, Decoder)
     assert model.adapters is not None
-    return model.adapters
+    return model.adapters, source.stacks
 
 
 def merge(base: Path, folder: Path, out: Path, progress: Progress) -> AdapterReport:
@@ -92,8 +96,8 @@ def merge(base: Path, folder: Path, out: Path, progress: Progress) -> AdapterRep
     entries = list_tensors(base)
     total = sum(entry.nbytes for entry in entries.values())
     require_free_space(out, total + adapter.nbytes + DISK_RESERVE)
-    parts_of = (lambda _: {}) if config.is_bidirectional else _adapted_layers(config).parts_of
-    merger = _Merger(adapter, entries, parts_of, tied=config.tie_word_embeddings)
+    layers, stacks = (None, {}) if config.is_bidirectional else _adapted_layers(config)
+    merger = _Merger(adapter, entries, layers, stacks, tied=config.tie_word_embeddings)
     with atomic_directory(out) as part:
         shards, done = ShardWriter(part), 0
         for name, entry in entries.items():
@@ -124,6 +128,9 @@ class ShapeSource:
     device = torch.device("meta")
     rank: TensorParallel = SINGLE
 
+    def __init__(self) -> None:
+        self.stacks: dict[str, tuple[Sequence[str], bool]] = {}
+
     def vector(self, name: str, size: int) -> Tensor:  # noqa: ARG002
         return torch.empty(size, device=self.device)
 
@@ -134,7 +141,9 @@ class ShapeSource:
         return asked
 
     def split(self, *_: object, **__: object) -> None: ...
-    def split_experts(self, *_: object, **__: object) -> None: ...
+    def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
+        self.stacks[plain_name(name)] = parts, transposed
+
     def skip(self, *_: object) -> None: ...
     def finish(self) -> None: ...
 
@@ -143,10 +152,17 @@ class _Merger:
     """Adds an adapter to the tensors of a checkpoint, one at a time."""
 
     def __init__(
-        self, adapter: Adapter, entries: Mapping[str, TensorEntry], parts_of: StackParts, *, tied: bool
+        self,
+        adapter: Adapter,
+        entries: Mapping[str, TensorEntry],
+        layers: AdapterLayers | None,
+        stacks: Stacks,
+        *,
+        tied: bool,
     ) -> None:
         self._adapter = adapter
-        self._parts_of = parts_of
+        self._layers, self._stacks = layers, stacks
+        self._experts = ExpertAdditions(layers.claimed_experts(adapter).values() if layers else ())
         self._left = set(adapter.targets) | set(adapter.saved)
         changed = {HEAD, EMBEDDING} & self._left
         self.is_untied = tied and bool(changed)
@@ -158,58 +174,64 @@ class _Merger:
         dtype = (ROUNDED_DTYPES | DTYPES)[entry.dtype]
         stored = AdapterReader(dtype).read(entry)
         module = plain_name(_module(name))
-        if not name.endswith(".weight") or entry.dtype not in DTYPES:
+        if entry.dtype not in DTYPES:
             return {name: stored}
-        tensors = {name: self._changed(module, entry, stored)}
+        if (stack := self._stacks.get(module)) is not None:
+            return {name: self._changed_stack(entry, stored, *stack)}
+        if not name.endswith(".weight"):
+            return {name: stored}
+        tensors = {name: self._changed(module, stored)}
         if module == EMBEDDING and self.is_untied and not self._has_head:
             head = f"{HEAD}.weight"
-            tensors[head] = self._changed(HEAD, entry, stored).clone()
+            tensors[head] = self._changed(HEAD, stored).clone()
         return tensors
 
-    def _changed(self, module: str, entry: TensorEntry, weight_OI: Tensor) -> Tensor:
+    def _changed_stack(
+        self, entry: TensorEntry, stored: Tensor, parts: Sequence[str], transposed: bool
+    ) -> Tensor:
+        """Change the linears of a tensor that holds those of all experts."""
+        split_stack(entry, parts, transposed=transposed)  # raises where there are not so many
+        for number, name in enumerate(parts):
+            weight_OI = stored[number].T if transposed else stored[number]
+            weight_OI.copy_(self._changed(plain_name(name), weight_OI))
+        return stored
+
+    def _changed(self, module: str, weight_OI: Tensor) -> Tensor:
+        shape = tuple(weight_OI.shape)
         if (saved := self._adapter.saved.get(module)) is not None:
             self._left.discard(module)
-            if saved.shape != entry.shape:
-                raise wrong_base(module, saved, saved.shape, entry.shape)
+            if saved.shape != shape:
+                raise wrong_base(module, saved, saved.shape, shape)
             weight_OI = AdapterReader(weight_OI.dtype).read(saved)
         if (target := self._adapter.targets.get(module)) is not None:
             self._left.discard(module)
-            if target.shape != entry.shape:
-                wrong = target.a if target.shape[1:] != entry.shape[1:] else target.b
-                raise wrong_base(module, wrong, target.shape, entry.shape)
+            if target.shape != shape:
+                wrong = target.a if target.shape[1:] != shape[1:] else target.b
+                raise wrong_base(module, wrong, target.shape, shape)
             weight_OI = _added(weight_OI, target)
-        return self._changed_parts(module, entry, weight_OI)
+        if (target := self._experts.target_of(module)) is not None:
+            self._left.discard(target.name)
+            addition_OI = self._experts.addition(module)
+            if addition_OI.shape != shape:
+                raise wrong_base(module, target.b, addition_OI.shape, shape)
+            weight_OI = _rounded(weight_OI.to(WIDE) + addition_OI, weight_OI, target)
+        return self._changed_parts(module, weight_OI)
 
-    def _changed_parts(self, module: str, entry: TensorEntry, weight_OI: Tensor) -> Tensor:
+    def _changed_parts(self, module: str, weight_OI: Tensor) -> Tensor:
         """Add what the adapter has for single linears of a stack that the base stores as one tensor."""
-        parts = {part: rows for part, rows in self._parts_of(module).items() if part in self._left}
+        parts = self._layers.parts_of(module) if self._layers else {}
         for part, (first, rows) in parts.items():
-            if (target := self._adapter.targets.get(part)) is None:
-                continue  # saved whole: `finish` refuses it
-            self._left.discard(part)
-            if target.shape != (rows, entry.shape[1]) or first + rows > entry.shape[0]:
-                raise wrong_base(part, target.b, target.shape, (rows, entry.shape[1]))
-            weight_OI = weight_OI.clone()
-            weight_OI[first : first + rows] = _added(weight_OI[first : first + rows], target)
+            if part in self._adapter.targets or self._experts.target_of(part) is not None:
+                weight_OI = weight_OI.clone()
+                rows_OI = weight_OI[first : first + rows]
+                rows_OI.copy_(self._changed(part, rows_OI))
         return weight_OI
 
     def finish(self) -> None:
         """Raise AdapterError for a tensor that has no place in the base."""
         for name in sorted(self._left):
             target = self._adapter.targets.get(name)
-            entry = self._adapter.saved[name] if target is None else target.b
-            if target is not None and target.parameters:
-                raise AdapterError(
-                    f"{entry.file}: tensor {shown(entry.name)}: it adapts all experts of a layer, and such "
-                    "adapters are not merged: `llmbox lora add` applies them beside the model"
-                )
-            if ".experts." in name:
-                raise AdapterError(
-                    f"{entry.file}: tensor {shown(entry.name)}: the base stores all experts of a layer as "
-                    "one tensor, or has no such expert: adapters of single experts are merged where each has "
-                    "a tensor"
-                )
-            raise unknown_module(name, entry)
+            raise unknown_module(name, self._adapter.saved[name] if target is None else target.b)
 
 
 def _added(weight_OI: Tensor, target: AdapterTarget) -> Tensor:
@@ -218,9 +240,15 @@ def _added(weight_OI: Tensor, target: AdapterTarget) -> Tensor:
     if target.magnitude is not None:
         lengths_O = torch.linalg.vector_norm(sum_OI, dim=1)
         sum_OI *= (reader.read(target.magnitude).flatten() / lengths_O).unsqueeze(1)
-    if not math.isfinite(float(sum_OI.abs().max())):
+    return _rounded(sum_OI, weight_OI, target)
+
+
+def _rounded(sum_OI: Tensor, weight_OI: Tensor, target: AdapterTarget) -> Tensor:
+    """Return a sum in the dtype of the weights. Raises AdapterError."""
+    changed_OI = sum_OI.to(weight_OI.dtype)
+    if not math.isfinite(float(changed_OI.abs().max())):
         raise AdapterError(f"{target.b.file}: {target.name} would hold numbers that are not finite")
-    return sum_OI.to(weight_OI.dtype)
+    return changed_OI
 
 
 def _module(name: str) -> str:

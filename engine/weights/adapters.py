@@ -192,15 +192,7 @@ class AdapterLayers:
                 f"{adapter.directory} is a DoRA adapter, whose magnitudes need the base's own weights: "
                 f"{MERGE_FIRST}"
             )
-        claimed: set[int] = set()
-        for target in adapter.targets.values():
-            for stack in self._stacks_adapted(target):
-                if id(stack) in claimed:
-                    raise AdapterError(
-                        f"{target.a.file}: tensor {shown(target.a.name)}: another tensor adapts the same "
-                        "experts"
-                    )
-                claimed.add(id(stack))
+        claimed = self.claimed_experts(adapter)
         for target in adapter.targets.values():
             if target.parameters:
                 continue
@@ -213,6 +205,19 @@ class AdapterLayers:
                     )
         for name, entry in adapter.saved.items():
             self._saved(name, entry)
+
+    def claimed_experts(self, adapter: Adapter) -> dict[int, tuple[ExpertStack, AdapterTarget]]:
+        """Return the stacks of which a target adapts all experts, by id. Raises AdapterError."""
+        claimed: dict[int, tuple[ExpertStack, AdapterTarget]] = {}
+        for target in adapter.targets.values():
+            for stack in self._stacks_adapted(target):
+                if id(stack) in claimed:
+                    raise AdapterError(
+                        f"{target.a.file}: tensor {shown(target.a.name)}: another tensor adapts the same "
+                        "experts"
+                    )
+                claimed[id(stack)] = stack, target
+        return claimed
 
     def load(self, slot: int, adapter: Adapter, dtype: torch.dtype) -> int:
         """Read an adapter into a free slot. Returns its bytes. Raises AdapterError, with the slot free."""
@@ -358,7 +363,7 @@ class AdapterLayers:
         if self._lora.load_experts is None and ".experts." in f"{name}.":
             return AdapterError(
                 f"{where}: adapters of experts are applied on a CPU alone: load the model with --device cpu, "
-                f"or leave experts out of the adapter; where each expert has a tensor, {MERGE_FIRST}"
+                f"or leave experts out of the adapter; {MERGE_FIRST}"
             )
         if name in self._fixed:
             return AdapterError(

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from llmbox.kernels.lora import ExpertLora, LoraPiece, LoraSite, LoraWeights
 from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import PackedLinear
 
-from ..checkpoint.adapter import AdapterError, AdapterTarget
+from ..checkpoint.adapter import AdapterError, AdapterTarget, plain_name
 from ..checkpoint.safetensors import shown
 from .adapter_weights import AdaptedLinear, AdapterReader, AdapterShare, cut, weights_of
 from .source import WeightRequest
@@ -105,3 +106,34 @@ class AdaptedExperts:
                 "base"
             )
         return stack
+
+
+class ExpertAdditions:
+    """What adapters of all experts of a layer add to the linears of single ones, by the linear's name."""
+
+    def __init__(self, claimed: Iterable[tuple[ExpertStack, AdapterTarget]]) -> None:
+        self._places: dict[str, tuple[AdapterTarget, ExpertStack, int, slice]] = {}
+        self._read: dict[str, tuple[Tensor, Tensor]] = {}
+        for stack, target in claimed:
+            for number, linear in enumerate(stack.linears):
+                first = 0
+                for name, rows in linear.asked.outputs.items():
+                    place = target, stack, number, slice(first, first + rows.total)
+                    self._places[plain_name(name)] = place
+                    first += rows.total
+
+    def target_of(self, name: str) -> AdapterTarget | None:
+        return self._places[name][0] if name in self._places else None
+
+    def addition(self, name: str) -> Tensor:
+        """Return what is added to a linear, in float32. Raises AdapterError."""
+        target, stack, number, rows = self._places[name]
+        if target.name not in self._read:
+            if len(self._read) > 1:  # those of one layer are asked for by turns
+                self._read.clear()
+            reader = AdapterReader(torch.float32)
+            self._read[target.name] = reader.read(target.a), reader.read(target.b)
+        a_XrI, b_OrX = self._read[target.name]
+        rank, scale = target.parameters[stack.parameter]
+        count = len(stack.linears)
+        return scale * (b_OrX.view(-1, rank, count)[rows, :, number] @ a_XrI.view(count, rank, -1)[number])

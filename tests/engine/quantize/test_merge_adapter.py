@@ -1,5 +1,6 @@
 """Merged models beside PEFT, and the check of an adapter that loading makes too."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.real_engines import ask, hf_model, hf_tokens, load, tokens
 from support.tiny_models import make_tiny_model
 
 PROMPT = [5, 9, 77, 31, 200, 4]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def merged(base: Path, folder: Path, out: Path) -> Path:
@@ -65,11 +67,66 @@ def test_linears_of_a_stored_stack_are_merged_apart(tmp_path: Path) -> None:
         torch.testing.assert_close(out[f"{stack}.weight"], expected)
 
 
-def test_single_experts_of_a_stack_are_refused_by_their_reason(tmp_path: Path) -> None:
-    base = make_tiny_model(tmp_path / "base", arch="qwen3", tokenizer=False)
-    folder = write_adapter(tmp_path / "a", plain_tensors(name="model.layers.0.mlp.experts.0.up_proj"))
-    with pytest.raises(AdapterError, match="all experts of a layer as one tensor"):
-        merged(base, folder, tmp_path / "out")
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_all_experts_of_a_layer_are_merged_as_by_peft(tmp_path: Path, arch: str) -> None:
+    """A tensor for each expert, and of all: transposed, with gates and ups that alternate."""
+    base = make_tiny_model(tmp_path / "base", arch=arch, tokenizer=False)
+    kind: dict[str, Any] = {"r": 3, "target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    peft = make_adapter(hf_model(base), tmp_path / "a", rank_pattern={EXPERTS[1]: 2}, **kind)
+    out = merged(base, tmp_path / "a", tmp_path / "out")
+    expected, found = peft.merge_and_unload().state_dict(), hf_model(out).state_dict()
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(
+            found[name], weight, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    changed = [
+        name for name, weight in hf_model(base).state_dict().items() if not torch.equal(weight, found[name])
+    ]
+    assert any(name.endswith("gate_up_proj") for name in changed)
+    assert any(name.endswith("down_proj") for name in changed)
+    stored = load_file(base / "model.safetensors")
+    shapes = {name: weight.shape for name, weight in load_file(out / "model.safetensors").items()}
+    assert shapes == {name: weight.shape for name, weight in stored.items()}
+
+
+@pytest.mark.parametrize(
+    ("arch", "part", "stack", "outputs", "columns"),
+    [
+        ("llama4_text", "feed_forward.experts.2.up_proj", "gate_up_proj", 32, slice(32, 64)),
+        ("gpt_oss", "mlp.experts.2.gate_up_proj", "gate_up_proj", 192, slice(0, 192)),
+    ],
+)
+def test_single_experts_of_a_stored_stack_are_merged(
+    tmp_path: Path, arch: str, part: str, stack: str, outputs: int, columns: slice
+) -> None:
+    base = make_tiny_model(tmp_path / "base", arch=arch, tokenizer=False)
+    part = f"model.layers.1.{part}"
+    tensors = plain_tensors(name=part, outputs=outputs)
+    folder = write_adapter(tmp_path / "a", tensors)
+    out = merged(base, folder, tmp_path / "out")
+    name = f"{part.partition('.2.')[0]}.{stack}"
+    a, b = (tensors[f"base_model.model.{part}.lora_{side}.weight"] for side in "AB")
+    expected = load_file(base / "model.safetensors")
+    expected[name][2][:, columns] += 2 * (b @ a).T
+    for each, weight in load_file(out / "model.safetensors").items():
+        torch.testing.assert_close(weight, expected[each])
+    beside = replace(ask("r", PROMPT, 8), adapter=str(folder))
+    assert tokens(load(out, dtype="float32"), [ask("r", PROMPT, 8)]) == tokens(
+        load(base, dtype="float32"), [beside]
+    )
+
+
+def test_experts_that_the_base_does_not_have(tmp_path: Path) -> None:
+    base = make_tiny_model(tmp_path / "base", arch="gpt_oss", tokenizer=False)
+    name = "model.layers.0.mlp.experts"
+    unknown = write_adapter(tmp_path / "a", plain_tensors(name=f"{name}.4.down_proj", inputs=96))
+    with pytest.raises(AdapterError, match=r"no linear model.layers.0.mlp.experts.4.down_proj"):
+        merged(base, unknown, tmp_path / "out")
+    tensors = plain_tensors(96, 64, 4 * 5, name)
+    more = write_adapter(tmp_path / "b", tensors, target_parameters=EXPERTS)
+    with pytest.raises(AdapterError, match=r"20 ranks of all experts, and 4 experts of rank 4 have 16"):
+        merged(base, more, tmp_path / "out")
 
 
 def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:

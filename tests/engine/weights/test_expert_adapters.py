@@ -12,7 +12,7 @@ from llmbox.engine.core.adapter_slots import AdapterSlots
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model.registry import build_model
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.quantize.merge_adapter import ShapeSource, check_adapter, merge
+from llmbox.engine.quantize.merge_adapter import ShapeSource, check_adapter
 from llmbox.engine.weights.adapters import AdapterLayers
 from llmbox.kernels.reference import REFERENCE
 from support.adapters import make_adapter, plain_tensors, write_adapter
@@ -188,17 +188,14 @@ def test_kernels_without_adapters_of_experts_refuse_them(
     model.adapters.match(read_adapter(tmp_path / "router"))
 
 
-def test_all_experts_are_checked_and_not_merged(qwen: Path, three: list[Path], tmp_path: Path) -> None:
+def test_adapters_of_all_experts_are_checked_before_a_request(qwen: Path, three: list[Path]) -> None:
     assert check_adapter(qwen, three[1]).rank == 3
-    with pytest.raises(AdapterError, match=r"all experts of a layer, .* not merged: `llmbox lora add`"):
-        merge(qwen, three[1], tmp_path / "out", lambda _done, _total: None)
-    assert not (tmp_path / "out").exists()
 
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.mark.parametrize("arch", ["gpt_oss", *map(nightly, ("llama4_text", "qwen2_moe", "deepseek_v3"))])
+@pytest.mark.parametrize("arch", ["gpt_oss", *map(nightly, ("qwen2_moe", "deepseek_v3"))])
 def test_experts_of_other_architectures(tmp_path: Path, arch: str) -> None:
     """Gates and ups that alternate, inputs that are scaled, corrected choices."""
     model = make_tiny_model(tmp_path / "base", arch=arch, tokenizer=False)
@@ -208,3 +205,12 @@ def test_experts_of_other_architectures(tmp_path: Path, arch: str) -> None:
     asked = [adapted(tmp_path / "a", ask("with", PROMPT, NEW)), ask("without", PROMPT, NEW)]
     found = tokens(load(model, dtype="float32"), asked)
     assert found["with"] == hf_tokens(peft, PROMPT, NEW) != found["without"]
+
+
+def test_all_experts_of_llama4_are_refused(tmp_path: Path) -> None:
+    """PEFT takes the inputs of its experts for outputs."""
+    model = make_tiny_model(tmp_path / "base", arch="llama4_text", tokenizer=False)
+    kind: dict[str, Any] = {"r": 4, "target_modules": [], "target_parameters": EXPERTS[1:]}
+    make_adapter(hf_model(model), tmp_path / "a", **kind)
+    with pytest.raises(AdapterError, match=r"it adapts a .*experts of 32 x 64"):
+        check_adapter(model, tmp_path / "a")
