@@ -1,10 +1,23 @@
 """Names of the gate activations. Torch-free, as reading config.json needs them."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2", "xielu"]
 """x / (1 + e^-x), or x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. The third is gpt-oss's: with
 g = min(gate, 7) and u between -7 and 7, activation(gate) * up is g / (1 + e^(-1.702 g)) * (u + 1). The
-last is max(x, 0)^2, of an MLP without a gate."""
-UNGATED: frozenset[Activation] = frozenset({"relu2"})
+last two are of MLPs without a gate: max(x, 0)^2, and `XIELU`."""
+UNGATED: frozenset[Activation] = frozenset({"relu2", "xielu"})
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
+class XIELU(NamedTuple):
+    """xIELU of one layer, with its learned numbers. For x > 0 it is alpha_p x^2 + beta x, else
+    alpha_n (e^min(x, eps) - 1 - x) + beta x.
+
+    Huang and Schlag, "Deriving Activation Functions Using Integration", 2024.
+    """
+
+    alpha_p: float
+    alpha_n: float
+    beta: float
+    eps: float

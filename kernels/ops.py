@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .activation import Activation
+from .activation import XIELU, Activation
 from .altup import AltUpOps
 from .lora import ExpertAdapters, LoraOps
 from .op_types import BatchLayout, KernelProfiler, KVShape, Mixture
@@ -192,9 +192,9 @@ class Ops:
     cos repeats its first half, sin holds (-sin, sin): x * cos + swapped halves * sin. New tensor or in place.
     """
 
-    gate_mul: Callable[[Tensor, Activation], Tensor]
+    gate_mul: Callable[[Tensor, Activation | XIELU], Tensor]
     """(gate_up_T2F, gate first; activation) -> activation(gate) * up, [T, F]. May overwrite its argument.
-    Activations of `UNGATED` take [T, F], without ups."""
+    Activations of `UNGATED` take [T, F], without ups; xIELU is given with its numbers."""
 
     softcap: Callable[[Tensor, float], Tensor]
     """(logits_RV as `logits` returns them, cap) -> cap * tanh(logits / cap), in place or a new tensor."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as torch_functional
 
-from llmbox.kernels.activation import UNGATED
+from llmbox.kernels.activation import UNGATED, XIELU, Activation
 from llmbox.kernels.op_types import Mixture, Routing
 from llmbox.kernels.ops import Ops
 
@@ -27,12 +28,14 @@ class GatedMLP:
         """Read the MLP of `inner` rows; None: those of the config's MLPs."""
         self.ops = ops
         self.rank = weights.rank
-        self.activation = config.activation
+        self.activation: Activation | XIELU = config.activation
         hidden, ffn = ShardSlice.whole(config.hidden_size), self.rank.part(inner or config.intermediate_size)
         bias = config.mlp_bias
-        names = ("up_proj",) if self.activation in UNGATED else ("gate_proj", "up_proj")
+        names = ("up_proj",) if config.activation in UNGATED else ("gate_proj", "up_proj")
         self.input = self.gate_up = weights.linear(dict.fromkeys(names, ffn), hidden, bias=bias)
         self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
+        if config.activation == "xielu":
+            self.activation = _read_xielu(weights.at("act_fn"))
         self._gate_mul = ops.before(self.down).gate_mul
         self.scales_2F: Tensor | None = None
         if config.scales.mlp is not None:
@@ -55,6 +58,19 @@ class GatedMLP:
     def _scale(self, x_TN: Tensor, by_N: Tensor) -> Tensor:
         assert self.ops.recurrent is not None
         return self.ops.recurrent.mul_add(x_TN, by_N, None)
+
+
+_XIELU_TENSORS = "alpha_p", "alpha_n", "beta", "eps"
+
+
+def _read_xielu(weights: Weights) -> XIELU:
+    """Read a layer's numbers; the alphas are stored as what softplus maps to them."""
+    alpha_p, alpha_n, beta, eps = (float(weights.floats(name, 1)) for name in _XIELU_TENSORS)
+    return XIELU(_softplus(alpha_p), beta + _softplus(alpha_n), beta, eps)
+
+
+def _softplus(x: float) -> float:
+    return float(torch_functional.softplus(torch.tensor(x)))
 
 
 class SparseMoE:

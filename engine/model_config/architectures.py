@@ -36,6 +36,7 @@ from .moe import (
 )
 from .multipliers import cohere_scales, granite_scales
 from .rope import (
+    APERTUS_ROPE,
     GPT_OSS_ROPE,
     MINISTRAL3_ROPE,
     deepseek_rope,
@@ -304,6 +305,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    "ApertusForCausalLM": Architecture(
+        model_type="apertus",
+        defaults={"rms_norm_eps": 1e-5, "rope_parameters": APERTUS_ROPE},
+        hidden_acts=("xielu",),
+        activation="xielu",
+        attention_bias=True,
+        qk_norm="heads",
+        names={
+            "input_layernorm": "attention_layernorm",
+            "post_attention_layernorm": "feedforward_layernorm",
+        },
+    ),
     "Ernie4_5ForCausalLM": _ERNIE,
     "Exaone4ForCausalLM": Architecture(
         model_type="exaone4",
@@ -325,7 +338,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """Architectures by the class name in `architectures` of config.json."""
 MISSING: dict[str, str] = {
-    "ApertusForCausalLM": "the activation xIELU",
     "DeepseekV32ForCausalLM": "attention to the tokens that an indexer selects",
     "GlmMoeDsaForCausalLM": "attention to the tokens that an indexer selects",
     "JambaForCausalLM": "layers of Mamba 1",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from llmbox.kernels.activation import UNGATED
+from llmbox.kernels.activation import UNGATED, XIELU
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -28,6 +28,7 @@ def count_parameters(config: "ModelConfig") -> int:
         mixers += sum(config.recurrent.layers) * config.recurrent.parameters(hidden)
     matrices = 2 if config.activation in UNGATED else 3
     mlp = matrices * hidden * ffn + ((matrices - 1) * ffn + hidden) * config.mlp_bias
+    mlp += len(XIELU._fields) * (config.activation == "xielu")
     tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     experts = 0 if (moe := config.experts) is None else moe.num_layers * moe.parameters(hidden)
     layers = config.num_layers * layer + mixers + config.mlp_layers * mlp

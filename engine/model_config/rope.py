@@ -73,6 +73,14 @@ class RopeConfig:
         return max_position_embeddings
 
 
+APERTUS_ROPE: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 GPT_OSS_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,

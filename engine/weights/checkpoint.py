@@ -102,7 +102,8 @@ class Checkpoint:
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         target, entry = torch.empty(shape, dtype=torch.float32, device=self.device), self.entry(name)
-        if entry.shape == (1, *shape):  # ERNIE stores some vectors as a row
+        # ERNIE stores some vectors as a row, Apertus single numbers as numbers.
+        if entry.shape == (1, *shape) or (entry.shape, shape) == ((), (1,)):
             entry = replace(entry, shape=shape)
         self.fill(entry, target, *map(ShardSlice.whole, shape))
         if self._keeper is not None:

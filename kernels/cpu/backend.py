@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..activation import UNGATED, Activation
+from ..activation import UNGATED, XIELU, Activation
 from ..lora import ExpertAdapters, LoraRows
 from ..op_types import Mixture
 from ..ops import Ops, StepInputs
@@ -230,8 +230,10 @@ class CPUBackend:
         self.recorder.submit(op, step, x_TnD)
         return x_TnD
 
-    def gate_mul(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
+    def gate_mul(self, gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
         """Multiply in place, over the gates: rows of the result are strided."""
+        if isinstance(activation, XIELU):
+            return self._xielu(gate_up_T2F, activation)
         width = gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
         op = self.library.llmbox_gate_mul_op(
             DTYPES[gate_up_T2F.dtype],
@@ -242,6 +244,13 @@ class CPUBackend:
         )
         self.recorder.submit(op, Step(rows=len(gate_up_T2F)), gate_up_T2F)
         return gate_up_T2F[:, :width]
+
+    def _xielu(self, x_TF: Tensor, numbers: XIELU) -> Tensor:
+        assert x_TF.stride(1) == 1
+        dtype, stride = DTYPES[x_TF.dtype], x_TF.stride(0)
+        op = self.library.llmbox_xielu_op(dtype, x_TF.data_ptr(), stride, x_TF.shape[1], *numbers)
+        self.recorder.submit(op, Step(rows=len(x_TF)), x_TF)
+        return x_TF
 
     def scale(self, x_TE: Tensor, factor: float) -> Tensor:
         assert x_TE.stride(1) == 1

@@ -154,6 +154,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_layer_norm_op": (P, (INT, INT, P, LONG, P, P, P, INT, FLOAT, P)),
     "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT, INT)),
     "llmbox_gate_mul_op": (P, (INT, INT, P, LONG, INT)),
+    "llmbox_xielu_op": (P, (INT, P, LONG, INT, FLOAT, FLOAT, FLOAT, FLOAT)),
     "llmbox_copy_op": (P, (INT, P, LONG, LONG, INT, INT, P, LONG, LONG)),
     "llmbox_scale_op": (P, (INT, P, LONG, INT, FLOAT)),
     "llmbox_softcap_op": (P, (P, LONG, INT, FLOAT)),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, XIELU, Activation
 
 VECTOR = 64
 """Multiple of the numbers that torch computes as one vector, in every dtype and on every processor."""
@@ -68,8 +68,10 @@ def embedding(table: ReferenceLinear, ids_T: Tensor, scale: float = 1.0) -> Tens
     return rows_TE if scale == 1.0 else rows_TE.mul_(scale)
 
 
-def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
-    """Compute activation(gate) * up, each step rounded to the model's dtype."""
+def gate_mul(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
+    """Compute activation(gate) * up, each step rounded to the model's dtype; xIELU is rounded once."""
+    if isinstance(activation, XIELU):
+        return _xielu(gate_up_T2F, activation)
     if activation == "relu2":
         return gate_up_T2F.relu().square_()
     gate, up = gate_up_T2F.chunk(2, dim=-1)
@@ -81,6 +83,15 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
         return (share * gate).mul_(up + 1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
+
+
+def _xielu(x_TF: Tensor, numbers: XIELU) -> Tensor:
+    width = x_TF.shape[-1]
+    # torch's expm1 rounds otherwise behind the last whole vector, as its sigmoid.
+    x = F.pad(x_TF.float() if x_TF.dtype != torch.float64 else x_TF, (0, -width % VECTOR))
+    positive = numbers.alpha_p * x * x
+    negative = numbers.alpha_n * (x.clamp(max=numbers.eps).expm1() - x)
+    return (torch.where(x > 0, positive, negative) + numbers.beta * x)[..., :width].to(x_TF.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, Activation
+from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation
 from .linear.quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .linear.tile_config import power_of_two, warps_for
 
@@ -15,14 +15,16 @@ WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), 
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
-def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
+def gate_mul(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
     return gate_rows(gate_up_T2F, activation, None)[0]
 
 
 def gate_rows(
-    gate_up_T2F: Tensor, activation: Activation, row_format: RowFormat | None
+    gate_up_T2F: Tensor, activation: Activation | XIELU, row_format: RowFormat | None
 ) -> tuple[Tensor, Rows8 | None]:
-    """Return activation(gate) * up, and with `row_format` the quantized rows too."""
+    """Return activation(gate) * up, and with `row_format` the quantized rows too; not of xIELU."""
+    if isinstance(activation, XIELU):
+        return _xielu(gate_up_T2F, activation), None
     rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
     assert gate_up_T2F.stride(1) == 1
     device = gate_up_T2F.device
@@ -44,6 +46,42 @@ def gate_rows(
             num_warps=warps_for(width) if whole else 8,
         )
     return out_TF, eight
+
+
+def _xielu(x_TF: Tensor, numbers: XIELU) -> Tensor:
+    assert x_TF.stride(1) == 1
+    rows, width = x_TF.shape
+    out_TF = torch.empty((rows, width), dtype=x_TF.dtype, device=x_TF.device)
+    if rows:
+        grid = (rows, triton.cdiv(width, BLOCK))
+        xielu_kernel[grid](out_TF, x_TF, x_TF.stride(0), *numbers, WIDTH=width, BLOCK=BLOCK, num_warps=8)
+    return out_TF
+
+
+@triton.jit(do_not_specialize=["alpha_p", "alpha_n", "beta", "eps"])
+def xielu_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    x_row: tl.tensor,
+    alpha_p: tl.tensor,
+    alpha_n: tl.tensor,
+    beta: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write xIELU of one tile of a row. Near zero e^m - 1 - m is a series: the difference has no digits."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    given = tl.load(x + row * x_row + column, mask=inside, other=0.0)
+    wide = given.to(tl.float32)
+    m = tl.where(wide > eps, eps, wide)  # NaN stays
+    series = 1 / 5040 + m * (1 / 40320)
+    series = 1 / 24 + m * (1 / 120 + m * (1 / 720 + m * series))
+    series = m * m * (1 / 2 + m * (1 / 6 + m * series))
+    rest = tl.where(m < -0.5, tl.exp(m) - 1.0 - m, series)
+    curved = tl.where(wide > 0.0, alpha_p * wide * wide, alpha_n * (rest + (m - wide)))
+    tl.store(out + row * WIDTH + column, (curved + beta * wide).to(given.dtype), mask=inside)
 
 
 @triton.jit

@@ -235,7 +235,7 @@ def rows(setting: Setting, dtype: torch.dtype) -> Checks:
     yield Check(name_of("add_rms_norm", dtype), distance(got, exact), limit)
     yield Check(name_of("residual", dtype), distance(residual, total), 0.0)
     gates = setting.randn(5, 2 * width, dtype=dtype)
-    for activation in get_args(Activation):
+    for activation in set(get_args(Activation)) - {"xielu"}:
         exact = REFERENCE.gate_mul(gates.double(), activation)
         yield Check(name_of(activation, dtype), distance(ops.gate_mul(gates, activation), exact), limit)
     exact = 30 * (gates.double() / 3).tanh()

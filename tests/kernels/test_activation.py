@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.activation import Activation
+from llmbox.kernels.activation import XIELU, Activation
 from llmbox.kernels.ops import Ops
 from support.numbers import DTYPES, assert_near
 
@@ -38,6 +38,21 @@ def test_squared_relu_without_ups(ops: Ops, dtype: torch.dtype) -> None:
     got = ops.gate_mul(x.clone(), "relu2")
     assert got[2, 7].isnan()
     assert_near(got[:2], x[:2].double().relu() ** 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 123), (33, 2050)])
+def test_xielu(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    numbers = XIELU(alpha_p=0.8, alpha_n=1.3, beta=0.5, eps=-1e-6)
+    x = (torch.randn(shape) * torch.logspace(-5, 1.2, shape[1])).to(dtype)
+    wide = x.double()
+    negative = numbers.alpha_n * (wide.clamp(max=numbers.eps).expm1() - wide) + 0.5 * wide
+    got = ops.gate_mul(x.clone(), numbers)
+    assert_near(got, torch.where(wide > 0, numbers.alpha_p * wide**2 + 0.5 * wide, negative))
+    for row in range(shape[0]):
+        assert torch.equal(ops.gate_mul(x[row : row + 1].clone(), numbers), got[row : row + 1])
+    x[0, 0] = torch.nan
+    assert ops.gate_mul(x, numbers)[0, 0].isnan()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

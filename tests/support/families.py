@@ -223,6 +223,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
     },
     "seed_oss": {},
+    "apertus": {"hidden_act": "xielu"},
     "ernie4_5": {"tie_word_embeddings": True, "use_bias": True},
     "hunyuan_v1_dense": {
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}

@@ -261,6 +261,40 @@ private:
     int width_;
 };
 
+// e^m - 1 - m for m <= 0: near zero by its series, where the difference would lose all digits.
+INLINE Floats expm1_minus(Floats m) {
+    Floats sum = splat(1.f / 40320);
+    for (const float factor : {1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2}) sum = multiply_add(sum, m, splat(factor));
+    return m < splat(-0.5f) ? exp_negative(m) - splat(1.f) - m : sum * m * m;
+}
+
+// xIELU (kernels/activation.py), in place. NaN stays.
+template <class T> class XieluOp : public Op {
+public:
+    OpKind kind() const override { return OpKind::ACTIVATION; }
+    XieluOp(T* x, int64_t x_stride, int width, float alpha_p, float alpha_n, float beta, float eps)
+        : x_(x), x_stride_(x_stride), width_(width), alpha_p_(alpha_p), alpha_n_(alpha_n), beta_(beta), eps_(eps) {}
+
+    void run(const Step& step, Member& member) override {
+        in_pieces(step.rows, width_, member, [&](int row, int begin, int count) {
+            T* piece = x_ + row * x_stride_ + begin;
+            const Floats most = splat(eps_);
+            for (int i = 0; i < count; i += LANES) {
+                const Floats x = load(piece + i, count - i), m = x > most ? most : x;
+                const Floats negative = splat(alpha_n_) * (expm1_minus(m) + (m - x));
+                const Floats curved = x > splat(0.f) ? splat(alpha_p_) * x * x : negative;
+                store(piece + i, multiply_add(splat(beta_), x, curved), count - i);
+            }
+        });
+    }
+
+private:
+    T* x_;
+    int64_t x_stride_;
+    int width_;
+    float alpha_p_, alpha_n_, beta_, eps_;
+};
+
 // x = x * factor, in place.
 template <class T> class ScaleOp : public Op {
 public:

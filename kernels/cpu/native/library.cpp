@@ -141,6 +141,13 @@ Op* llmbox_gate_mul_op(int dtype, int activation, void* x, int64_t x_stride, int
     });
 }
 
+Op* llmbox_xielu_op(int dtype, void* x, int64_t x_stride, int width, float alpha_p, float alpha_n, float beta, float eps) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new XieluOp<T>(static_cast<T*>(x), x_stride, width, alpha_p, alpha_n, beta, eps);
+    });
+}
+
 Op* llmbox_copy_op(int dtype, const void* x, int64_t x_stride, int64_t x_head, int heads, int width, void* out,
                    int64_t out_stride, int64_t out_head) {
     return with_type(dtype, [&]<class E>(E) -> Op* {

@@ -279,6 +279,7 @@ void check_rows(int dtype, int rows, int heads, int width) {
     if (row % 2 == 0)
         for (int activation : {SILU, GELU_TANH}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row / 2), step);
     run(llmbox_gate_mul_op(dtype, RELU2, x.data(), row, row), step);
+    run(llmbox_xielu_op(dtype, x.data(), row, row, 0.8f, 0.9f, 0.5f, -1e-6f), step);
     must_be_finite(x, "rotary and gates");
 }
 
