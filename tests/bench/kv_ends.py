@@ -9,7 +9,8 @@ keys   Key A asks prompts, key B asks these and prompts that nobody asked. Area 
        times to the first token, 0.5 where they tell nothing: A's blocks in memory, and on disk alone.
 swaps  Two models by turns, of which one fits in memory, each going on with its conversation. Seconds that
        this adds to the first token of a turn on a model that stays.
-many   Ten models by turns. Memory of the daemon and its engines, failed requests and changed answers.
+many   Ten models by turns, where two fit in memory beside the built-in one. Memory of the daemon and its
+       engines (PSS: a shared page counts once), failed requests and changed answers.
 """
 
 import argparse
@@ -160,6 +161,11 @@ def numbers(seed: int, count: int) -> list[int]:
     return [rng.randrange(1000, 50_000) for _ in range(count)]
 
 
+def small_numbers(seed: int, count: int) -> list[int]:
+    """Return token ids that the vocabulary of the built-in model has too."""
+    return [each % 1700 + 300 for each in numbers(seed, count)]
+
+
 def ends(options: argparse.Namespace, folder: Path) -> None:
     one, other = twins(options.model, folder / "data")
     kv = options.tokens * 2 + 2048
@@ -232,7 +238,7 @@ def keys(options: argparse.Namespace, folder: Path) -> None:
         return f"{wins / len(known) / len(unknown):.3f} of {len(known)} and {len(unknown)}"
 
     def prompt(number: int) -> list[int]:
-        return [each % 1700 + 300 for each in numbers(number, 1200)]
+        return small_numbers(number, 1200)
 
     def guesses(first: int, *, ask_before: bool) -> None:
         """Have B ask prompts from number `first` on, half of them prompts that A has asked."""
@@ -271,10 +277,10 @@ def swaps(options: argparse.Namespace, folder: Path) -> None:
         box.llmbox(
             "unload", models[0]
         )  # it was loaded by the owner, so requests for others would not evict it
-        chats = {name: numbers(number, 512) for number, name in enumerate(models)}
+        chats = {name: small_numbers(number, 512) for number, name in enumerate(models)}
 
         def turn(name: str) -> float:
-            chats[name] += numbers(len(chats[name]), 32)
+            chats[name] += small_numbers(len(chats[name]), 32)
             return box.ask(name, chats[name])[1]
 
         for name in chats:
@@ -299,7 +305,7 @@ def box_bytes(folder: Path, told: dict[str, object], models: list[str]) -> int:
     box.up(models[0])
     try:
         for name in models:
-            box.ask(name, numbers(0, 20), 1)
+            box.ask(name, small_numbers(0, 20), 1)
             (info,) = [each["info"] for each in box.llmbox("ps", "--json")["models"]]
             found = max(found, sum(info[part] for part in ("weights_bytes", "kv_bytes", "workspace_bytes")))
             box.llmbox("unload", name)
@@ -310,7 +316,9 @@ def box_bytes(folder: Path, told: dict[str, object], models: list[str]) -> int:
 
 def many(options: argparse.Namespace, folder: Path) -> None:
     models = twins(options.model, folder / "data", 10)
-    box = Box(folder / "data", model_ctx=1024, model_kv_tokens=4096, memory_budget=1.0)
+    told: dict[str, object] = {"model_ctx": 1024, "model_kv_tokens": 4096}
+    budget = 3.5 * box_bytes(folder / "data", told, models[:1]) / 1e9
+    box = Box(folder / "data", **told, memory_budget=budget)
     box.up()
     try:
         (daemon,) = box.pids("llmbox: daemon")
@@ -318,12 +326,12 @@ def many(options: argparse.Namespace, folder: Path) -> None:
         for number in range(options.rounds):
             name = models[number % 10]
             try:
-                text, _ = box.ask(name, numbers(number % 10, 64))
+                text, _ = box.ask(name, small_numbers(number % 10, 64))
                 failed += texts.setdefault(name, text) != text
             except (OSError, RuntimeError) as error:
                 failed += 1
                 print(error)
-            memory.append(sum(rss(pid) for pid in (daemon, *children(daemon))))
+            memory.append(sum(pss(pid) for pid in (daemon, *children(daemon))))
         half = len(memory) // 2
         print(
             f"{options.rounds} turns of ten models, {failed} failed or changed; memory of all processes ",
@@ -337,9 +345,11 @@ def many(options: argparse.Namespace, folder: Path) -> None:
         box.down()
 
 
-def rss(pid: int) -> int:
+def pss(pid: int) -> int:
+    """Return the resident bytes of a process, those shared with others divided by their number."""
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
     return 0
 
 
