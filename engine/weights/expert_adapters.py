@@ -109,7 +109,7 @@ class AdaptedExperts:
 
 
 class ExpertAdditions:
-    """What adapters of all experts of a layer add to the linears of single ones, by the linear's name."""
+    """Additions of adapters of all experts of a layer to the linears of single ones, by the linear's name."""
 
     def __init__(self, claimed: Iterable[tuple[ExpertStack, AdapterTarget]]) -> None:
         self._places: dict[str, tuple[AdapterTarget, ExpertStack, int, slice]] = {}
