@@ -54,6 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": (".admin.config:config", "Show and change settings."),
     "connect": (".admin.connect:connect", "Print the settings with which other programs use this daemon."),
     "mcp": (".admin.mcp:mcp", "Serve MCP on stdin and stdout, for assistants that manage this box."),
+    "ray": (".server.ray:ray", "Deploy a model under Ray Serve, on one box or several."),
     "service": (".server.service:service", "Run the daemon under systemd."),
     "db": (".admin.db:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
     "doctor": (".admin.doctor:doctor", "Check this machine; every finding comes with a fix."),
@@ -70,7 +71,7 @@ SECTIONS: Final = {
         *("ls", "show", "fit", "ps", "load", "unload", "pin", "unpin", "alias", "lora"),
         *("adopt", "import", "quantize", "rm", "df"),
     ),
-    "Daemon": ("status", "restart", "serve", "service", "logs", "stats", "dash"),
+    "Daemon": ("status", "restart", "serve", "service", "ray", "logs", "stats", "dash"),
     "Requests and access": ("share", "key", "connect", "mcp", "requests", "why", "batch", "bench"),
 }
 """Commands by group, in the order of `llmbox --help`. The others stand in a group at the end."""

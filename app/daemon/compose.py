@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmbox import __version__
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.spawn import Launch, SpawnedProcess
 
 from ..batches import BatchRunner
@@ -14,7 +15,7 @@ from ..config.paths import Paths
 from ..config.settings import Settings
 from ..engines.manager import EngineManager
 from ..engines.restart_policy import RestartLimits
-from ..engines.supervisor import Supervisor
+from ..engines.supervisor import Supervisor, SupervisorOptions
 from ..events import Events
 from ..gateway.gateway import Gateway
 from ..metrics.metrics import EngineReading, Metrics
@@ -38,6 +39,8 @@ class DaemonParts:
     load_text: Callable[[Path], TextModel]
     gpus: GpuReader | None = None
     """Replaces the reader of GPUs."""
+    supervise: Callable[[EngineConfig, SupervisorOptions], Supervisor] = Supervisor
+    """Makes the supervisor of a model."""
 
 
 def real_parts() -> DaemonParts:
@@ -95,6 +98,7 @@ def compose(
         on_change=changed,
         keep_spare=settings.memory.spare_engine,
         first=first,
+        supervise=parts.supervise,
     )
     metrics = Metrics(lambda: read_engines(engines), lambda: request_log.dropped)
     telemetry = Telemetry(engines, events, request_log, parts.gpus, targets=settings.usage.targets)

@@ -46,13 +46,15 @@ class EngineManager:
         on_change: Callable[[Supervisor], None] = lambda _: None,
         keep_spare: bool = False,
         first: SpawnedProcess | None = None,
+        supervise: Callable[[EngineConfig, SupervisorOptions], Supervisor] = Supervisor,
     ) -> None:
         """`on_change` is called on the loop after each change of a model's `Supervisor.state`.
 
         `first` is an engine process that was started already; `keep_spare` keeps one ready for the next model
-        or restart.
+        or restart. `supervise` makes the supervisor of a model.
         """
         self._load_text = load_text
+        self._supervise = supervise
         self._spares = PrewarmedProcess(launch or Launch(), keep=keep_spare, busy=self._busy, first=first)
         self._options = SupervisorOptions(
             spares=self._spares,
@@ -134,7 +136,7 @@ class EngineManager:
         self, config: EngineConfig, aliases: frozenset[str], *, on_request: bool
     ) -> "asyncio.Task[LoadedModel]":
         self._failures.pop(config.name, None)
-        loading = _Loading(config, aliases, Supervisor(config, self._options), on_request)
+        loading = _Loading(config, aliases, self._supervise(config, self._options), on_request)
         self._loading[config.name] = loading
         loading.task = asyncio.create_task(self._load(loading), name=f"load {config.name}")
         loading.task.add_done_callback(_retrieve)

@@ -297,6 +297,20 @@ class RequestJournal:
             stream.fail("engine_error", "The engine failed repeatedly on this request.")
         return guilty
 
+    def resend(self, request_id: str, most: int) -> None:
+        """Send one request again, whose engine is gone while those of others go on. After `most` resumes it
+        fails.
+        """
+        stream = self._open.get(request_id)
+        if stream is None or self._in_engine.pop(request_id, self) is self:
+            return
+        if stream.resumes >= most:
+            self._close(request_id)
+            stream.fail("engine_error", "The engine failed repeatedly on this request.")
+            return
+        self._interrupted.add(request_id)
+        self._send_requests([request_id])
+
     def forget_crashes(self) -> None:
         self._detector.forget()
 

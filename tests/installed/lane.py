@@ -155,6 +155,7 @@ def test_settings_keys_and_names(box: InstalledBox, models: Path):
     assert "ExecStart" in box.run("service", "install", "--user", "--print").out
     box.run("service", "status", "--user", code=3)
     box.run("service", "uninstall", "--user", code=4)
+    assert "deploy" in box.run("ray", "--help").out
     for words in (
         ["add", "one"],
         ["ls"],

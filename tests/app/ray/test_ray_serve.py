@@ -1,0 +1,138 @@
+"""A local Ray with two replicas of a tiny model: same tokens, keys, prefixes, and nothing lost."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+
+import httpx
+import psutil
+import pytest
+
+from llmbox.app.config.settings import Settings
+from llmbox.app.models.catalog import resolve
+from llmbox.app.models.load_request import ModelRequest
+from llmbox.app.models.registry import NameLookup
+from support.tiny_models import make_tiny_model
+
+ray = pytest.importorskip("ray", reason="llmbox[ray] is not installed")
+serve = pytest.importorskip("ray.serve", reason="llmbox[ray] is not installed")
+
+pytestmark = pytest.mark.slow
+GREEDY = {"model": "tiny", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    from llmbox.app.ray.deploy import Deployment, deploy
+
+    folder = tmp_path_factory.mktemp("ray")
+    model = make_tiny_model(folder / "tiny")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    options = {"model.threads": 1, "model.ctx": 256, "model.kv_tokens": 4096}
+    settings = Settings()
+    wanted = ModelRequest(resolve(str(model), os.environ, NameLookup()), None, options)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    try:
+        plan = Deployment(
+            config=wanted.config(settings.model),
+            settings=settings,
+            keys_file=folder / "keys.json",
+            replicas=2,
+            cpus=0.5,
+        )
+        deploy(plan, host="127.0.0.1", port=port, limit=120)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        patch.undo()
+
+
+async def complete(client, prompt, **more):
+    answer = await client.post("/v1/completions", json={**GREEDY, "prompt": prompt, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def stream(client, prompt, first=None):
+    """Token ids of a streamed completion. `first` is set at the first of them."""
+    ids = []
+    body = {**GREEDY, "prompt": prompt, "stream": True, "return_token_ids": True, "max_tokens": 200}
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    ids += choice.get("token_ids") or []
+                if first is not None:
+                    first.set()
+    return ids
+
+
+def client_of(url):
+    return httpx.AsyncClient(base_url=url, timeout=60)
+
+
+async def test_tokens_are_those_of_a_direct_engine(url, tmp_path):
+    from llmbox import LLM
+
+    prompts = [[5 + number, 6, 7] for number in range(8)]
+    async with client_of(url) as client:
+        answers = await asyncio.gather(
+            *(complete(client, prompt, return_token_ids=True) for prompt in prompts)
+        )
+    model = make_tiny_model(tmp_path / "tiny")
+    with LLM(str(model), threads=1, ctx=256, kv_tokens=4096) as llm:
+        direct = llm.generate(prompts, max_tokens=24, temperature=0, ignore_eos=True)
+    assert [each["choices"][0]["token_ids"] for each in answers] == [
+        each.outputs[0].token_ids for each in direct
+    ]
+
+
+async def test_a_prefix_stays_with_its_replica(url):
+    async with client_of(url) as client:
+        for start in range(20, 26):
+            front = [start + number % 7 for number in range(96)]
+            cached = []
+            for last in range(4):
+                answer = await complete(client, [*front, last], max_tokens=1)
+                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            assert cached == [0, 96, 96, 96]
+
+
+async def test_a_wrong_key_is_refused(url):
+    async with client_of(url) as client:
+        headers = {"Authorization": "Bearer sk-llmbox-wrong"}
+        answer = await client.post("/v1/completions", json={**GREEDY, "prompt": "a"}, headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_streams_of_a_killed_replica_go_on(url):
+    prompts = [[5 + number % 40, 6, 7 + number // 40] for number in range(40)]
+    async with client_of(url) as client:
+        wanted = await asyncio.gather(*(stream(client, each) for each in prompts))
+        begun = asyncio.Event()
+        tasks = [asyncio.create_task(stream(client, each, begun)) for each in prompts]
+        await begun.wait()
+        os.kill(replica_pid(), signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == wanted
+    front = serve.get_deployment_handle("front", "llmbox")
+    assert await front.resumed.remote() > 0
+
+
+def replica_pid():
+    """Pid of the process of one replica, whose engine ends with it."""
+    titles = {
+        each.pid: " ".join(each.cmdline()) for each in psutil.process_iter() if each.status() != "zombie"
+    }
+    return next(pid for pid, title in titles.items() if title.startswith("ray::ServeReplica:llmbox:engines"))
