@@ -35,12 +35,8 @@ def ray() -> None:
 @_address
 @_name
 @click.option("--replicas", type=click.IntRange(1), default=1, metavar="N", help="Replicas, or the fewest.")
-@click.option(
-    "--max-replicas", type=click.IntRange(1), default=1, metavar="N", help="Scale up to N replicas."
-)
-@click.option(
-    "--target", type=click.FloatRange(1), default=16.0, metavar="N", help="Open requests a replica."
-)
+@click.option("--max-replicas", type=click.IntRange(1), default=1, metavar="N", help="Scale up to N.")
+@click.option("--target", type=click.FloatRange(1), default=16.0, metavar="N", help="Requests a replica.")
 @click.option("--cpus", type=click.FloatRange(0), default=1.0, metavar="N", help="CPU cores of a replica.")
 @click.option("--gpus", type=click.FloatRange(0), default=0.0, metavar="N", help="GPUs of a replica.")
 @click.option("--host", default="127.0.0.1", metavar="HOST", help="Address that Serve listens on.")
