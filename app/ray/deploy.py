@@ -27,7 +27,7 @@ _MOST_AT_REPLICA: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What is deployed."""
+    """Model, settings and replicas of an application."""
 
     config: EngineConfig
     settings: Settings
