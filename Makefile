@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help up down test test-fast test-installed newcomer test-clients check format docs metrics screenshots pictures bench soak fuzz fuzz-streams nightly gpu-check gpu-compile bench-peers release clean
+.PHONY: help up down test test-fast test-installed newcomer test-clients test-ray check format docs metrics screenshots pictures bench soak fuzz fuzz-streams nightly gpu-check gpu-compile bench-peers release clean
 up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
@@ -39,6 +39,11 @@ nightly: .venv/dev ## long tests, then property tests with new examples; ROUNDS=
 # ARGS="--wheel dist/llmbox-….whl" takes a built one.
 newcomer: .venv/dev ## from a wheel and an empty home to a chat, in a terminal and a browser, timed
 	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m installed.newcomer $(ARGS)
+
+# The suite leaves these out where Ray is not installed: it takes 240 MB.
+test-ray: .venv/dev ## replicas under a real local Ray, which is installed first
+	$(BIN)/pip install --quiet --constraint packaging/constraints.txt 'ray[serve]'
+	$(BIN)/pytest tests/app/ray $(ARGS)
 
 # Other people's programs from npm against this daemon; what is not in the cache folder yet is installed there.
 test-clients: .venv/dev ## programs of other people from npm against this daemon
