@@ -83,20 +83,23 @@ def build(plan: Deployment) -> Any:
 
 def deploy(plan: Deployment, *, name: str = APPLICATION, host: str, port: int, limit: float) -> None:
     """Deploy and wait until it answers. Raises CliError after `limit` seconds."""
-    serve.start(http_options=HTTPOptions(host=host, port=port))
+    within(limit, "Ray Serve", lambda: serve.start(http_options=HTTPOptions(host=host, port=port)))
     within(limit, "the deployment", lambda: serve.run(build(plan), name=name, route_prefix="/"))
 
 
 def connect(address: str, limit: float) -> bool:
     """Connect to a cluster, or start a Ray in this process. Returns whether it was started."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is sent to anybody
-    starts = address == "local"
+    if address == "local":
+        # Its processes end with the thread that starts them: not within a time limit's.
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="error")
+        return True
     within(
         limit,
         f"Ray at {address}",
         lambda: ray.init(address=address, log_to_driver=False, logging_level="error"),
     )
-    return starts
+    return False
 
 
 def describe(limit: float) -> list[dict[str, Any]]:
