@@ -18,9 +18,8 @@ BY_TORCH = {"triton"}
 
 def declared(*, extras: bool = False) -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = list(project["dependencies"])
-    if extras:
-        wanted += sum(project["optional-dependencies"].values(), [])
+    groups = [project["dependencies"], *(project["optional-dependencies"].values() if extras else ())]
+    wanted = [each for group in groups for each in group]
     return {normal(re.match(r"[\w.-]+", each)[0]) for each in wanted}
 
 
