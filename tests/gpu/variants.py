@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_norm_rows
+from llmbox.kernels.activation import XIELU
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, PenaltyState, SampleRows
@@ -172,6 +173,7 @@ def gemma_rows(hidden: int = 2560, ffn: int = 10240) -> None:
     ops.gate_mul(zeros(3, 2 * ffn), "gelu_tanh")
     ops.softcap(zeros(3, VOCAB), 30.0)
     ops.gate_mul(zeros(3, 2 * 2880), "swiglu_oai")
+    ops.gate_mul(zeros(3, ffn), XIELU(0.8, 0.9, 0.5, -1e-6))
 
 
 def given_rows(hidden: int = HIDDEN, ffn: int = FFN) -> None:

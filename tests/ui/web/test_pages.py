@@ -210,7 +210,7 @@ def test_a_request_in_detail_can_be_made_again(panel, signed_in):
     panel.complete()
     row = signed_in.get("/admin/requests.json?model=tiny").json()["requests"][0]
     page = signed_in.get(f"/admin/requests/{row['id']}").text
-    for words in ("Timeline", "Found there", "curl ", "client.completions.create"):
+    for words in ("Where its time went", "Found there", "curl ", "client.completions.create"):
         assert words in page
     assert signed_in.get("/admin/requests/none").status_code == 404
 
