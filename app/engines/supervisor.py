@@ -173,8 +173,7 @@ class Supervisor:
         await asyncio.wait({self._task})
         if self._process is not None:
             await self._process.end(_STOP_GRACE if was_ready else 0.0)
-        if self._started is not None and not self._started.done():
-            self._started.set_exception(ApiError(503, message, code=code, type="server_error"))
+        self._fail_start(ApiError(503, message, code=code, type="server_error"))
 
     def fail_open(self, code: str, message: str) -> None:
         """End every open stream with this error and abort the requests in the engine."""
@@ -250,6 +249,8 @@ class Supervisor:
             await self._keep_alive()
         except Exception as error:
             log.exception("the supervision of %s failed", self.name)
+            text = f"The engine of {self.name} could not be loaded: an internal error, see the log."
+            self._fail_start(ApiError(500, text, code="engine_error", type="server_error"))
             self._breaker.close()
             self._give_up(f"internal error: {error}")
 
@@ -316,9 +317,11 @@ class Supervisor:
 
     def _load_failed(self, death: ProcessExit) -> None:
         self._change("failed", death.cause)
-        assert self._started is not None
-        if not self._started.done():
-            self._started.set_exception(death.load_error(self.name))
+        self._fail_start(death.load_error(self.name))
+
+    def _fail_start(self, error: ApiError) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
 
     def _give_up(self, cause: str) -> None:
         log.error("engine %s is given up: %s", self.name, cause)

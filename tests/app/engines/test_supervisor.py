@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,6 +127,26 @@ async def test_what_cannot_be_spawned_is_an_error(tmp_path):
     supervisor = Supervisor(config(tmp_path), SupervisorOptions(launch=launch))
     with pytest.raises(ApiError):
         await supervisor.start()
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+async def test_a_supervision_that_raises_while_loading_ends_the_start(tmp_path, fails):
+    """It raises before there is a process, or when the engine has ended: `start` waits in neither case."""
+
+    def fail(*_):
+        raise RuntimeError("told to fail")
+
+    options = SupervisorOptions(launch=fake_launch(), on_change=fail)
+    if fails == "before":
+        options = SupervisorOptions(spares=SimpleNamespace(take=fail))
+    supervisor = Supervisor(config(tmp_path, load_crash=True), options)
+    with pytest.raises(ApiError, match="an internal error") as failed:
+        async with asyncio.timeout(60):
+            await supervisor.start()
+    assert (failed.value.status, failed.value.code) == (500, "engine_error")
+    await asyncio.wait({supervisor._task})
+    assert supervisor.state == "failed"
+    assert supervisor.pid is None
 
 
 async def test_loading_refuses_requests_and_can_be_stopped(tmp_path):
