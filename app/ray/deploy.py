@@ -21,6 +21,7 @@ from .replica import EngineReplica
 T = TypeVar("T")
 
 APPLICATION: Final = "llmbox"
+_NO_RAY: Final = "start Ray with ray start --head, or use --address local"
 _MOST_AT_REPLICA: Final = 1024
 """Requests that Serve lets into a replica; the engine queues those that do not run."""
 
@@ -84,7 +85,12 @@ def build(plan: Deployment) -> Any:
 def deploy(plan: Deployment, *, name: str = APPLICATION, host: str, port: int, limit: float) -> None:
     """Deploy and wait until it answers. Raises CliError after `limit` seconds."""
     within(limit, "Ray Serve", lambda: serve.start(http_options=HTTPOptions(host=host, port=port)))
-    within(limit, "the deployment", lambda: serve.run(build(plan), name=name, route_prefix="/"))
+    within(
+        limit,
+        "the deployment",
+        lambda: serve.run(build(plan), name=name, route_prefix="/"),
+        fix="see llmbox ray status, and the logs of Serve in /tmp/ray/session_latest/logs/serve",
+    )
 
 
 def connect(address: str, limit: float) -> bool:
@@ -131,7 +137,7 @@ def delete(name: str, limit: float) -> None:
     within(limit, "the deletion", lambda: serve.delete(name))
 
 
-def within(limit: float, what: str, work: Callable[[], T]) -> T:
+def within(limit: float, what: str, work: Callable[[], T], fix: str = _NO_RAY) -> T:
     """Run Ray's call with a time limit: some of them wait for ever for a cluster that is not there.
 
     Raises CliError.
@@ -152,6 +158,4 @@ def within(limit: float, what: str, work: Callable[[], T]) -> T:
         return results[0]
     cause = str(errors[0]).strip().splitlines()[-1] if errors and str(errors[0]).strip() else ""
     cause = cause or f"no answer in {limit:.0f} s"
-    raise CliError(
-        f"{what} failed", cause, "start Ray with ray start --head, or use --address local", Exit.UNREACHABLE
-    )
+    raise CliError(f"{what} failed", cause, fix, Exit.UNREACHABLE)

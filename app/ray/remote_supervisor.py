@@ -36,7 +36,7 @@ log = logging.getLogger("llmbox.ray")
 MOST_RESUMES: Final = 5
 """Replicas that may die under a request before it is given up as their reason."""
 _PAUSE: Final = 0.2
-"""Seconds before a request is sent again, times the number of its resumes."""
+"""Seconds before a request is sent again: its replica may be known as dead by then."""
 RETRY_AFTER: Final = 10
 """Seconds after which Serve usually has a new replica."""
 
@@ -118,9 +118,12 @@ class RemoteSupervisor(Supervisor):
             case AddRequest():
                 task = asyncio.create_task(self._stream(message), name=f"ray {message.request_id}")
                 self._tasks[message.request_id] = task
-            case AbortRequest():
-                if (task := self._tasks.get(message.request_id)) is not None:  # type: ignore[assignment]
-                    task.cancel()
+            case AbortRequest(request_id=name):
+                if (running := self._tasks.get(name)) is not None:
+                    running.cancel()
+                # An engine answers an abort, after which nothing of the request is kept.
+                ended = RequestOutput(request_id=name, finish_reason="abort")
+                asyncio.get_running_loop().call_soon(self._requests.deliver, ended)
             case KeepImages():
                 self._pictures |= {each.content_hash: each for each in message.images}
                 for digest in message.drop:
