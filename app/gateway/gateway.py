@@ -30,7 +30,7 @@ from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, sequence_id
 from .open_request import OpenRequest, RevocationWatcher
 from .request_events import LiveRequest, NullObserver, RequestObserver
-from .request_times import sequence_records, when_told
+from .request_times import call_after_times, sequence_records
 
 
 def check_generates(model: LoadedModel) -> None:
@@ -230,7 +230,7 @@ class Gateway:
         def late() -> None:
             self._log.write_times(record, sequence_records(request, ended))
 
-        waits = when_told([each.stream for each in request.sequences], late)
+        waits = call_after_times([each.stream for each in request.sequences], late)
         self._log.write(record, _draft(request), () if waits else sequence_records(request, ended))
 
 

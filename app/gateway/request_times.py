@@ -120,16 +120,16 @@ def micro(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
-def when_told(streams: Sequence[TokenStream], call: Callable[[], None]) -> bool:
+def call_after_times(streams: Sequence[TokenStream], call: Callable[[], None]) -> bool:
     """Call back once the engine has told the times of all aborted sequences. False: none is awaited."""
     awaited = {id(stream) for stream in streams if stream.awaits_times}
 
-    def told(stream: TokenStream) -> None:
+    def note(stream: TokenStream) -> None:
         awaited.discard(id(stream))
         if not awaited:
             call()
 
     for stream in streams:
         if stream.awaits_times:
-            stream.on_times = told
+            stream.on_times = note
     return bool(awaited)

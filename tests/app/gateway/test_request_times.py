@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmbox.app.engines.request_journal import RequestJournal, TokenStream
-from llmbox.app.gateway.request_times import ExchangeClock, sequence_records, when_told
+from llmbox.app.gateway.request_times import ExchangeClock, call_after_times, sequence_records
 from llmbox.app.inspect.why import split
 from llmbox.app.store.sequence_record import decode_sequence, encode_sequence
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
@@ -135,7 +135,7 @@ async def test_times_of_a_cancelled_request_follow(end):
     opened = box.add(message(), hand_over=True)
     opened.cancel()
     calls = []
-    assert when_told([opened], lambda: calls.append(opened.times))
+    assert call_after_times([opened], lambda: calls.append(opened.times))
     assert calls == []
     if end == "told":
         box.note_times("r.1", TIMES)
@@ -145,7 +145,7 @@ async def test_times_of_a_cancelled_request_follow(end):
         box.fail_all("model_unloaded", "")
     box.deliver(RequestOutput(request_id="r.1", finish_reason="abort"))
     assert calls == [TIMES if end == "told" else None]
-    assert not when_told([opened], calls.clear)
+    assert not call_after_times([opened], calls.clear)
 
 
 async def test_time_with_an_engine_that_died_is_lost():

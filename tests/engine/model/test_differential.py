@@ -195,7 +195,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 ATOL = {"kimi_linear": 3e-4, "olmo_hybrid-rope": 3e-4}
 """Where 1e-4 is less than the reference's own error: rounding adds up over a recurrence, and on some CPUs the
-fp32 logits of transformers are 1e-4 from its fp64 logits (ours 6e-5)."""
+fp32 logits of transformers are 1.8e-4 and 1.2e-4 from its fp64 logits (ours 9e-5 and 6e-5)."""
 
 
 @pytest.fixture(scope="module")
