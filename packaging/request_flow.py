@@ -40,7 +40,7 @@ class Flow:
     """Files and calls of one streamed chat."""
 
     files: int
-    """Distinct files in all processes; the template worker does not record."""
+    """Distinct files in the daemon and in the engine that answered."""
     rooms: dict[str, int]
     """Files of each folder of the second level, such as `app/gateway`, most first."""
     calls_in: int
@@ -120,10 +120,11 @@ def measure_flow() -> Flow:
 
 def summarize(processes: list[list[Call]]) -> Flow:
     """Summarize the calls of all processes, each in their order."""
-    daemon = next(calls for calls in processes if _first(calls, "EngineClient.send") is not None)
-    engine = next(calls for calls in processes if _first(calls, "Engine.step") is not None)
-    way_in = daemon[: _first(daemon, "EngineClient.send")]
-    files = {file for calls in processes for file, _ in calls}
+    # A spare engine may load its weights meanwhile: its calls are not the chat's.
+    daemon = max(processes, key=lambda calls: len(_places(calls, "EngineClient.send")))
+    engine = max(processes, key=lambda calls: len(_places(calls, "Engine.step")))
+    way_in = daemon[: _places(daemon, "EngineClient.send")[0]]
+    files = {file for calls in (daemon, engine) for file, _ in calls}
     rooms = Counter("/".join(file.split("/")[:2]) for file in files)
     return Flow(
         files=len(files),
@@ -135,13 +136,14 @@ def summarize(processes: list[list[Call]]) -> Flow:
     )
 
 
-def _first(calls: list[Call], function: str) -> int | None:
-    return next((at for at, (_, name) in enumerate(calls) if name == function), None)
+def _places(calls: list[Call], function: str) -> list[int]:
+    """Positions of a function's calls."""
+    return [at for at, (_, name) in enumerate(calls) if name == function]
 
 
 def _calls_between(calls: list[Call], function: str) -> float:
     """Mean number of calls from one call of `function` to the next."""
-    places = [at for at, (_, name) in enumerate(calls) if name == function]
+    places = _places(calls, function)
     return (places[-1] - places[0]) / (len(places) - 1)
 
 

@@ -99,7 +99,8 @@ def test_flow_is_counted_from_the_calls_of_each_process():
         *[("b.py", "TokenStream.push"), ("c.py", "f")] * 3,
     ]
     engine = [("e.py", "Engine.step"), ("e.py", "g"), ("e.py", "h")] * 2
-    flow = request_flow.summarize([[], engine, daemon])
+    spare = [("w.py", "load"), ("e.py", "Engine.step")]
+    flow = request_flow.summarize([[], spare, engine, daemon])
     assert flow == request_flow.Flow(
         files=4,
         rooms={"b.py": 1, "c.py": 1, "a.py": 1, "e.py": 1},
