@@ -14,7 +14,7 @@ from llmbox.engine.model_config.config import parse_config
 
 from ..config.entries import Scalar
 from ..config.loader import LoadedSettings, check_value, unknown_key
-from ..config.schema import schema
+from ..config.settings import schema
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError, CliError, Exit
 from ..lifecycle.instance import RunningDaemon

@@ -21,7 +21,7 @@ import click
 
 from ...config.entries import Scalar
 from ...config.loader import load_settings, read_file, remove_value, set_value
-from ...config.schema import schema
+from ...config.settings import schema
 from ...errors import CliError, Exit
 from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Command, Program, pass_program

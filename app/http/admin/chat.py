@@ -18,7 +18,7 @@ from ...sandbox.pool import read_pdf
 from ...services import Services
 from ...store.conversations import ChatPreset, ChatToolServer, PanelItems
 from ...store.tool_secrets import ToolServerSecrets, has_values, without_values
-from ..auth.credentials import identity_of
+from ..auth.guard import identity_of
 from ..server.sse import while_connected
 
 MOST_ITEMS: Final = 100

@@ -10,7 +10,7 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from ...errors import ApiError
 from ...services import Services
 from ...store.conversations import MOST_MESSAGES, ConversationBody, Conversations
-from ..auth.credentials import identity_of
+from ..auth.guard import identity_of
 
 _ID = re.compile(r"[A-Za-z0-9-]{8,64}")
 MOST_TITLE = 200

@@ -7,8 +7,7 @@ import pytest
 
 from llmbox.app.config.loader import check_value, load_settings, parse, set_value, template
 from llmbox.app.config.paths import Paths, find_paths
-from llmbox.app.config.schema import SECTIONS, schema
-from llmbox.app.config.settings import Settings
+from llmbox.app.config.settings import SECTIONS, Settings, schema
 from llmbox.app.errors import CliError, Exit
 
 

@@ -9,7 +9,7 @@ from litestar import Response, get, post
 
 from llmbox.app.config.entries import Scalar
 from llmbox.app.config.loader import SettingOrigin, check_value, set_value
-from llmbox.app.config.schema import SettingSpec, schema
+from llmbox.app.config.settings import SettingSpec, schema
 from llmbox.app.control.controller import DaemonController
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.server.request import form_of
