@@ -22,9 +22,9 @@ from ..logging import setup as logs
 from ..models.catalog import ModelRef, in_memory, on_disk, resolve
 from ..models.load_request import ModelRequest, with_draft_path
 from ..services import AvailableModel, Services
-from .evicted_models import EvictedModels
 from .library import Library
 from .model_scheduler import ModelScheduler, SchedulerDeps
+from .model_tables import EvictedModels
 
 
 class AvailableModels:
