@@ -209,14 +209,27 @@ class QueueModel:
         """Predict the times of requests that come together, the choices of one call. None where no step was
         measured, as with engines that do not tell theirs.
         """
+        if (info := self._known) is None:
+            return None
+        own = sum(self._estimate(request, info) for request in requests)
+        return self._forecast(_band(requests[0]), own, len(requests), requests[0].params.max_tokens, info)
+
+    def forecast_shortest(self) -> Forecast | None:
+        """Predict the times of a standard request with a prompt of one token; None as `forecast`."""
+        return None if (info := self._known) is None else self._forecast(0, 1, 1, USUAL_ANSWER, info)
+
+    @property
+    def _known(self) -> ModelInfo | None:
+        """Return the engine's facts, once its steps are known."""
         info = self._info
         if info is None or not self.times.is_measured or (info.disaggregate and self._serial is None):
             return None
-        band = _band(requests[0])
-        own = sum(self._estimate(request) for request in requests)
-        open_requests, rows = self._requests.total(), len(requests)
+        return info
+
+    def _forecast(self, band: int, own: int, rows: int, most: int, info: ModelInfo) -> Forecast:
+        open_requests = self._requests.total()
         beside = min(info.max_running, open_requests + rows)
-        answer = self._answer or min(USUAL_ANSWER, requests[0].params.max_tokens)
+        answer = self._answer or min(USUAL_ANSWER, most)
         tpot = self._tpot(beside, self._prompts.total() + own, answer, info)
         ends_every = answer * tpot / max(1, min(info.max_running, open_requests))
         better = sum(count for each, count in self._requests.items() if _class(each) <= _class(band))
@@ -240,10 +253,8 @@ class QueueModel:
         for request in requests:
             self._estimates.pop(request.request_id, None)
 
-    def _estimate(self, request: AddRequest) -> int:
+    def _estimate(self, request: AddRequest, info: ModelInfo) -> int:
         """Return the prompt tokens of a request that are to be computed, kept until it is submitted."""
-        info = self._info
-        assert info is not None
         if request.fork_of:
             entry = _Entry(_band(request), 0)
         else:
@@ -266,16 +277,15 @@ class QueueModel:
         return max(0, ahead - done)
 
     def _places_wait(self, band: int, rows: int, answer: float, info: ModelInfo) -> float:
-        """Return after how many tokens of running requests the last of `rows` new ones finds a place, with those
-        of its class and better ones before it.
+        """Return after how many tokens of running requests the last of `rows` new ones has a place, behind
+        those of its class and better ones.
         """
         before = [entry for entry in self._open.values() if _class(entry.band) <= _class(band)]
         if len(before) + rows <= info.max_running:
             return 0.0
-        running = sorted((entry for entry in before), key=lambda entry: not entry.output)
         ends: list[float] = []
         start = 0.0
-        for entry in running:
+        for entry in sorted(before, key=lambda entry: not entry.output):
             whole = min(entry.most, answer)
             if len(ends) < info.max_running:
                 heappush(ends, max(1.0, whole - len(entry.output)))
