@@ -122,6 +122,12 @@ class LimitSettings:
         live=True,
     )
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
+    admission: Literal["queue", "slo"] = key(
+        "queue",
+        "Refuse requests with 429 where the queue is full; with slo also those that would miss the latency "
+        "targets of their model (usage.targets).",
+        live=True,
+    )
     queue_per_key: int = key(
         64,
         "Requests of one key that a model accepts even if those of others fill its queue.",

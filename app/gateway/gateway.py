@@ -31,6 +31,7 @@ from .generation import Generation, choice_seed, sequence_id
 from .open_request import OpenRequest, RevocationWatcher
 from .request_events import LiveRequest, NullObserver, RequestObserver
 from .request_times import call_after_times, sequence_records
+from .target_admission import TargetAdmission
 
 
 def check_generates(model: LoadedModel) -> None:
@@ -75,6 +76,7 @@ class Gateway:
         self.limits = settings.limits
         self.prices = settings.usage.prices
         """Prices of tokens, for the budgets of keys; a reload sets them anew."""
+        self.admission = TargetAdmission(metrics, settings)
         self.templates = TemplatePool()
         self.grammars = GrammarPool()
         self.images = ImageReader()
@@ -166,8 +168,10 @@ class Gateway:
             for index, message in enumerate(messages)
         )
         try:
+            self.admission.check(generation, messages)
             sequences = list(islice(submitted, at_once))
         except ApiError:
+            supervisor.queue.forget(messages)
             if reservation is not None:
                 reservation.cancel(sum(map(len, generation.prompts)))
             raise
@@ -219,6 +223,7 @@ class Gateway:
         if (lease := request.generation.image_lease) is not None:
             lease.release()
         record = _record(request, status, code, self.output_hash(request))
+        self.admission.settle(record)
         self._metrics.record_request(record)
         self._write(request, record)
         self._observer.on_end(record, request.reason)

@@ -23,6 +23,10 @@ _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 
 
+_ERRORS = (-30, -10, -5, -2.5, -1, -0.5, -0.25, -0.1, -0.05, 0, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_TOKEN_ERRORS = tuple(error / 20 for error in _ERRORS)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineReading:
     """One model's state at the time of a scrape."""
@@ -63,7 +67,18 @@ class Metrics:
         self._refused = Counter(
             "llmbox_requests_refused", "Requests refused by code.", ["code"], registry=self._registry
         )
-
+        self._admission = Counter(
+            "llmbox_admission",
+            "Requests compared with latency targets: admitted, refused, missed (admitted and late).",
+            [*label, "outcome"],
+            registry=self._registry,
+        )
+        self._ttft_error = histogram(
+            "llmbox_ttft_forecast_error_seconds", "Time to first token less its forecast.", _ERRORS
+        )
+        self._tpot_error = histogram(
+            "llmbox_tpot_forecast_error_seconds", "Time per output token less its forecast.", _TOKEN_ERRORS
+        )
         self._failed = Counter(
             "llmbox_requests_failed",
             "Requests that failed by the server's fault (5xx), by code.",
@@ -84,6 +99,18 @@ class Metrics:
     def record_refusal(self, code: str) -> None:
         """Count a request that was refused before it reached an engine."""
         self._refused.labels(code).inc()
+
+    def record_admission(self, model: str, tier: str, outcome: str) -> None:
+        """Count a decision by latency targets, or an admitted request that missed them."""
+        self._admission.labels(model, tier, outcome).inc()
+
+    def record_forecast(self, record: RequestRecord, ttft: float, tpot: float) -> None:
+        """Record the error of an admitted request's forecast."""
+        labels = record.model, record.tier
+        if record.ttft_s is not None:
+            self._ttft_error.labels(*labels).observe(record.ttft_s - ttft)
+        if record.tpot_s is not None:
+            self._tpot_error.labels(*labels).observe(record.tpot_s - tpot)
 
     def record_failure(self, record: RequestRecord) -> None:
         """Count a request that failed by the server's fault, before or after it reached an engine."""
@@ -214,6 +241,13 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ),
     ("llmbox_engine_steps", "Steps run.", lambda r: r.stats.steps),
     ("llmbox_engine_step_seconds", "Time inside steps.", lambda r: r.stats.step_seconds),
+    ("llmbox_engine_prefill_steps", "Steps with prompts.", lambda r: r.stats.work.prefill_steps),
+    ("llmbox_engine_prefill_seconds", "Time of steps with prompts.", lambda r: r.stats.work.prefill_seconds),
+    (
+        "llmbox_engine_prefill_tokens",
+        "Prompt tokens computed.",
+        lambda r: r.stats.work.prefill_tokens,
+    ),
     ("llmbox_engine_restarts", "Engine processes restarted.", lambda r: r.restarts),
     ("llmbox_requests_resumed", "Requests that went on after a restart.", lambda r: r.resumed),
 )

@@ -11,6 +11,7 @@ from litestar.params import JSONBody
 
 from ...control.controller import DaemonController, Failure
 from ...engines.loaded_model import LoadedModel
+from ...engines.queue_model import QueueModel
 from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
 from ...models.catalog import BUILTIN, in_memory
@@ -23,6 +24,7 @@ from .schema import (
     ModelStatus,
     ModelStatusList,
     PinRequest,
+    QueueStatus,
     Setting,
     Stats,
     StatsTotals,
@@ -153,6 +155,24 @@ def _of(supervisor: Supervisor) -> ModelStatus:
         restarts=supervisor.restarts,
         resumed=supervisor.resumed,
         open_requests=supervisor.open_requests,
+        queue=_queue(supervisor.queue) if supervisor.state == "ready" else None,
+    )
+
+
+def _queue(queue: QueueModel) -> QueueStatus | None:
+    forecast = queue.forecast_shortest()
+    if forecast is None:
+        return None
+    counts, interference = queue.counts, queue.times.interference
+    return QueueStatus(
+        ttft=forecast.ttft,
+        tpot=forecast.tpot,
+        admitted=counts.admitted,
+        refused=counts.refused,
+        missed=counts.missed,
+        problem=queue.never_met,
+        prompt_ratio=interference.ratio,
+        prompt_share=interference.share,
     )
 
 
