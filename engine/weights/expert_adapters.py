@@ -3,8 +3,8 @@
 X experts, I inputs, O outputs, r ranks of one expert.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,11 +30,16 @@ class ExpertStack:
 
     @classmethod
     def of(
-        cls, parameter: str, many: Iterable[PackedLinear], asked: Mapping[int, WeightRequest]
+        cls, parameter: str, many: Sequence[PackedLinear], count: int, asked: Mapping[int, WeightRequest]
     ) -> "ExpertStack":
+        """`many`: of each expert, or one of all `count`."""
         site = LoraSite()
-        linears = tuple(AdaptedLinear(asked[id(each)], each, site, site) for each in many)
-        return cls(parameter, linears, site)
+        if len(many) == count:
+            each = ((asked[id(packed)], packed) for packed in many)
+        else:
+            requests = _of_each(asked[id(many[0])], count)
+            each = ((request, (many[0], number)) for number, request in enumerate(requests))
+        return cls(parameter, tuple(AdaptedLinear(*pair, site, site) for pair in each), site)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,7 +81,7 @@ class AdaptedExperts:
     gate_ups: ExpertStack
     downs: ExpertStack
     numbers: Mapping[int, tuple[ExpertStack, int]] = field(init=False)
-    """Stack and number of each expert's linears, by the id of the packed weights."""
+    """Stack and number of each expert's linears, by the id of `AdaptedLinear.packed`."""
 
     def __post_init__(self) -> None:
         numbers = {
@@ -88,8 +93,9 @@ class AdaptedExperts:
 
     @classmethod
     def of(cls, mixture: Mixture, asked: Mapping[int, WeightRequest]) -> "AdaptedExperts":
-        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, asked)
-        return cls(mixture, gate_ups, ExpertStack.of("down_proj", mixture.downs, asked))
+        count = mixture.count
+        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, count, asked)
+        return cls(mixture, gate_ups, ExpertStack.of("down_proj", mixture.downs, count, asked))
 
     def stack_of(self, target: AdapterTarget) -> ExpertStack | None:
         """Return the stack that a target of all experts adapts: shapes tell, for names do not. None: none has
@@ -106,6 +112,16 @@ class AdaptedExperts:
                 "base"
             )
         return stack
+
+
+def _of_each(asked: WeightRequest, count: int) -> Iterator[WeightRequest]:
+    """Divide the request for all experts in one linear, whose outputs lie one expert after the other."""
+    outputs = list(asked.outputs.items())
+    parts = len(outputs) // count
+    rows = sum(part.size for _, part in outputs[:parts])
+    order = None if asked.order is None else asked.order[:rows]
+    for first in range(0, len(outputs), parts):
+        yield replace(asked, outputs=dict(outputs[first : first + parts]), order=order)
 
 
 class ExpertAdditions:

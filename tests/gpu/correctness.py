@@ -55,6 +55,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         fp8_products.checks,
         experts,
         adapters.checks,
+        adapters.checks_of_experts,
         recurrent.checks,
         pictures.checks,
         sampling.drawn,

@@ -172,20 +172,29 @@ def test_an_adapter_of_another_number_of_experts(qwen: Path, tmp_path: Path) -> 
         layers.match(read_adapter(folder))
 
 
-def test_kernels_without_adapters_of_experts_refuse_them(
-    qwen: Path, three: list[Path], tmp_path: Path
-) -> None:
-    """Routers are served."""
-    assert REFERENCE.lora is not None
-    source: Any = ShapeSource()
-    source.ops = replace(REFERENCE, lora=replace(REFERENCE.lora, load_experts=None))
-    model: Any = build_model(parse_config(qwen), source)
-    single = write_adapter(tmp_path / "a", plain_tensors(name="model.layers.0.mlp.experts.0.up_proj"))
-    for folder in (three[1], single):
-        with pytest.raises(AdapterError, match=r"of experts are applied on a CPU alone.*llmbox lora merge"):
-            model.adapters.match(read_adapter(folder))
-    make_adapter(hf_model(qwen), tmp_path / "router", **KINDS["routers"])
-    model.adapters.match(read_adapter(tmp_path / "router"))
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_experts_in_one_linear_are_those_apart(tmp_path: Path, arch: str) -> None:
+    """Kernels of GPUs have one linear for all experts of a layer; also with gates and ups that alternate, and
+    without gates.
+    """
+    config = parse_config(make_tiny_model(tmp_path, arch=arch, tokenizer=False))
+    found = []
+    for pack_experts in (None, lambda *_: None):
+        source: Any = ShapeSource()
+        source.ops = replace(REFERENCE, pack_experts=pack_experts)
+        layers: Any = build_model(config, source)
+        found.append(layers.adapters._experts)
+    apart, together = found
+    assert apart
+    assert apart.keys() == together.keys()
+    for name, experts in apart.items():
+        for one, other in (
+            (experts.gate_ups, together[name].gate_ups),
+            (experts.downs, together[name].downs),
+        ):
+            assert [each.asked.outputs for each in one.linears] == [e.asked.outputs for e in other.linears]
+            assert [each.asked.order for each in one.linears] == [e.asked.order for e in other.linears]
+        assert len(together[name].mixture.gate_ups) == 1
 
 
 def test_adapters_of_all_experts_are_checked_before_a_request(qwen: Path, three: list[Path]) -> None:
