@@ -10,9 +10,17 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from .entries import EntryCheck, Scalar
 from .model_settings import CacheSettings, MemorySettings, ModelSettings
-from .settings import HubSettings, LimitSettings, LogSettings, RequestSettings, ServerSettings, UsageSettings
+from .settings import (
+    HubSettings,
+    LimitSettings,
+    LogSettings,
+    RequestSettings,
+    ServerSettings,
+    TelemetrySettings,
+    UsageSettings,
+)
 
-LOCAL = frozenset({"server.mcp_commands"})
+LOCAL = frozenset({"server.mcp_commands", "telemetry.otlp_endpoint", "telemetry.otlp_headers_file"})
 """Keys that the panel shows and cannot change: only who may run commands on this machine can."""
 
 
@@ -54,6 +62,7 @@ SECTIONS: dict[str, type] = {
     "log": LogSettings,
     "requests": RequestSettings,
     "usage": UsageSettings,
+    "telemetry": TelemetrySettings,
 }
 
 
