@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from .entries import NETWORK, ORIGIN, PRICE, TARGET, EntryCheck, Scalar, key
+from .entries import COLLECTOR, NETWORK, ORIGIN, PRICE, TARGET, EntryCheck, Scalar, key
 from .model_settings import CacheSettings, MemorySettings, ModelSettings
 
 
@@ -244,6 +244,27 @@ class UsageSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetrySettings:
+    """Settings of traces. Without an endpoint nothing is sent to anybody."""
+
+    otlp_endpoint: str = key(
+        "",
+        "Collector that gets a trace of each request, by OTLP over HTTP, as http://127.0.0.1:4318; "
+        "empty: nothing is sent.",
+        each=COLLECTOR,
+    )
+    otlp_headers_file: str = key(
+        "",
+        "File with headers for the collector, one 'Name: value' a line, that only its owner may read; empty: "
+        "those of OTEL_EXPORTER_OTLP_HEADERS.",
+    )
+    otlp_service_name: str = key("llmbox", "Name of this service in traces.")
+    trace_share: float = key(
+        1.0, "Share of the requests without a traceparent that are traced.", low=0, high=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     server: ServerSettings = field(default_factory=ServerSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
@@ -254,6 +275,7 @@ class Settings:
     log: LogSettings = field(default_factory=LogSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
     usage: UsageSettings = field(default_factory=UsageSettings)
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
 
     def get(self, name: str) -> Scalar:
         section, _, attribute = name.partition(".")
@@ -261,7 +283,7 @@ class Settings:
         return value
 
 
-LOCAL = frozenset({"server.mcp_commands"})
+LOCAL = frozenset({"server.mcp_commands", "telemetry.otlp_endpoint", "telemetry.otlp_headers_file"})
 """Keys that the panel shows and cannot change: only who may run commands on this machine can."""
 
 
@@ -303,6 +325,7 @@ SECTIONS: dict[str, type] = {
     "log": LogSettings,
     "requests": RequestSettings,
     "usage": UsageSettings,
+    "telemetry": TelemetrySettings,
 }
 
 

@@ -14,8 +14,8 @@ from ..config.settings import Settings
 from ..engines.queue_model import Forecast, QueueModel
 from ..errors import ApiError
 from ..metrics.metrics import Metrics
-from ..security.identity import BACKGROUND_PRIORITY
 from ..security.keys import tier_of
+from ..security.security import BACKGROUND_PRIORITY
 from ..store.record import RequestRecord
 from ..util.formatting import span
 from .generation import Generation

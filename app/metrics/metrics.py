@@ -41,16 +41,17 @@ class EngineReading:
 class Metrics:
     """Registry of all metrics. Create it once, update it from the gateway, and `render` on request.
 
-    `read_engines` and `read_dropped` are called at each scrape.
+    The functions are called at each scrape; `read_spans` returns (spans exported, spans dropped).
     """
 
     def __init__(
         self,
         read_engines: Callable[[], Iterable[EngineReading]] = tuple,
         read_dropped: Callable[[], int] = int,
+        read_spans: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(read_engines, read_dropped))
+        self._registry.register(_EngineCollector(read_engines, read_dropped, read_spans))
         label = ["model_name", "tier"]
         histogram = self._histogram
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Request to first token.", _LATENCY)
@@ -145,10 +146,14 @@ class _EngineCollector(Collector):
     """Collector that reads the engines at each scrape."""
 
     def __init__(
-        self, read_engines: Callable[[], Iterable[EngineReading]], read_dropped: Callable[[], int]
+        self,
+        read_engines: Callable[[], Iterable[EngineReading]],
+        read_dropped: Callable[[], int],
+        read_spans: Callable[[], tuple[int, int]],
     ) -> None:
         self._read_engines = read_engines
         self._read_dropped = read_dropped
+        self._read_spans = read_spans
 
     def describe(self) -> list[Metric]:
         # Registering would otherwise read the engines before there are any.
@@ -174,6 +179,13 @@ class _EngineCollector(Collector):
             yield counter
         yield CounterMetricFamily(
             "llmbox_request_log_dropped", "Log rows lost to a full disk or queue.", value=self._read_dropped()
+        )
+        exported, dropped = self._read_spans()
+        yield CounterMetricFamily(
+            "llmbox_trace_spans_exported", "Spans that the collector took.", value=exported
+        )
+        yield CounterMetricFamily(
+            "llmbox_trace_spans_dropped", "Spans lost to a full queue or the collector.", value=dropped
         )
 
 

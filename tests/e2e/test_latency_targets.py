@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from llmbox.app.security.identity import BACKGROUND_PRIORITY
+from llmbox.app.security.security import BACKGROUND_PRIORITY
 from support.cli_box import PATIENCE, until
 from support.fake_engine import GO_FILE, write_model
 from support.openai_server import serving

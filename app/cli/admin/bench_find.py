@@ -11,7 +11,7 @@ from ...bench.client import Prompts, Target, complete
 from ...bench.operating_point import LoadPoint, PointSpec, SearchResult, find_operating_point, measure_point
 from ...config.entries import LatencyTarget, find_target, is_entry
 from ...config.loader import set_value
-from ...config.schema import schema
+from ...config.settings import schema
 from ...errors import CliError
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Program

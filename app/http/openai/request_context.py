@@ -50,15 +50,20 @@ class RequestContext:
         assert isinstance(request, StrictRequest)
         posted = request.method == "POST"
         client = "unix socket" if is_local_socket(request) else request.client.host if request.client else ""
+        clock = request.scope["state"].get(CLOCK) or ExchangeClock()
+        services: Services = request.app.state.services
+        if clock.trace is None:
+            headers = request.headers.getall("traceparent", [])
+            clock.trace = services.gateway.tracer.begin(headers, request.scope.get("server"))
         return cls(
-            request.app.state.services,
+            services,
             request.scope["path"],
             request_id(request),
             client,
             identity_of(request),
             await request.plain_json() if posted else {},
             await request.body() if posted else b"",
-            clock=request.scope["state"].get(CLOCK) or ExchangeClock(),
+            clock=clock,
         )
 
     @property
@@ -148,7 +153,9 @@ class RequestContext:
         except ApiError as error:
             model = self.plain.get("model")
             name = model if isinstance(model, str) else ""
-            self.gateway.record_refusal(self.exchange, self.endpoint, name, error, key=self.caller.name)
+            self.gateway.record_refusal(
+                self.exchange, self.endpoint, name, error, key=self.caller.name, clock=self.clock
+            )
             raise
 
 
