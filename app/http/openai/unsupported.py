@@ -105,7 +105,7 @@ _SHAPE = "Use 'response_format' or 'structured_outputs'."
 _MEDIA = "Only text input is supported."
 _ROUTER = "Fallback models are not supported: name the model to use."
 _LENGTH = "Use 'max_tokens' and 'min_tokens'."
-_FOREIGN: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+FOREIGN: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     **dict.fromkeys(("lora", "adapters"), (_ADAPTER, ([], {}))),
     **dict.fromkeys(
         ("lora_request", "lora_path", "adapter", "adapter_id", "adapter_name"), (_ADAPTER, ("", {}))
@@ -163,8 +163,8 @@ def refuse_foreign(plain: Mapping[str, Any], places: tuple[str, ...] = ("options
     `param`.
     """
     for at, fields in _tables(plain, places):
-        for name in _FOREIGN.keys() & fields.keys():
-            reason, harmless = _FOREIGN[name]
+        for name in FOREIGN.keys() & fields.keys():
+            reason, harmless = FOREIGN[name]
             value = fields[name]
             if value is None or any(_same(value, each) for each in harmless):
                 continue
