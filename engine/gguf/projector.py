@@ -142,6 +142,22 @@ def _idefics3(clip: ClipFields) -> Described:
     return tower, {"scale_factor": clip.integer("projector.scale_factor", 2)}, rules
 
 
+def _lfm2(clip: ClipFields) -> Described:
+    tensors = clip.file.tensors
+    table, first = tensors.get("v.position_embd.weight"), tensors.get("mm.1.weight")
+    tower = clip.tower() | ({} if table is None else {"num_patches": table.shape[0]})
+    keys = {
+        "downsample_factor": clip.integer("projector.scale_factor", 2),
+        "projector_bias": "mm.1.bias" in tensors,
+        "projector_use_layernorm": "mm.input_norm.weight" in tensors,
+    }
+    if first is not None:
+        keys["projector_hidden_size"] = first.shape[0]
+    filters = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
+    number = filters.get(clip.text("image_resize_algo", "bilinear"))
+    return tower, keys, {} if number is None else {"resample": number}
+
+
 def _width(clip: ClipFields) -> int:
     return clip.integer("projection_dim")
 
@@ -208,6 +224,14 @@ PROJECTOR_FAMILIES: Final = {
         architectures=("llama",),
         image_mark="<image>",
         describe=_idefics3,
+    ),
+    "lfm2": ProjectorFamily(
+        name="Lfm2VlForConditionalGeneration",
+        model_type="lfm2_vl",
+        text_model_type="lfm2",
+        architectures=("lfm2",),
+        image_mark="<image>",
+        describe=_lfm2,
     ),
 }
 """Families by `clip.projector_type`."""

@@ -23,6 +23,7 @@ SEEING: dict[str, tuple[str, str, str]] = {
     "qwen3_vl": ("qwen3vl", "qwen3vl_merger", "<|image_pad|>"),
     "mistral3": ("llama", "pixtral", "[IMG]"),
     "idefics3": ("llama", "idefics3", "<image>"),
+    "lfm2_vl": ("lfm2", "lfm2", "<image>"),
 }
 """Architecture, projector type and image token of families that llama.cpp has projectors for."""
 CHANGES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,8 @@ def make_seeing_model(directory: Path, kind: str, **changes: Any) -> Any:
     write_tokenizer(directory)
     add_image_token(directory, kind)
     rules = json.loads((directory / "preprocessor_config.json").read_text())
+    if kind == "lfm2_vl":  # files do not say how many tokens a picture has: as of the published models
+        rules = {"image_processor_type": rules["image_processor_type"], "encoder_patch_size": 8}
     write_json(
         directory / "preprocessor_config.json", {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} | rules
     )
@@ -152,6 +155,9 @@ def _add_rules(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], rules
             writer.add_vision_use_gelu(True)
             writer.add_vision_projector_scale_factor(config["scale_factor"])
             writer.add_vision_preproc_image_size(rules["size"]["longest_edge"])
+        case "lfm2_vl":
+            writer.add_vision_use_gelu(True)
+            writer.add_vision_projector_scale_factor(config["downsample_factor"])
         case "mistral3":
             writer.add_vision_use_silu(True)
             writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
@@ -172,6 +178,12 @@ def _tensors(
             name = name.replace("_weight", ".weight")
             name = name.replace("vision_tower.", "vision_tower.vision_model.")
             array = array + 1 if "soft_emb_norm" in name else array  # noqa: PLW2901
+        if kind == "lfm2_vl":
+            name = name.replace("vision_tower.", "vision_tower.vision_model.")
+            name = name.replace("vision_model.vision_model.", "vision_model.")
+            if name.endswith("patch_embedding.weight"):
+                side = round((array.shape[1] / 3) ** 0.5)
+                array = array.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)  # noqa: PLW2901
         if kind == "mistral3" and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = side_by_side(array, heads)  # noqa: PLW2901
         if name == "visual.patch_embed.proj.weight":
