@@ -4,7 +4,7 @@ Keys are those of llama.cpp's tools/mtmd/clip-impl.h. Torch-free.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,13 +123,15 @@ def _qwen3_vl(clip: ClipFields) -> Described:
 
 
 def _pixtral(clip: ClipFields) -> Described:
-    tower = clip.tower() | {"hidden_act": clip.activation("gelu")}
+    tower = clip.tower() | {"model_type": "pixtral", "hidden_act": clip.activation("gelu")}
     theta = clip.file.metadata.get("clip.rope.freq_base", clip.raw.get("rope.freq_base"))
     if theta is not None:
         tower["rope_theta"] = theta
     keys = {
         "spatial_merge_size": clip.integer("spatial_merge_size", 1),
         "multimodal_projector_bias": "mm.1.bias" in clip.file.tensors,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
     }
     return tower, keys, {"size": {"longest_edge": tower["image_size"]}}
 
@@ -235,6 +237,10 @@ PROJECTOR_FAMILIES: Final = {
     ),
 }
 """Families by `clip.projector_type`."""
+_PIXTRAL_12B: Final = replace(
+    PROJECTOR_FAMILIES["pixtral"], name="LlavaForConditionalGeneration", model_type="llava"
+)
+"""Family of such files without a merger of patches."""
 _MOE: Final = {
     "qwen3vlmoe": ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text"),
 }
@@ -264,6 +270,8 @@ def family_of(file: GgufFile) -> ProjectorFamily:
             f"{file.path}: projector {kind[:80]!r} is not supported; supported: "
             f"{', '.join(PROJECTOR_FAMILIES)}"
         )
+    if kind == "pixtral" and "mm.patch_merger.weight" not in file.tensors:
+        return _PIXTRAL_12B
     return PROJECTOR_FAMILIES[kind]
 
 

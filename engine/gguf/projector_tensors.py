@@ -83,7 +83,7 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
         return "frames"
     if linear == names.patch and kind == "weight" and tower.channels_last:
         return "colors_first"
-    if tower.projector == "mistral3" and linear.endswith((names.query, names.key)):
+    if tower.projector in {"mistral3", "llava"} and linear.endswith((names.query, names.key)):
         return "pairs"
     if tower.projector == "gemma3" and linear == names.projector[0]:
         return "adds_one"
@@ -135,6 +135,8 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
             theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
         case "pixel_shuffle":
             theirs = ("", "mm.model.fc", "")
+        case "llava":
+            theirs = ("", "mm.1", "mm.2")
         case "lfm2_vl":
             theirs = ("mm.input_norm", "mm.1", "mm.2")
         case _:
