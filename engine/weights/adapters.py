@@ -91,13 +91,16 @@ class AdapterLayers:
     def note_split(self, name: str, parts: Mapping[str, int]) -> None:
         self._stacks[plain_name(name)] = {plain_name(part): rows for part, rows in parts.items()}
 
-    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None:
+    def note_experts(
+        self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
+    ) -> None:
         """Remember a layer's experts and routers, of which `note` was told before."""
         for router in routers:
             asked, _ = self._apart[id(router)]
             linear = self._linears[id(router)] = AdaptedLinear(asked, router)
             self._outputs |= {plain_name(each): linear for each in asked.outputs}
-        found = AdaptedExperts.of(mixture, {key: asked for key, (asked, _) in self._apart.items()})
+        requests = {key: asked for key, (asked, _) in self._apart.items()}
+        found = AdaptedExperts.of(mixture, requests, turned=turned)
         self._experts[plain_name(name)] = self._mixtures[id(mixture)] = found
         self._stacks_of |= found.numbers
         for stack in (found.gate_ups, found.downs):

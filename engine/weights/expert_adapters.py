@@ -27,10 +27,18 @@ class ExpertStack:
     """Name of the tensor that holds them all in transformers: `gate_up_proj` or `down_proj`."""
     linears: tuple[AdaptedLinear, ...]
     site: LoraSite
+    turned: bool
+    """True if adapters of all experts have inputs for outputs, as PEFT writes those of Llama 4."""
 
     @classmethod
     def of(
-        cls, parameter: str, many: Sequence[PackedLinear], count: int, asked: Mapping[int, WeightRequest]
+        cls,
+        parameter: str,
+        many: Sequence[PackedLinear],
+        count: int,
+        asked: Mapping[int, WeightRequest],
+        *,
+        turned: bool,
     ) -> "ExpertStack":
         """`many`: of each expert, or one of all `count`."""
         site = LoraSite()
@@ -39,7 +47,7 @@ class ExpertStack:
         else:
             requests = _of_each(asked[id(many[0])], count)
             each = ((request, (many[0], number)) for number, request in enumerate(requests))
-        return cls(parameter, tuple(AdaptedLinear(*pair, site, site) for pair in each), site)
+        return cls(parameter, tuple(AdaptedLinear(*pair, site, site) for pair in each), site, turned)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,12 +55,29 @@ class ExpertStack:
         asked = self.linears[0].asked
         return sum(rows.total for rows in asked.outputs.values()), asked.inputs.total
 
+    def is_of(self, target: AdapterTarget) -> bool:
+        """Return True if a target of all experts has the shape of these linears."""
+        return target.shape == self.shape or self._is_turned(target)
+
+    def _is_turned(self, target: AdapterTarget) -> bool:
+        """Return True if A has outputs and B inputs. Squares of a base that turns them are turned."""
+        return self.turned and target.shape == self.shape[::-1]
+
+    def factors(self, target: AdapterTarget, reader: AdapterReader) -> tuple[Tensor, Tensor]:
+        """Read what an adapter has for all experts, A [X r, I] and B [O, r X]. Return A [X, r, I] and
+        B [X, O, r].
+        """
+        count, (rank, _) = len(self.linears), target.parameters[self.parameter]
+        first_Xr = reader.read(target.a).view(count, rank, -1)
+        second_rX = reader.read(target.b).view(-1, rank, count)
+        if self._is_turned(target):
+            return second_rX.permute(2, 1, 0), first_Xr.transpose(1, 2)
+        return first_Xr, second_rX.permute(2, 0, 1)
+
     def read_all(self, target: AdapterTarget, reader: AdapterReader) -> ExpertLora:
-        """Read what an adapter has for all experts: A is [X r, I], B is [O, r X]."""
         count, asked = len(self.linears), self.linears[0].asked
         rank, scale = target.parameters[self.parameter]
-        a_XrI = reader.read(target.a).view(count, rank, -1)
-        b_XOr = reader.read(target.b).view(-1, rank, count).permute(2, 0, 1)
+        a_XrI, b_XOr = self.factors(target, reader)
         parts, first = [], 0
         for rows in asked.outputs.values():
             parts.append(cut(b_XOr.narrow(1, first, rows.total), rows, 1))
@@ -92,16 +117,17 @@ class AdaptedExperts:
         object.__setattr__(self, "numbers", numbers)
 
     @classmethod
-    def of(cls, mixture: Mixture, asked: Mapping[int, WeightRequest]) -> "AdaptedExperts":
+    def of(cls, mixture: Mixture, asked: Mapping[int, WeightRequest], *, turned: bool) -> "AdaptedExperts":
         count = mixture.count
-        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, count, asked)
-        return cls(mixture, gate_ups, ExpertStack.of("down_proj", mixture.downs, count, asked))
+        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, count, asked, turned=turned)
+        downs = ExpertStack.of("down_proj", mixture.downs, count, asked, turned=turned)
+        return cls(mixture, gate_ups, downs)
 
     def stack_of(self, target: AdapterTarget) -> ExpertStack | None:
         """Return the stack that a target of all experts adapts: shapes tell, for names do not. None: none has
         its shape. Raises AdapterError for another number of experts.
         """
-        stack = next((each for each in (self.gate_ups, self.downs) if each.shape == target.shape), None)
+        stack = next((each for each in (self.gate_ups, self.downs) if each.is_of(target)), None)
         if stack is None:
             return None
         (rank, _), count = target.parameters[stack.parameter], len(stack.linears)
@@ -147,9 +173,7 @@ class ExpertAdditions:
         if target.name not in self._read:
             if len(self._read) > 1:  # those of one layer are asked for by turns
                 self._read.clear()
-            reader = AdapterReader(torch.float32)
-            self._read[target.name] = reader.read(target.a), reader.read(target.b)
-        a_XrI, b_OrX = self._read[target.name]
-        rank, scale = target.parameters[stack.parameter]
-        count = len(stack.linears)
-        return scale * (b_OrX.view(-1, rank, count)[rows, :, number] @ a_XrI.view(count, rank, -1)[number])
+            self._read[target.name] = stack.factors(target, AdapterReader(torch.float32))
+        a_XrI, b_XOr = self._read[target.name]
+        _, scale = target.parameters[stack.parameter]
+        return scale * (b_XOr[number, rows] @ a_XrI[number])

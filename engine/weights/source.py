@@ -168,10 +168,14 @@ class Weights:
         full = [self._full(part) for part in parts]
         self._source.split_experts(self._full(name), full, transposed=transposed)
 
-    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None:
-        """Tell the listener of a layer's experts, whose linears were requested below `name`, and routers."""
+    def note_experts(
+        self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
+    ) -> None:
+        """Tell the listener of a layer's experts, whose linears were requested below `name`, and routers.
+        `turned`: adapters of all of them have inputs for outputs.
+        """
         if self._listener is not None:
-            self._listener.note_experts(self._full(name), mixture, routers)
+            self._listener.note_experts(self._full(name), mixture, routers, turned=turned)
 
     def embedding(self, name: str, vocab: ShardSlice, hidden: int, *, tied: bool) -> PackedLinear:
         outputs = {self._full(name): vocab}
@@ -246,4 +250,6 @@ class WeightListener(Protocol):
     def note(self, asked: WeightRequest, packed: PackedLinear) -> None: ...
     def note_split(self, name: str, parts: Mapping[str, int]) -> None: ...
     def note_skip(self, name: str) -> None: ...
-    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None: ...
+    def note_experts(
+        self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
+    ) -> None: ...
