@@ -18,7 +18,7 @@ from llmbox.engine.ipc.messages import AddRequest, EngineStats, ModelInfo
 
 from ..config.entries import LatencyTarget
 from .prefix_table import PrefixTable, block_hashes
-from .step_times import LEAST_WEIGHT, StepTimes
+from .step_times import LEAST_WEIGHT, MeasuredSteps
 
 USUAL_ANSWER: Final = 512
 """Tokens of an answer before any has ended; fewer where a request asks for fewer."""
@@ -119,7 +119,7 @@ class QueueModel:
         self._clock = clock
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
-        self.times = StepTimes(clock)
+        self.times = MeasuredSteps(clock)
         self.counts = AdmissionCounts()
         self.ttft_error, self.tpot_error = ForecastError(), ForecastError()
         self.never_met = ""
@@ -157,7 +157,8 @@ class QueueModel:
         if entry is None:
             entry = _Entry(_band(request), 0 if request.fork_of else len(request.prompt_ids))
         entry.most, entry.output = request.params.max_tokens, output
-        self._prefixes.record("", entry.hashes)
+        if entry.hashes:
+            self._prefixes.record("", entry.hashes)
         self._open[request.request_id] = entry
         self._requests[entry.band] += 1
         self._prompts[entry.band] += entry.tokens

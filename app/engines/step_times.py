@@ -127,7 +127,7 @@ def recommend_pair(measured: Interference, work: StepWork, info: ModelInfo, core
     return f"{prompts}:{cores - prompts}"
 
 
-class StepTimes:
+class MeasuredSteps:
     """Times of one engine's steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -28,13 +28,14 @@ class TargetAdmission:
 
     def __init__(self, metrics: Metrics, settings: Settings) -> None:
         self._metrics = metrics
-        self._open: dict[str, tuple[QueueModel, Forecast, LatencyTarget]] = {}
+        self.forecasts: dict[str, tuple[QueueModel, Forecast, LatencyTarget]] = {}
         """Forecasts of open requests, by the request's id."""
         self.apply(settings)
 
     def apply(self, settings: Settings) -> None:
         """Take settings that were reloaded."""
-        self._targets = settings.usage.targets if settings.limits.admission == "slo" else ()
+        self.targets = settings.usage.targets if settings.limits.admission == "slo" else ()
+        """Targets that requests are admitted by; empty: all are."""
 
     def check(self, generation: Generation, requests: Sequence[AddRequest]) -> None:
         """Raise ApiError 429 for a request that would miss its targets.
@@ -42,7 +43,7 @@ class TargetAdmission:
         Embeddings have none, and models whose engines do not tell their steps are left to the queue's limit.
         """
         name, queue = generation.model.name, generation.model.supervisor.queue
-        target = find_target(self._targets, name)
+        target = find_target(self.targets, name)
         if target is None or generation.params.pooling is not None:
             return
         is_awaited, tier = generation.priority < BACKGROUND_PRIORITY, tier_of(generation.priority)
@@ -53,11 +54,11 @@ class TargetAdmission:
             raise
         if forecast is not None:
             self._metrics.record_admission(name, tier, "admitted")
-            self._open[generation.id] = queue, forecast, target
+            self.forecasts[generation.id] = queue, forecast, target
 
     def settle(self, record: RequestRecord) -> None:
         """Compare a request that has ended with its forecast."""
-        if (admitted := self._open.pop(record.id, None)) is None:
+        if (admitted := self.forecasts.pop(record.id, None)) is None:
             return
         queue, forecast, target = admitted
         _note_never_met(queue, forecast, target, record)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmbox.app.engines.step_times import Interference, StepCurve, StepTimes, recommend_pair
+from llmbox.app.engines.step_times import Interference, MeasuredSteps, StepCurve, recommend_pair
 from llmbox.engine.ipc.messages import EngineStats, StepWork
 from support.clock import Clock
 from support.scheduling import INFO as SCHEDULED
@@ -64,7 +64,7 @@ class Steps:
     """Counters of an engine, step by step."""
 
     def __init__(self):
-        self.times = StepTimes(Clock())
+        self.times = MeasuredSteps(Clock())
         self.stats = EngineStats()
 
     def run(self, seconds, rows=0, prompts=0, drawn=None, steps=1):
