@@ -41,12 +41,12 @@ class LoadPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class SearchResult:
-    """Points in the order in which they were tried."""
+class OperatingPointSearch:
+    """Result of a search: points in the order in which they were tried."""
 
     points: Sequence[LoadPoint]
     is_over: bool
-    """Whether the search came to its end; else time or the most streams allowed ended it."""
+    """True if the search came to its end; else time or the most streams allowed ended it."""
 
     @property
     def found(self) -> LoadPoint | None:
@@ -79,7 +79,7 @@ async def find_operating_point(
     most: int,
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
-) -> SearchResult:
+) -> OperatingPointSearch:
     """Search between 1 and `most` streams for `seconds`. `measure` gets streams and the seconds left."""
     ends_at = clock() + seconds
     points: list[LoadPoint] = []
@@ -94,9 +94,9 @@ async def find_operating_point(
         else:
             high = streams
         if high - low <= max(1, low // FINE):
-            return SearchResult(points, high <= most)
+            return OperatingPointSearch(points, high <= most)
         streams = min(2 * streams, most) if high > most else (low + high) // 2
-    return SearchResult(points, is_over=False)
+    return OperatingPointSearch(points, is_over=False)
 
 
 async def measure_point(

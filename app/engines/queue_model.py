@@ -18,7 +18,7 @@ from llmbox.engine.ipc.messages import AddRequest, EngineStats, ModelInfo
 
 from ..config.entries import LatencyTarget
 from .prefix_table import PrefixTable, block_hashes
-from .step_times import LEAST_WEIGHT, StepTimes
+from .step_times import LEAST_WEIGHT, MeasuredSteps
 
 USUAL_ANSWER: Final = 512
 """Tokens of an answer before any has ended; fewer where a request asks for fewer."""
@@ -51,11 +51,11 @@ class Forecast:
 
     def missed(self, target: LatencyTarget) -> list[str]:
         """Return which targets it would miss: `ttft`, `tpot`."""
-        return _over(self.ttft, self.tpot, target)
+        return missed_targets(self.ttft, self.tpot, target)
 
     def never_met(self, target: LatencyTarget) -> list[str]:
         """Return which targets it would miss on an idle engine too."""
-        return _over(self.idle_ttft, self.idle_tpot, target)
+        return missed_targets(self.idle_ttft, self.idle_tpot, target)
 
     def seconds_to_try(self, target: LatencyTarget) -> int:
         """Return when the queue is short enough, if nothing else comes."""
@@ -65,9 +65,10 @@ class Forecast:
         return min(_LONGEST_WAIT, max(1, math.ceil(wait)))
 
 
-def _over(ttft: float, tpot: float, target: LatencyTarget) -> list[str]:
+def missed_targets(ttft: float | None, tpot: float | None, target: LatencyTarget) -> list[str]:
+    """Return which targets these times miss: `ttft`, `tpot`."""
     pairs = {"ttft": (ttft, target.ttft), "tpot": (tpot, target.tpot)}
-    return [name for name, (value, most) in pairs.items() if value > most]
+    return [name for name, (value, most) in pairs.items() if value is not None and value > most]
 
 
 class ForecastError:
@@ -118,11 +119,11 @@ class QueueModel:
         self._clock = clock
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
-        self.times = StepTimes(clock)
+        self.times = MeasuredSteps(clock)
         self.counts = AdmissionCounts()
         self.ttft_error, self.tpot_error = ForecastError(), ForecastError()
         self.never_met = ""
-        """Targets that the newest request would miss on an idle engine too, in words; empty if none."""
+        """Targets that the newest request missed although it waited for no other, in words; empty if none."""
         self.warned_of: LatencyTarget | None = None
         """Target of which the log says so."""
         self._serial: float | None = None
@@ -156,7 +157,8 @@ class QueueModel:
         if entry is None:
             entry = _Entry(_band(request), 0 if request.fork_of else len(request.prompt_ids))
         entry.most, entry.output = request.params.max_tokens, output
-        self._prefixes.record("", entry.hashes)
+        if entry.hashes:
+            self._prefixes.record("", entry.hashes)
         self._open[request.request_id] = entry
         self._requests[entry.band] += 1
         self._prompts[entry.band] += entry.tokens
@@ -199,7 +201,7 @@ class QueueModel:
             self.ttft_error.add(forecast.measured_ttft, ttft)
         if tpot is not None and 4 * forecast.tpot > target.tpot:
             self.tpot_error.add(forecast.measured_tpot, tpot)
-        missed = _over(ttft or 0.0, tpot or 0.0, target)
+        missed = missed_targets(ttft, tpot, target)
         self.counts.missed += bool(missed)
         return missed
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from llmbox.engine.ipc.messages import EngineStats
+from llmbox.engine.ipc.messages import EngineStats, ModelInfo, StepWork
 
 STALE_S: Final = 120.0
 """Seconds after which a measured time begins to count for less, down to half: a machine that was busy when it
@@ -79,6 +79,14 @@ def _bucket(size: int) -> int:
     return size if size < 8 else 8 + int(4 * math.log2(size / 8))
 
 
+_FEW_STEPS: Final = (500, 20)
+"""Steps of running requests without and with prompts, below which nothing is recommended."""
+EVEN: Final = 1.2
+"""Times that a step with prompts may take of one without: at most that is even enough."""
+_RARE: Final = 0.01
+"""Share of steps with prompts that a 99th percentile does not show."""
+
+
 @dataclass(slots=True)
 class Interference:
     """Steps of running requests, with prompts beside them (mixed) and without."""
@@ -102,7 +110,24 @@ class Interference:
         return self.mixed_steps / steps if steps else 0.0
 
 
-class StepTimes:
+def recommend_pair(measured: Interference, work: StepWork, info: ModelInfo, cores: int) -> str:
+    """Return the `P:D` of `--disaggregate` that keeps prompts out of the steps of running requests; empty
+    where they are even without, too little was measured, or the model cannot run as a pair of engines.
+
+    The cores of a CPU are divided as its time was: P has the share that steps with prompts took.
+    """
+    steps = measured.decode_steps, measured.mixed_steps
+    is_known = all(count >= few for count, few in zip(steps, _FEW_STEPS, strict=True))
+    if not is_known or (measured.ratio or 0.0) <= EVEN or measured.share < _RARE:
+        return ""
+    if info.device != "cpu" or info.disaggregate or info.tp * info.pp > 1 or not info.generates or cores < 2:
+        return ""
+    prompts = round(cores * work.prefill_seconds / work.seconds) if work.seconds else 1
+    prompts = min(cores - 1, max(1, prompts))
+    return f"{prompts}:{cores - prompts}"
+
+
+class MeasuredSteps:
     """Times of one engine's steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

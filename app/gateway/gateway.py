@@ -183,7 +183,8 @@ class Gateway:
             for index, message in enumerate(messages)
         )
         try:
-            self.admission.check(generation, messages)
+            if self.admission.targets:
+                self.admission.check(generation, messages)
             sequences = list(islice(submitted, at_once))
         except ApiError:
             supervisor.queue.forget(messages)
@@ -238,7 +239,8 @@ class Gateway:
         if (lease := request.generation.image_lease) is not None:
             lease.release()
         record = _record(request, status, code, self.output_hash(request))
-        self.admission.settle(record)
+        if self.admission.forecasts:
+            self.admission.settle(record)
         self._metrics.record_request(record)
         self._write(request, record)
         self._observer.on_end(record, request.reason)

@@ -11,7 +11,7 @@ from llmbox.engine.ipc.messages import AddRequest
 
 from ..config.entries import LatencyTarget, find_target
 from ..config.settings import Settings
-from ..engines.queue_model import Forecast, QueueModel
+from ..engines.queue_model import Forecast, QueueModel, missed_targets
 from ..errors import ApiError
 from ..metrics.metrics import Metrics
 from ..security.keys import tier_of
@@ -28,13 +28,14 @@ class TargetAdmission:
 
     def __init__(self, metrics: Metrics, settings: Settings) -> None:
         self._metrics = metrics
-        self._open: dict[str, tuple[QueueModel, Forecast, LatencyTarget]] = {}
+        self.forecasts: dict[str, tuple[QueueModel, Forecast, LatencyTarget]] = {}
         """Forecasts of open requests, by the request's id."""
         self.apply(settings)
 
     def apply(self, settings: Settings) -> None:
         """Take settings that were reloaded."""
-        self._targets = settings.usage.targets if settings.limits.admission == "slo" else ()
+        self.targets = settings.usage.targets if settings.limits.admission == "slo" else ()
+        """Targets that requests are admitted by; empty: all are."""
 
     def check(self, generation: Generation, requests: Sequence[AddRequest]) -> None:
         """Raise ApiError 429 for a request that would miss its targets.
@@ -42,7 +43,7 @@ class TargetAdmission:
         Embeddings have none, and models whose engines do not tell their steps are left to the queue's limit.
         """
         name, queue = generation.model.name, generation.model.supervisor.queue
-        target = find_target(self._targets, name)
+        target = find_target(self.targets, name)
         if target is None or generation.params.pooling is not None:
             return
         is_awaited, tier = generation.priority < BACKGROUND_PRIORITY, tier_of(generation.priority)
@@ -53,15 +54,15 @@ class TargetAdmission:
             raise
         if forecast is not None:
             self._metrics.record_admission(name, tier, "admitted")
-            self._open[generation.id] = queue, forecast, target
+            self.forecasts[generation.id] = queue, forecast, target
 
     def settle(self, record: RequestRecord) -> None:
         """Compare a request that has ended with its forecast."""
-        if (admitted := self._open.pop(record.id, None)) is None:
+        if (admitted := self.forecasts.pop(record.id, None)) is None:
             return
         queue, forecast, target = admitted
-        missed = queue.settle(forecast, target, record.ttft_s, record.tpot_s)
-        if missed:
+        _note_never_met(queue, forecast, target, record)
+        if queue.settle(forecast, target, record.ttft_s, record.tpot_s):
             self._metrics.record_admission(record.model, record.tier, "missed")
         self._metrics.record_forecast(record, forecast.ttft, forecast.tpot)
 
@@ -83,7 +84,6 @@ def check_targets(
     forecast = queue.forecast(requests)
     if forecast is None:
         return None
-    _note_never_met(name, queue, forecast, target)
     missed = [each for each in forecast.missed(target) if is_awaited or each != "ttft"]
     if not missed or forecast.is_first:
         queue.counts.admitted += 1
@@ -110,20 +110,27 @@ def _too_late(name: str, forecast: Forecast, target: LatencyTarget, missed: Sequ
     )
 
 
-def _note_never_met(name: str, queue: QueueModel, forecast: Forecast, target: LatencyTarget) -> None:
-    """Keep, and log once for each target, that an idle engine misses it too."""
-    missed = forecast.never_met(target)
+def _note_never_met(
+    queue: QueueModel, forecast: Forecast, target: LatencyTarget, record: RequestRecord
+) -> None:
+    """Keep, and log once for each target, that a request missed it which nothing kept waiting.
+
+    Forecasts alone prove nothing: those of a size that no step had yet are too long.
+    """
+    missed = missed_targets(record.ttft_s, record.tpot_s, target)
     if not missed:
         queue.never_met = ""
+    late = [each for each in missed if each in forecast.never_met(target)]
+    if not forecast.is_first or not late:
         return
     told = {
-        "ttft": f"a first token takes {span(forecast.idle_ttft)} (target {span(target.ttft)})",
-        "tpot": f"a token takes {span(forecast.idle_tpot)} (target {span(target.tpot)})",
+        "ttft": f"its first token came after {span(record.ttft_s)} (target {span(target.ttft)})",
+        "tpot": f"a token came every {span(record.tpot_s)} (target {span(target.tpot)})",
     }
     queue.never_met = (
-        f"its latency targets cannot be met even without other requests: "
-        f"{', '.join(told[each] for each in missed)}; such requests are served one at a time"
+        f"the latency targets cannot be met: of a prompt of {record.prompt_tokens} tokens that waited for no "
+        f"other {' and '.join(told[each] for each in late)}; such requests are served one at a time"
     )
     if queue.warned_of != target:
         queue.warned_of = target
-        log.warning("%s: %s (usage.targets)", name, queue.never_met)
+        log.warning("%s: %s (usage.targets)", record.model, queue.never_met)

@@ -102,18 +102,20 @@ COMPLETION = {"model": "one", "prompt": "hello", "max_tokens": 2, "stream": True
 
 
 def test_targets_that_cannot_be_met_are_served_one_by_one(server, http, caplog):
-    aim(server, "one=1/1")
+    aim(server, "one=0.001/0.001")
     with busy(server, http):
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 429
     assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
     queue = server.services.engines.get("one").supervisor.queue
-    assert queue.never_met.startswith(
-        "its latency targets cannot be met even without other requests: a first"
-    )
-    assert (queue.counts.admitted, queue.counts.refused) == (2, 1)
+    assert "cannot be met" in queue.never_met
+    assert "its first token came after" in queue.never_met
+    assert (queue.counts.admitted, queue.counts.refused, queue.counts.missed) == (2, 1, 2)
     warnings = [each for each in caplog.messages if "cannot be met" in each]
     assert len(warnings) == 1
     assert warnings[0].startswith("one: ")
+    aim(server, "one=100000/100000")
+    assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    assert queue.never_met == ""
 
 
 def test_a_batch_has_no_target_for_its_first_token(server, http):

@@ -8,7 +8,13 @@ from secrets import token_hex
 from typing import Any
 
 from ...bench.client import Prompts, Target, complete
-from ...bench.operating_point import LoadPoint, PointSpec, SearchResult, find_operating_point, measure_point
+from ...bench.operating_point import (
+    LoadPoint,
+    OperatingPointSearch,
+    PointSpec,
+    find_operating_point,
+    measure_point,
+)
 from ...config.entries import LatencyTarget, find_target, is_entry
 from ...config.loader import set_value
 from ...config.settings import schema
@@ -67,7 +73,7 @@ def find_point(
 
 async def _search(
     server: Target, prompts: Prompts, spec: PointSpec, most: int, seconds: float
-) -> SearchResult:
+) -> OperatingPointSearch:
     first = await complete(server, prompts.ids(spec.prompt), max(2, spec.output))  # pays for warm-up
     if first.error:
         raise CliError(f"no request to {server.url} succeeded", first.error, "check --url, --key and MODEL")
@@ -106,7 +112,7 @@ def _served_name(program: Program, model: str) -> str:
     return next((str(each["name"]) for each in models if model in {each["name"], *each["aliases"]}), model)
 
 
-def _print_table(spec: PointSpec, result: SearchResult) -> None:
+def _print_table(spec: PointSpec, result: OperatingPointSearch) -> None:
     rank = f"P{spec.percent}"
     headers = ("STREAMS", "REQ/S", "OUT TOK/S", f"TTFT {rank}", f"TPOT {rank}", "ERRORS", "")
     rows = [
@@ -132,7 +138,7 @@ _MISSED = {
 }
 
 
-def _print_found(found: LoadPoint, spec: PointSpec, result: SearchResult, most: int) -> None:
+def _print_found(found: LoadPoint, spec: PointSpec, result: OperatingPointSearch, most: int) -> None:
     streams = f"{found.concurrency} stream{'s' if found.concurrency > 1 else ''}"
     output.write(
         f"\n{streams}, {found.requests_per_s:.2f} requests/s, are within {_describe(spec)}: prompts of "
@@ -148,7 +154,7 @@ def _describe(spec: PointSpec) -> str:
     return f"{ttft} to the first token and {tpot} a token for {spec.percent} % of the requests"
 
 
-def _nothing_within(server: Target, spec: PointSpec, result: SearchResult) -> CliError:
+def _nothing_within(server: Target, spec: PointSpec, result: OperatingPointSearch) -> CliError:
     alone = next((point for point in result.points if point.concurrency == 1), None)
     what = f"no load of {server.model} is within {_describe(spec)}"
     if alone is None or alone.missed == ("time",):
@@ -163,7 +169,7 @@ def _nothing_within(server: Target, spec: PointSpec, result: SearchResult) -> Cl
     )
 
 
-def _print_json(server: Target, spec: PointSpec, result: SearchResult) -> None:
+def _print_json(server: Target, spec: PointSpec, result: OperatingPointSearch) -> None:
     found = result.found
     output.write_json(
         "bench.find",

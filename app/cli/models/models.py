@@ -303,6 +303,13 @@ def _latency(queue: Mapping[str, Any] | None) -> dict[str, str]:
         )
     if queue["problem"]:
         rows["targets"] = queue["problem"]
+    if queue["prompt_ratio"] is not None:
+        rows["prompts"] = (
+            f"steps with a prompt in them take {queue['prompt_ratio']:.1f} times as long "
+            f"({queue['prompt_share']:.1%} of the steps)"
+        )
+    if queue["disaggregate"]:
+        rows["prompts"] += f"; --disaggregate {queue['disaggregate']} keeps them apart"
     return rows
 
 

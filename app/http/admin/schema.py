@@ -33,6 +33,9 @@ class QueueStatus(Struct, kw_only=True):
     """Time of a step of running requests with prompts beside them, in times of a step without."""
     prompt_share: float
     """Share of the steps of running requests with prompts beside them."""
+    disaggregate: str
+    """Cores of `--disaggregate` by which prompts would no longer hold up running requests; empty where they
+    do not, or where it is not possible."""
 
 
 class ModelStatus(Struct, kw_only=True):

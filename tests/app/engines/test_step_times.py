@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
-from llmbox.app.engines.step_times import StepCurve, StepTimes
+from llmbox.app.engines.step_times import Interference, MeasuredSteps, StepCurve, recommend_pair
 from llmbox.engine.ipc.messages import EngineStats, StepWork
 from support.clock import Clock
+from support.scheduling import INFO as SCHEDULED
 
 
 def curve(clock=None, **seconds):
@@ -61,7 +64,7 @@ class Steps:
     """Counters of an engine, step by step."""
 
     def __init__(self):
-        self.times = StepTimes(Clock())
+        self.times = MeasuredSteps(Clock())
         self.stats = EngineStats()
 
     def run(self, seconds, rows=0, prompts=0, drawn=None, steps=1):
@@ -117,3 +120,33 @@ def test_accepted_drafts_make_tokens_cheaper():
     for _ in range(400):
         steps.run(0.01, rows=2, drawn=6)
     assert steps.times.tokens_per_row == pytest.approx(3.0, rel=0.01)
+
+
+INFO = replace(SCHEDULED, device="cpu", generates=True)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "prefill_seconds", "facts", "cores", "pair"),
+    [
+        ((100, 10.0), 5.0, {}, 8, "2:6"),  # a mixed step takes 10 times as long; prompts took a quarter
+        ((100, 10.0), 0.1, {}, 8, "1:7"),
+        ((100, 10.0), 19.9, {}, 8, "7:1"),
+        ((100, 1.15), 5.0, {}, 8, ""),  # even enough
+        ((10, 10.0), 5.0, {}, 8, ""),  # too few
+        ((100, 10.0), 5.0, {}, 1, ""),
+        ((100, 10.0), 5.0, {"device": "cuda:0"}, 8, ""),
+        ((100, 10.0), 5.0, {"tp": 2}, 8, ""),
+        ((100, 10.0), 5.0, {"disaggregate": (1, 1)}, 8, ""),
+    ],
+)
+def test_a_pair_of_engines_is_recommended_by_what_was_measured(mixed, prefill_seconds, facts, cores, pair):
+    measured = Interference(
+        mixed_steps=mixed[0], mixed_seconds=mixed[1], decode_steps=1000, decode_seconds=10.0
+    )
+    work = StepWork(steps=2000, seconds=20.0, prefill_seconds=prefill_seconds)
+    assert recommend_pair(measured, work, replace(INFO, **facts), cores) == pair
+
+
+def test_prompts_too_rare_for_a_percentile_recommend_nothing():
+    measured = Interference(mixed_steps=100, mixed_seconds=10.0, decode_steps=100_000, decode_seconds=1000.0)
+    assert recommend_pair(measured, StepWork(steps=1, seconds=1.0), INFO, 8) == ""
