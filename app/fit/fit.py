@@ -290,6 +290,7 @@ def _scaling(
         sum_seconds=link.seconds,
         rows=rows,
         context=context,
+        expert_parallel=plan.expert_parallel,
     )
     return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
 

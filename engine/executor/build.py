@@ -124,7 +124,7 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
         config = decode_config(config)
     elif config.prefill_role is not None:
         os.sched_setaffinity(0, config.prefill_role.cores)
-    layout = ParallelLayout(plan.tp, plan.pp)
+    layout = ParallelLayout(plan.tp, plan.pp, expert_parallel=plan.expert_parallel)
     runner: Executor
     local: object = None
     worker_pids: list[int] = []

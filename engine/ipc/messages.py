@@ -187,6 +187,8 @@ class ModelInfo:
     """Tensor-parallel size. Sizes in bytes are sums over all ranks."""
     pp: int = 1
     """Pipeline-parallel size."""
+    expert_parallel: bool = False
+    """True if the ranks of a stage have whole experts."""
     state_slots: int = 0
     """Slots of recurrent state; 0 for a model without."""
     state_bytes: int = 0

@@ -71,6 +71,8 @@ class AdapterLayers:
         self._stacks_of: dict[int, tuple[ExpertStack, int]] = {}
         """Stack and number of each expert's linears, by the id of the packed weights."""
         self._skipped: list[str] = []
+        self._held: dict[str, range] = {}
+        """Experts of a layer that this rank has, where others have the rest."""
         self._heads: dict[int, PackedLinear] = {}
         """Whole heads by slot."""
 
@@ -108,6 +110,9 @@ class AdapterLayers:
 
     def note_skip(self, name: str) -> None:
         self._skipped.append(name)
+
+    def note_held(self, name: str, held: range) -> None:
+        self._held[plain_name(name)] = held
 
     @property
     def launches(self) -> int:
@@ -351,6 +356,10 @@ class AdapterLayers:
         return linear
 
     def _is_skipped(self, name: str) -> bool:
+        layer, experts, expert = name.rpartition("experts.")
+        held = self._held.get(f"{layer}{experts}".removesuffix("."))
+        if held is not None and (number := expert.partition(".")[0]).isdecimal():
+            return int(number) not in held
         return any(
             f"{name}.".startswith(plain_name(each[:-1]) + ".")
             if each.endswith(".")

@@ -21,20 +21,28 @@ from .source import WeightRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertStack:
-    """Linears of all experts of a layer that have one place in it, and one site for all."""
+    """Linears of the experts of a layer that have one place in it, and one site for all."""
 
     parameter: str
     """Name of the tensor that holds them all in transformers: `gate_up_proj` or `down_proj`."""
     linears: tuple[AdaptedLinear, ...]
+    """Linears of the experts that this rank has."""
     site: LoraSite
+    count: int
+    """Number of experts of the layer, on all ranks."""
+    first: int = 0
 
     @classmethod
     def of(
-        cls, parameter: str, many: Iterable[PackedLinear], asked: Mapping[int, WeightRequest]
+        cls,
+        parameter: str,
+        many: Iterable[PackedLinear],
+        asked: Mapping[int, WeightRequest],
+        mixture: Mixture,
     ) -> "ExpertStack":
         site = LoraSite()
         linears = tuple(AdaptedLinear(asked[id(each)], each, site, site) for each in many)
-        return cls(parameter, linears, site)
+        return cls(parameter, linears, site, mixture.count, mixture.here.start)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,8 +54,9 @@ class ExpertStack:
         """Read what an adapter has for all experts: A is [X r, I], B is [O, r X]."""
         count, asked = len(self.linears), self.linears[0].asked
         rank, scale = target.parameters[self.parameter]
-        a_XrI = reader.read(target.a).view(count, rank, -1)
-        b_XOr = reader.read(target.b).view(-1, rank, count).permute(2, 0, 1)
+        a_XrI = reader.read(target.a).view(self.count, rank, -1).narrow(0, self.first, count)
+        b_XOr = reader.read(target.b).view(-1, rank, self.count).permute(2, 0, 1)
+        b_XOr = b_XOr.narrow(0, self.first, count)
         parts, first = [], 0
         for rows in asked.outputs.values():
             parts.append(cut(b_XOr.narrow(1, first, rows.total), rows, 1))
@@ -88,8 +97,8 @@ class AdaptedExperts:
 
     @classmethod
     def of(cls, mixture: Mixture, asked: Mapping[int, WeightRequest]) -> "AdaptedExperts":
-        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, asked)
-        return cls(mixture, gate_ups, ExpertStack.of("down_proj", mixture.downs, asked))
+        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, asked, mixture)
+        return cls(mixture, gate_ups, ExpertStack.of("down_proj", mixture.downs, asked, mixture))
 
     def stack_of(self, target: AdapterTarget) -> ExpertStack | None:
         """Return the stack that a target of all experts adapts: shapes tell, for names do not. None: none has
@@ -98,7 +107,7 @@ class AdaptedExperts:
         stack = next((each for each in (self.gate_ups, self.downs) if each.shape == target.shape), None)
         if stack is None:
             return None
-        (rank, _), count = target.parameters[stack.parameter], len(stack.linears)
+        (rank, _), count = target.parameters[stack.parameter], stack.count
         if target.a.shape[0] != rank * count:
             raise AdapterError(
                 f"{target.a.file}: tensor {shown(target.a.name)}: it has {target.a.shape[0]} ranks of all "

@@ -104,6 +104,10 @@ class WeightSource(Protocol):
         """Declare that `name` may exist and is not used; with a trailing dot: everything below it."""
         ...
 
+    def skip_experts(self, name: str, held: range) -> None:
+        """Declare that what is below `name`.N is another rank's, for each expert N that is not `held`."""
+        ...
+
     def finish(self) -> None:
         """Raise ModelError for tensors that were not requested."""
         ...
@@ -167,6 +171,11 @@ class Weights:
     def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
         full = [self._full(part) for part in parts]
         self._source.split_experts(self._full(name), full, transposed=transposed)
+
+    def skip_experts(self, name: str, held: range) -> None:
+        self._source.skip_experts(self._full(name), held)
+        if self._listener is not None:
+            self._listener.note_held(self._full(name), held)
 
     def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None:
         """Tell the listener of a layer's experts, whose linears were requested below `name`, and routers."""
@@ -246,4 +255,5 @@ class WeightListener(Protocol):
     def note(self, asked: WeightRequest, packed: PackedLinear) -> None: ...
     def note_split(self, name: str, parts: Mapping[str, int]) -> None: ...
     def note_skip(self, name: str) -> None: ...
+    def note_held(self, name: str, held: range) -> None: ...
     def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None: ...

@@ -128,7 +128,7 @@ class RankThreads:
         self.plan = estimate(model.shape(), memory_budget(torch.device("cpu")), config)
         tp, pp = self.plan.tp, self.plan.pp
         self._stages = [Stage(tp) for _ in range(pp)]
-        layouts = [ParallelLayout(tp, pp, rank) for rank in range(tp * pp)]
+        layouts = [ParallelLayout(tp, pp, rank, self.plan.expert_parallel) for rank in range(tp * pp)]
         self._answers = layouts[0].answers
         self._pool = ThreadPoolExecutor(len(layouts))
         self._decoders = [StepDecoder() for _ in layouts]
