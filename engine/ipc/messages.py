@@ -332,6 +332,12 @@ class EngineStats:
     """Number of accepted draft tokens: each saved its request a step."""
     draft_methods: dict[str, DraftCounts] = field(default_factory=dict)
     """These three by method (`DraftMethod`), for methods that have proposed any."""
+    expert_rows: int = 0
+    """Rows that layers of experts gave to an expert, on a CPU; with stages those of the first."""
+    expert_imbalance: float = 0.0
+    """Rows of the busiest expert of a layer over the mean of its experts, as the mean of all layers."""
+    expert_rank_imbalance: float = 0.0
+    """The same of ranks, where each has some experts whole (`--expert-parallel`)."""
     adapters: list[str] = field(default_factory=list)
     """Digests of the LoRA adapters in memory."""
     handed_tokens: int = 0

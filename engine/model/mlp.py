@@ -103,6 +103,7 @@ class SparseMoE:
             _routing(config, weights),
             model.activation,
             None if len(held) == config.count else held,
+            torch.zeros(config.count, dtype=torch.int64) if weights.device.type == "cpu" else None,
         )
         self.shared, self.shared_gate = None, None
         if config.shared_inner:

@@ -28,7 +28,7 @@ from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_nam
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError
 from .adapter_weights import AdaptedLinear, AdapterReader, AdapterShare, cut, weights_of
-from .expert_adapters import AdaptedExperts, ExpertStack
+from .expert_adapters import AdaptedExperts, ExpertStack, is_held_elsewhere
 from .source import WeightRequest
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -356,11 +356,7 @@ class AdapterLayers:
         return linear
 
     def _is_skipped(self, name: str) -> bool:
-        layer, experts, expert = name.rpartition("experts.")
-        held = self._held.get(f"{layer}{experts}".removesuffix("."))
-        if held is not None and (number := expert.partition(".")[0]).isdecimal():
-            return int(number) not in held
-        return any(
+        return is_held_elsewhere(name, self._held) or any(
             f"{name}.".startswith(plain_name(each[:-1]) + ".")
             if each.endswith(".")
             else plain_name(each.removesuffix(".weight")) == name

@@ -117,6 +117,15 @@ class AdaptedExperts:
         return stack
 
 
+def is_held_elsewhere(name: str, held: Mapping[str, range]) -> bool:
+    """Return whether `name` is below an expert that another rank has. `held`: experts of this rank, by the
+    name that holds all experts of their layer.
+    """
+    layer, dot, linear = name.rpartition(".experts.")
+    here, number = held.get(f"{layer}{dot}".removesuffix(".")), linear.partition(".")[0]
+    return here is not None and number.isdecimal() and int(number) not in here
+
+
 class ExpertAdditions:
     """Additions of adapters of all experts of a layer to the linears of single ones, by the linear's name."""
 

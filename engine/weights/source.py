@@ -128,7 +128,10 @@ class Weights:
         names: Mapping[str, str] = MappingProxyType({}),
         mixed_layers: int = 0,
         listener: "WeightListener | None" = None,
+        mixtures: list[Mixture] | None = None,
     ) -> None:
+        self.mixtures: list[Mixture] = [] if mixtures is None else mixtures
+        """Mixtures of all layers so far, those below other prefixes included."""
         self._source = source
         self._listener = listener
         self._prefix = prefix
@@ -148,7 +151,9 @@ class Weights:
         return self._source.device
 
     def at(self, name: str) -> "Weights":
-        return Weights(self._source, f"{self._full(name)}.", self._names, self._mixed_layers, self._listener)
+        prefix = f"{self._full(name)}."
+        shared = self._mixed_layers, self._listener, self.mixtures
+        return Weights(self._source, prefix, self._names, *shared)
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._source.vector(self._full(name), size)
@@ -178,7 +183,10 @@ class Weights:
             self._listener.note_held(self._full(name), held)
 
     def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None:
-        """Tell the listener of a layer's experts, whose linears were requested below `name`, and routers."""
+        """Keep a layer's experts, and tell the listener of them and of routers. The linears of experts were
+        requested below `name`.
+        """
+        self.mixtures.append(mixture)
         if self._listener is not None:
             self._listener.note_experts(self._full(name), mixture, routers)
 
