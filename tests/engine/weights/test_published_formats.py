@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,18 @@ class Widens:
         return REFERENCE.pack_linear(rounded.floats().to(dtype), bias_O)
 
 
-@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}, {"tp": 2, "expert_parallel": True}], ids=str)
-@pytest.mark.parametrize("name", ["awq-g64", "gptq-4-asym", "mixed-4-8", "mxfp4", "bnb-nf4", "nvfp4"])
+DECODED = ["awq-g64", "gptq-4-asym", "mxfp4", "bnb-nf4", "nvfp4"]
+"""Formats that experts have too."""
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        *product([*DECODED, "mixed-4-8"], [{"tp": 2}, {"pp": 2}]),
+        *product(DECODED, [{"tp": 2, "expert_parallel": True}]),
+    ],
+    ids=str,
+)
 def test_ranks_answer_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: dict[str, Any]
 ) -> None:
