@@ -143,18 +143,27 @@ def in_dtype(lora: ExpertLora, dtype: torch.dtype) -> ExpertLora:
     return ExpertLora(lora.experts, LoraWeights(weights.a_RI.to(dtype), weights.scales_R, pieces))
 
 
-class MixedExperts:
-    """A mixture with adapters in slots, on some kernels."""
+def of_rank(lora: ExpertLora, held: range) -> ExpertLora:
+    """The adapter of the experts that a rank has, numbered from its first."""
+    here, weights = [place for place, expert in enumerate(lora.experts) if expert in held], lora.weights
+    pieces = tuple(LoraPiece(p.start, p.stop, p.first, p.b_Or[here]) for p in weights.pieces)
+    experts = tuple(lora.experts[place] - held.start for place in here)
+    return ExpertLora(experts, LoraWeights(weights.a_RI[here], weights.scales_R, pieces))
 
-    def __init__(self, ops: Ops, dtype: torch.dtype, routing: Routing) -> None:
+
+class MixedExperts:
+    """A mixture with adapters in slots, on some kernels. `held`: of a rank that has these experts."""
+
+    def __init__(self, ops: Ops, dtype: torch.dtype, routing: Routing, held: range = range(COUNT)) -> None:
         assert ops.lora is not None
         assert ops.lora.load_experts is not None
         self.ops = ops
         torch.manual_seed(0)
         gate_ups = [torch.randn(2 * INNER, HIDDEN) / HIDDEN**0.5 for _ in range(COUNT)]
         downs = [torch.randn(HIDDEN, INNER) / INNER**0.5 for _ in range(COUNT)]
-        packed = [[ops.pack_linear(w.to(dtype), None) for w in many] for many in (gate_ups, downs)]
-        self.mixture = Mixture(packed[0], packed[1], COUNT, 3, True, routing)
+        here = slice(held.start, held.stop)
+        packed = [[ops.pack_linear(w.to(dtype), None) for w in many[here]] for many in (gate_ups, downs)]
+        self.mixture = Mixture(packed[0], packed[1], COUNT, 3, True, routing, held=held)
         self.sites = LoraSite(), LoraSite()
         sizes = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
         for slot, experts in SOME.items():
@@ -163,8 +172,8 @@ class MixedExperts:
                     expert_lora(experts[:1], 2, inputs, outputs, slot),
                     expert_lora(experts[1:], 9, inputs, outputs, slot + 1),
                 ]
-                batches = [in_dtype(lora, dtype) for lora in many if lora.experts]
-                ops.lora.load_experts(site, slot, COUNT, batches)
+                mine = [of_rank(in_dtype(lora, dtype), held) for lora in many if lora.experts]
+                ops.lora.load_experts(site, slot, len(held), [lora for lora in mine if lora.experts])
 
     def __call__(self, x: Tensor, logits: Tensor, slots: list[int]) -> Tensor:
         if all(slot < 0 for slot in slots):
@@ -192,6 +201,17 @@ def test_adapters_of_experts(ops: Ops, scales_inputs: bool) -> None:
     changed = (got != plain).any(1)
     assert all(changed[row] for row, slot in enumerate(slots) if slot == 5)
     assert not any(changed[row] for row, slot in enumerate(slots) if slot in {-1, 9})
+
+
+def test_adapters_of_ranks_with_some_experts_whole_add_up(ops: Ops) -> None:
+    skip_without_experts(ops)
+    slots = [(-1, 0, 5, 63, 5, 9)[row % 6] for row in range(40)]
+    torch.manual_seed(3)
+    x, logits = torch.randn(40, HIDDEN), torch.randn(40, COUNT)
+    whole = MixedExperts(ops, torch.float32, Routing())(x, logits, slots)
+    halves = [range(2), range(2, COUNT)]
+    found = [MixedExperts(ops, torch.float32, Routing(), held)(x, logits, slots) for held in halves]
+    torch.testing.assert_close(found[0] + found[1], whole, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -31,8 +31,9 @@ extern "C" Op* llmbox_experts_op(int dtype, int quant, int experts, int first, i
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
         const ExpertsCall<T> call{static_cast<const T*>(x), x_stride, logits, logits_stride, experts, first, load, per_row,
-                                  normalised != 0, *routing, activation, static_cast<const T*>(shared), shared_stride, shared_gate,
-                                  shared_gate_stride, static_cast<T*>(out), out_stride, gate_up_adapters, down_adapters};
+                                  normalised != 0, *routing, activation, static_cast<const T*>(shared), shared_stride,
+                                  shared_gate, shared_gate_stride, static_cast<T*>(out), out_stride, gate_up_adapters,
+                                  down_adapters};
         if (quant) return make_experts<RoundedCopies<T>>(count, gate_ups, downs, call);
         return make_experts<typename PlainCopies<E>::Rows>(count, gate_ups, downs, call);
     });

@@ -53,7 +53,8 @@ public:
     using Shape = typename Copies::Shape;
 
     ExpertsOp(ExpertLinears<Shape> linears, const ExpertsCall<T>& call)
-        : linears_(std::move(linears)), call_(call), routes_(call.experts, call.first, linears_.count(), call.per_row, Copies::ALIGN) {}
+        : linears_(std::move(linears)), call_(call),
+          routes_(call.experts, call.first, linears_.count(), call.per_row, Copies::ALIGN) {}
 
     void prepare(const Step& step, Pool& pool) override {
         routes_.begin(step.rows);
