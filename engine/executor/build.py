@@ -57,7 +57,7 @@ from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages, load_images
 from ..sampling import Sampler
 from .drafting import DraftTarget, draft_rows, load_proposers
-from .expert_load import ExpertLoad
+from .expert_load import count_experts
 from .kv_tiers import make_segment, open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
 from .model_info import model_info, read_model_vectors
@@ -169,8 +169,7 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
     if memory is not None:
         answers = open_tiers(config, plan, share, memory, scheduler.kv_cache)
         scheduler.drafting.answers.stores.files = answers
-    load_of_experts = ExpertLoad.of(share.runner, layout)
-    return Engine(scheduler, runner, info, expert_stats=load_of_experts.stats)
+    return Engine(scheduler, runner, info, expert_stats=count_experts(share.runner, layout))
 
 
 def load_rank(

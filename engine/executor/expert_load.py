@@ -43,16 +43,9 @@ class ExpertLoad:
         for load_X in loads:
             load_X.zero_()
 
-    @classmethod
-    def of(cls, runner: object, layout: ParallelLayout) -> "ExpertLoad":
-        """Take the counters of rank 0, which sees the rows of its whole stage. On a GPU nobody counts."""
-        loads = runner.expert_loads if isinstance(runner, CPUModelRunner) else []
-        ranks = [replace(layout, rank=rank) for rank in range(layout.tp if layout.expert_parallel else 0)]
-        return cls(loads, [rank.experts(len(loads[0])) for rank in ranks] if loads else [])
-
     def stats(self) -> ExpertStats:
         now = self._clock()
-        if self._loads and now - self._read_at >= READ_SECONDS:
+        if now - self._read_at >= READ_SECONDS:
             self._read_at, self._stats = now, self._read()
         return self._stats
 
@@ -63,6 +56,17 @@ class ExpertLoad:
             shares = [[sum(load[held.start : held.stop]) for held in self._ranks] for load in layers]
             found["expert_rank_imbalance"] = mean_imbalance(shares)
         return found
+
+
+def count_experts(runner: object, layout: ParallelLayout) -> Callable[[], ExpertStats]:
+    """Return the statistics of the counters of rank 0, which sees the rows of its whole stage. A model without
+    experts has none, nor has one on a GPU, where nobody counts.
+    """
+    loads = runner.expert_loads if isinstance(runner, CPUModelRunner) else []
+    if not loads:
+        return ExpertStats
+    ranks = [replace(layout, rank=rank) for rank in range(layout.tp if layout.expert_parallel else 0)]
+    return ExpertLoad(loads, [rank.experts(len(loads[0])) for rank in ranks]).stats
 
 
 def mean_imbalance(layers: Sequence[Sequence[int]]) -> float:

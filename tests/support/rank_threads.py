@@ -21,7 +21,7 @@ from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget
-from llmbox.engine.executor.expert_load import ExpertLoad
+from llmbox.engine.executor.expert_load import count_experts
 from llmbox.engine.executor.model_info import model_info
 from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.model_config.config import parse_config
@@ -180,5 +180,5 @@ def load_threads(
         worker_pids=[],
     )
     scheduler, first = make_scheduler(config, runner.plan, encoded=runner.images), runner.shares[0].runner
-    experts = ExpertLoad.of(first, ParallelLayout(info.tp, info.pp, 0, info.expert_parallel))
-    return Engine(scheduler, SyncExecutor(runner), info, expert_stats=experts.stats)
+    stats = count_experts(first, ParallelLayout(info.tp, info.pp, 0, info.expert_parallel))
+    return Engine(scheduler, SyncExecutor(runner), info, expert_stats=stats)

@@ -29,10 +29,6 @@ def test_counters_are_read_at_intervals_from_the_first_request_on():
     assert load.stats()["expert_rows"] == 24
 
 
-def test_a_model_without_experts_tells_nothing():
-    assert ExpertLoad([]).stats() == {}
-
-
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "quant": "int8", "threads": 2}])
 def test_an_engine_counts_all_rows_of_all_layers(tmp_path, monkeypatch, options):
     """Recorded steps count too."""
