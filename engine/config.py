@@ -71,6 +71,8 @@ class EngineConfig:
     interconnect; 1 on a CPU."""
     pp: int | None = None
     """Pipeline-parallel size: number of stages, each on `tp` ranks. None as for `tp`."""
+    expert_parallel: bool = False
+    """Divide the experts of a mixture among the ranks of `tp`, whole, instead of a part of each."""
     gpus: tuple[int, ...] | None = None
     """Indices of visible GPUs that the daemon chose, next to other models; None: chosen at load."""
     disaggregate: tuple[int, int] | None = None

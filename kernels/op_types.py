@@ -48,7 +48,9 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Experts of one MoE layer: one packed linear for each expert, or one for all (`Ops.pack_experts`)."""
+    """Experts of one MoE layer: one packed linear for each expert that is here, or one for all of these
+    (`Ops.pack_experts`).
+    """
 
     gate_ups: Sequence[Any]
     """[2 F, E], gate first; [F, E] without gates (`UNGATED`)."""
@@ -60,6 +62,14 @@ class Mixture:
     """True if the routing weights of the chosen experts are normalized to sum to one."""
     routing: Routing = field(default_factory=Routing)
     activation: Activation = "silu"
+    held: range | None = None
+    """Experts whose linears are here; None: all. A row's result lacks what it chose among the others."""
+    load_X: Tensor | None = None
+    """int64, to which each step adds the rows that chose each expert; None: nobody counts them."""
+
+    @property
+    def here(self) -> range:
+        return range(self.count) if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)

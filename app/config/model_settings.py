@@ -75,6 +75,11 @@ class ModelSettings:
         high=16,
         live=True,
     )
+    expert_parallel: bool = key(
+        False,
+        "Give each rank of --tp some experts of a mixture whole, not a part of each (expert parallelism).",
+        live=True,
+    )
     disaggregate: str = key(
         "",
         "Cores of an engine for prompts and of one for tokens, as P:D (1:1): streams stay even while long "

@@ -14,7 +14,7 @@ from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.draft_compatibility import check_drafts
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
 from llmbox.engine.planning.parallel_cost import decode_scaling, traffic
-from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.engine.planning.roofline import decode_tokens_per_second, step_bytes
 from llmbox.engine.planning.runnable import RunnablePlan, kernel_site, require_runnable
 from llmbox.kernels.quant_formats import QUANTS
 
@@ -123,7 +123,11 @@ def fit(
     budget = total_budget(machine, device, budget_gb)
     now = MemoryBudget.of(machine, device)
     plan, reason = plan_within_budget(facts.config, machine, device, budget, config)
-    remedies = () if plan else alternatives(facts.config, machine, device, budget, config)
+    remedies: tuple[str, ...] = ()
+    if plan is None:
+        remedies = alternatives(facts.config, machine, device, budget, config)
+        if device == "cuda":
+            remedies += _in_main_memory(facts.config, machine, budget_gb, config)
     notes = facts.notes + _describe_experts(facts.config) + (plan.notes if plan else ())
     if plan and plan.total_bytes > now.available:
         notes += (
@@ -228,6 +232,22 @@ def alternatives(
     return tuple(found)
 
 
+def _in_main_memory(
+    config: ModelConfig, machine: Machine, budget_gb: float | None, engine: EngineConfig
+) -> tuple[str, ...]:
+    """Return how a mixture larger than the GPUs runs on the CPU, which reads few weights for a token."""
+    if config.experts is None:
+        return ()
+    asked = replace(engine, device="cpu", tp=None, pp=None, expert_parallel=False)
+    plan, _ = plan_within_budget(config, machine, "cpu", total_budget(machine, "cpu", budget_gb), asked)
+    if plan is None:
+        return ()
+    quant, types = QUANTS.get(plan.quant), (plan.dtype, plan.kv_dtype)
+    read = show_bytes(int(step_bytes(config.shape(), *types, rows=1, context=0, quant=quant)))
+    size = f"{show_bytes(plan.total_bytes)} of main memory with a context of {plan.context} tokens"
+    return (f"--device cpu: {size}; a token reads {read} of weights",)
+
+
 def _describe_experts(config: ModelConfig) -> tuple[str, ...]:
     if (experts := config.experts) is None:
         return ()
@@ -290,6 +310,7 @@ def _scaling(
         sum_seconds=link.seconds,
         rows=rows,
         context=context,
+        expert_parallel=plan.expert_parallel,
     )
     return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
 

@@ -58,7 +58,7 @@ class StepTimes:
     def cost(self, rows: int, context: int, *, prompt: bool = False) -> "StepCost":
         """Return the cost of a step of `rows` tokens: of one prompt's, or of a stream each."""
         plan, quant = self.plan, QUANTS.get(self.plan.quant)
-        part = rank_shape(self.shape, plan.tp, 1)
+        part = rank_shape(self.shape, plan.tp, 1, expert_parallel=plan.expert_parallel)
         seen = 0 if prompt else context  # a prompt's earlier tokens are read once, not for each row
         read = step_bytes(part, plan.dtype, plan.kv_dtype, rows=rows, context=seen, quant=quant)
         flops = step_flops(self.shape, rows=rows, context=context, logits=not prompt) / plan.tp

@@ -38,7 +38,8 @@ def fit_rows(result: Fit) -> dict[str, str]:
 
 def plan_rows(plan: MemoryPlan) -> dict[str, str]:
     """Return what a plan takes and what it holds, by name."""
-    each = f" on each of {plan.ranks} ranks (tp {plan.tp}, pp {plan.pp})" if plan.ranks > 1 else ""
+    whole = ", experts whole" if plan.expert_parallel else ""
+    each = f" on each of {plan.ranks} ranks (tp {plan.tp}, pp {plan.pp}{whole})" if plan.ranks > 1 else ""
     weights = plan.dtype if plan.quant == "none" else f"{plan.quant}, {plan.dtype} beside them"
     token = size(plan.kv_bytes_per_token)
     return {

@@ -177,6 +177,12 @@ class _EngineCollector(Collector):
                 for method, counts in reading.stats.draft_methods.items():
                     counter.add_metric([reading.model, method], count(counts))
             yield counter
+        for name, text, value in _EXPERT_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            for reading in readings:
+                if value(reading):
+                    gauge.add_metric([reading.model], value(reading))
+            yield gauge
         yield CounterMetricFamily(
             "llmbox_request_log_dropped", "Log rows lost to a full disk or queue.", value=self._read_dropped()
         )
@@ -217,7 +223,21 @@ _GAUGES: tuple[tuple[str, str, _Value], ...] = (
     ("llmbox_engine_ready", "1 while the engine serves.", lambda r: float(r.ready)),
 )
 
+_EXPERT_GAUGES: tuple[tuple[str, str, _Value], ...] = (
+    (
+        "llmbox_expert_imbalance",
+        "Rows of a layer's busiest expert over the mean of its experts, mean of the layers; of mixtures.",
+        lambda r: r.stats.expert_imbalance,
+    ),
+    (
+        "llmbox_expert_rank_imbalance",
+        "Rows of the busiest rank over the mean of ranks, mean of the layers; with --expert-parallel.",
+        lambda r: r.stats.expert_rank_imbalance,
+    ),
+)
+
 _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
+    ("llmbox_expert_rows", "Rows that experts of a mixture computed.", lambda r: r.stats.expert_rows),
     ("vllm:prompt_tokens", "Prompt tokens computed.", lambda r: r.stats.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda r: r.stats.output_tokens),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.stats.prefix_queries),

@@ -24,6 +24,7 @@ _SAME = (
         "threads",
         "tp",
         "pp",
+        "expert_parallel",
     ),
     *(
         "batching",

@@ -120,6 +120,7 @@ def runs_on(info: Mapping[str, Any]) -> str:
     ranks = info["tp"] * info["pp"]
     if pair := info.get("disaggregate"):
         return f"{info['device']} {weights} on cores {pair[0]}:{pair[1]}"
+    whole = ", experts whole" if info.get("expert_parallel") else ""
     return f"{info['device']} {weights}" + (
-        f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']})" if ranks > 1 else ""
+        f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']}{whole})" if ranks > 1 else ""
     )

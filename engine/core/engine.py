@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,8 +52,11 @@ class Engine:
         runner: Executor,
         info: ModelInfo,
         clock: Callable[[], float] = time.perf_counter,
+        expert_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        """`expert_stats`: fields of `EngineStats` about a mixture's experts."""
         self.info = info
+        self._expert_stats = expert_stats
         self._scheduler = scheduler
         self._images = scheduler.images
         self._runner = runner
@@ -260,6 +263,7 @@ class Engine:
             work=scheduler.ledger.work,
             prefill_done=scheduler.active.prefill_done,
             adapters=[] if kv_cache.adapters is None else kv_cache.adapters.digests,
+            **self._expert_stats(),
             **scheduler.drafting.stats(),
             **({} if kv_cache.intake is None else kv_cache.intake.stats()),
             **({} if kv_cache.tiers is None else kv_cache.tiers.stats()),

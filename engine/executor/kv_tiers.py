@@ -115,7 +115,7 @@ def fingerprint(
     digest = hashlib.sha256()
     shapes: tuple[object, ...] = plan.kv_dtype, plan.block_size, plan.window, sorted(memory.sizes.items())
     if plan.ranks > 1:  # the parts of a block lie one behind the other
-        shapes = (*shapes, plan.tp, plan.pp)
+        shapes = (*shapes, plan.tp, plan.pp, *(["experts"] if plan.expert_parallel else []))
     for part in (key.digest(), _code(), *shapes):
         digest.update(f"{part}\0".encode())
     positions = torch.tensor([min(position, plan.context - 1) for position in _PROBED], device=memory.device)

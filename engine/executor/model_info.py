@@ -53,6 +53,7 @@ def model_info(
         measured_weights_bytes=measured,
         tp=plan.tp,
         pp=plan.pp,
+        expert_parallel=plan.expert_parallel,
         state_slots=plan.state_slots,
         state_bytes=plan.state_bytes * plan.ranks,
         gpus=tuple(plan.gpus),

@@ -187,6 +187,8 @@ class ModelInfo:
     """Tensor-parallel size. Sizes in bytes are sums over all ranks."""
     pp: int = 1
     """Pipeline-parallel size."""
+    expert_parallel: bool = False
+    """True if the ranks of a stage have whole experts."""
     state_slots: int = 0
     """Slots of recurrent state; 0 for a model without."""
     state_bytes: int = 0
@@ -351,6 +353,12 @@ class EngineStats:
     """Number of accepted draft tokens: each saved its request a step."""
     draft_methods: dict[str, DraftCounts] = field(default_factory=dict)
     """These three by method (`DraftMethod`), for methods that have proposed any."""
+    expert_rows: int = 0
+    """Rows that layers of experts gave to an expert, on a CPU; with stages those of the first."""
+    expert_imbalance: float = 0.0
+    """Rows of the busiest expert of a layer over the mean of its experts, as the mean of all layers."""
+    expert_rank_imbalance: float = 0.0
+    """The same of ranks, where each has some experts whole (`--expert-parallel`)."""
     adapters: list[str] = field(default_factory=list)
     """Digests of the LoRA adapters in memory."""
     handed_tokens: int = 0

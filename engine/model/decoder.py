@@ -112,6 +112,7 @@ class Decoder:
         if config.block in {"parallel", "layer_norm"}:
             self._norm = partial(ops.layer_norm, bias_E=self._norm_bias(weights))
         source.finish()
+        self.mixtures = weights.mixtures
         self._tapped: tuple[int, ...] = ()
         self._taps: dict[int, list[Tensor]] = {}
         self._run_layers = self._layers if config.is_bidirectional else ops.graph(self._layers)

@@ -77,7 +77,8 @@ class SparseMoE:
     """Top-k routing: each row passes through its k best experts, weighted by their router scores, and through
     the shared expert if there is one.
 
-    With tensor parallelism each rank has a slice of every expert's intermediate rows, as of an MLP's.
+    With tensor parallelism each rank has a slice of every expert's intermediate rows, as of an MLP's; with
+    expert parallelism some experts whole. Then too every rank has all rows, and results are all-reduced.
     """
 
     def __init__(self, model: ModelConfig, config: ExpertsConfig, weights: Weights, ops: Ops) -> None:
@@ -92,6 +93,7 @@ class SparseMoE:
             self.narrow = weights.linear({"fc1_latent_proj": latent}, whole, bias=False)
             self.widen = weights.linear({"fc2_latent_proj": whole}, latent, bias=False)
             self.ones_E = torch.ones(model.hidden_size, device=weights.device)
+        held = self.rank.layout.experts(config.count)
         self.mixture = Mixture(
             gate_ups,
             downs,
@@ -100,6 +102,8 @@ class SparseMoE:
             config.normalised,
             _routing(config, weights),
             model.activation,
+            None if len(held) == config.count else held,
+            torch.zeros(config.count, dtype=torch.int64) if weights.device.type == "cpu" else None,
         )
         self.shared, self.shared_gate = None, None
         if config.shared_inner:
@@ -152,15 +156,27 @@ def _expert_linears(
     config: ExpertsConfig, hidden: int, weights: Weights, ops: Ops
 ) -> tuple[list[Any], list[Any]]:
     """Return the packed gates and ups, and the packed downs: one of each for every expert, or for all."""
-    whole, inner = ShardSlice.whole(hidden), weights.rank.part(config.inner)
-    every = [f"experts.{expert}" for expert in range(config.count)]
+    layout = weights.rank.layout
+    whole, inner, held = (
+        ShardSlice.whole(hidden),
+        layout.inside_expert(config.inner),
+        layout.experts(config.count),
+    )
     is_single = ops.pack_experts is not None
     gate, up, down = config.projections
     is_paired = config.stacked is not None and config.stacked.is_interleaved
     if config.stacked is not None:
-        _split_stacked(config, weights, every)
+        _split_tensors(config, weights)
+    if len(held) < config.count:
+        weights.skip_experts("experts", held)
+    here = [f"experts.{expert}" for expert in held]
+    if config.stacked is not None and not config.stacked.is_interleaved:
+        for name in here:
+            weights.split(
+                f"{name}.gate_up_proj", {f"{name}.{gate}": config.inner, f"{name}.{up}": config.inner}
+            )
     gate_ups, downs = [], []
-    for group in [every] if is_single else [[name] for name in every]:
+    for group in [here] if is_single else [[name] for name in here]:
         order = None
         if is_paired:
             # A rank's gates and ups are neighbors: its slice of both is one of twice the rows.
@@ -176,17 +192,15 @@ def _expert_linears(
     return gate_ups, downs
 
 
-def _split_stacked(config: ExpertsConfig, weights: Weights, every: list[str]) -> None:
+def _split_tensors(config: ExpertsConfig, weights: Weights) -> None:
+    """Split the tensors of all experts of a layer into one for each expert."""
     assert config.stacked is not None
-    gate, up, down = config.projections
-    for stored, part in ((config.stacked.gate_up, "gate_up_proj"), (config.stacked.down, down)):
-        names = [f"{name}.{part}" for name in every]
+    for stored, part in (
+        (config.stacked.gate_up, "gate_up_proj"),
+        (config.stacked.down, config.projections[2]),
+    ):
+        names = [f"experts.{expert}.{part}" for expert in range(config.count)]
         weights.split_experts(stored, names, transposed=config.stacked.is_transposed)
-    if not config.stacked.is_interleaved:
-        for name in every:
-            weights.split(
-                f"{name}.gate_up_proj", {f"{name}.{gate}": config.inner, f"{name}.{up}": config.inner}
-            )
 
 
 def _apart(experts: int, rows: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ rank = stage · tp + tp_rank
 q, k, v, gate, up, vocabulary   column-parallel: outputs in tp equal parts
 o, down                         row-parallel: inputs in tp equal parts, results all-reduced over the stage
 KV heads                        in tp equal parts, or one head on each tp / kv_heads ranks
+experts                         each as gate, up and down; with expert parallelism whole, some on each rank
 layers                          in pp stages; the first has the embedding, the last has final norm and head
 """
 
@@ -26,6 +27,8 @@ class ParallelLayout:
     tp: int = 1
     pp: int = 1
     rank: int = 0
+    expert_parallel: bool = False
+    """True if each rank of a stage has some experts whole, instead of a part of each."""
 
     @property
     def ranks(self) -> int:
@@ -66,11 +69,26 @@ class ParallelLayout:
         """Name of this rank's shard of a model; empty for a single rank."""
         if self.ranks == 1:
             return ""
-        return f"{self.tp_rank + 1} of {self.tp}, stage {self.stage + 1} of {self.pp}"
+        whole = ", experts whole" if self.expert_parallel else ""
+        return f"{self.tp_rank + 1} of {self.tp}, stage {self.stage + 1} of {self.pp}{whole}"
 
     def equal(self, total: int) -> ShardSlice:
         size = total // self.tp
         return ShardSlice(total, self.tp_rank * size, (self.tp_rank + 1) * size)
+
+    def experts(self, count: int) -> range:
+        """Return the experts that this rank has, whole or a part of each. If tp does not divide `count`, the
+        first ranks have one more.
+        """
+        if not self.expert_parallel:
+            return range(count)
+        size, more = divmod(count, self.tp)
+        start = self.tp_rank * size + min(self.tp_rank, more)
+        return range(start, start + size + (self.tp_rank < more))
+
+    def inside_expert(self, inner: int) -> ShardSlice:
+        """Return this rank's slice of the intermediate rows of the experts that it has."""
+        return ShardSlice.whole(inner) if self.expert_parallel else self.equal(inner)
 
     def kv_heads(self, kv_heads: int) -> ShardSlice:
         if kv_heads >= self.tp:
@@ -94,8 +112,12 @@ class ParallelLayout:
         return range(start, start + size + (self.stage < more))
 
 
-def check_layout(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> None:
+def check_layout(
+    shape: ModelShape, tp: int, pp: int, quant: Quant | None, *, expert_parallel: bool = False
+) -> None:
     """Raise ParallelError if a model of this shape cannot be split over tp x pp ranks."""
+    if expert_parallel:
+        _check_experts(shape, tp)
     if tp * pp > MAX_RANKS:
         raise ParallelError(f"--tp {tp} and --pp {pp} make {tp * pp} ranks: at most {MAX_RANKS} can run")
     if pp > shape.layers:
@@ -107,8 +129,8 @@ def check_layout(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> No
             f"--pp {pp}: layers of this model read keys and values of others, or embeddings of the first "
             "stage: use --tp"
         )
-    if reason := _indivisible(shape, tp, quant):
-        fitting = [n for n in range(1, MAX_RANKS + 1) if not _indivisible(shape, n, quant)]
+    if reason := _indivisible(shape, tp, quant, expert_parallel):
+        fitting = [n for n in range(1, MAX_RANKS + 1) if not _indivisible(shape, n, quant, expert_parallel)]
         raise ParallelError(f"--tp {tp}: {reason}; this model can take {_words(fitting)}")
 
 
@@ -118,7 +140,22 @@ def can_split(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> bool:
     return tp * pp <= MAX_RANKS and pp <= shape.layers and not _indivisible(shape, tp, quant)
 
 
-def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
+def _check_experts(shape: ModelShape, tp: int) -> None:
+    if shape.experts is None:
+        raise ParallelError(
+            "--expert-parallel divides the experts of a mixture, and this model has none: load it without"
+        )
+    if tp == 1:
+        raise ParallelError(
+            "--expert-parallel divides experts among the ranks of --tp: ask for --tp 2, or load without"
+        )
+    if tp > shape.experts.count:
+        raise ParallelError(
+            f"--expert-parallel: {tp} ranks cannot share {shape.experts.count} experts: take a smaller --tp"
+        )
+
+
+def _indivisible(shape: ModelShape, tp: int, quant: Quant | None, expert_parallel: bool = False) -> str:
     if tp > 1 and shape.norms_all_heads:
         return "the model norms its queries over all heads together, of which a rank would have a part"
     if shape.heads % tp:
@@ -129,7 +166,7 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         return f"the {few} KV heads of sliding-window layers can neither be shared nor copied equally"
     if shape.ffn % tp:
         return f"the MLP's {shape.ffn} inner rows cannot be shared equally"
-    if shape.experts and shape.experts.inner % tp:
+    if shape.experts and not expert_parallel and shape.experts.inner % tp:
         return f"the {shape.experts.inner} inner rows of each expert cannot be shared equally"
     for what, count in shape.recurrent.divisible if shape.recurrent else ():
         if count % tp:
@@ -142,10 +179,10 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
     inner = {"attention": width // tp}
     if shape.experts is None or shape.experts.layers < shape.layers:
         inner["the MLP"] = shape.ffn // tp
-    if shape.experts:
+    if shape.experts and not expert_parallel:
         inner["an expert"] = shape.experts.inner // tp
-        if shape.experts.shared:
-            inner["the shared expert"] = shape.experts.shared // tp
+    if shape.experts and shape.experts.shared:
+        inner["the shared expert"] = shape.experts.shared // tp
     for where, size in shape.other_inputs:
         if size % tp:
             return f"the {size} inputs of {where} cannot be shared equally"

@@ -29,12 +29,19 @@ class ExpertShape:
     """Intermediate size of the expert that all tokens pass through."""
     latent: int = 0
     """Width of the rows that experts read and write; 0: the hidden size."""
+    ranks: int = 1
+    """Number of ranks among which the experts of a layer are divided, whole."""
+
+    @property
+    def held(self) -> int:
+        """Most experts of a layer that a rank has."""
+        return -(-self.count // self.ranks)
 
     def read(self, rows: int) -> float:
-        """Return the expected number of experts of a layer that `rows` tokens select, if all are equally
-        likely.
+        """Return the expected number of experts of a layer on a rank that `rows` tokens select, if all are
+        equally likely.
         """
-        return self.count * (1 - (1 - self.per_token / self.count) ** rows)
+        return self.held * (1 - (1 - self.per_token / self.count) ** rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +263,7 @@ class ModelShape:
         """Return the expected parameters of experts that none of `rows` tokens selects."""
         if self.experts is None:
             return 0
-        unread = self.experts.count - self.experts.read(rows)
+        unread = self.experts.held - self.experts.read(rows)
         width = self.experts.latent or self.hidden
         return int(self.experts.layers * unread * self.matrices * width * self.experts.inner)
 
@@ -270,7 +277,7 @@ class ModelShape:
         """Sum of the intermediate sizes of all MLPs and experts."""
         sparse, inner = 0, 0
         if self.experts is not None:
-            sparse, inner = self.experts.layers, self.experts.count * self.experts.inner + self.experts.shared
+            sparse, inner = self.experts.layers, self.experts.held * self.experts.inner + self.experts.shared
         dense = self.layers - sparse if self.mlp_layers is None else self.mlp_layers
         return dense * self.ffn + sparse * inner
 
@@ -292,7 +299,7 @@ class ModelShape:
             return self.layers * (bias + norms) + self.linear_params
         mlps = self.matrices * self.hidden * self.inner_rows + self.router_params
         if self.experts is not None and self.experts.latent:
-            latent, inner = self.experts.latent, self.experts.count * self.experts.inner
+            latent, inner = self.experts.latent, self.experts.held * self.experts.inner
             narrower = self.matrices * inner * (latent - self.hidden)
             mlps += self.experts.layers * (narrower + 2 * self.hidden * latent)
         mixers = self.kv_layers * (attention + bias)
@@ -353,7 +360,7 @@ def layers_bytes(shape: ModelShape, quant: Quant, wide: int, rows: int | None = 
         layers = sum(_has_more_bits(layer, shape.layers) for layer in range(shape.layers))
         read = 1.0
         if rows and shape.experts:
-            read = shape.experts.read(rows) / shape.experts.count
+            read = shape.experts.read(rows) / shape.experts.held
         fine = int(layers * shape.hidden * shape.inner_rows * read / shape.layers)
     kept = shape.wide_params + shape.router_params
     each = shape.blocks.layers if quant.is_gguf and shape.blocks else quant.bytes_per_weight

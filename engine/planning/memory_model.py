@@ -99,7 +99,7 @@ def workspace_bytes(
     activations = rows * (3 * shape.hidden * size + inner * size + 2 * shape.hidden * 4)
     activations += rows * 3 * shape.looked_up_width * size
     if shape.experts is not None:
-        gathered_rows = rows * shape.experts.per_token + EXPERT_ROWS * shape.experts.count
+        gathered_rows = rows * shape.experts.per_token + EXPERT_ROWS * shape.experts.held
         activations += gathered_rows * (2 * shape.hidden + 3 * shape.experts.inner) * size
     scores = 2 * min(ATTENTION_SCRATCH, shape.heads * rows * context * 4)
     gathered = 3 * context * shape.kv_heads * shape.head_dim * 4

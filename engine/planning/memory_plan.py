@@ -98,6 +98,7 @@ class MemoryPlan:
     """Decisions and lowered values with their reasons, for the user."""
     tp: int = 1
     pp: int = 1
+    expert_parallel: bool = False
     gpus: tuple[int, ...] = ()
     """Index of the visible GPU of each rank."""
     state_slots: int = 0

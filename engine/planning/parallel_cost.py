@@ -14,7 +14,7 @@ from ..model_config.shape import (
 from .roofline import decode_tokens_per_second
 
 
-def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
+def rank_shape(shape: ModelShape, tp: int, pp: int, *, expert_parallel: bool = False) -> ModelShape:
     """Return the shape of the rank that holds most, as if it were a model. `vocab` does not change: logits
     are gathered whole.
     """
@@ -33,7 +33,7 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         no_head=pp > 1 and not shape.tied,
         exact_params=None,
         latent=shape.latent and _latent_share(shape.latent, tp),
-        experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp),
+        experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp, expert_parallel),
         mlp_layers=shape.mlp_layers and min(-(-shape.layers // pp), shape.mlp_layers),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
         sliding=shape.sliding and _sliding_share(shape.sliding, tp, pp),
@@ -54,12 +54,12 @@ def _latent_share(latent: LatentShape, tp: int) -> LatentShape:
     return replace(latent, split=split, absorbed=absorbed, inner=inner)
 
 
-def _expert_share(experts: ExpertShape, layers: int, tp: int) -> ExpertShape:
+def _expert_share(experts: ExpertShape, layers: int, tp: int, expert_parallel: bool) -> ExpertShape:
     """Return the experts of a stage of `layers` layers, all of which may have experts. Each expert is sharded
-    as an MLP is.
+    as an MLP is, or a rank has some of them whole.
     """
-    inner, shared = experts.inner // tp, experts.shared // tp
-    return replace(experts, layers=min(layers, experts.layers), inner=inner, shared=shared)
+    part = replace(experts, layers=min(layers, experts.layers), shared=experts.shared // tp)
+    return replace(part, ranks=tp) if expert_parallel else replace(part, inner=experts.inner // tp)
 
 
 def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentShape:
@@ -140,15 +140,17 @@ def decode_scaling(
     sum_seconds: float,
     rows: int = 1,
     context: int = 0,
+    expert_parallel: bool = False,
 ) -> Scaling:
     """Return the expected decoding speed. `bandwidth`: bytes/s of one rank's memory; `link_bandwidth`:
-    bytes/s one way between ranks; `sum_seconds`: latency of an all-reduce.
+    bytes/s one way between ranks; `sum_seconds`: latency of an all-reduce. Ranks with whole experts are
+    counted as if rows chose as many of each; a step waits for the one with most.
 
     The stages process the `rows` of one step one after another, so `pp` does not divide their time. Work for
     other steps at the same time is not counted.
     """
     alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
-    part = rank_shape(shape, tp, 1)
+    part = rank_shape(shape, tp, 1, expert_parallel=expert_parallel)
     reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, bandwidth, rows=rows, context=context)
     sums, handing_on = exchange_seconds(
         shape, tp, pp, dtype=dtype, link_bandwidth=link_bandwidth, sum_seconds=sum_seconds, rows=rows

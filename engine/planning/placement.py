@@ -67,7 +67,7 @@ def _all_placements(
     config: EngineConfig,
     device: Literal["cpu", "cuda"],
 ) -> Iterator[Placement]:
-    if config.tp is not None or config.pp is not None or device == "cpu":
+    if config.tp is not None or config.pp is not None or config.expert_parallel or device == "cpu":
         yield from _requested_placements(shape, nvlink, num_gpus, config, device)
         return
     quant = QUANTS.get(config.quant)
@@ -102,8 +102,9 @@ def _requested_placements(
     device: Literal["cpu", "cuda"],
 ) -> Iterator[Placement]:
     tp, pp = config.tp or 1, config.pp or 1
-    check_layout(shape, tp, pp, QUANTS.get(config.quant))
-    asked = f"{_format_sizes(tp, pp)}, as asked" if tp * pp > 1 else ""
+    check_layout(shape, tp, pp, QUANTS.get(config.quant), expert_parallel=config.expert_parallel)
+    experts = ", experts whole" if config.expert_parallel else ""
+    asked = f"{_format_sizes(tp, pp)}{experts}, as asked" if tp * pp > 1 else ""
     if device == "cpu":
         yield Placement(tp, pp, reason=asked)
         return

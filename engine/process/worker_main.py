@@ -154,7 +154,7 @@ def _run(link: Link) -> int:
     frame = link.receive()
     assert frame.kind == "load"
     config, plan = EngineConfig(**frame.body["config"]), MemoryPlan(**frame.body["plan"])
-    layout = ParallelLayout(plan.tp, plan.pp, frame.body["rank"])
+    layout = ParallelLayout(plan.tp, plan.pp, frame.body["rank"], plan.expert_parallel)
     setproctitle(f"llmbox: worker {config.name} rank {layout.rank}")
     rank = TensorParallel(layout)
     try:

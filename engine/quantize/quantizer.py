@@ -140,6 +140,9 @@ class Quantizer:
     def skip(self, name: str) -> None:
         self._source.skip(name)
 
+    def skip_experts(self, *_: object) -> None:
+        """Do nothing: one process has all experts."""
+
     def finish(self) -> None:
         self._source.finish()
 

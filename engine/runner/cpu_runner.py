@@ -176,6 +176,12 @@ class CPUModelRunner:
         if populate is not None and all(populate(cache, n) for n in range(blocks) for cache in self._caches):
             self._populated_blocks = blocks
 
+    @property
+    def expert_loads(self) -> list[Tensor]:
+        """Return the counters of each layer with experts: rows that chose each expert, int64 [X]."""
+        loads = (mixture.load_X for mixture in self._model.mixtures)
+        return [load_X for load_X in loads if load_X is not None]
+
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""
         window_cache = self._window_cache if self._has_window_blocks else None

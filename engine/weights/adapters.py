@@ -28,7 +28,7 @@ from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_nam
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError
 from .adapter_weights import AdaptedLinear, AdapterReader, AdapterShare, cut, weights_of
-from .expert_adapters import AdaptedExperts, ExpertStack
+from .expert_adapters import AdaptedExperts, ExpertStack, is_held_elsewhere
 from .source import WeightRequest
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -71,6 +71,8 @@ class AdapterLayers:
         self._stacks_of: dict[int, tuple[ExpertStack, int]] = {}
         """Stack and number of each expert's linears, by the id of the packed weights."""
         self._skipped: list[str] = []
+        self._held: dict[str, range] = {}
+        """Experts of a layer that this rank has, where others have the rest."""
         self._heads: dict[int, PackedLinear] = {}
         """Whole heads by slot."""
 
@@ -109,6 +111,9 @@ class AdapterLayers:
 
     def note_skip(self, name: str) -> None:
         self._skipped.append(name)
+
+    def note_held(self, name: str, held: range) -> None:
+        self._held[plain_name(name)] = held
 
     @property
     def launches(self) -> int:
@@ -351,7 +356,7 @@ class AdapterLayers:
         return linear
 
     def _is_skipped(self, name: str) -> bool:
-        return any(
+        return is_held_elsewhere(name, self._held) or any(
             f"{name}.".startswith(plain_name(each[:-1]) + ".")
             if each.endswith(".")
             else plain_name(each.removesuffix(".weight")) == name

@@ -259,6 +259,12 @@ class Checkpoint:
             entry = self._entries.pop(each, None)
             self._total -= entry.nbytes if entry else 0
 
+    def skip_experts(self, name: str, held: range) -> None:
+        for each in [each for each in self._entries if each.startswith(f"{name}.")]:
+            expert = each[len(name) + 1 :].partition(".")[0]
+            if expert.isdecimal() and int(expert) not in held:
+                self._total -= self._entries.pop(each).nbytes
+
     def finish(self) -> None:
         for name in [name for name in self._entries if name.endswith(NOT_NEEDED)]:
             self.skip(name)

@@ -166,6 +166,9 @@ class GgufSource:
     def skip(self, name: str) -> None:
         self._tensors.skip(name)
 
+    def skip_experts(self, name: str, held: range) -> None:
+        """Do nothing: the experts of a layer are one tensor, of which those held are read."""
+
     def finish(self) -> None:
         self._tensors.finish()
 

@@ -104,6 +104,10 @@ class WeightSource(Protocol):
         """Declare that `name` may exist and is not used; with a trailing dot: everything below it."""
         ...
 
+    def skip_experts(self, name: str, held: range) -> None:
+        """Declare that what is below `name`.N is another rank's, for each expert N that is not `held`."""
+        ...
+
     def finish(self) -> None:
         """Raise ModelError for tensors that were not requested."""
         ...
@@ -124,7 +128,10 @@ class Weights:
         names: Mapping[str, str] = MappingProxyType({}),
         mixed_layers: int = 0,
         listener: "WeightListener | None" = None,
+        mixtures: list[Mixture] | None = None,
     ) -> None:
+        self.mixtures: list[Mixture] = [] if mixtures is None else mixtures
+        """Mixtures of all layers so far, those below other prefixes included."""
         self._source = source
         self._listener = listener
         self._prefix = prefix
@@ -144,7 +151,9 @@ class Weights:
         return self._source.device
 
     def at(self, name: str) -> "Weights":
-        return Weights(self._source, f"{self._full(name)}.", self._names, self._mixed_layers, self._listener)
+        prefix = f"{self._full(name)}."
+        shared = self._mixed_layers, self._listener, self.mixtures
+        return Weights(self._source, prefix, self._names, *shared)
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._source.vector(self._full(name), size)
@@ -168,12 +177,18 @@ class Weights:
         full = [self._full(part) for part in parts]
         self._source.split_experts(self._full(name), full, transposed=transposed)
 
+    def skip_experts(self, name: str, held: range) -> None:
+        self._source.skip_experts(self._full(name), held)
+        if self._listener is not None:
+            self._listener.note_held(self._full(name), held)
+
     def note_experts(
         self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
     ) -> None:
-        """Tell the listener of a layer's experts, whose linears were requested below `name`, and routers.
-        `turned`: adapters of all of them have inputs for outputs.
+        """Keep a layer's experts, and tell the listener of them and of routers. The linears of experts were
+        requested below `name`. `turned`: adapters of all of them have inputs for outputs.
         """
+        self.mixtures.append(mixture)
         if self._listener is not None:
             self._listener.note_experts(self._full(name), mixture, routers, turned=turned)
 
@@ -250,6 +265,7 @@ class WeightListener(Protocol):
     def note(self, asked: WeightRequest, packed: PackedLinear) -> None: ...
     def note_split(self, name: str, parts: Mapping[str, int]) -> None: ...
     def note_skip(self, name: str) -> None: ...
+    def note_held(self, name: str, held: range) -> None: ...
     def note_experts(
         self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
     ) -> None: ...

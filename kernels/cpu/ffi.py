@@ -161,7 +161,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_experts_op": (
         P,
         (
-            *(INT, INT, INT, P, P, P, LONG, P, LONG, INT, INT, POINTER(NativeRouting)),
+            *(INT, INT, INT, INT, INT, P, P, P, P, LONG, P, LONG, INT, INT, POINTER(NativeRouting)),
             *(INT, P, LONG, P, LONG, P, LONG, P, P),
         ),
     ),

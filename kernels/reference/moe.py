@@ -97,20 +97,22 @@ def make_experts(
     ) -> Tensor:
         chosen = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
         experts_TK, shares_TK = chosen
-        rows_TKE = x_TE.new_empty(*experts_TK.shape, x_TE.shape[1])
-        for expert, (gate_up, down) in enumerate(zip(mixture.gate_ups, mixture.downs, strict=True)):
-            rows, places = torch.where(experts_TK == expert)
+        if mixture.load_X is not None:
+            mixture.load_X.add_(torch.bincount(experts_TK.flatten(), minlength=mixture.count))
+        rows_TKE = x_TE.new_zeros(*experts_TK.shape, x_TE.shape[1])
+        for number, (gate_up, down) in enumerate(zip(mixture.gate_ups, mixture.downs, strict=True)):
+            rows, places = torch.where(experts_TK == mixture.here[number])
             if len(rows):
                 inputs = x_TE[rows]
                 if mixture.routing.scales_inputs:
                     inputs = (inputs.float() * shares_TK[rows, places].unsqueeze(1)).to(x_TE.dtype)
                 gate_ups = linear(gate_up, inputs)
                 if adapters is not None:
-                    add_expert(adapters.gate_ups, expert, inputs, gate_ups, rows, adapters.rows)
+                    add_expert(adapters.gate_ups, number, inputs, gate_ups, rows, adapters.rows)
                 inner = gate_mul(gate_ups, mixture.activation)
                 results = linear(down, inner)
                 if adapters is not None:
-                    add_expert(adapters.downs, expert, inner, results, rows, adapters.rows)
+                    add_expert(adapters.downs, number, inner, results, rows, adapters.rows)
                 rows_TKE[rows, places] = results
         if mixture.routing.scales_inputs:
             shares_TK = torch.ones_like(shares_TK)

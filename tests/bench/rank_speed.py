@@ -4,7 +4,8 @@
 
 Each cut is an engine in a process of its own. All are loaded, and take turns: on a machine that others use,
 tokens a second say little, and processor time of all ranks for a token says what was computed. Work: dN
-decodes N sequences at once, pN computes prompts of N tokens, two of them.
+decodes N sequences at once, pN computes prompts of N tokens, two of them. A cut such as tp2-ep has the
+experts of a mixture whole (`--expert-parallel`).
 """
 
 import argparse
@@ -101,6 +102,7 @@ def serve(options: argparse.Namespace) -> None:
         token_budget=256,
         prefix_cache=False,
         memory_bytes=4 << 30,
+        expert_parallel=options.engine.endswith("-ep"),
         **sizes,
     )
     engine = load_engine(config, lambda _: None)

@@ -1,6 +1,9 @@
 """A mixture of experts by the command line and through the endpoint."""
 
+import re
 from pathlib import Path
+
+import httpx
 
 from llmbox.app.errors import Exit
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
@@ -19,6 +22,12 @@ def test_fit_tells_of_experts_and_refuses_other_routers(box: Box) -> None:
     told = box.run("fit", model)
     assert told.code == 0, told.err
     assert "3 of 8 experts in a layer work for a token" in told.err
+    whole = box.run("fit", model, "--tp", "2", "--expert-parallel")
+    assert whole.code == 0, whole.err
+    assert "on each of 2 ranks (tp 2, pp 1, experts whole)" in whole.out + whole.err
+    alone = box.run("load", model, "--expert-parallel", "--estimate-only")
+    assert alone.code != Exit.OK
+    assert "--expert-parallel divides experts among the ranks of --tp" in alone.out
     other = make_tiny_model(box.folder / "other", arch="qwen3_moe", n_group=4)
     refused = box.run("load", other, "--estimate-only")
     assert refused.code != Exit.OK
@@ -34,3 +43,21 @@ def test_a_folder_is_loaded_and_answers_as_transformers_do(tmp_path: Path) -> No
             answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, **options)
     ids = load_model_text(model).encode(PROMPT)
     assert answer.choices[0].token_ids == hf_tokens(hf_model(model), ids, 24)
+
+
+def test_ranks_with_whole_experts_answer_and_tell_of_their_balance(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", arch="qwen3_moe")
+    options = {"temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    cut = {"tp": 2, "expert_parallel": True, "threads": 2}
+    with serving(tmp_path / "data", Launch()) as server:
+        server.load(model, "tiny", device="cpu", memory_bytes=256 << 20, **cut)
+        with server.client() as client:
+            answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, **options)
+        metrics = httpx.get(f"{server.url}/metrics").text
+    ids = load_model_text(model).encode(PROMPT)
+    assert answer.choices[0].token_ids == hf_tokens(hf_model(model), ids, 24)
+    told = re.findall(r'^llmbox_expert_(\w+)\{model_name="tiny"\} ([0-9.]+)$', metrics, re.MULTILINE)
+    balance = {name: float(value) for name, value in told}
+    assert balance["rows_total"] > 0
+    assert 1 <= balance["rank_imbalance"] <= 2
+    assert 1 <= balance["imbalance"] <= 8

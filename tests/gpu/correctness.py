@@ -11,6 +11,7 @@ from gpu import adapters, fp8_products, pictures, recurrent, sampling
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from gpu.variants import row_format_at_load
 from llmbox.kernels.activation import XIELU, Activation
+from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.quantize_int import to_numbers
@@ -54,6 +55,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         linears,
         fp8_products.checks,
         experts,
+        experts_of_ranks,
         adapters.checks,
         adapters.checks_of_experts,
         recurrent.checks,
@@ -337,6 +339,24 @@ def experts(setting: Setting, dtype: torch.dtype) -> Checks:
             error = distance(experts_product(x, packed, starts, fixed=fixed), torch.cat(exact))
             name = name_of("experts", dtype, quant.name if quant else "plain") + ", fixed" * fixed
             yield Check(name, error, LIMIT[dtype] + limit_of_rows(quant))
+
+
+def experts_of_ranks(setting: Setting, dtype: torch.dtype) -> Checks:
+    """Results of ranks that have some experts whole add up to those of one that has all."""
+    hidden, inner, rows = (64, 32, 5) if setting.tiny else (512, 256, 300)
+    x, logits = setting.randn(rows, hidden, dtype=dtype), setting.randn(rows, 8, dtype=torch.float32)
+    gate_ups = setting.randn(8, 2 * inner, hidden, dtype=dtype) / hidden**0.5
+    downs = setting.randn(8, hidden, inner, dtype=dtype) / inner**0.5
+    ops = triton_ops(setting.device, dtype, None)
+    assert ops.pack_experts is not None
+    results = []
+    for held in (range(8), range(3), range(3, 8)):
+        here = slice(held.start, held.stop)
+        linears = [[ops.pack_experts(each[here].flatten(0, 1), None)] for each in (gate_ups, downs)]
+        results.append(ops.experts(Mixture(*linears, 8, 2, True, held=held), x, logits))
+    whole, *parts = results
+    error = distance(torch.stack(parts).double().sum(0), whole.double())
+    yield Check(name_of("experts of ranks", dtype), error, 2 * LIMIT[dtype])
 
 
 def advance(setting: Setting, dtype: torch.dtype) -> Checks:

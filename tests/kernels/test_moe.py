@@ -1,5 +1,8 @@
 """Mixtures of experts: what is chosen, and one row, one result."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -155,3 +158,55 @@ def test_equal_experts_are_taken_by_number(ops: Ops) -> None:
     low = ops.experts(mixture, x, torch.tensor([[0.0, 1.0, 1.0, 1.0]])).clone()
     expected = by_linears(ops, mixture, x, torch.tensor([[-1.0, 1.0, 1.0, 0.0]])).mean(1)
     torch.testing.assert_close(low, expected, atol=1e-5, rtol=1e-5)
+
+
+def split(mixture: Mixture, held: range, load: Tensor | None = None) -> Mixture:
+    gate_ups, downs = mixture.gate_ups[held.start : held.stop], mixture.downs[held.start : held.stop]
+    return replace(mixture, gate_ups=gate_ups, downs=downs, held=held, load_X=load)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routing", [Routing(), Routing(scoring="sigmoid", scales_inputs=True)])
+@pytest.mark.parametrize("cuts", [(0, 4, 8), (0, 3, 6, 8), (0, 1, 8)])
+def test_ranks_with_some_experts_whole_add_up(
+    ops: Ops, dtype: torch.dtype, routing: Routing, cuts: tuple[int, ...]
+) -> None:
+    """The first has the shared expert too. One that holds none of what a row chose gives zeros."""
+    mixture = replace(mixture_of(ops, 72, 40, 8, 3, dtype), routing=routing)
+    x, logits, shared = torch.randn(37, 72).to(dtype), torch.randn(37, 8), torch.randn(37, 72).to(dtype)
+    logits[5] = torch.arange(8.0, 0.0, -1.0)
+    whole = ops.experts(mixture, x, logits, shared).float()
+    parts = [split(mixture, range(*ends)) for ends in pairwise(cuts)]
+    found = [
+        ops.experts(part, x, logits, None if number else shared).clone() for number, part in enumerate(parts)
+    ]
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(torch.stack(found).float().sum(0), whole, atol=tolerance, rtol=tolerance)
+    assert cuts[-2] < 3 or not found[-1][5].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_rank_with_some_experts_does_not_depend_on_the_others(
+    ops: Ops, dtype: torch.dtype
+) -> None:
+    if not ops.row_invariant:
+        pytest.skip("a row's bits hang on its neighbours in these kernels")
+    mixture = split(mixture_of(ops, 130, 66, 8, 3, dtype), range(2, 5))
+    x, logits = torch.randn(100, 130).to(dtype), torch.randn(100, 8)
+    logits[50:70, 5:] += 20  # rows that choose nothing of what is here
+    together = ops.experts(mixture, x, logits).clone()
+    for rows in [1, 2, 33, 40, 60]:
+        got = ops.experts(mixture, x[-rows:].clone(), logits[-rows:].clone())
+        assert torch.equal(got, together[-rows:]), rows
+    nothing = ops.experts(mixture, x[50:70].clone(), logits[50:70].clone())
+    assert not nothing.any()
+
+
+def test_rows_of_each_expert_are_counted_whoever_holds_it(ops: Ops) -> None:
+    load = torch.zeros(6, dtype=torch.int64)
+    mixture = split(mixture_of(ops, 64, 32, 6, 2, torch.float32), range(3, 6), load)
+    x, logits = torch.randn(11, 64), torch.randn(11, 6)
+    for _ in range(2):
+        ops.experts(mixture, x, logits)
+    chosen, _ = route(logits, 2, True)
+    assert load.tolist() == (2 * torch.bincount(chosen.flatten(), minlength=6)).tolist()

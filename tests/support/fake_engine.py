@@ -392,6 +392,7 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         load_seconds=options.load_delay,
         tp=config.tp or 1,
         pp=config.pp or 1,
+        expert_parallel=config.expert_parallel,
         hidden_size=8,
         pooling=options.pooling,
         pooling_problem=options.pooling_problem,

@@ -40,17 +40,26 @@ def in_dtype(lora: ExpertLora, dtype: torch.dtype) -> ExpertLora:
     return ExpertLora(lora.experts, LoraWeights(weights.a_RI.to(dtype), weights.scales_R, pieces))
 
 
-class MixedExperts:
-    """A mixture with adapters in slots, on some kernels."""
+def of_rank(lora: ExpertLora, held: range) -> ExpertLora:
+    """The adapter of the experts that a rank has, numbered from its first."""
+    here, weights = [place for place, expert in enumerate(lora.experts) if expert in held], lora.weights
+    pieces = tuple(LoraPiece(p.start, p.stop, p.first, p.b_Or[here]) for p in weights.pieces)
+    experts = tuple(lora.experts[place] - held.start for place in here)
+    return ExpertLora(experts, LoraWeights(weights.a_RI[here], weights.scales_R, pieces))
 
-    def __init__(self, ops: Ops, dtype: torch.dtype, routing: Routing) -> None:
+
+class MixedExperts:
+    """A mixture with adapters in slots, on some kernels. `held`: of a rank that has these experts."""
+
+    def __init__(self, ops: Ops, dtype: torch.dtype, routing: Routing, held: range = range(COUNT)) -> None:
         assert ops.lora is not None
         self.ops = ops
         torch.manual_seed(0)
         gate_ups = [torch.randn(2 * INNER, HIDDEN) / HIDDEN**0.5 for _ in range(COUNT)]
         downs = [torch.randn(HIDDEN, INNER) / INNER**0.5 for _ in range(COUNT)]
-        packed = [self._packed([weight.to(dtype) for weight in many]) for many in (gate_ups, downs)]
-        self.mixture = Mixture(packed[0], packed[1], COUNT, 3, True, routing)
+        here = slice(held.start, held.stop)
+        packed = [self._packed([weight.to(dtype) for weight in many[here]]) for many in (gate_ups, downs)]
+        self.mixture = Mixture(packed[0], packed[1], COUNT, 3, True, routing, held=held)
         self.sites = LoraSite(), LoraSite()
         sizes = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
         for slot, experts in SOME.items():
@@ -59,8 +68,8 @@ class MixedExperts:
                     expert_lora(experts[:1], 2, inputs, outputs, slot),
                     expert_lora(experts[1:], 9, inputs, outputs, slot + 1),
                 ]
-                batches = [in_dtype(lora, dtype) for lora in many if lora.experts]
-                ops.lora.load_experts(site, slot, COUNT, batches)
+                mine = [of_rank(in_dtype(lora, dtype), held) for lora in many if lora.experts]
+                ops.lora.load_experts(site, slot, len(held), [lora for lora in mine if lora.experts])
 
     def _packed(self, weights: list[Tensor]) -> list[object]:
         if self.ops.pack_experts is not None:

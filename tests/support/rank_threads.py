@@ -21,6 +21,7 @@ from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget
+from llmbox.engine.executor.expert_load import count_experts
 from llmbox.engine.executor.model_info import model_info
 from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.model_config.config import parse_config
@@ -128,7 +129,7 @@ class RankThreads:
         self.plan = estimate(model.shape(), memory_budget(torch.device("cpu")), config)
         tp, pp = self.plan.tp, self.plan.pp
         self._stages = [Stage(tp) for _ in range(pp)]
-        layouts = [ParallelLayout(tp, pp, rank) for rank in range(tp * pp)]
+        layouts = [ParallelLayout(tp, pp, rank, self.plan.expert_parallel) for rank in range(tp * pp)]
         self._answers = layouts[0].answers
         self._pool = ThreadPoolExecutor(len(layouts))
         self._decoders = [StepDecoder() for _ in layouts]
@@ -178,4 +179,6 @@ def load_threads(
         measured=None,
         worker_pids=[],
     )
-    return Engine(make_scheduler(config, runner.plan, encoded=runner.images), SyncExecutor(runner), info)
+    scheduler, first = make_scheduler(config, runner.plan, encoded=runner.images), runner.shares[0].runner
+    stats = count_experts(first, ParallelLayout(info.tp, info.pp, 0, info.expert_parallel))
+    return Engine(scheduler, SyncExecutor(runner), info, expert_stats=stats)

@@ -79,6 +79,9 @@ class PackedWeightSource:
     def skip(self, name: str) -> None:
         pass
 
+    def skip_experts(self, name: str, held: range) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 

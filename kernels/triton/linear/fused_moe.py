@@ -65,12 +65,14 @@ def experts_product(
     *,
     eight: Rows8 | None = None,
     fixed: bool = False,
+    count: int | None = None,
 ) -> Tensor:
     """Grouped GEMM: multiply row t of expert e, starts[e] <= t < starts[e + 1], by weight[e].T; starts are
-    int32 on the device.
+    int32 on the device. Rows from the last start on get no result.
 
     `packed` holds all experts, concatenated. `eight` is x in the format `row_format_of(packed)`, if it was
     quantized before. `fixed`: one tile for any number of rows, so that a row's bits do not depend on it.
+    `count`: experts that share the rows, if more than `packed` holds.
     """
     rows, inputs = x_TI.shape
     experts = len(starts_X1) - 1
@@ -79,7 +81,7 @@ def experts_product(
     out_TO = torch.empty((rows, outputs), dtype=x_TI.dtype, device=x_TI.device)
     if not rows:
         return out_TO
-    rows_each = 0 if fixed else rows // experts
+    rows_each = 0 if fixed else rows // (count or experts)
     row_format = row_format_of(packed)
     if row_format is None:
         tile = tile_for(x_TI.device, rows_each, x_TI.element_size())
@@ -241,29 +243,35 @@ def experts(
 ) -> Tensor:
     """Implement `Ops.experts`. `fixed`: a row's bits never depend on its neighbors."""
     chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
+    here, count = mixture.here, mixture.count
+    if mixture.held is not None:  # rows of experts that are not here come last
+        chosen_TK = chosen_TK - here.start
+        chosen_TK = chosen_TK.masked_fill((chosen_TK < 0) | (chosen_TK >= len(here)), len(here))
     adapted = None
     if adapters is not None and _has_some(adapters):
         assert isinstance(adapters.rows, LoraTiles)
-        sorted_S, order_S, adapted = sort_experts(chosen_TK, mixture.count, adapters.rows)
+        sorted_S, order_S, adapted = sort_experts(chosen_TK, len(here), adapters.rows)
     else:
         sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
-    limits = torch.arange(mixture.count + 1, device=x_TE.device)
+    limits = torch.arange(len(here) + 1, device=x_TE.device)
     starts_X1 = torch.searchsorted(sorted_S, limits).int()
     gate_up, down = single_linear(mixture.gate_ups), single_linear(mixture.downs)
     rows_SE = x_TE[order_S // mixture.per_token]
     if mixture.routing.scales_inputs:
         rows_SE = (rows_SE.float() * shares_TK.flatten()[order_S].unsqueeze(1)).to(x_TE.dtype)
         shares_TK = torch.ones_like(shares_TK)
-    gates_S2F = experts_product(rows_SE, gate_up, starts_X1, fixed=fixed)
+    gates_S2F = experts_product(rows_SE, gate_up, starts_X1, fixed=fixed, count=count)
     gates_S2F = with_biases(gates_S2F, gate_up, sorted_S)
     if adapters is not None and adapted is not None:
         add(adapters.gate_ups, rows_SE, gates_S2F, adapted)
     inner_SF, eight = gate_rows(gates_S2F, mixture.activation, row_format_of(down))
-    results_SE = experts_product(inner_SF, down, starts_X1, eight=eight, fixed=fixed)
+    results_SE = experts_product(inner_SF, down, starts_X1, eight=eight, fixed=fixed, count=count)
     results_SE = with_biases(results_SE, down, sorted_S)
     if adapters is not None and adapted is not None:
         add(adapters.downs, inner_SF, results_SE, adapted)
     rows_TKE = x_TE.new_empty(*chosen_TK.shape, x_TE.shape[1])
+    if mixture.held is not None:
+        results_SE.masked_fill_((sorted_S == len(here)).unsqueeze(1), 0.0)
     rows_TKE.view(-1, x_TE.shape[1])[order_S] = results_SE
     return weigh(rows_TKE, shares_TK, shared_TE, gate_T1)
 
@@ -276,7 +284,8 @@ def with_biases(rows_SO: Tensor, packed: Linear, experts_S: Tensor) -> Tensor:
     """Add to each row the bias of its expert, where there are biases, [X * O]."""
     if packed.bias_O is None:
         return rows_SO
-    return rows_SO.add_(packed.bias_O.view(-1, rows_SO.shape[1])[experts_S])
+    biases_XO = packed.bias_O.view(-1, rows_SO.shape[1])
+    return rows_SO.add_(biases_XO[experts_S.clamp(max=len(biases_XO) - 1)])
 
 
 def single_linear(linears: Sequence[Linear]) -> Linear:
@@ -352,7 +361,7 @@ def expert_tiles_kernel(
         key = tl.load(keys + row, mask=real, other=0).to(tl.int32)
         entry = (row - tl.load(starts + row, mask=real, other=0).to(tl.int32)) % ROWS
         slot = key % KINDS - 1
-        real = real & (slot >= 0)
+        real = real & (slot >= 0) & (key // KINDS < experts)  # other ranks have the last ones
         begins = (real & (entry == 0)).to(tl.int32)
         at = tiles + (done + tl.cumsum(begins, 0) - 1) * (ROWS + 1)
         tl.store(at + 1 + entry, row, mask=real)

@@ -67,6 +67,10 @@ def test_show_tells_it_too(capsys):
     assert "because" not in capsys.readouterr().out
 
 
+def test_whole_experts_are_told():
+    assert runs_on({**INFO, "expert_parallel": True}).endswith("on 4 ranks (tp 2, pp 2, experts whole)")
+
+
 def test_one_rank_needs_no_words():
     assert runs_on({**INFO, "quant": "int8", "tp": 1, "pp": 1}) == "cuda int8"
 

@@ -17,9 +17,12 @@ from llmbox.app.models.catalog import directory
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import ModelError
 from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
+from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
+from llmbox.engine.units import show_bytes
 from support.hub_models import CONFIG, model_files, safetensors_header, tensors_of
 from support.hub_stub import StubHub, StubRepo, stub_hub
+from support.tiny_models import tiny_config
 
 NAME = "org/little"
 MACHINE = Machine(
@@ -192,6 +195,30 @@ def test_what_cannot_be_cut_says_how_it_can(hub: StubHub):
     assert "64 attention heads cannot be shared equally" in refused.reason
     assert any(remedy.startswith("--tp 2: ") for remedy in refused.remedies)
     assert verdict(found, gpus(1), tp=2).plan is None
+
+
+def test_a_mixture_larger_than_the_gpu_is_proposed_for_main_memory(hub: StubHub, tmp_path: Path):
+    """61 GB of weights, of which a token reads 3.1 billion: not those of experts that it does not choose."""
+    sizes = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 32768,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe") | sizes))
+    found = replace(facts(hub), config=parse_config(tmp_path))
+    small = gpus(1)
+    roomy = replace(small, memory=replace(small.memory, total=200_000_000_000, available=190_000_000_000))
+    refused = verdict(found, roomy)
+    assert refused.device == "cuda"
+    assert refused.plan is None
+    (told,) = (each for each in refused.remedies if each.startswith("--device cpu: "))
+    on_cpu = verdict(found, roomy, device="cpu")
+    assert on_cpu.plan is not None
+    assert f"{show_bytes(on_cpu.plan.total_bytes)} of main memory" in told
+    assert told.endswith("a token reads 6.1 GB of weights")
+    assert not any(each.startswith("--device cpu") for each in verdict(found, small).remedies), "too small"
+    assert not any(each.startswith("--device cpu") for each in verdict(big(hub), roomy).remedies), "is dense"
 
 
 def test_quantised_weights_are_read_faster(hub: StubHub):

@@ -32,6 +32,22 @@ def test_engine_gauges_are_read_at_scrape_time():
     assert got["llmbox_request_log_dropped_total", ""] == 5
 
 
+def test_balance_is_told_of_mixtures_alone():
+    mixture = EngineStats(expert_rows=900, expert_imbalance=1.75, expert_rank_imbalance=1.25)
+    engines = {"dense": EngineStats(steps=3), "alone": EngineStats(expert_imbalance=1.5), "moe": mixture}
+    readings = [
+        EngineReading(name, each, restarts=0, resumed=0, ready=True) for name, each in engines.items()
+    ]
+    got = samples(Metrics(lambda: readings, lambda: 0))
+    imbalances = {key: value for key, value in got.items() if key[0].startswith("llmbox_expert_")}
+    assert imbalances["llmbox_expert_rows_total", "moe"] == 900
+    assert {key: value for key, value in imbalances.items() if "imbalance" in key[0]} == {
+        ("llmbox_expert_imbalance", "alone"): 1.5,
+        ("llmbox_expert_imbalance", "moe"): 1.75,
+        ("llmbox_expert_rank_imbalance", "moe"): 1.25,
+    }
+
+
 def test_a_request_fills_its_histograms():
     metrics = Metrics()
     metrics.record_request(

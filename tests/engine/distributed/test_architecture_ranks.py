@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.errors import ParallelError
+from support.lanes import nightly
 from support.rank_threads import load_ranks
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -39,6 +40,14 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("olmo_hybrid", {}, {"pp": 2}),
         ("bamba", {}, {"tp": 2}),
         ("mamba2", {}, {"tp": 2, "pp": 2}),
+        ("gpt_oss", {}, {"tp": 2, "expert_parallel": True}),
+        ("granitemoe", {}, {"tp": 2, "expert_parallel": True}),
+        ("qwen2_moe", {}, {"tp": 2, "expert_parallel": True}),
+        ("nemotron_h", {"moe_latent_size": 40}, {"tp": 2, "expert_parallel": True}),
+        nightly("deepseek_v3", {}, {"tp": 2, "pp": 2, "expert_parallel": True}),
+        nightly("phimoe", {}, {"tp": 2, "expert_parallel": True}),
+        nightly("llama4_text", {}, {"tp": 2, "expert_parallel": True}),
+        nightly("granitemoeshared", {}, {"tp": 2, "expert_parallel": True}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(
@@ -49,7 +58,7 @@ def test_ranks_give_the_tokens_of_one(
     options: dict[str, Any],
 ) -> None:
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **config)
-    alone = {key: value for key, value in options.items() if key not in {"tp", "pp"}}
+    alone = {key: value for key, value in options.items() if key not in {"tp", "pp", "expert_parallel"}}
     found = tokens(load_ranks(model, monkeypatch, **options), REQUESTS)
     assert found == tokens(load(model, **alone), REQUESTS)
 

@@ -1,5 +1,7 @@
 """What kinds of models there are, on ranks that launch steps ahead: the tokens of one rank alone."""
 
+from itertools import product
+
 import pytest
 
 from support.device_ranks import device_ranks
@@ -30,11 +32,19 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("kind", MODELS)
+WHOLE_EXPERTS = {
+    "tp 2, whole experts, sums and norms in one": ({"tp": 2, "expert_parallel": True}, 8),
+    "tp 4, whole experts": ({"tp": 4, "expert_parallel": True}, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [*product(MODELS, CUTS), ("experts", "tp 4, whole experts"), *product(list(MODELS)[1:2], WHOLE_EXPERTS)],
+)
 def test_tokens_are_those_of_one_rank(tmp_path, monkeypatch, kind, cut):
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
-    sizes, fused_rows = CUTS[cut]
+    sizes, fused_rows = (CUTS | WHOLE_EXPERTS)[cut]
     model = make_tiny_model(tmp_path, tokenizer=False, **MODELS[kind])
     options = {"max_running": 4, "token_budget": 16}
     expected = tokens(load(model, **options), REQUESTS)

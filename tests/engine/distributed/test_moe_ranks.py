@@ -3,6 +3,7 @@
 import pytest
 
 from llmbox.engine.errors import ParallelError
+from support.lanes import nightly
 from support.rank_threads import load_ranks
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -23,6 +24,12 @@ REQUESTS = [
         ("qwen3_moe", {"tp": 2}, {"quant": "int8"}),
         ("qwen3_moe", {"tp": 2, "pp": 2}, {"quant": "int4"}),
         ("mixtral", {"tp": 2}, {"quant": "int8-g32", "kv_dtype": "int8"}),
+        ("qwen3_moe", {"tp": 2, "expert_parallel": True}, {}),
+        ("mixtral", {"tp": 4, "expert_parallel": True}, {}),
+        ("mixtral", {"tp": 2, "pp": 2, "expert_parallel": True}, {"quant": "int4"}),
+        ("qwen3_moe", {"tp": 2, "expert_parallel": True}, {"quant": "int8"}),
+        nightly("qwen3_moe", {"tp": 2, "expert_parallel": True}, {"quant": "int4-mix"}),
+        nightly("mixtral", {"tp": 2, "expert_parallel": True}, {"quant": "int8-g32", "kv_dtype": "int8"}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(tmp_path, monkeypatch, arch, cut, options):
@@ -39,3 +46,27 @@ def test_experts_that_cannot_be_cut_are_refused_before_they_load(tmp_path):
     model = make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, moe_intermediate_size=49)
     with pytest.raises(ParallelError, match="49 inner rows of each expert"):
         load(model, tp=2)
+
+
+def test_whole_experts_need_no_equal_parts_and_are_divided_unevenly(tmp_path, monkeypatch):
+    """Seven experts of an odd size, which no two ranks could share as they do MLPs."""
+    sizes = {"num_experts": 7, "moe_intermediate_size": 49, "mlp_only_layers": []}
+    model = make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, **sizes)
+    found = tokens(load_ranks(model, monkeypatch, tp=2, expert_parallel=True), REQUESTS)
+    assert found == tokens(load(model), REQUESTS)
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "refusal"),
+    [
+        ("llama", {"tp": 2}, "this model has none"),
+        ("mixtral", {}, "ask for --tp 2"),
+        ("mixtral", {"pp": 2}, "ask for --tp 2"),
+        ("mixtral", {"tp": 4, "num_local_experts": 3}, "4 ranks cannot share 3 experts"),
+    ],
+)
+def test_whole_experts_are_refused_where_there_is_nothing_to_divide(tmp_path, arch, options, refusal):
+    sizes = {name: options.pop(name) for name in ("num_local_experts",) if name in options}
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, num_key_value_heads=4, **sizes)
+    with pytest.raises(ParallelError, match=refusal):
+        load(model, expert_parallel=True, **options)

@@ -1,5 +1,7 @@
 """Models cut in every way give the tokens of the whole model, and each rank reads its own bytes only."""
 
+import math
+
 import pytest
 
 from support.rank_threads import load_threads
@@ -79,6 +81,20 @@ def test_each_rank_reads_its_own_bytes_only(tmp_path, tp, pp):
     # Norms of a layer are on every rank of its stage, all else on one rank.
     assert sum(done for done, _ in read.values()) == everything + (tp - 1) * norms
     assert max(done for done, _ in read.values()) < everything / (tp * pp) * 1.05 + norms + final
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_each_rank_reads_its_own_experts_only(tmp_path, shards):
+    config = tiny_config("mixtral")
+    make_tiny_model(tmp_path, arch="mixtral", tokenizer=False, shards=shards)
+    read: dict[int, tuple[int, int]] = {}
+    load_threads(
+        tmp_path, lambda rank, done, total: read.update({rank: (done, total)}), tp=2, expert_parallel=True
+    )
+    assert all(done == total for done, total in read.values())
+    sizes = {name: 4 * math.prod(shape) for name, shape in tensor_shapes(config).items()}
+    doubled = sum(size for name, size in sizes.items() if "norm" in name or name.endswith("moe.gate.weight"))
+    assert sum(done for done, _ in read.values()) == sum(sizes.values()) + doubled
 
 
 def test_a_damaged_part_is_told_by_the_rank_that_reads_it(tmp_path):

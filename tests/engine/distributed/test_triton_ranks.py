@@ -7,6 +7,7 @@ Not all combinations: each choice is there with several of the others.
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -69,14 +70,18 @@ def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"tp": 2}, "float32", False, True, 8),
         ({"tp": 2}, "float16", True, False, 0),
         ({"pp": 2}, "float16", True, True, 0),
+        ({"tp": 2, "expert_parallel": True}, "float16", True, True, 0),
     ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of rows that only fill up
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # and of those whose experts another rank has
 def test_tokens_are_those_of_one_rank(
-    tmp_path: Path, cut: dict[str, int], dtype: str, deterministic: bool, graphs: bool, fused_rows: int
+    tmp_path: Path, cut: dict[str, Any], dtype: str, deterministic: bool, graphs: bool, fused_rows: int
 ) -> None:
-    model = make_tiny_model(tmp_path, tokenizer=False, num_hidden_layers=cut.get("pp", 1), **SIZES)
+    arch = "mixtral" if "expert_parallel" in cut else "qwen3"
+    layers = cut.get("pp", 1)
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, num_hidden_layers=layers, **SIZES)
     options = {"dtype": dtype, "deterministic": deterministic, "max_running": 2, "token_budget": 8}
     expected = tokens(device_engine(model, **options), REQUESTS)
     with device_ranks(model, graphs=graphs, fused_rows=fused_rows, **cut, **options) as (engine, ranks):

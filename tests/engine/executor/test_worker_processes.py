@@ -237,6 +237,20 @@ async def test_preemption_and_prefix_hits_change_nothing(tmp_path, monkeypatch, 
         assert supervisor.info.dtype == "bfloat16"
 
 
+async def test_ranks_with_whole_experts_give_one_answer_and_survive_the_loss_of_one(tmp_path):
+    """The tokens of each request alone, in bfloat16 and int8, with preemptions and prefix hits."""
+    make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, torch_dtype="bfloat16")
+    options = {"quant": "int8-g32", "kv_tokens": 288, "context": 256, "max_running": 5}
+    async with supervised(tmp_path, tp=2, expert_parallel=True, **options) as supervisor:
+        assert supervisor.info.expert_parallel
+        apart = [(await answers(supervisor, [request]))[0] for request in asks("a")]
+        assert supervisor.stats.preemptions == 0
+        assert await answers(supervisor, asks("b")) == apart
+        assert supervisor.stats.preemptions > 0
+        assert supervisor.stats.prefix_hits > 0
+        await lose_a_rank(supervisor, apart)
+
+
 def test_a_cut_that_cannot_be_is_refused_before_anything_starts(model):
     with pytest.raises(ParallelError, match=r"--tp 3: the model's 4 attention heads cannot be shared"):
         load(model, tp=3)

@@ -159,6 +159,14 @@ def test_ranks_read_their_shards(tmp_path: Path) -> None:
     assert answer(folder, tp=2, threads=2) == answer(source, tp=2, threads=2)
 
 
+@needs_kernels
+def test_ranks_read_their_experts(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model", arch="qwen3_moe")
+    folder = folder_of(write_gguf(source, tmp_path / "tiny.gguf", "Q8_0"), tmp_path / "home")
+    whole = answer(folder, dtype="float32")
+    assert answer(folder, dtype="float32", tp=2, expert_parallel=True, threads=2) == whole
+
+
 def test_a_folder_is_made_once_and_anew_when_the_file_changes(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "model")
     file, home = write_gguf(source, tmp_path / "tiny.gguf", parts=2), tmp_path / "home"

@@ -132,6 +132,24 @@ def test_ranks_have_parts_of_every_expert(tmp_path: Path) -> None:
         estimate(shape, budget, EngineConfig(model_path="", name="", tp=16, quant="int8", context=1024))
 
 
+def test_ranks_have_some_experts_whole(tmp_path: Path) -> None:
+    """Where no rank could have a part of each: 768 inner rows are 6 groups."""
+    shape = read(tmp_path, **QWEN_3_30B).shape()
+    for tp, held in ((2, 64), (16, 8), (12, 11)):
+        part = rank_shape(shape, tp, 1, expert_parallel=True)
+        assert part.experts is not None
+        assert (part.experts.held, part.experts.inner) == (held, 768)
+        assert part.experts.read(1) == pytest.approx(held * 8 / 128), "those of a row, on average"
+    assert rank_shape(shape, 2, 1, expert_parallel=True).params == rank_shape(shape, 2, 1).params
+    budget = MemoryBudget(device="cpu", available=200 * GIB, cores=16)
+    asked = EngineConfig(model_path="", name="", tp=16, quant="int8", context=1024, expert_parallel=True)
+    plan = estimate(shape, budget, asked)
+    assert plan.expert_parallel
+    whole = estimate(shape, budget, replace(asked, tp=1, expert_parallel=False))
+    copies = 0.03  # routers, and keys and values, of which 16 ranks have 4 heads
+    assert plan.weights_bytes == pytest.approx(whole.weights_bytes / 16, rel=copies)
+
+
 @pytest.mark.parametrize("quant", ["none", "int8", "int4", "w8a8", "fp8", "fp8-block"])
 def test_a_gpu_takes_experts_in_every_format(tmp_path: Path, quant: Any) -> None:
     shape = read(tmp_path, **QWEN_3_30B).shape()

@@ -64,6 +64,20 @@ def test_ranks_count_through_the_stages():
     assert len({ParallelLayout(2, 2, rank).shard for rank in range(4)} | {ParallelLayout(4, 1, 0).shard}) == 5
 
 
+@given(st.integers(1, 16), st.integers(0, 300))
+def test_every_expert_is_whole_on_one_rank_of_each_stage(tp, more):
+    count = tp + more
+    parts = [ParallelLayout(tp, 2, rank, expert_parallel=True).experts(count) for rank in range(2 * tp)]
+    assert [expert for part in parts[:tp] for expert in part] == list(range(count))
+    assert parts[:tp] == parts[tp:]
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_packed_weights_of_whole_experts_are_others():
+    shards = {ParallelLayout(2, 1, rank, expert_parallel=whole).shard for rank in (0, 1) for whole in (0, 1)}
+    assert len(shards) == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "tp", "pp", "words"),
     [

@@ -29,6 +29,24 @@ def test_a_rank_is_never_estimated_below_what_it_loads(tmp_path, monkeypatch, ar
     assert rank_shape(config.shape(), 1, 1).params * 4 == whole
 
 
+@pytest.mark.parametrize(("experts", "tp", "pp"), [(8, 2, 1), (7, 2, 1), (8, 2, 2)])
+def test_a_rank_with_whole_experts_is_never_estimated_below_what_it_loads(
+    tmp_path, monkeypatch, experts, tp, pp
+):
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, num_experts=experts)
+    read: dict[int, int] = {}
+    load_threads(
+        tmp_path,
+        lambda rank, done, _total: read.update({rank: done}),
+        tp=tp,
+        pp=pp,
+        expert_parallel=True,
+    )
+    estimated = rank_shape(parse_config(tmp_path).shape(), tp, pp, expert_parallel=True).params * 4
+    assert max(read.values()) <= estimated <= max(read.values()) * 1.05 + 4096
+
+
 def tensor_shapes_of(directory):
     import json
 

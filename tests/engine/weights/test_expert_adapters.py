@@ -102,9 +102,9 @@ def test_tokens_are_those_of_the_request_alone(
         assert tokens(load(qwen, **weights, **way), requests(three)) == alone, way
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"tp": 2, "expert_parallel": True}])
 def test_ranks_have_their_slices(
-    qwen: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+    qwen: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     some = requests(three)[:5]
     engine = load_ranks(qwen, monkeypatch, dtype="float32", **options)
@@ -125,8 +125,10 @@ def sizes(model: Path) -> tuple[int, int, int]:
     return len(found.downs.linears), hidden, inner
 
 
-def test_single_experts_are_those_of_all_in_one_tensor(qwen: Path, tmp_path: Path) -> None:
-    """As PEFT wrote them before experts were one tensor."""
+def test_single_experts_are_those_of_all_in_one_tensor(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PEFT wrote them before experts were one tensor. Ranks with some experts whole take theirs."""
     count, hidden, inner = sizes(qwen)
     torch.manual_seed(1)
     single: dict[str, torch.Tensor] = {}
@@ -147,6 +149,9 @@ def test_single_experts_are_those_of_all_in_one_tensor(qwen: Path, tmp_path: Pat
     asked = [adapted(tmp_path / name, ask(name, PROMPT, NEW)) for name in ("single", "fused")]
     found = tokens(load(qwen, dtype="float32"), [*asked, ask("base", PROMPT, NEW)])
     assert found["single"] == found["fused"] != found["base"]
+    engine = load_ranks(qwen, monkeypatch, dtype="float32", tp=2, expert_parallel=True)
+    engine._scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
+    assert tokens(engine, asked) == {name: found[name] for name in ("single", "fused")}
 
 
 def test_an_adapter_of_another_number_of_experts(qwen: Path, tmp_path: Path) -> None:

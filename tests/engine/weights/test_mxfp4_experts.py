@@ -20,6 +20,7 @@ from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.reference import REFERENCE
 from support.families import make_family
 from support.published_formats import mxfp4_blocks
+from support.rank_threads import load_threads
 from support.real_engines import ask, hf_model, hf_tokens, load, runner_of, tokens
 
 EXPERTS, OUTPUTS, INPUTS = 3, 24, 64
@@ -95,9 +96,10 @@ def test_gpt_oss_answers_as_transformers(tmp_path: Path, monkeypatch: pytest.Mon
     model, same = publish_gpt_oss(tmp_path)
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     prompt = list(range(5, 30))
-    assert tokens(load(model, dtype="float32"), [ask("a", prompt, 12)])["a"] == hf_tokens(
-        hf_model(same), prompt, 12
-    )
+    expected = hf_tokens(hf_model(same), prompt, 12)
+    assert tokens(load(model, dtype="float32"), [ask("a", prompt, 12)])["a"] == expected
+    ranks = load_threads(model, dtype="float32", tp=2, expert_parallel=True)
+    assert tokens(ranks, [ask("a", prompt, 12)])["a"] == expected, "each rank has its experts of the stacks"
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")

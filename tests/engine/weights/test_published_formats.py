@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,22 @@ class Widens:
         return REFERENCE.pack_linear(rounded.floats().to(dtype), bias_O)
 
 
-@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["awq-g64", "gptq-4-asym", "mixed-4-8", "mxfp4", "bnb-nf4", "nvfp4"])
+DECODED = ["awq-g64", "gptq-4-asym", "mxfp4", "bnb-nf4", "nvfp4"]
+"""Formats that experts have too."""
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        *product([*DECODED, "mixed-4-8"], [{"tp": 2}, {"pp": 2}]),
+        *product(DECODED, [{"tp": 2, "expert_parallel": True}]),
+    ],
+    ids=str,
+)
 def test_ranks_answer_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: dict[str, int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: dict[str, Any]
 ) -> None:
-    """Each rank takes its rows and groups of what is decoded."""
+    """Each rank takes its rows and groups of what is decoded, or its experts whole."""
 
     def backend(*told: Any) -> Ops:
         quants = [each for each in told if isinstance(each, Quant)]
@@ -198,7 +209,9 @@ def test_ranks_answer_as_one(
 
     monkeypatch.setattr(PLANNED_WITHOUT_KERNELS, lambda *_: "")
     monkeypatch.setattr(loader, "backend", backend)
-    model, _ = make(tmp_path, STYLES[name], head_dim=64, intermediate_size=256, torch_dtype="float32")
+    sizes = {"head_dim": 64, "intermediate_size": 256, "torch_dtype": "float32"}
+    experts = {"arch": "qwen3_moe", "moe_intermediate_size": 128} if "expert_parallel" in cut else {}
+    model, _ = make(tmp_path, STYLES[name], **sizes, **experts)
     requests = [ask("a", range(5, 25), 6), ask("b", [7, 8], 6)]
     wanted = tokens(load(model), requests)
     assert tokens(load_threads(model, **cut), requests) == wanted

@@ -100,6 +100,7 @@ TITLES = {
     "model.threads": "CPU threads",
     "model.tp": "Tensor parallelism",
     "model.pp": "Pipeline parallelism",
+    "model.expert_parallel": "Expert parallelism",
     "model.disaggregate": "Disaggregated prefill",
     "model.batching": "Batching",
     "model.premium_share": "KV cache reserved for premium keys",

@@ -37,7 +37,8 @@ public:
         copies_.clear();
         blocks_.clear();
         order_.resize(routes.room(rows));
-        for (int copy = 0; copy < routes.copies(rows); copy++) order_[routes.place_of(copy)] = copy;
+        for (int copy = 0; copy < routes.copies(rows); copy++)
+            if (routes.place_of(copy) >= 0) order_[routes.place_of(copy)] = copy;
         for (const auto& run : routes.runs())
             for (int place = run.first; place < run.first + run.rows; place++) {
                 const int copy = order_[place], slot = slots_[copy / per_row], at = static_cast<int>(copies_.size());

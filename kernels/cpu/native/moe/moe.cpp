@@ -19,19 +19,21 @@ Op* make_experts(int count, const LinearShape* const* gate_ups, const LinearShap
 
 }  // namespace
 
-// `count` experts, each with two linears, all of one kind: `quant` says whether they are quantized. `shared` and its gate may
-// be null, and both tables of adapters.
-extern "C" Op* llmbox_experts_op(int dtype, int quant, int count, const LinearShape* const* gate_ups,
-                                 const LinearShape* const* downs, const void* x, int64_t x_stride, const float* logits,
-                                 int64_t logits_stride, int per_row, int normalised, const Routing* routing,
+// `count` of all `experts`, from `first` on, each with two linears, all of one kind: `quant` says whether they are quantized.
+// `shared` and its gate may be null, `load` and both tables of adapters.
+extern "C" Op* llmbox_experts_op(int dtype, int quant, int experts, int first, int count, int64_t* load,
+                                 const LinearShape* const* gate_ups, const LinearShape* const* downs, const void* x,
+                                 int64_t x_stride, const float* logits, int64_t logits_stride, int per_row, int normalised,
+                                 const Routing* routing,
                                  int activation, const void* shared, int64_t shared_stride, const float* shared_gate,
                                  int64_t shared_gate_stride, void* out, int64_t out_stride,
                                  const int64_t* gate_up_adapters, const int64_t* down_adapters) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
-        const ExpertsCall<T> call{static_cast<const T*>(x), x_stride, logits, logits_stride, per_row, normalised != 0,
-                                  *routing, activation, static_cast<const T*>(shared), shared_stride, shared_gate,
-                                  shared_gate_stride, static_cast<T*>(out), out_stride, gate_up_adapters, down_adapters};
+        const ExpertsCall<T> call{static_cast<const T*>(x), x_stride, logits, logits_stride, experts, first, load, per_row,
+                                  normalised != 0, *routing, activation, static_cast<const T*>(shared), shared_stride,
+                                  shared_gate, shared_gate_stride, static_cast<T*>(out), out_stride, gate_up_adapters,
+                                  down_adapters};
         if (quant) return make_experts<RoundedCopies<T>>(count, gate_ups, downs, call);
         return make_experts<typename PlainCopies<E>::Rows>(count, gate_ups, downs, call);
     });

@@ -13,7 +13,7 @@
 
 namespace llmbox {
 
-// Linears of all experts.
+// Linears of the experts that are held here.
 template <class Shape> struct ExpertLinears {
     std::vector<const Shape*> gate_ups, downs;
 
@@ -29,6 +29,9 @@ template <class T> struct ExpertsCall {
     int64_t x_stride;
     const float* logits;
     int64_t logits_stride;
+    int experts;    // of which rows choose
+    int first;      // the first of those held here
+    int64_t* load;  // counts rows of each expert; may be null
     int per_row;
     bool normalised;
     Routing routing;
@@ -50,7 +53,8 @@ public:
     using Shape = typename Copies::Shape;
 
     ExpertsOp(ExpertLinears<Shape> linears, const ExpertsCall<T>& call)
-        : linears_(std::move(linears)), call_(call), routes_(linears_.count(), call.per_row, Copies::ALIGN) {}
+        : linears_(std::move(linears)), call_(call),
+          routes_(call.experts, call.first, linears_.count(), call.per_row, Copies::ALIGN) {}
 
     void prepare(const Step& step, Pool& pool) override {
         routes_.begin(step.rows);
@@ -63,7 +67,7 @@ public:
         choose(step.rows, member);
         member.barrier();
         if (member.index == 0) {
-            routes_.place(step.rows);
+            routes_.place(step.rows, call_.load);
             if (adapters_) adapters_.place(step.rows, call_.per_row, routes_);
             gate_up_items_.deal(items(*linears_.gate_ups[0]), member.size);
             down_items_.deal(items(*linears_.downs[0]), member.size);
@@ -129,7 +133,7 @@ private:
     int items(const Shape& linear) const { return static_cast<int>(routes_.runs().size()) * linear.panels(); }
 
     void choose(int rows, Member& member) {
-        float* scratch = member.scratch.template take<float>(4 * linears_.count());
+        float* scratch = member.scratch.template take<float>(4 * call_.experts);
         const auto mine = member.share(rows);
         for (int row = mine.begin; row < mine.end; row++)
             routes_.choose(row, call_.logits + row * call_.logits_stride, call_.normalised, call_.routing,
@@ -141,6 +145,7 @@ private:
         T* scaled = call_.routing.scales_inputs ? member.scratch.template take<T>(hidden) : nullptr;
         const auto mine = member.share(routes_.copies(rows));
         for (int copy = mine.begin; copy < mine.end; copy++) {
+            if (routes_.place_of(copy) < 0) continue;
             const T* x = call_.x + copy / call_.per_row * call_.x_stride;
             for (int i = 0; scaled && i < hidden; i += LANES)
                 store(scaled + i, load(x + i, hidden - i) * splat(routes_.share_of(copy)), hidden - i);
@@ -180,6 +185,7 @@ private:
         const auto mine = member.share(routes_.copies(rows));
         for (int copy = mine.begin; copy < mine.end; copy++) {
             const int place = routes_.place_of(copy);
+            if (place < 0) continue;
             T* row = gate_ups + static_cast<size_t>(place) * linears_.gates();
             if (call_.activation == GELU_TANH) gate_mul<GELU_TANH>(row, row + inner, inner);
             else if (call_.activation == RELU2) gate_mul<RELU2>(row, row, inner);
@@ -207,8 +213,9 @@ private:
         for (int i = begin; i < end; i += LANES) {
             Floats total = splat(0.f);
             for (int k = 0; k < call_.per_row; k++) {
-                const int copy = row * call_.per_row + k;
-                const T* from = results + static_cast<size_t>(routes_.place_of(copy)) * linears_.hidden() + i;
+                const int copy = row * call_.per_row + k, place = routes_.place_of(copy);
+                if (place < 0) continue;
+                const T* from = results + static_cast<size_t>(place) * linears_.hidden() + i;
                 const float share = call_.routing.scales_inputs ? 1.f : routes_.share_of(copy);
                 total = multiply_add(splat(share), load(from, end - i), total);
             }

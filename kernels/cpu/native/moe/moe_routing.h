@@ -111,19 +111,22 @@ inline void choose_sparsely(const float* logits, int experts, int count, float j
     }
 }
 
-// Of all rows of a step. Copies of rows are sorted by expert, and an expert's begin at a multiple of `align`.
+// Of all rows of a step. Copies of rows are sorted by expert, and an expert's begin at a multiple of `align`. Rows choose among
+// all `experts`; only copies of those that are held here, `held` from `first` on, have places.
 class ExpertRoutes {
 public:
-    ExpertRoutes(int experts, int per_row, int align) : experts_(experts), per_row_(per_row), align_(align) {}
+    ExpertRoutes(int experts, int first, int held, int per_row, int align)
+        : experts_(experts), first_(first), held_(held), per_row_(per_row), align_(align) {}
 
     struct Run {
-        int expert, first, rows;  // of copies
+        int expert, first, rows;  // number among those held; of copies
     };
 
     int copies(int rows) const { return rows * per_row_; }
     // Room that copies of so many rows take at most, with what is between experts.
     int room(int rows) const {
-        return round_up(copies(rows) + (align_ - 1) * std::min(experts_, copies(rows)), align_);
+        const int most = rows * std::min(per_row_, held_);
+        return round_up(most + (align_ - 1) * std::min(held_, most), align_);
     }
 
     // Before the threads start.
@@ -150,27 +153,32 @@ public:
         for (int k = 0; by.factors && k < per_row_; k++) shares[k] *= by.factors[chosen[k]];
     }
 
-    // Places of the copies once all rows are routed. Run by one thread.
-    void place(int rows) {
+    // Places of the copies once all rows are routed. Run by one thread. Adds the rows of each expert, held or not, to `load`,
+    // which may be null.
+    void place(int rows, int64_t* load) {
         next_.assign(experts_, 0);
         runs_.clear();
         for (int copy = 0; copy < copies(rows); copy++) next_[chosen_[copy]]++;
-        for (int expert = 0, first = 0; expert < experts_; expert++) {
-            const int count = next_[expert];
-            next_[expert] = first;
+        for (int expert = 0; load && expert < experts_; expert++) load[expert] += next_[expert];
+        for (int expert = 0, first = 0; expert < held_; expert++) {
+            const int count = next_[first_ + expert];
+            next_[first_ + expert] = first;
             if (count) runs_.push_back({expert, first, count});
             first += round_up(count, align_);
         }
-        for (int copy = 0; copy < copies(rows); copy++) places_[copy] = next_[chosen_[copy]]++;
+        for (int copy = 0; copy < copies(rows); copy++) {
+            const int expert = chosen_[copy];
+            places_[copy] = expert < first_ || expert >= first_ + held_ ? -1 : next_[expert]++;
+        }
     }
 
-    // Copy `k` of row `row` is row * per_row + k.
+    // Copy `k` of row `row` is row * per_row + k. -1: its expert is not held here.
     int place_of(int copy) const { return places_[copy]; }
     float share_of(int copy) const { return shares_[copy]; }
     const std::vector<Run>& runs() const { return runs_; }
 
 private:
-    const int experts_, per_row_, align_;
+    const int experts_, first_, held_, per_row_, align_;
     std::vector<int32_t> chosen_, places_, next_;
     std::vector<float> shares_;
     std::vector<Run> runs_;  // of experts that have rows

@@ -98,6 +98,25 @@ def test_a_row_does_not_depend_on_the_others(quant: Quant | None) -> None:
         assert torch.equal(ops.experts(mixture, x[-rows:].clone(), logits[-rows:].clone()), together[-rows:])
 
 
+@pytest.mark.parametrize("quant", MADE_HERE, ids=lambda quant: quant.name if quant else "wide")
+def test_some_experts_give_what_they_give_among_all(quant: Quant | None) -> None:
+    """Rows that chose others get zeros, whatever memory holds. With biases."""
+    ops = triton_ops(CPU, torch.float16, quant, deterministic=True)
+    assert ops.pack_experts is not None
+    weights = weights_of(4, HIDDEN, INNER, torch.float16)
+    biases = torch.randn(4, 2 * INNER).half(), torch.randn(4, HIDDEN).half()
+    both = list(zip(weights, biases, strict=True))
+    x, logits = torch.randn(23, HIDDEN).half(), torch.randn(23, 4)
+    logits[:3, 0] += 9
+    all_here = Mixture(*([ops.pack_experts(w.flatten(0, 1), b.flatten())] for w, b in both), 4, 1, True)
+    part = [[ops.pack_experts(w[1:3].flatten(0, 1), b[1:3].flatten())] for w, b in both]
+    got = ops.experts(Mixture(*part, 4, 1, True, held=range(1, 3)), x, logits)
+    is_here = ((logits.argmax(1) == 1) | (logits.argmax(1) == 2)).unsqueeze(1)
+    assert 0 < is_here.sum() < 23
+    assert torch.equal(got, ops.experts(all_here, x, logits).masked_fill(~is_here, 0.0))
+    assert not ops.experts(Mixture(*part, 4, 1, True, held=range(1, 3)), x[:3], logits[:3]).any()
+
+
 def test_nothing_is_asked_of_torch_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack is as tall as hundreds of linears: what tries products of it would take their memory."""
     from llmbox.kernels.triton.linear import scaled_mm_choice as choice
