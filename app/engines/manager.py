@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.ipc.spawn import Launch, SpawnedProcess
+from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
 
 from ..errors import ApiError
 from ..text.tokenizer.tokenizer import TextModel, load_model_text
@@ -45,13 +45,13 @@ class EngineManager:
         watch: WatchLimits | None = None,
         on_change: Callable[[Supervisor], None] = lambda _: None,
         keep_spare: bool = False,
-        first: SpawnedProcess | None = None,
+        first: SpawnedProcess | ForkServer | None = None,
         supervise: Callable[[EngineConfig, SupervisorOptions], Supervisor] = Supervisor,
     ) -> None:
         """`on_change` is called on the loop after each change of a model's `Supervisor.state`.
 
-        `first` is an engine process that was started already; `keep_spare` keeps one ready for the next model
-        or restart. `supervise` makes the supervisor of a model.
+        `first` is an engine process or fork server that was started already; `keep_spare` keeps one ready for
+        the next model or restart. `supervise` makes the supervisor of a model.
         """
         self._load_text = load_text
         self._supervise = supervise

@@ -5,6 +5,8 @@ kernels have to be compiled and receives `Start`; it sends `Progress` while load
 `LoadFailed`; then `serve` runs. The process ends with its daemon: a closed socket ends it between two steps,
 and the kernel kills it when the daemon's thread that started it ends, even during a step. An exception in a
 step ends the process: the daemon starts another one and resubmits the open requests.
+
+With `--forks` it is a fork server (`fork_server.py`): the rest holds for the processes that it forks.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Final, Protocol
 
 from setproctitle import setproctitle
@@ -48,6 +51,7 @@ from ..ipc.messages import (
 from ..ipc.profile_messages import AskProfile
 from ..ipc.sequence_times import SequenceTimes
 from ..light_torch import import_torch_or_restart
+from .fork_server import serve_forks
 from .step_profile import StepProfiler
 
 EXIT_OK: Final = 0
@@ -84,6 +88,7 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     parser = argparse.ArgumentParser(prog="llmbox engine")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the daemon")
     parser.add_argument("--parent", type=int, required=True, help="process id of the daemon")
+    parser.add_argument("--forks", action="store_true", help="fork an engine for each request on the socket")
     options = parser.parse_args(argv)
     log_to_stderr()
     bind_to_parent(options.parent)
@@ -91,7 +96,14 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     try:
         if load is None:
             _import_torch()
-        channel = _adopt(options.fd)
+        os.set_inheritable(options.fd, False)  # not before: torch may have to be imported in a second try
+        connection = socket.socket(fileno=options.fd)
+        if options.forks:
+            if load is None:
+                import_module("llmbox.engine.executor.build")
+            connection = serve_forks(connection)
+            bind_to_parent(options.parent)
+        channel = Channel(connection)
         return _run(channel, load or _import_engine(channel))
     except DaemonGone:
         return EXIT_OK
@@ -215,11 +227,6 @@ def _import_engine(channel: Channel) -> Load:
 
     open_kernels(channel.send)
     return load_engine
-
-
-def _adopt(fd: int) -> Channel:
-    os.set_inheritable(fd, False)
-    return Channel(socket.socket(fileno=fd))
 
 
 if __name__ == "__main__":
