@@ -131,7 +131,7 @@ _ANSWER_S: Final = 30.0
 
 
 class ForkServer:
-    """Process that imports the engine once and forks engine processes (`process/fork_server.py`)."""
+    """Process that imports the engine once and forks engine processes: `process/engine_main.py --forks`."""
 
     def __init__(self, launch: Launch) -> None:
         """Start the server. Raises OSError."""

@@ -6,7 +6,9 @@ kernels have to be compiled and receives `Start`; it sends `Progress` while load
 and the kernel kills it when the daemon's thread that started it ends, even during a step. An exception in a
 step ends the process: the daemon starts another one and resubmits the open requests.
 
-With `--forks` it is a fork server (`fork_server.py`): the rest holds for the processes that it forks.
+With `--forks` it is a fork server (`serve_forks`; `ipc.spawn.ForkServer` is the daemon's side): it imports
+everything and forks processes that share the memory of the imports. Each is a child of the daemon, for which
+the rest holds as if the daemon had started it.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Final, Protocol
 
 from setproctitle import setproctitle
@@ -25,7 +28,7 @@ from setproctitle import setproctitle
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..hardware.machine import name_gpus
-from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
+from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr
 from ..ipc.block_map import BlockMap
 from ..ipc.engine_channel import Channel, DaemonGone
 from ..ipc.handover_messages import Prefill, TakenSlots
@@ -50,8 +53,8 @@ from ..ipc.messages import (
 )
 from ..ipc.profile_messages import AskProfile
 from ..ipc.sequence_times import SequenceTimes
+from ..ipc.spawn import PID_BYTES
 from ..light_torch import import_torch_or_restart
-from .fork_server import serve_forks
 from .step_profile import StepProfiler
 
 EXIT_OK: Final = 0
@@ -110,6 +113,43 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     except Exception:
         log.exception("the engine stops after an error")
         return EXIT_CRASHED
+
+
+def serve_forks(control: socket.socket) -> socket.socket:
+    """Fork a process for each request until the daemon is gone, which raises DaemonGone.
+
+    Returns in the forked processes, with the socket to the daemon. A request is a byte with two file
+    descriptors, that socket and standard output; the answer is a pid, or an error number below zero.
+    """
+    if (threads := num_threads()) > 1:
+        raise RuntimeError(f"a process with {threads} threads cannot be forked")
+    setproctitle("llmbox: engine fork server")
+    gc.collect()
+    gc.freeze()  # a collection writes to the objects that it visits, and their pages are shared
+    while True:
+        request, files, _, _ = socket.recv_fds(control, 1, 2)
+        if not request:
+            raise DaemonGone
+        channel, log = files
+        try:
+            pid = fork_sibling()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if not pid:
+            control.close()
+            os.setsid()
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.close(log)
+            return socket.socket(fileno=channel)
+        os.close(channel)
+        os.close(log)
+        control.sendall(pid.to_bytes(PID_BYTES, "little", signed=True))
+
+
+def num_threads() -> int:
+    """Return the number of threads of this process, those of libraries included."""
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def serve(engine: EngineProtocol, channel: Channel) -> None:

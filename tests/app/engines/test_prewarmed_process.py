@@ -20,7 +20,7 @@ from llmbox.app.errors import ApiError
 from llmbox.engine.hardware import proc
 from llmbox.engine.ipc import spawn as spawning
 from llmbox.engine.ipc.spawn import ForkedProcess, ForkServer, Launch, SpawnedProcess, spawn
-from llmbox.engine.process.fork_server import serve_forks
+from llmbox.engine.process.engine_main import serve_forks
 from support.engines import assert_undisturbed, config, go_on, is_running, kill, request, until
 from support.fake_engine import fake_launch
 
@@ -232,7 +232,7 @@ def test_forked_engines_end_with_the_process_that_asked_for_them() -> None:
 
 def test_a_process_with_threads_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr("llmbox.engine.process.fork_server.num_threads", lambda: 2)
+    monkeypatch.setattr("llmbox.engine.process.engine_main.num_threads", lambda: 2)
     with ours, theirs, pytest.raises(RuntimeError, match="2 threads cannot be forked"):
         serve_forks(theirs)
 
