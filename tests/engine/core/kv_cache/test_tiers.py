@@ -113,8 +113,8 @@ def test_what_memory_evicted_comes_back_from_disk(tmp_path, engines):
 
 @pytest.mark.parametrize("count", [40, nightly(3_500)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_and_stale_files_never_change_a_token(tmp_path, engines, kind, count):
-    """Each that is read is counted and leaves the disk; `serve` checks every token."""
+def test_damaged_files_never_change_a_token(tmp_path, engines, kind, count):
+    """Damaged or stale, each that is read is counted and leaves the disk; `serve` checks every token."""
     rng, damaged, round_ = random.Random(kind), 0, 0
     while damaged < count:
         root = tmp_path / str(round_)
