@@ -1,0 +1,79 @@
+"""GGUF files of newer families, as llama.cpp writes them: the tokens of their checkpoints, blocks kept."""
+
+from pathlib import Path
+
+from typing import Any
+
+import pytest
+
+from llmbox.app.models.gguf_folders import folder_of
+from llmbox.engine.gguf.matrices import check_matrices
+from llmbox.engine.gguf.reader import read_gguf
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.quantize.convert_gguf import convert
+from llmbox.kernels.dispatch import native_ready
+from support.gguf_families import FAMILIES, make_source, write_family
+from support.gguf_models import q4_k_m
+from support.real_engines import ask, load, run, tokens
+
+PROMPT = list(range(5, 30))
+needs_kernels = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+
+
+def answer(model: Path, **options) -> list[int]:
+    return tokens(load(model, **options), [ask("a", PROMPT, 12)])["a"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_floats_answer_as_the_source(tmp_path: Path, family: str) -> None:
+    source = make_source(tmp_path / "model", family)
+    file = write_family(source, tmp_path / "tiny.gguf", family)
+    check_matrices(read_gguf(file))
+    folder = folder_of(file, tmp_path / "home")
+    assert answer(folder) == answer(source)
+
+
+def mixed(tensor: str) -> str:
+    """Types of gpt-oss: experts in MXFP4, the rest in Q8_0."""
+    return "MXFP4" if "_exps." in tensor else "Q8_0"
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
+SMALL = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt-oss": (mixed, WIDE),
+    "qwen35": (q4_k_m, WIDE | DELTA),
+    "qwen35moe": ("Q8_0", WIDE | DELTA | SMALL),
+    "qwen3next": (q4_k_m, WIDE | DELTA | SMALL),
+    "deepseek3": ("Q8_0", {"hidden_size": 128, "moe_intermediate_size": 64}),
+    "granitehybrid": ("Q8_0", {}),
+    "nemotron_h_moe": ("Q8_0", {"moe_latent_size": 64, "moe_shared_expert_intermediate_size": 64}),
+    "phi3": (q4_k_m, WIDE),
+    "gemma3n": ("Q8_0", {"hidden_size": 128, "laurel_rank": 32}),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", BLOCKS)
+def test_blocks_answer_as_their_floats(tmp_path: Path, family: str) -> None:
+    """Weights are the same to the bit; activations have 8 bits, so log probabilities differ a little."""
+    kind, changes = BLOCKS[family]
+    source = make_source(tmp_path / "model", family, **changes)
+    file = write_family(source, tmp_path / "tiny.gguf", family, kind)
+    folder = folder_of(file, tmp_path / "home")
+    check_matrices(read_gguf(file))
+    assert parse_config(folder).quant == "gguf"
+    convert(read_gguf(file), tmp_path / "wide", None, None, 1, lambda _done, _total: None)
+    found, wanted = (
+        run(load(each, dtype="float32"), [ask("a", PROMPT, 1, logprobs=5)])["a"][-1]
+        for each in (folder, tmp_path / "wide")
+    )
+    assert found.logprobs is not None
+    assert wanted.logprobs is not None
+    expected = dict(wanted.logprobs[0].top)
+    common = [token for token, _ in found.logprobs[0].top if token in expected]
+    assert len(common) >= 3
+    for token, logprob in found.logprobs[0].top:
+        if token in expected:
+            assert logprob == pytest.approx(expected[token], abs=0.25)
