@@ -124,8 +124,8 @@ def _mlp(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     inner = config.get("shared_intermediate_size", inner)
     if gated and f"blk.{layer}.ffn_gate.weight" not in gguf.tensors and _has_stacks(gguf):
         return {"ffn_up": (2 * inner, hidden), "ffn_down": (hidden, inner)}
-    gate = {"ffn_gate": (inner, hidden)} if gated else {}
-    return {"ffn_up": (inner, hidden), "ffn_down": (hidden, inner), **gate}
+    more: Shapes = {"ffn_gate": (inner, hidden)} if gated else {}
+    return {"ffn_up": (inner, hidden), "ffn_down": (hidden, inner), **more}
 
 
 def _has_stacks(gguf: GgufFile) -> bool:

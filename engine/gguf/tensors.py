@@ -105,10 +105,9 @@ class GgufTensors:
     def _entries(self, name: str, shape: tuple[int, ...]) -> list[TensorEntry]:
         entries = self._found(name)
         if not entries:
-            wanted = places_of(self._parts[name].name if name in self._parts else name, self._kind.layer)
-            raise ModelError(
-                f"{self._gguf.path}: tensor {shown(wanted[0].name)} is missing: it is no whole model"
-            )
+            place = places_of(self._parts[name].name if name in self._parts else name, self._kind.layer)[0]
+            missing = next(each for each in (place.name, place.other) if each not in self._gguf.tensors)
+            raise ModelError(f"{self._gguf.path}: tensor {shown(missing)} is missing: it is no whole model")
         self._left -= {entry.name for entry in entries}
         each = (shape[0] // len(entries), *shape[1:])
         if entries[0].name.endswith(".ssm_ba.weight"):
