@@ -159,9 +159,12 @@ class Planner:
     def _bounded_window(self) -> int:
         """Return the tokens behind which blocks of sliding-window layers are freed; 0: they keep all blocks.
 
-        A prompt that is computed at once needs all.
+        A prompt that is computed at once needs all. Beside recurrent layers (LFM3) all are kept: states and
+        windows of a prefix are not found together.
         """
         sliding, config = self.shape.sliding, self.config
+        if self.shape.recurrent is not None:
+            return 0
         if sliding is None or config.batching == "static" or self.shape.is_bidirectional:
             return 0
         window = sliding.window + WINDOW_MARGIN

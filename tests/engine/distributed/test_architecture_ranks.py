@@ -38,6 +38,7 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("kimi_linear", {}, {"tp": 2, "pp": 2}),
         ("olmo_hybrid", {}, {"pp": 2}),
         ("bamba", {}, {"tp": 2}),
+        ("lfm3", {}, {"tp": 2, "pp": 2}),
         ("mamba2", {}, {"tp": 2, "pp": 2}),
     ],
 )
