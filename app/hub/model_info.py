@@ -22,6 +22,7 @@ from llmbox.engine.gguf.names import NOT_NEEDED
 from llmbox.engine.gguf.projector import check_projector
 from llmbox.engine.gguf.reader import MAX_HEADER, GgufFile, read_gguf, read_header
 from llmbox.engine.model_config.config import ModelConfig, parse_config
+from llmbox.engine.model_config.expected_tensors import check_decoder
 from llmbox.engine.planning.estimator import MemoryPlan
 
 from ..errors import CliError, Exit
@@ -76,7 +77,10 @@ def local_facts(ref: ModelRef) -> ModelFacts:
     else:
         tensors = list_tensors(ref.path)
     size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
-    return _facts(ref.name, config, tensors.values(), size, 0)
+    facts = _facts(ref.name, config, tensors.values(), size, 0)
+    if file is None:
+        check_decoder(str(ref.path), config, tensors)
+    return facts
 
 
 def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | None = None) -> ModelFacts:
@@ -91,12 +95,14 @@ def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda file: remote_header(hub, listing, file), weights))
     size = sum(file.size for file in files)
-    tensors = full_names({tensor.name: tensor for header in found for tensor in header}).values()
+    tensors = full_names({tensor.name: tensor for header in found for tensor in header})
     name = repo if revision is None else f"{repo}@{revision}"
     try:
-        return _facts(name, config, tensors, size, size)
+        facts = _facts(name, config, tensors.values(), size, size)
+        check_decoder(name, config, tensors)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
+    return facts
 
 
 def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
