@@ -10,8 +10,6 @@ from .families import (
     cohere_fields,
     deepseek2_fields,
     ernie_fields,
-    gemma3n_fields,
-    gemma_fields,
     gpt_oss_fields,
     granite_fields,
     granite_hybrid_fields,
@@ -31,7 +29,8 @@ from .families import (
     window_fields,
     windows_by_type,
 )
-from .names import DELTA, GEMMA3N, GLM4, GRANITE, LATE_NORM, LAYER, MIXER, SANDWICH, STACKED, Names
+from .gemma import gemma3n_fields, gemma4_fields, gemma_fields
+from .names import DELTA, GEMMA3N, GEMMA4, GLM4, GRANITE, LATE_NORM, LAYER, MIXER, SANDWICH, STACKED, Names
 from .reader import GgufFile
 
 
@@ -53,7 +52,7 @@ class GgufArchitecture:
     is_partial: bool = False
     """RoPE may rotate a part of each head."""
     has_attention: bool = True
-    """False if no layer has attention."""
+    """False if no layer has attention, or layers have heads that only `fields` reads."""
     fields: Callable[[GgufFile, Config], Config] = nothing_more
     """Rule (file, config.json so far) -> further keys of config.json. Raises ModelError."""
 
@@ -171,6 +170,14 @@ ARCHITECTURES: Final = {
         activation="",
         fields=gemma3n_fields,
     ),
+    "gemma4": GgufArchitecture(
+        name="Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        layer=GEMMA4,
+        activation="",
+        has_attention=False,
+        fields=gemma4_fields,
+    ),
 }
 """Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2.
 Texts of a Qwen-VL are those of a Qwen: its file holds the language part, and positions in pictures are not
@@ -180,7 +187,6 @@ Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in
 
 MISSING: Final = {
     "falcon-h1": "multipliers that are inside its weights",
-    "gemma4": "its router's scales and the RoPE of its full attention",
     "kimi-linear": "convolutions in three tensors",
     "lfm2": "short convolutions",
     "lfm2moe": "short convolutions",

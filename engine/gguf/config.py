@@ -22,6 +22,10 @@ RopeFactors = Mapping[str, Sequence[float]]
 _FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
+_ENDLESS: Final = 1e29
+"""Divisors from here on stand for dimensions that are not rotated."""
+
+
 def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, Any]:
     """Build config.json. `factors`: those of `rope_factors`; None where they are not at hand, as of a file on
     the hub. Raises ModelError.
@@ -47,7 +51,16 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
         config["hidden_act"] = kind.activation
     if kind.has_attention:
         config |= _attention(gguf, kind, config["num_hidden_layers"], factors or {})
-    return config | kind.fields(gguf, config)
+    config |= kind.fields(gguf, config)
+    return config if kind.has_attention else _with_part(config, factors or {})
+
+
+def _with_part(config: dict[str, Any], factors: RopeFactors) -> dict[str, Any]:
+    """Set the part of a head that proportional RoPE rotates: the other divisors are beyond all numbers."""
+    divisors, ropes = factors.get(_FACTORS[0]), config.get("rope_parameters") or {}
+    if divisors and (full := ropes.get("full_attention")):
+        full["partial_rotary_factor"] = sum(each < _ENDLESS for each in divisors) / len(divisors)
+    return config
 
 
 def count_layers(gguf: GgufFile) -> int:

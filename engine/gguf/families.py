@@ -3,7 +3,6 @@
 Sources: conversion/ of llama.cpp, which writes the files, and its src/models, which says what they leave out.
 """
 
-from statistics import NormalDist
 from typing import Any, Final
 
 from ..errors import ModelError
@@ -17,53 +16,6 @@ _SIGMOID: Final = 2
 
 def nothing_more(_gguf: GgufFile, _config: Config) -> Config:
     return {}
-
-
-def gemma_fields(gguf: GgufFile, config: Config) -> Config:
-    """Add values that Gemma files omit: equal for all models of a generation except its largest."""
-    largest = {"gemma2": 46, "gemma3": 62}.get(gguf.architecture) == config["num_hidden_layers"]
-    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
-    theta = 1e6 if gguf.architecture == "gemma3" else 1e4
-    rope = config.pop("rope_parameters")
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scalar,
-        "sliding_window": gguf.value("attention.sliding_window"),
-        "attn_logit_softcapping": gguf.value("attn_logit_softcapping"),
-        "final_logit_softcapping": gguf.value("final_logit_softcapping"),
-        "rope_theta": gguf.number("rope.freq_base", theta),
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
-    }
-
-
-def gemma3n_fields(gguf: GgufFile, config: Config) -> Config:
-    layers, rope = config["num_hidden_layers"], config.pop("rope_parameters")
-    scales = gguf.value("activation_sparsity_scale")
-    if not isinstance(scales, list) or not all(isinstance(each, float) for each in scales):
-        raise ModelError(f"{gguf.path}: gemma3n.activation_sparsity_scale is no list of numbers")
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "intermediate_size": gguf.by_layer("feed_forward_length", layers),
-        "layer_types": sliding_types(gguf, layers),
-        "sliding_window": gguf.integer("attention.sliding_window"),
-        "final_logit_softcapping": gguf.number("final_logit_softcapping", 30.0),
-        "rope_theta": rope["rope_theta"],
-        "rope_local_base_freq": 1e4,
-        "num_kv_shared_layers": int(gguf.value("attention.shared_kv_layers", 0)),
-        "hidden_size_per_layer_input": gguf.integer("embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": rows_of(gguf, "per_layer_token_embd.weight"),
-        "laurel_rank": rows_of(gguf, "blk.0.laurel_l.weight"),
-        "altup_num_inputs": gguf.integer("altup.num_inputs"),
-        "altup_active_idx": int(gguf.value("altup.active_idx", 0)),
-        "activation_sparsity_pattern": [round(NormalDist().cdf(each), 6) for each in scales],
-    }
-
-
-def rows_of(gguf: GgufFile, name: str) -> int:
-    """Return the rows of a tensor. Raises ModelError."""
-    if name not in gguf.tensors:
-        raise ModelError(f"{gguf.path}: tensor {name!r} is missing: it is no whole model")
-    return gguf.tensors[name].shape[0]
 
 
 def sliding_types(gguf: GgufFile, layers: int) -> list[str]:

@@ -53,14 +53,20 @@ def kind_of(config: dict[str, Any], layer: int) -> str:
 
 
 def _attention(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    queries, keys = (config[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
+    hidden, head_dim, kv_heads = config["hidden_size"], config["head_dim"], config["num_key_value_heads"]
+    equal = False
+    if "global_head_dim" in config and config["layer_types"][layer] == "full_attention":
+        head_dim, equal = config["global_head_dim"], config["attention_k_eq_v"]
+        kv_heads = config["num_global_key_value_heads"] if equal else kv_heads
+    queries, keys = config["num_attention_heads"] * head_dim, kv_heads * head_dim
     gates = queries if "full_attention_interval" in config else 0
     output = {"attn_output": (hidden, queries)}
     if f"blk.{layer}.attn_qkv.weight" in gguf.tensors:
         return {"attn_qkv": (queries + 2 * keys, hidden), **output}
     shared = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
-    pairs = {} if shared else {"attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+    pairs: Shapes = {} if shared else {"attn_k": (keys, hidden)}
+    if not shared and not equal:
+        pairs["attn_v"] = (keys, hidden)
     return {"attn_q": (queries + gates, hidden), **pairs, **output}
 
 
@@ -110,6 +116,9 @@ def _mlp(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
         return {}
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     inner = inner[layer] if isinstance(inner, list) else inner
+    own = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
+    if config.get("use_double_wide_mlp") and layer >= own:
+        inner *= 2
     gated = config.get("hidden_act") not in UNGATED and config.get("mlp_hidden_act") not in UNGATED
     experts = gguf.value("expert_count")
     if experts and f"blk.{layer}.ffn_down.weight" not in gguf.tensors:

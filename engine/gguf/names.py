@@ -132,6 +132,16 @@ GEMMA3N: Final[Names] = SANDWICH | {
     "post_per_layer_input_norm": "post_norm",
 }
 
+GEMMA4: Final[Names] = GEMMA3N | {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+}
+
 _EXPERT: Final[dict[str, tuple[str, ...]]] = {
     "gate_proj": ("ffn_gate_exps",),
     "up_proj": ("ffn_up_exps",),
@@ -178,7 +188,9 @@ def places_of(name: str, of_layer: Names) -> list[GgufTensorPlace]:
             number, part = expert.groups()
             if part in _EXPERT:
                 first, *others = (f"blk.{layer}.{each}{kind}" for each in _EXPERT[part])
-                return [GgufTensorPlace(first, int(number), others[0] if others else "")]
+                apart = GgufTensorPlace(first, int(number), others[0] if others else "")
+                stack = GgufTensorPlace(f"blk.{layer}.ffn_gate_up_exps{kind}", int(number))
+                return [apart, stack] if others else [apart]
         elif inside in of_layer:
             known = of_layer[inside]
             names = (known,) if isinstance(known, str) else known

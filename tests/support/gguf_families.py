@@ -24,6 +24,15 @@ COHERE2: dict[str, Any] = {
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     "tie_word_embeddings": True,
 }
+GEMMA4_MOE: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", "GPT_OSS", {}),
     "qwen2moe": ("qwen2_moe", "QWEN2MOE", {"mlp_only_layers": []}),
@@ -70,6 +79,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hunyuan-dense": ("hunyuan_v1_dense", "HUNYUAN_DENSE", {}),
     "seed_oss": ("seed_oss", "SEED_OSS", {}),
     "gemma3n": ("gemma3n_text", "GEMMA3N", {}),
+    "gemma4": ("gemma4_text", "GEMMA4", {}),
+    "gemma4-moe": ("gemma4_text", "GEMMA4", GEMMA4_MOE),
+    "gemma4-unified": ("gemma4_unified_text", "GEMMA4", {}),
 }
 """`model_type`, llama.cpp's architecture, and fields of config.json that its files cannot say otherwise."""
 
@@ -105,11 +117,25 @@ def tensors_of(
     names = gguf.get_tensor_name_map(arch, layers_of(config))
     for name, array in converted(load_file(model / "model.safetensors"), arch.name, config).items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.endswith(".router.scale"):
+            place = f"blk.{name.split('.')[2]}.ffn_gate_inp.scale"
+        elif name.endswith(".per_expert_scale"):
+            place = f"blk.{name.split('.')[2]}.ffn_down_exps.scale"
         assert place is not None, name
         yield place, np.ascontiguousarray(array)
+    if arch.name == "GEMMA4":
+        width = full_sizes(config)["head_dim"] // 2
+        turned = int(width * rope_of(config)["partial_rotary_factor"])
+        yield "rope_freqs.weight", np.array([1.0] * turned + [1e30] * (width - turned), dtype=np.float32)
     if arch.name == "PHI3" and (factors := rope_of(config).get("long_factor")):
         yield "rope_factors_long.weight", np.array(factors, dtype=np.float32)
         yield "rope_factors_short.weight", np.array(rope_of(config)["short_factor"], dtype=np.float32)
+
+
+def full_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of layers of full attention of a Gemma 4."""
+    usual = {key: config[key] for key in ("head_dim", "num_key_value_heads")}
+    return usual | next(iter(config["per_layer_config"].values()))
 
 
 def layers_of(config: dict[str, Any]) -> int:
@@ -134,6 +160,7 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         "GPT_OSS": of_gpt_oss,
         "DEEPSEEK2": of_deepseek,
         "GEMMA3N": of_gemma3n,
+        "GEMMA4": of_gemma4,
     }
     arrays = rules.get(arch, lambda found, _: found)(arrays, config)
     if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID"}:
@@ -294,6 +321,11 @@ def of_deepseek(arrays: Arrays, config: dict[str, Any]) -> Arrays:
     return found
 
 
+def of_gemma4(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
+    named = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
+    return {f"{name}.weight" if name.endswith(named) else name: array for name, array in arrays.items()}
+
+
 def of_gemma3n(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
     found: Arrays = {}
     stacks: dict[str, list[np.ndarray]] = {}
@@ -363,6 +395,8 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
         add_latent(writer, config)
     if arch == "GEMMA3N":
         add_gemma3n(writer, config)
+    if arch == "GEMMA4":
+        add_gemma4(writer, config)
 
 
 def add_rope(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], head_dim: int) -> None:
@@ -392,7 +426,8 @@ def add_experts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> N
     if not count or arch == "NEMOTRON_H":
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+    each = ("num_experts_per_tok", "moe_k", "top_k_experts")
+    writer.add_expert_used_count(next(config[key] for key in each if config.get(key)))
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     if not arch.startswith("GRANITE") and arch != "OLMOE":
         writer.add_expert_feed_forward_length(inner)
@@ -447,6 +482,26 @@ def add_latent(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(turned)
     if all_dims := rope_of(config).get("mscale_all_dim"):
         writer.add_rope_scaling_yarn_log_mul(0.1 * all_dims)
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    full, shared = full_sizes(config), config.get("num_kv_shared_layers") or 0
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(full["head_dim"])
+    writer.add_value_length(full["head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    heads = config["num_key_value_heads"], full["num_key_value_heads"]
+    writer.add_head_count_kv([heads[0] if each else heads[1] for each in slides])
+    writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
+    if config.get("use_double_wide_mlp"):
+        inner, first = config["intermediate_size"], len(slides) - shared
+        writer.add_feed_forward_length([inner * (1 + (layer >= first)) for layer in range(len(slides))])
+    if config.get("enable_moe_block"):
+        writer.add_expert_used_count(config["top_k_experts"])
 
 
 def add_gemma3n(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -83,8 +83,8 @@ class _Words:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
         self.kind = self._get("model")
-        if self.kind not in ("gpt2", "llama"):
-            raise _unknown(f"its tokenizer is of kind {self.kind!r}, only gpt2 and llama can be read")
+        if self.kind not in ("gpt2", "llama", "gemma4"):
+            raise _unknown(f"its tokenizer is of kind {self.kind!r}, only gpt2, llama and gemma4 can be read")
         self.words = self._list("tokens", str)
         self.kinds = self._list("token_type", int) or [_NORMAL] * len(self.words)
         self.merges = self._list("merges", str)
@@ -177,15 +177,19 @@ def _sequence(*first: Any, use_regex: bool) -> Any:
 
 
 def _of_pieces(words: _Words) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer: neighbours merge to the best scored piece; characters without a
-    piece are spelt in bytes.
+    """Build a SentencePiece BPE tokenizer: neighbours merge to the best scored piece, or in the order of the
+    file's merges; characters without a piece are spelt in bytes.
     """
-    if len(words.scores) != len(words.words):
+    if words.kind == "gemma4":
+        merges = [tuple(each.split(" ", 1)) for each in words.merges]
+    elif len(words.scores) == len(words.words):
+        merges = merges_of(words.vocabulary, words.scores)
+    else:
         raise _unknown("its pieces have no scores")
     unknown = words.of_kind(_UNKNOWN)
     model = models.BPE(
         words.vocabulary,
-        merges_of(words.vocabulary, words.scores),
+        merges,
         unk_token=unknown[0] if unknown else None,
         fuse_unk=True,
         byte_fallback=_BYTE in words.kinds,

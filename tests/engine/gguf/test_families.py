@@ -54,6 +54,7 @@ BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "granitehybrid": ("Q8_0", {}),
     "nemotron_h_moe": ("Q8_0", {"moe_latent_size": 64, "moe_shared_expert_intermediate_size": 64}),
     "phi3": (q4_k_m, WIDE),
+    "gemma4-moe": ("Q8_0", {"hidden_size": 128, "moe_intermediate_size": 64}),
     "gemma3n": ("Q8_0", {"hidden_size": 128, "laurel_rank": 32}),
 }
 
