@@ -192,7 +192,7 @@ MISSING: Final = {
     "lfm2moe": "short convolutions",
     "llama4": "attention within chunks",
 }
-"""What is missing to read files of architectures that are served from safetensors."""
+"""Missing parts of a reader of architectures that are served from safetensors."""
 
 
 def architecture_of(gguf: GgufFile) -> GgufArchitecture:

@@ -10,6 +10,7 @@ from .reader import BLOCKS, GgufFile
 
 Config = dict[str, Any]
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
 _SIGMOID: Final = 2
 """Number of sigmoids in `expert_gating_func`."""
 
@@ -153,8 +154,8 @@ def routed_experts(gguf: GgufFile, config: Config) -> Config:
         "num_experts_per_tok": per_token,
         "moe_intermediate_size": gguf.integer("expert_feed_forward_length"),
         "intermediate_size": config["intermediate_size"] or gguf.integer("expert_feed_forward_length"),
-        "n_shared_experts": int(gguf.value("expert_shared_count", 0)),
-        "first_k_dense_replace": int(gguf.value("leading_dense_block_count", 0)),
+        "n_shared_experts": gguf.count("expert_shared_count"),
+        "first_k_dense_replace": gguf.count("leading_dense_block_count"),
         "routed_scaling_factor": gguf.number("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(gguf.value("expert_weights_norm", False)),
         "n_group": gguf.integer("expert_group_count", 1),
@@ -174,7 +175,7 @@ def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
     turned, rank = gguf.integer("rope.dimension_count"), gguf.integer("attention.kv_lora_rank")
     head = gguf.integer("attention.key_length_mla", gguf.integer("attention.key_length"))
     rope = config["rope_parameters"]
-    if (multiplier := gguf.value("rope.scaling.yarn_log_multiplier")) and rope["rope_type"] == "yarn":
+    if (multiplier := gguf.number(_MULTIPLIER, 0.0)) and rope["rope_type"] == "yarn":
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * multiplier:.6g}"))
     found: Config = {
         "num_key_value_heads": config["num_attention_heads"],
@@ -247,10 +248,14 @@ def qwen3_5_fields(gguf: GgufFile, config: Config) -> Config:
     return found
 
 
+def has_delta_nets(gguf: GgufFile) -> bool:
+    return gguf.architecture in {"qwen3next", "qwen35", "qwen35moe"}
+
+
 def has_tiled_values(gguf: GgufFile) -> bool:
     """Return whether value heads come as key heads repeat: the first ones of all key heads first."""
     heads, key_heads = gguf.value("ssm.time_step_rank"), gguf.value("ssm.group_count")
-    return gguf.architecture in {"qwen35", "qwen35moe"} and heads != key_heads
+    return has_delta_nets(gguf) and gguf.architecture != "qwen3next" and heads != key_heads
 
 
 def has_tiled_outputs(gguf: GgufFile) -> bool:
@@ -313,16 +318,16 @@ def ernie_fields(gguf: GgufFile, config: Config) -> Config:
         "moe_num_experts": count,
         "moe_k": per_token,
         "moe_intermediate_size": gguf.integer("expert_feed_forward_length"),
-        "moe_num_shared_experts": int(gguf.value("expert_shared_count", 0)),
-        "moe_layer_start_index": int(gguf.value("leading_dense_block_count", 0)),
+        "moe_num_shared_experts": gguf.count("expert_shared_count"),
+        "moe_layer_start_index": gguf.count("leading_dense_block_count"),
         "moe_layer_interval": gguf.integer("interleave_moe_layer_step", 1),
     }
 
 
 def mistral3_fields(gguf: GgufFile, config: Config) -> Config:
     rope = config["rope_parameters"]
-    if multiplier := gguf.value("rope.scaling.yarn_log_multiplier"):
-        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{multiplier:.6g}"))
+    if multiplier := gguf.number(_MULTIPLIER, 0.0):
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier)
     rope["llama_4_scaling_beta"] = gguf.number("attention.temperature_scale", 0.0)
     return {"sliding_window": None}
 

@@ -37,12 +37,12 @@ def gemma3n_fields(gguf: GgufFile, config: Config) -> Config:
         "final_logit_softcapping": gguf.number("final_logit_softcapping", 30.0),
         "rope_theta": rope["rope_theta"],
         "rope_local_base_freq": 1e4,
-        "num_kv_shared_layers": int(gguf.value("attention.shared_kv_layers", 0)),
+        "num_kv_shared_layers": gguf.count("attention.shared_kv_layers"),
         "hidden_size_per_layer_input": gguf.integer("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": rows_of(gguf, "per_layer_token_embd.weight"),
         "laurel_rank": rows_of(gguf, "blk.0.laurel_l.weight"),
         "altup_num_inputs": gguf.integer("altup.num_inputs"),
-        "altup_active_idx": int(gguf.value("altup.active_idx", 0)),
+        "altup_active_idx": gguf.count("altup.active_idx"),
         "activation_sparsity_pattern": [round(NormalDist().cdf(each), 6) for each in scales],
     }
 
@@ -52,14 +52,14 @@ def gemma4_fields(gguf: GgufFile, config: Config) -> Config:
     types, kv_heads = sliding_types(gguf, layers), gguf.by_layer("attention.head_count_kv", layers, heads)
     inner, shared = (
         gguf.by_layer("feed_forward_length", layers),
-        int(gguf.value("attention.shared_kv_layers", 0)),
+        gguf.count("attention.shared_kv_layers"),
     )
     own = [layer for layer in range(layers - shared) if types[layer] == FULL]
     few = {kind: {n for n, of in zip(kv_heads, types, strict=True) if of == kind} for kind in (FULL, SLIDING)}
     has_values = all(f"blk.{layer}.attn_v.weight" in gguf.tensors for layer in own)
     if any(len(each) != 1 for each in few.values()) or (has_values and few[FULL] != few[SLIDING]):
         raise ModelError(f"{gguf.path}: gemma4.attention.head_count_kv differs between layers of one kind")
-    width = int(gguf.value("embedding_length_per_layer_input", 0))
+    width = gguf.count("embedding_length_per_layer_input")
     full = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     found: Config = {
         "hidden_activation": "gelu_pytorch_tanh",

@@ -34,7 +34,7 @@ def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     if kind == "full_attention":
         found |= _latent(gguf, config) if config.get("kv_lora_rank") else _attention(gguf, config, layer)
     elif kind == "linear_attention":
-        found |= _mamba(gguf, config) if gguf.value("full_attention_interval") is None else _delta(config)
+        found |= _delta(config) if "linear_num_key_heads" in config else _mamba(gguf, config)
     if "layers_block_type" not in config or kind in ("mlp", "moe"):
         found |= _mlp(gguf, config, layer)
     return found

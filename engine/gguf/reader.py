@@ -88,6 +88,10 @@ class GgufFile:
             raise self._bad(key, value, "a positive number for all layers")
         return value
 
+    def count(self, key: str, default: int = 0) -> int:
+        """Return a number from 0 on. Raises ModelError."""
+        return self.by_layer(key, 1, default)[0]
+
     def by_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
         """Return a number from 0 on for each of the first layers, of a list or of one number for all. Raises
         ModelError.

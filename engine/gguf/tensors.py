@@ -15,7 +15,7 @@ from ..errors import ModelError
 from .architectures import architecture_of
 from .blocks import dequantise
 from .config import count_layers, dtype_of
-from .families import has_tiled_outputs, has_tiled_values
+from .families import has_delta_nets, has_tiled_outputs, has_tiled_values
 from .names import NOT_NEEDED, GgufTensorPlace, places_of
 from .reader import BLOCKS, FLOATS, GgufFile
 
@@ -236,7 +236,7 @@ _OF_VALUES = {
 
 def value_heads_of(gguf: GgufFile) -> ValueHeads | None:
     """Return the order of a file's value heads; None for a model without gated delta nets."""
-    if gguf.value("full_attention_interval") is None:
+    if not has_delta_nets(gguf):
         return None
     keys = gguf.integer("ssm.group_count")
     each, is_tiled = gguf.integer("ssm.time_step_rank") // keys, has_tiled_values(gguf)

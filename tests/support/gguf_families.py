@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from .families import YARN
-from .gguf_models import add_blocks_or_floats, add_tokenizer, side_by_side, write_all
+from .gguf_models import add_blocks_or_floats, add_tokenizer, add_value, side_by_side, write_all
 from .tiny_models import make_tiny_model, write_json
 
 Arrays = dict[str, np.ndarray]
@@ -103,7 +103,7 @@ def write_family(
     add_settings(writer, arch.name, config)
     for key, value in metadata.items():
         name = f"{gguf.MODEL_ARCH_NAMES[arch]}.{key.replace('__', '.')}"
-        writer.add_uint32(name, value) if isinstance(value, int) else writer.add_float32(name, value)
+        add_value(writer, name, value)
     add_tokenizer(writer, model)
     for seed, (name, array) in enumerate(tensors_of(model, arch, config)):
         add_blocks_or_floats(writer, name, array, kind, seed)

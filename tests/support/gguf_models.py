@@ -82,7 +82,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=-(-_count(model) // parts) if parts > 1 else 0)
     add_settings(writer, config)
     for key, value in metadata.items():
-        _add(writer, f"{arch}.{key.replace('__', '.')}", value)
+        add_value(writer, f"{arch}.{key.replace('__', '.')}", value)
     add_tokenizer(writer, model)
     for seed, (tensor, array) in enumerate(named(model, config, arch)):
         add_blocks_or_floats(writer, tensor, array, kind, seed)
@@ -190,6 +190,6 @@ def _count(model: Path) -> int:
     return len(load_file(model / "model.safetensors"))
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kind = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     kind[type(value)](key, value)

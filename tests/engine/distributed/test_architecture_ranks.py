@@ -68,7 +68,7 @@ NOT_CUT = {
     "olmo2": "tp", "olmo3": "tp", "olmoe": "tp", "olmo_hybrid": "tp", "minimax_m2": "tp",
     "gemma4_text": "pp", "gemma3n_text": "pp",
 }  # fmt: skip
-"""Families that cannot be cut one way: norms over all heads, or embeddings, keys and values of several layers."""
+"""Families that cannot be cut one way: norms over all heads, or layers that share keys and values."""
 
 
 @pytest.mark.parametrize("way", ["tp", "pp"])

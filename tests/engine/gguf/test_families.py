@@ -126,3 +126,13 @@ def test_a_missing_matrix_is_named_alike_by_fit_and_load(tmp_path: Path, family:
 
 
 LOST = ("ffn_up_exps.weight", "ssm_out.weight")
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("glm4moe", "nextn_predict_layers"), ("deepseek3", "rope__scaling__yarn_log_multiplier")],
+)
+def test_numbers_of_another_kind_are_refused(tmp_path: Path, family: str, key: str) -> None:
+    source = make_source(tmp_path / "model", family)
+    with pytest.raises(ModelError, match=key.replace("__", ".") + " is many, a number"):
+        config_of(read_gguf(write_family(source, tmp_path / "tiny.gguf", family, **{key: "many"})))
