@@ -130,3 +130,6 @@ class RecurrentOps:
     mul_add: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x_TN with strided rows, by_N in float32, added_TN or None) -> x by + added, a new tensor or
     the one of `added`."""
+
+    swap_heads: Callable[[Tensor], Tensor]
+    """Heads x_TMND, contiguous -> new tensor [T, N M D]: those that come M by M, N by N."""

@@ -16,11 +16,13 @@ from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_unde
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError
-from llmbox.engine.gguf.config import NOT_NEEDED
-from llmbox.engine.gguf.folder import check_matrices, config_json, gguf_of
+from llmbox.engine.gguf.folder import config_json, gguf_of
+from llmbox.engine.gguf.matrices import check_matrices
+from llmbox.engine.gguf.names import NOT_NEEDED
 from llmbox.engine.gguf.projector import check_projector
 from llmbox.engine.gguf.reader import MAX_HEADER, GgufFile, read_gguf, read_header
 from llmbox.engine.model_config.config import ModelConfig, parse_config
+from llmbox.engine.model_config.expected_tensors import check_decoder
 from llmbox.engine.planning.estimator import MemoryPlan
 
 from ..errors import CliError, Exit
@@ -75,7 +77,10 @@ def local_facts(ref: ModelRef) -> ModelFacts:
     else:
         tensors = list_tensors(ref.path)
     size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
-    return _facts(ref.name, config, tensors.values(), size, 0)
+    facts = _facts(ref.name, config, tensors.values(), size, 0)
+    if file is None:
+        check_decoder(str(ref.path), config, tensors)
+    return facts
 
 
 def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | None = None) -> ModelFacts:
@@ -90,12 +95,14 @@ def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda file: remote_header(hub, listing, file), weights))
     size = sum(file.size for file in files)
-    tensors = full_names({tensor.name: tensor for header in found for tensor in header}).values()
+    tensors = full_names({tensor.name: tensor for header in found for tensor in header})
     name = repo if revision is None else f"{repo}@{revision}"
     try:
-        return _facts(name, config, tensors, size, size)
+        facts = _facts(name, config, tensors.values(), size, size)
+        check_decoder(name, config, tensors)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
+    return facts
 
 
 def remote_config(hub: Hub, listing: Listing) -> ModelConfig:

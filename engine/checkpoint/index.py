@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ModelError
 from .files import MAX_BYTES, parse_json, read_regular
-from .quantized_layout import STORED_BYTES
+from .quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, STORED_BYTES
 from .safetensors import FETCH_AGAIN, TensorEntry, read_header, shown
 
 SINGLE = "model.safetensors"
@@ -51,6 +51,9 @@ _SPELLED = {
 _OF_OTHER_SPELLING = ("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight")
 QUANTIZED_DTYPES = frozenset(STORED_BYTES)
 """Dtypes of tensors that need scales."""
+NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
+"""Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
+config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 

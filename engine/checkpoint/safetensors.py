@@ -7,6 +7,7 @@ Files are read and never mapped: one that shrinks later causes an error message 
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -141,6 +142,27 @@ def refuse_overlaps(entries: list[TensorEntry]) -> None:
 
 def is_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
+
+
+def missing_tensor(where: Path | str, name: str) -> ModelError:
+    return ModelError(f"{where}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
+
+
+def wrong_shape(entry: TensorEntry, wanted: tuple[int, ...]) -> ModelError:
+    return ModelError(
+        f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, config.json asks for "
+        f"{list(wanted)}: config and weights are not of the same model"
+    )
+
+
+def misplaced_tensor(left: Mapping[str, TensorEntry]) -> ModelError:
+    """Return the error for tensors that nothing asks for, at least one."""
+    name, entry = next(iter(left.items()))
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return ModelError(
+        f"{entry.file}: tensor {shown(name)}{more} has no place in the architecture that config.json "
+        "names: config and weights are not of the same model"
+    )
 
 
 def shown(name: str) -> str:

@@ -1,156 +1,36 @@
-"""Config of a GGUF file: its metadata as a config.json, and the supported architectures. Torch-free."""
+"""Config of a GGUF file: its metadata as a config.json. Torch-free."""
 
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import isclose, tau
 from typing import Any, Final
 
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, shown
-from ..errors import ModelError, UnsupportedArchitecture
-from ..model_config.fields import is_number
+from ..errors import ModelError
+from .architectures import GgufArchitecture, architecture_of
 from .reader import FLOATS, GgufFile
-
-_OUTSIDE: Final = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "model.embedding_norm": "token_embd_norm",
-    "lm_head": "output",
-}
-LAYER: Final = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-}
-SANDWICH: Final = LAYER | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-"""Names in layers with sandwich norms."""
-SHORT_CONV: Final = {
-    "operator_norm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-}
-"""Names in layers of LFM2."""
-_EXPERT: Final = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-    "w1": "ffn_gate_exps",
-    "w3": "ffn_up_exps",
-    "w2": "ffn_down_exps",
-}
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_OF_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-_OUTSIDE_LAYERS = re.compile(r"(.+)\.(weight|bias)")
-NOT_NEEDED = re.compile(
-    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
-)
-"""Tensors that are ignored: config.json has their content."""
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTensorPlace:
-    """Tensor in a GGUF file. `expert`: index in a stacked tensor."""
-
-    name: str
-    expert: int | None = None
-
-
-def place_of(name: str, of_layer: Mapping[str, str]) -> GgufTensorPlace:
-    """Look up a checkpoint's tensor. `of_layer`: names of the architecture's layers. Raises ModelError."""
-    if found := _IN_LAYER.fullmatch(name):
-        layer, inside, kind = found.groups()
-        if expert := _OF_EXPERT.fullmatch(inside):
-            number, part = expert.groups()
-            if part in _EXPERT:
-                return GgufTensorPlace(f"blk.{layer}.{_EXPERT[part]}.{kind}", int(number))
-        elif inside in of_layer:
-            return GgufTensorPlace(f"blk.{layer}.{of_layer[inside]}.{kind}")
-    elif (found := _OUTSIDE_LAYERS.fullmatch(name)) and found[1] in _OUTSIDE:
-        return GgufTensorPlace(f"{_OUTSIDE[found[1]]}.{found[2]}")
-    raise ModelError(f"where a GGUF file has {name} is not known: this architecture cannot be read from one")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufArchitecture:
-    """Differences of one architecture between GGUF and a checkpoint."""
-
-    name: str
-    """Class name in `architectures` of config.json."""
-    model_type: str
-    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
-    """Names of a layer's tensors: {in a checkpoint: in GGUF}."""
-    has_pairs: bool = False
-    """RoPE pairs of query and key rows are interleaved, not half a head apart."""
-    norms_hold_one: bool = False
-    """Norms are stored as 1 + w."""
-    activation: str = "silu"
-    """`hidden_act` of config.json, which a file does not say."""
-
-
-ARCHITECTURES: Final = {
-    "llama": GgufArchitecture(name="LlamaForCausalLM", model_type="llama", has_pairs=True),
-    "qwen2": GgufArchitecture(name="Qwen2ForCausalLM", model_type="qwen2"),
-    "qwen3": GgufArchitecture(name="Qwen3ForCausalLM", model_type="qwen3"),
-    "qwen3moe": GgufArchitecture(name="Qwen3MoeForCausalLM", model_type="qwen3_moe"),
-    "qwen2vl": GgufArchitecture(name="Qwen2ForCausalLM", model_type="qwen2"),
-    "qwen3vl": GgufArchitecture(name="Qwen3ForCausalLM", model_type="qwen3"),
-    "qwen3vlmoe": GgufArchitecture(name="Qwen3MoeForCausalLM", model_type="qwen3_moe"),
-    "arcee": GgufArchitecture(
-        name="ArceeForCausalLM", model_type="arcee", has_pairs=True, activation="relu2"
-    ),
-    "granite": GgufArchitecture(name="GraniteForCausalLM", model_type="granite", has_pairs=True),
-    "smollm3": GgufArchitecture(name="SmolLM3ForCausalLM", model_type="smollm3", has_pairs=True),
-    "gemma": GgufArchitecture(name="GemmaForCausalLM", model_type="gemma", norms_hold_one=True),
-    "gemma2": GgufArchitecture(
-        name="Gemma2ForCausalLM", model_type="gemma2", layer=SANDWICH, norms_hold_one=True
-    ),
-    "gemma3": GgufArchitecture(
-        name="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH, norms_hold_one=True
-    ),
-    "lfm2": GgufArchitecture(name="Lfm2ForCausalLM", model_type="lfm2", layer=SHORT_CONV),
-}
-"""Architectures by GGUF's name. Mistral and Mixtral are called llama. Texts of a Qwen-VL are those of a Qwen:
-its file holds the language part, and positions in pictures are not used.
-"""
-
 
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """RoPE scaling of Llama 3.1 to 3.3, whose files hold only the resulting factors."""
 
 
-def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> dict[str, Any]:
-    """Build config.json. `rope_factors`: frequency divisors of rope_freqs.weight. Raises ModelError."""
+RopeFactors = Mapping[str, Sequence[float]]
+"""Frequency divisors of RoPE by the names of their tensors."""
+_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+_ENDLESS: Final = 1e29
+"""Divisors from here on stand for dimensions that are not rotated."""
+
+
+def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, Any]:
+    """Build config.json. `factors`: those of `rope_factors`; None where they are not at hand, as of a file on
+    the hub. Raises ModelError.
+    """
     kind = architecture_of(gguf)
-    heads = _integer(gguf, "attention.head_count")
-    head_dim = _head_dim(gguf, heads)
     if "token_embd.weight" not in gguf.tensors:
         raise ModelError(f"{gguf.path}: token_embd.weight is missing: it is no whole model")
     config: dict[str, Any] = {
@@ -158,158 +38,110 @@ def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> di
         "model_type": kind.model_type,
         "dtype": dtype_of(gguf),
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
-        "hidden_size": _integer(gguf, "embedding_length"),
-        "intermediate_size": gguf.value("feed_forward_length") and _integer(gguf, "feed_forward_length"),
-        "num_hidden_layers": _integer(gguf, "block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(gguf, heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": _integer(gguf, "context_length"),
-        "rms_norm_eps": _number(gguf, "attention.layer_norm_rms_epsilon", 1e-5),
+        "hidden_size": gguf.integer("embedding_length"),
+        "intermediate_size": _inner(gguf),
+        "num_hidden_layers": count_layers(gguf),
+        "max_position_embeddings": gguf.integer("context_length"),
+        "rms_norm_eps": gguf.number("attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
-        "rope_parameters": rope_of(gguf, rope_factors, head_dim),
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in gguf.tensors),
+        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in gguf.tensors),
     }
-    if kind.norms_hold_one:
-        return config | _gemma(gguf, config)
-    if gguf.architecture == "lfm2":
-        return config | _lfm2(gguf, config)
-    fields = {"hidden_act": kind.activation} | _granite(gguf) | _window(gguf)
-    return config | fields | _experts(gguf, config)
+    if kind.activation:
+        config["hidden_act"] = kind.activation
+    if kind.has_attention:
+        config |= _attention(gguf, kind, config["num_hidden_layers"], factors or {})
+    config |= kind.fields(gguf, config)
+    return config if kind.has_attention else _with_part(config, factors or {})
 
 
-def architecture_of(gguf: GgufFile) -> GgufArchitecture:
-    """Look up the file's architecture. Raises UnsupportedArchitecture."""
-    if gguf.architecture == "clip":
-        raise UnsupportedArchitecture(
-            f"{gguf.path} is a projector (mmproj), the part of a model that reads pictures: name the file of "
-            "the language model, and leave this one beside it"
-        )
-    if gguf.architecture not in ARCHITECTURES:
-        raise UnsupportedArchitecture(
-            f"{gguf.path}: architecture {gguf.architecture!r} cannot be read from GGUF; readable: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return ARCHITECTURES[gguf.architecture]
+def _with_part(config: dict[str, Any], factors: RopeFactors) -> dict[str, Any]:
+    """Set the part of a head that proportional RoPE rotates: the other divisors are beyond all numbers."""
+    divisors, ropes = factors.get(_FACTORS[0]), config.get("rope_parameters") or {}
+    if divisors and (full := ropes.get("full_attention")):
+        full["partial_rotary_factor"] = sum(each < _ENDLESS for each in divisors) / len(divisors)
+    return config
 
 
-def _gemma(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Add values that Gemma files omit: equal for all models of a generation except its largest."""
-    largest = {"gemma2": 46, "gemma3": 62}.get(gguf.architecture) == config["num_hidden_layers"]
-    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
-    theta = 1e6 if gguf.architecture == "gemma3" else 1e4
-    rope = config.pop("rope_parameters")
-    fields: dict[str, Any] = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scalar,
-        "sliding_window": gguf.value("attention.sliding_window"),
-        "attn_logit_softcapping": gguf.value("attn_logit_softcapping"),
-        "final_logit_softcapping": gguf.value("final_logit_softcapping"),
-        "rope_theta": _number(gguf, "rope.freq_base", theta),
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
-    }
-    return fields
+def count_layers(gguf: GgufFile) -> int:
+    """Return the number of layers without those behind them, which predict several tokens."""
+    layers = gguf.integer("block_count")
+    return max(1, layers - gguf.count("nextn_predict_layers"))
 
 
-def _granite(gguf: GgufFile) -> dict[str, Any]:
-    """Return the multipliers of a Granite."""
-    names = {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    }
-    is_granite = gguf.architecture == "granite"
-    return {name: _number(gguf, key, 1.0) for name, key in names.items()} if is_granite else {}
+def _inner(gguf: GgufFile) -> int | None:
+    """Return the largest intermediate size of layers; None for a file that names none."""
+    rows = gguf.value("feed_forward_length")
+    return max(gguf.by_layer("feed_forward_length", gguf.integer("block_count"))) or None if rows else None
 
 
-def _lfm2(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of an LFM2, whose layers without heads for keys are short convolutions."""
-    heads = gguf.value("attention.head_count_kv")
-    if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
-        raise ModelError(f"{gguf.path}: lfm2.attention.head_count_kv must have a number for each layer")
+def _attention(gguf: GgufFile, kind: GgufArchitecture, layers: int, factors: RopeFactors) -> dict[str, Any]:
+    heads = gguf.integer("attention.head_count")
+    kv_heads = set(gguf.by_layer("attention.head_count_kv", layers, heads)) - {0}
+    if len(kv_heads) != 1:
+        raise ModelError(f"{gguf.path}: {gguf.architecture}.attention.head_count_kv differs between layers")
+    head_dim = _head_dim(gguf, kind, heads)
+    rope = rope_of(gguf, factors, head_dim)
+    if kind.is_partial:
+        rope["partial_rotary_factor"] = gguf.integer("rope.dimension_count", head_dim) / head_dim
     return {
-        "norm_eps": config["rms_norm_eps"],
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "conv_L_cache": _integer(gguf, "shortconv.l_cache"),
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in gguf.tensors),
-        "block_auto_adjust_ff_dim": False,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads.pop(),
+        "head_dim": head_dim,
+        "rope_parameters": rope,
     }
 
 
-def _kv_heads(gguf: GgufFile, heads: int) -> int:
-    """Return the number in layers that have some."""
-    counts = gguf.value("attention.head_count_kv", heads)
-    if gguf.architecture != "lfm2" or not isinstance(counts, list):
-        return _integer(gguf, "attention.head_count_kv", heads)
-    some = {count for count in counts if count != 0}
-    found = some.pop() if len(some) == 1 else None
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ModelError(f"{gguf.path}: lfm2.attention.head_count_kv must be one positive number, or 0")
-    return found
-
-
-def _head_dim(gguf: GgufFile, heads: int) -> int:
-    keys = _integer(gguf, "attention.key_length", _integer(gguf, "embedding_length") // heads)
-    if any(gguf.value(each, keys) != keys for each in ("attention.value_length", "rope.dimension_count")):
+def _head_dim(gguf: GgufFile, kind: GgufArchitecture, heads: int) -> int:
+    keys = gguf.integer("attention.key_length", gguf.integer("embedding_length") // heads)
+    alike = [] if kind.is_partial else ["rope.dimension_count"]
+    alike = [] if gguf.value("attention.kv_lora_rank") else ["attention.value_length", *alike]
+    if any(gguf.value(each, keys) != keys for each in alike):
         raise ModelError(
             f"{gguf.path}: values of another width than keys, or heads rotated in part, cannot be read"
         )
     return keys
 
 
-def _window(gguf: GgufFile) -> dict[str, Any]:
-    window = gguf.value("attention.sliding_window")
-    if not window:
-        return {"sliding_window": None}
-    if gguf.architecture != "llama":
-        raise ModelError(f"{gguf.path}: which layers of {gguf.architecture} slide is not said in GGUF")
-    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-
-
-def _experts(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    count = gguf.value("expert_count")
-    if not count:
-        return {}
-    if "blk.0.ffn_gate_exps.weight" not in gguf.tensors:
-        raise ModelError(f"{gguf.path}: it has each expert apart, as files before 2024 do; take a newer one")
-    if gguf.architecture == "llama":
-        mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-        return mixtral | {
-            "num_local_experts": count,
-            "num_experts_per_tok": _integer(gguf, "expert_used_count"),
-        }
-    inner = _integer(gguf, "expert_feed_forward_length")
-    return {
-        "num_experts": count,
-        "num_experts_per_tok": _integer(gguf, "expert_used_count"),
-        "moe_intermediate_size": inner,
-        "intermediate_size": config["intermediate_size"] or inner,
-        "norm_topk_prob": True,  # llama.cpp always does
-    }
-
-
-def rope_of(gguf: GgufFile, factors: Sequence[float] | None, head_dim: int) -> dict[str, Any]:
-    theta = _number(gguf, "rope.freq_base", 10000.0)
+def rope_of(gguf: GgufFile, factors: RopeFactors, head_dim: int) -> dict[str, Any]:
+    theta = gguf.number("rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if factors is not None:
-        return rope | _of_factors(factors, theta, head_dim, _integer(gguf, "context_length"))
+    if (divisors := factors.get(_FACTORS[0])) is not None:
+        return rope | _of_factors(divisors, theta, head_dim, gguf.integer("context_length"))
     kind = gguf.value("rope.scaling.type", "none")
     if kind == "none":
         return rope
+    if kind == "longrope" and gguf.architecture == "phi3":
+        return rope | _long_rope(gguf, factors)
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{gguf.path}: rope scaling {kind!r} cannot be read, only linear and yarn")
     rope |= {"rope_type": kind, "factor": gguf.value("rope.scaling.factor", 1.0)}
-    original = gguf.value("rope.scaling.original_context_length")
-    return rope if original is None else rope | {"original_max_position_embeddings": original}
+    betas = {each: gguf.value(f"rope.scaling.yarn_{each}") for each in ("beta_fast", "beta_slow")}
+    betas["original_max_position_embeddings"] = gguf.value("rope.scaling.original_context_length")
+    return rope | {each: value for each, value in betas.items() if value is not None}
 
 
-def rope_factors(gguf: GgufFile) -> list[float] | None:
-    """Read the frequency divisors of the tensor rope_freqs.weight, or None. Raises ModelError."""
-    entry = gguf.tensors.get("rope_freqs.weight")
-    if entry is None:
-        return None
+def _long_rope(gguf: GgufFile, factors: RopeFactors) -> dict[str, Any]:
+    """Return LongRoPE of the file's two tensors; nothing where they are not at hand."""
+    long, short = (factors.get(name) for name in _FACTORS[1:])
+    if long is None or short is None:
+        return {}
+    scale = gguf.value("rope.scaling.attn_factor")
+    return {
+        "rope_type": "longrope",
+        "long_factor": list(long),
+        "short_factor": list(short),
+        **({} if scale is None else {"attention_factor": gguf.number("rope.scaling.attn_factor", 1.0)}),
+    }
+
+
+def rope_factors(gguf: GgufFile) -> dict[str, list[float]]:
+    """Read the tensors with frequency divisors that the file has. Raises ModelError."""
+    return {name: _read_factors(gguf, name) for name in _FACTORS if name in gguf.tensors}
+
+
+def _read_factors(gguf: GgufFile, name: str) -> list[float]:
+    entry = gguf.tensors[name]
     if entry.dtype != "F32" or len(entry.shape) != 1:
         raise ModelError(f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, F32 is needed")
     try:
@@ -367,24 +199,3 @@ def generation_of(gguf: GgufFile) -> dict[str, Any]:
     ids = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = sorted({each for each in ids if isinstance(each, int)})
     return {"eos_token_id": ends} if ends else {}
-
-
-def _integer(gguf: GgufFile, key: str, default: int | None = None) -> int:
-    """Read a positive integer; a list with one value per layer must be uniform. Raises ModelError."""
-    value = gguf.value(key, default)
-    if isinstance(value, list) and len(set(value)) == 1:
-        value = value[0]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(
-            f"{gguf.path}: {gguf.architecture}.{key} is {str(value)[:80]}, a positive number for all layers "
-            f"is needed; {FETCH_AGAIN}"
-        )
-    return value
-
-
-def _number(gguf: GgufFile, key: str, default: float) -> float:
-    """Read a float32 with its shortest decimal form: 1e-06, not 9.999999974752427e-07. Raises ModelError."""
-    value = gguf.value(key, default)
-    if not is_number(value):
-        raise ModelError(f"{gguf.path}: {gguf.architecture}.{key} is no number; {FETCH_AGAIN}")
-    return float(f"{value:.7g}")

@@ -18,7 +18,7 @@ from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError
 from ..model_config.shape import DTYPE_BYTES
 from ..model_config.vision.families import IMAGE_PROBLEM
-from .config import config_of, dtype_of, generation_of, rope_factors
+from .config import RopeFactors, config_of, dtype_of, generation_of, rope_factors
 from .projector import PROJECTOR_FAMILIES, read_projector, with_vision
 from .reader import FLOATS, GgufFile
 
@@ -83,13 +83,13 @@ def _bytes_per_weight(entries: Sequence[TensorEntry], wide: int) -> float:
 
 def config_json(
     gguf: GgufFile,
-    factors: Sequence[float] | None = None,
+    factors: RopeFactors | None = None,
     projector: GgufFile | None = None,
     problem: str = "",
 ) -> dict[str, dict[str, Any]]:
     """Return config.json and, with a projector, preprocessor_config.json by name. Raises ModelError.
 
-    `factors`: RoPE divisors of a tensor. `problem`: why there is no projector.
+    `factors`: as in `config_of`. `problem`: why there is no projector.
     """
     config = config_of(gguf, factors)
     described = describe_blocks(gguf)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, refuse_overlaps, shown
 from ..errors import ModelError
+from ..model_config.fields import is_number
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -77,6 +78,43 @@ class GgufFile:
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of a key given without its architecture: `block_count` of llama.block_count."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer; a list with one value per layer must be uniform. Raises ModelError."""
+        value = self.value(key, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._bad(key, value, "a positive number for all layers")
+        return value
+
+    def count(self, key: str, default: int = 0) -> int:
+        """Return a number from 0 on. Raises ModelError."""
+        return self.by_layer(key, 1, default)[0]
+
+    def by_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
+        """Return a number from 0 on for each of the first layers, of a list or of one number for all. Raises
+        ModelError.
+        """
+        value = self.value(key, default)
+        found = value if isinstance(value, list) else [value] * layers
+        if len(found) < layers or not all(isinstance(each, int) and each >= 0 for each in found):
+            raise self._bad(key, value, f"a number for each of {layers} layers")
+        return [int(each) for each in found[:layers]]
+
+    def number(self, key: str, default: float) -> float:
+        """Return a float32 in its shortest decimal form: 1e-06, not 9.999999974752427e-07. Raises
+        ModelError.
+        """
+        value = self.value(key, default)
+        if not is_number(value):
+            raise self._bad(key, value, "a number")
+        return float(f"{value:.7g}")
+
+    def _bad(self, key: str, value: Any, needed: str) -> ModelError:
+        return ModelError(
+            f"{self.path}: {self.architecture}.{key} is {str(value)[:80]}, {needed} is needed; {FETCH_AGAIN}"
+        )
 
 
 def is_gguf(path: Path) -> bool:

@@ -1,6 +1,9 @@
 """Tensors of a GGUF file by their names in a checkpoint, dequantized to float32."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -9,12 +12,28 @@ from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import bytes_of, read_fully, refuse_non_finite
 from ..errors import ModelError
+from .architectures import architecture_of
 from .blocks import dequantise
-from .config import NOT_NEEDED, GgufTensorPlace, architecture_of, dtype_of, place_of
+from .config import count_layers, dtype_of
+from .families import has_delta_nets, has_tiled_outputs, has_tiled_values
+from .names import NOT_NEEDED, GgufTensorPlace, places_of
 from .reader import BLOCKS, FLOATS, GgufFile
 
 CHUNK_BLOCKS = 1 << 18
 """Blocks that are dequantized at once."""
+_OF_LAYER = re.compile(r"blk\.(\d+)\.")
+_LAYER_PREFIX = re.compile(r"model\.layers\.(\d+)\.")
+_LATENT = re.compile(r"(.+\.self_attn)\.kv_b_proj\.(\d+)\.([kv])\.weight")
+"""Parts of the linear that expands latents, which files have as one tensor for keys and one for values."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of a tensor that the file has under another name: those of one part of a stack."""
+
+    name: str
+    first: int
+    rows: int
 
 
 class GgufTensors:
@@ -28,80 +47,120 @@ class GgufTensors:
         self._gguf = gguf
         self._kind = architecture_of(gguf)
         self._heads = {"attn_q": heads, "attn_k": kv_heads} if self._kind.has_pairs else {}
-        self._stacks: dict[str, tuple[str, int, int]] = {}
-        """Stacked tensor of a linear, and its rows there: first and number."""
-        self._left = {name for name in gguf.tensors if not NOT_NEEDED.fullmatch(name)}
+        self._values = value_heads_of(gguf)
+        self._parts: dict[str, StoredRows] = {}
+        self._left = {name for name in gguf.tensors if is_needed(gguf, name)}
         self._progress = progress
         self._done = 0
         self._total = sum(gguf.tensors[name].nbytes for name in self._left)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        entry = self._entry(name, shape)
-        tensor = self._read(entry).view(shape)
-        refuse_non_finite(tensor, entry, "")
-        if self._kind.norms_hold_one and name.endswith("norm.weight"):
+        entries = self._entries(name, shape)
+        pieces = [self._read(entry).view(entry.shape) for entry in entries]
+        for entry, piece in zip(entries, pieces, strict=True):
+            refuse_non_finite(piece, entry, "")
+        tensor = self._as_stored_in_checkpoints(name, entries, pieces).view(shape)
+        if name.endswith("A_log"):  # a file has what the checkpoint's numbers stand for
+            if not bool((tensor < 0).all()):
+                raise ModelError(f"{entries[0].file}: tensor {shown(entries[0].name)} is not negative")
+            tensor = (-tensor).log()
+        if self._kind.norms_hold_one and name.endswith("norm.weight") and ".linear_attn." not in name:
             tensor -= 1
-        return self._in_order(entry, tensor)
+        return tensor
 
     def block_type(self, name: str) -> str | None:
-        """Return the type of a tensor's blocks; None: it has floats, or is missing."""
-        entry = self._gguf.tensors.get(self._place(name).name)
-        return None if entry is None or entry.dtype in FLOATS else entry.dtype
+        """Return the type of a tensor's blocks; None: it has floats, is missing, or is of two types."""
+        types = {entry.dtype for entry in self._found(name)} if self._finds(name) else set()
+        return types.pop() if len(types) == 1 and not types & FLOATS else None
+
+    def holds(self, name: str) -> bool:
+        return self._finds(name)
 
     def take_blocks(self, name: str, shape: tuple[int, int]) -> tuple[TensorEntry, Tensor]:
         """Return the rows of a matrix as bytes of whole blocks, uint8 [outputs, bytes of a row]."""
-        entry = self._entry(name, shape)
-        raw = read_bytes(entry)
-        self._done += raw.nbytes
+        entries, pieces = self._entries(name, shape), []
+        for entry in entries:
+            raw = read_bytes(entry)
+            self._done += raw.nbytes
+            pieces.append(raw.view(entry.shape[0], -1))
         self._progress(self._done, self._total)
-        return entry, self._in_order(entry, raw.view(shape[0], -1))
+        return entries[0], self._as_stored_in_checkpoints(name, entries, pieces)
 
-    def _place(self, name: str) -> GgufTensorPlace:
-        linear, _, kind = name.rpartition(".")
-        stack = self._stacks.get(linear)
-        return place_of(name if stack is None else f"{stack[0]}.{kind}", self._kind.layer)
+    def _found(self, name: str) -> list[TensorEntry]:
+        """Return the entry of a tensor, of a part of one, or of two whose rows alternate; empty: none."""
+        if part := _LATENT.fullmatch(name):
+            layer = places_of(f"{part[1]}.kv_b_proj.weight", self._kind.layer)[0].name
+            place = GgufTensorPlace(layer.replace("attn_kv_b", f"attn_{part[3]}_b"), int(part[2]))
+            if place.name in self._gguf.tensors:
+                return [_part(self._gguf.tensors[place.name], place)]
+        if name in self._parts:
+            stored = self._parts[name]
+            return [_rows(entry, stored.first, stored.rows) for entry in self._found(stored.name)]
+        for place in places_of(name, self._kind.layer):
+            names = [place.name, place.other] if place.other else [place.name]
+            if all(each in self._gguf.tensors for each in names):
+                return [_part(self._gguf.tensors[each], place) for each in names]
+        return []
 
-    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
-        place = self._place(name)
-        entry = self._gguf.tensors.get(place.name)
-        if entry is None:
-            raise ModelError(
-                f"{self._gguf.path}: tensor {shown(place.name)} is missing: it is no whole model"
-            )
-        self._left.discard(place.name)
-        part = _part(entry, place)
-        if (stack := self._stacks.get(name.rpartition(".")[0])) is not None:
-            part = _rows(part, *stack[1:])
-        if len(shape) == 3 and shape[1] == 1:  # a convolution of each channel by itself
-            shape = shape[::2]
-        if part.shape != shape:
-            raise ModelError(
-                f"{entry.file}: tensor {shown(entry.name)} has shape {list(part.shape)}, what the file says "
-                f"of the model wants {list(shape)}"
-            )
-        return part
+    def _entries(self, name: str, shape: tuple[int, ...]) -> list[TensorEntry]:
+        entries = self._found(name)
+        if not entries:
+            place = places_of(self._parts[name].name if name in self._parts else name, self._kind.layer)[0]
+            missing = next(each for each in (place.name, place.other) if each not in self._gguf.tensors)
+            raise ModelError(f"{self._gguf.path}: tensor {shown(missing)} is missing: it is no whole model")
+        self._left -= {entry.name for entry in entries}
+        each = (shape[0] // len(entries), *shape[1:])
+        if entries[0].name.endswith(".ssm_ba.weight"):
+            each = (2 * shape[0], *shape[1:])
+        if _LATENT.fullmatch(name) and entries[0].name.split(".")[-2] == "attn_k_b":
+            each = each[::-1]
+        if entries[0].name.endswith(".ssm_norm.weight"):  # group by group
+            entries = [replace(entry, shape=(prod(entry.shape),)) for entry in entries]
+        for entry in entries:
+            if _plain(entry.shape) != _plain(each):
+                raise ModelError(
+                    f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, what the file "
+                    f"says of the model wants {list(each)}"
+                )
+        return entries
 
-    def _in_order(self, entry: TensorEntry, rows: Tensor) -> Tensor:
-        heads = self._heads.get(entry.name.split(".")[-2])
-        return rows if heads is None else half_split_rope(rows, heads)
+    def _as_stored_in_checkpoints(
+        self, name: str, entries: list[TensorEntry], pieces: list[Tensor]
+    ) -> Tensor:
+        """Return the rows in the order of a checkpoint: numbers, or bytes of blocks."""
+        rows = pieces[0] if len(pieces) == 1 else torch.stack(pieces, 1).flatten(0, 1)
+        module = entries[0].name.split(".")[-2]
+        if module in self._heads:
+            return half_split_rope(rows, self._heads[module])
+        if module == "attn_k_b":
+            return rows.T
+        return rows if self._values is None else self._values.in_order(name, module, rows)
 
     floats = take
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        """Remember where the linears of short convolutions lie, which files stack as checkpoints do. They
-        have all others apart.
-        """
-        first = 0
-        for part, rows in parts.items() if name.endswith(".conv.in_proj") else ():
-            self._stacks[part] = name, first, rows
-            first += rows
+        """Find the parts of a linear in the stack that the file has of them."""
+        for suffix in (".weight", ".bias"):
+            first = 0
+            for part, rows in parts.items():
+                if self._finds(name + suffix) and not self._finds(part + suffix):
+                    self._parts[part + suffix] = StoredRows(name + suffix, first, rows)
+                first += rows
+
+    def _finds(self, name: str) -> bool:
+        try:
+            return bool(self._found(name))
+        except ModelError:
+            return False
 
     def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
         """Do nothing: `take` finds the experts of a stacked tensor."""
 
     def skip(self, name: str) -> None:
-        gone = {place_of(name, self._kind.layer).name} if not name.endswith(".") else set()
-        self._left -= gone
+        if layer := _LAYER_PREFIX.fullmatch(name):
+            self._left = {each for each in self._left if not each.startswith(f"blk.{layer[1]}.")}
+        names = [f"{name}weight", f"{name}bias"] if name.endswith(".") else [name]
+        self._left -= {entry.name for each in names if self._finds(each) for entry in self._found(each)}
 
     def finish(self) -> None:
         if self._left:
@@ -130,6 +189,60 @@ class GgufTensors:
         return out
 
 
+def is_needed(gguf: GgufFile, name: str) -> bool:
+    """Return whether the model needs a tensor. Layers that predict several tokens are not run."""
+    layer, beyond = _OF_LAYER.match(name), range(count_layers(gguf), gguf.integer("block_count"))
+    return not NOT_NEEDED.fullmatch(name) and (layer is None or int(layer[1]) not in beyond)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueHeads:
+    """Order of the value heads of gated delta nets in a file."""
+
+    keys: int
+    each: int
+    """Value heads of a key head."""
+    is_tiled: bool
+    """True if the first value heads of all key heads come first, then the second ones."""
+    orders_outputs: bool
+    """True if inputs of the linear at the end are to be put in order too."""
+
+    def in_order(self, name: str, module: str, rows: Tensor) -> Tensor:
+        """Return rows of a tensor as checkpoints have them, key head by key head."""
+        part = name.rpartition(".linear_attn.")[2]
+        if module == "ssm_ba":
+            return rows.view(self.keys, 2, self.each, -1)[:, int(part == "in_proj_a.weight")].flatten(0, 1)
+        if not self.is_tiled:
+            return rows
+        if part in _OF_VALUES:
+            return rows.reshape(self.each, self.keys, -1).transpose(0, 1).reshape(rows.shape)
+        if part == "out_proj.weight" and self.orders_outputs:
+            heads = rows.reshape(len(rows), self.each, self.keys, -1)
+            return heads.transpose(1, 2).reshape(rows.shape)
+        return rows
+
+
+_OF_VALUES = {
+    "in_proj_v.weight",
+    "in_proj_z.weight",
+    "in_proj_b.weight",
+    "in_proj_a.weight",
+    "v_conv1d.weight",
+    "A_log",
+    "dt_bias",
+}
+"""Tensors of a gated delta net whose rows are of value heads."""
+
+
+def value_heads_of(gguf: GgufFile) -> ValueHeads | None:
+    """Return the order of a file's value heads; None for a model without gated delta nets."""
+    if not has_delta_nets(gguf):
+        return None
+    keys = gguf.integer("ssm.group_count")
+    each, is_tiled = gguf.integer("ssm.time_step_rank") // keys, has_tiled_values(gguf)
+    return ValueHeads(keys, each, is_tiled, is_tiled and not has_tiled_outputs(gguf))
+
+
 def read_bytes(entry: TensorEntry) -> Tensor:
     """Return the bytes of a tensor as they are stored. Raises ModelError."""
     raw = torch.empty(entry.nbytes, dtype=torch.uint8)
@@ -155,12 +268,19 @@ def _part(entry: TensorEntry, place: GgufTensorPlace) -> TensorEntry:
 
 
 def _rows(entry: TensorEntry, first: int, rows: int) -> TensorEntry:
-    """Return the entry of some rows of a tensor; of all where it has fewer, which its shape tells."""
-    if first + rows > entry.shape[0]:
-        return entry
-    each = entry.nbytes // entry.shape[0]
-    shape = (rows, *entry.shape[1:])
-    return TensorEntry(entry.file, entry.name, entry.dtype, shape, entry.offset + first * each, rows * each)
+    """Return the entry of some rows of a tensor. Raises ModelError."""
+    total, *shape = entry.shape
+    if first + rows > total:
+        raise ModelError(
+            f"{entry.file}: tensor {shown(entry.name)} has {total} rows, {first + rows} are wanted"
+        )
+    each = entry.nbytes // total
+    return replace(entry, shape=(rows, *shape), offset=entry.offset + first * each, nbytes=rows * each)
+
+
+def _plain(shape: tuple[int, ...]) -> list[int]:
+    """Return a shape without dimensions of 1, which files leave out or add."""
+    return [size for size in shape if size > 1]
 
 
 def half_split_rope(rows: Tensor, heads: int) -> Tensor:

@@ -6,7 +6,7 @@ T rows, E hidden, H query heads and G kv heads of this rank, D head dim, n = H +
 import torch
 from torch import Tensor
 
-from llmbox.kernels.ops import AttentionPlan, KVCache, Ops
+from llmbox.kernels.ops import AttentionPlan, KVCache, Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
 from ..partition import ShardSlice
@@ -66,6 +66,12 @@ class Attention:
             bias=config.qkv_bias,
             order=self._rows_in_order(),
         )
+        self.head_gate = self.spread = None
+        if config.has_head_gate:
+            self.head_gate = weights.linear(
+                {"g_proj": heads}, ShardSlice.whole(config.hidden_size), bias=False
+            )
+            self.spread = self._spread(weights)
         self.norm_nD = None
         if config.qk_norm == "heads":
             self.norm_nD = self._make_norms(config, weights)
@@ -73,7 +79,8 @@ class Attention:
             rows = self.heads + self.kv_heads, self.head_dim
             self.norm_nD = torch.ones(rows, dtype=weights.dtype, device=weights.device)
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
-        self._attend = ops.attention if self.has_gate else ops.before(self.output).attention
+        gated = self.has_gate or config.has_head_gate
+        self._attend = ops.attention if gated else ops.before(self.output).attention
 
     def _rows_in_order(self) -> tuple[int, ...] | None:
         """Return the row order of the stacked linear: query and key heads reordered, values as stored, gates
@@ -90,6 +97,11 @@ class Attention:
         turned = [head + dim for head in (*queries, *keys) for dim in order]
         gates = [head + width + dim for head in queries for dim in range(width)] if gated else []
         return (*turned, *values, *gates)
+
+    def _spread(self, weights: Weights) -> PackedLinear:
+        """Return the linear that repeats the gate of a head for all its dimensions, which loses nothing."""
+        ones_HH = torch.eye(self.heads, dtype=weights.dtype, device=weights.device)
+        return self.ops.pack_router(ones_HH.repeat_interleave(self.head_dim, 0), None)
 
     def _make_norms(self, config: ModelConfig, weights: Weights) -> Tensor:
         """Stack one norm weight per head, so that queries and keys are normed in one operation."""
@@ -110,6 +122,10 @@ class Attention:
         if self.has_gate:
             assert ops.recurrent is not None
             out = ops.recurrent.sigmoid_mul(out, gates.flatten(1))
+        if self.head_gate is not None:
+            assert ops.recurrent is not None
+            gates = ops.linear(self.spread, ops.linear(self.head_gate, x_TE))
+            out = ops.recurrent.sigmoid_mul(out, gates)
         return self.rank.row_parallel_linear(ops, self.output, out, x_TE.shape[1])
 
     def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:

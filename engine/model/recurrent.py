@@ -97,6 +97,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.weights = ScanWeights(rate_H, bias_H)
         norm_B = weights.floats("norm.weight", recurrent.value_dim)
         self.norm_HB = norm_B.expand(values.size, -1).contiguous()
+        self.tiles_outputs = recurrent.has_tiled_outputs
         self.output = weights.linear({"out_proj": hidden}, value_rows, bias=False)
 
     def _interleaved(
@@ -124,6 +125,8 @@ class GatedDeltaNet(RecurrentLayer):
         out_THB = recurrent.scan(qkv_TC, gates, self.weights, shape, *at)
         z_THB = qkvz[:, shape.width :].view(len(x_TE), shape.heads, shape.value_dim)
         normed = recurrent.gated_norm(out_THB.view_as(z_THB), z_THB, self.norm_HB, self.eps, True)
+        if self.tiles_outputs:
+            normed = recurrent.swap_heads(normed.view(len(x_TE), shape.key_heads, -1, shape.value_dim))
         return self.rank.row_parallel_linear(ops, self.output, normed, x_TE.shape[1])
 
 

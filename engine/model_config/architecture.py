@@ -186,6 +186,9 @@ class Architecture:
     """Key of config.json that says if the output head has a bias; empty: it has none."""
     has_attention_gate: bool = False
     """True if attention's results are multiplied by the sigmoid of a gate, half of `q_proj` of each head."""
+    head_gate_flag: str = ""
+    """Key of config.json without which each head's result is multiplied by the sigmoid of a gate of its own
+    (`g_proj`); empty: there are no such gates."""
     windows: WindowRule = no_windows
     ropes: RopeRule = one_rope
     experts: ExpertRule = no_experts

@@ -352,7 +352,6 @@ MISSING: dict[str, str] = {
     "GlmMoeDsaForCausalLM": "attention to the tokens that an indexer selects",
     "JambaForCausalLM": "layers of Mamba 1",
     "Eagle3LlamaForCausalLM": "the model that it drafts for, which is loaded with --draft and this folder",
-    "Lfm3ForCausalLM": "gates of whole heads, and sliding windows beside short convolutions",
     "LlamaForCausalLMEagle3": "the model that it drafts for, which is loaded with --draft and this folder",
     "MambaForCausalLM": "layers of Mamba 1",
     "Zamba2ForCausalLM": "attention that several layers share, with adapters of their own",

@@ -94,6 +94,8 @@ class ModelConfig:
     """True if QK-norm comes after RoPE."""
     recurrent: RecurrentConfig | None = None
     has_attention_gate: bool = False
+    has_head_gate: bool = False
+    """True if the result of each head is multiplied by the sigmoid of one number."""
     head_bias: bool = False
     """True if the output head has a bias."""
     latent: LatentConfig | None = None
@@ -332,6 +334,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
         has_attention_gate=kind.has_attention_gate,
+        has_head_gate=bool(kind.head_gate_flag) and fields.flag(kind.head_gate_flag, default=True),
         head_bias=bool(kind.head_bias_flag) and fields.flag(kind.head_bias_flag, default=False),
         latent=latent,
         has_sinks=kind.has_sinks,

@@ -20,7 +20,8 @@ def count_parameters(config: "ModelConfig") -> int:
     layer = {"sandwich": 4, "parallel": 1, "single": 1}.get(config.block, 2) * hidden + config.extra_params[0]
     attention = norms + hidden * (q + 2 * kv) + q * hidden
     attention += q * (hidden + config.qkv_bias) * config.has_attention_gate
-    attention += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias + config.num_heads * config.has_sinks
+    attention += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
+    attention += config.num_heads * (config.has_sinks + hidden * config.has_head_gate)
     if config.latent is not None:
         attention = config.latent.shape(hidden, config.num_heads).params
     mixers = config.layers_with(range(config.num_layers), state=False) * attention

@@ -96,7 +96,11 @@ MINISTRAL3_ROPE: Mapping[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""Defaults of transformers for a gpt-oss and a Ministral 3."""
+LFM3_ROPE: Mapping[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+"""Defaults of transformers for a gpt-oss, a Ministral 3 and an LFM3."""
 
 RopeRule = Callable[[Fields, int, int, int], tuple[tuple[RopeConfig, ...], tuple[int, ...]]]
 """Rule (fields, head_dim, max_position_embeddings, layers) -> RoPE variants, and the index of each
@@ -279,6 +283,39 @@ def part_of_head(raw: dict[str, Any], fields: Fields, head_dim: int) -> int:
 def partial_rotary(raw: dict[str, Any], fields: Fields) -> float:
     rope = Fields(raw, f"{fields.where}: rope parameters")
     return rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+
+
+def ropes_by_type(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return two RoPE variants of `rope_parameters`: for full attention, and for sliding windows."""
+    names, types = ("full_attention", "sliding_attention"), fields.raw.get("layer_types")
+    by_type = fields.mapping("rope_parameters") or {}
+    if set(by_type) != set(names):
+        raise fields.error(f"rope_parameters must have an entry for {' and '.join(names)}, and no others")
+    raw = Fields(by_type, f"{fields.where}: rope_parameters")
+    found = tuple(read_proportional_rope(raw.mapping(name) or {}, raw, head_dim, positions) for name in names)
+    kinds = types if isinstance(types, list) else [names[0]] * layers
+    return found, tuple(int(kind == names[1]) for kind in kinds)
+
+
+def read_proportional_rope(raw: dict[str, Any], where: Fields, width: int, positions: int) -> RopeConfig:
+    """Read one RoPE. A proportional one has the frequencies of whole heads, of which the fastest rotate."""
+    rope, kind = Fields(raw, where.where), raw.get("rope_type", "default")
+    if kind not in {"default", "proportional"}:
+        raise rope.error(
+            f"RoPE type {kind!r} is not supported of this architecture, only default and proportional"
+        )
+    found = read_rope({**raw, "rope_type": "default"}, where, width, positions)
+    if kind == "default":
+        return found
+    part, factor = rope.number("partial_rotary_factor", 1.0), rope.number("factor", 1.0)
+    turned = 2 * int(part * width // 2)
+    if not 0 < turned <= width:
+        raise rope.error(f"partial_rotary_factor {part} must be more than 0 and at most 1")
+    if not 1.0 <= factor <= 65536.0:
+        raise rope.error(f"factor {factor} must be from 1 to 65536")
+    return replace(found, rope_type="proportional", turned=turned, factor=factor, original_context=positions)
 
 
 def read_rope(

@@ -157,12 +157,12 @@ class Planner:
         return kv_width(head_dim, self.kv_dtype, self.budget.level) if self._is_native else head_dim
 
     def _bounded_window(self) -> int:
-        """Return the tokens behind which blocks of sliding-window layers are freed; 0: they keep all blocks.
-
-        A prompt that is computed at once needs all.
+        """Return the tokens behind which blocks of sliding-window layers are freed; 0: they keep all blocks,
+        as prompts that are computed at once need, and beside recurrent layers (LFM3).
         """
         sliding, config = self.shape.sliding, self.config
-        if sliding is None or config.batching == "static" or self.shape.is_bidirectional:
+        others = self.shape.recurrent is not None or self.shape.is_bidirectional
+        if sliding is None or others or config.batching == "static":
             return 0
         window = sliding.window + WINDOW_MARGIN
         is_bounded = config.chunked_prefill and window + self.token_budget < self._wanted_context()

@@ -81,7 +81,8 @@ class Quantizer:
         self._calibration = calibration
         self._target = target
         self._kept_dtype = kept_dtype or source.dtype
-        self._stacks: dict[str, str] = {}
+        self._stacks: dict[str, tuple[str, int]] = {}
+        """Name of the whole by that of a part, and the number of parts."""
 
     @property
     def relative(self) -> float:
@@ -124,14 +125,16 @@ class Quantizer:
         return None
 
     def _stacked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Stack the parts of a linear that the model's own files have as one, for other tools."""
-        stack = self._stacks.get(next(iter(tensors), ""))
-        if stack is None or (self._target is None and self._quant is not None):
+        """Stack the parts of a linear that the model's own files have as one, for other tools. Parts that are
+        requested one by one stay apart.
+        """
+        stack, parts = self._stacks.get(next(iter(tensors), ""), ("", 0))
+        if not stack or len(tensors) != parts or (self._target is None and self._quant is not None):
             return tensors
         return {stack: torch.cat(list(tensors.values()))}
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        self._stacks |= dict.fromkeys(parts, name)
+        self._stacks |= dict.fromkeys(parts, (name, len(parts)))
         self._source.split(name, parts)
 
     def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:

@@ -24,9 +24,16 @@ from ..checkpoint.formats.weight_format import (
     form_of,
     is_quantized,
 )
-from ..checkpoint.index import list_tensors, refuse_undeclared
-from ..checkpoint.quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
-from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, shown
+from ..checkpoint.index import NOT_NEEDED, list_tensors, refuse_undeclared
+from ..checkpoint.quantized_layout import SCALES, STEP
+from ..checkpoint.safetensors import (
+    FETCH_AGAIN,
+    TensorEntry,
+    misplaced_tensor,
+    missing_tensor,
+    shown,
+    wrong_shape,
+)
 from ..checkpoint.tensor_io import (
     DTYPES,
     ROUNDED_DTYPES,
@@ -46,9 +53,6 @@ from .source import WeightObserver, WeightRequest, pack
 from .stored import StoredReader
 
 LAYERS = ("model.layers.", "mtp.layers.")
-NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
-"""Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
-config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
 EXPERT_SUFFIXES = {"": ".weight", ".weight": ".weight", "_bias": ".bias"}
 """Suffixes of tensors that hold all experts of a layer, and of those of one expert."""
 TOLD_EVERY = 1 << 20
@@ -206,14 +210,13 @@ class Checkpoint:
 
     def fill(self, entry: TensorEntry, target: Tensor, *parts: ShardSlice) -> None:
         """Read an entry that was taken already into `target`, as `take_into` does."""
-        wanted, where = tuple(part.total for part in parts), f"{entry.file}: tensor {shown(entry.name)}"
+        wanted = tuple(part.total for part in parts)
         if entry.shape != wanted:
-            raise ModelError(
-                f"{where} has shape {list(entry.shape)}, config.json asks for {list(wanted)}: config and "
-                "weights are not of the same model"
-            )
+            raise wrong_shape(entry, wanted)
         if entry.dtype in ROUNDED_DTYPES:
-            raise ModelError(f"{where} may not be {entry.dtype}; {FETCH_AGAIN}")
+            raise ModelError(
+                f"{entry.file}: tensor {shown(entry.name)} may not be {entry.dtype}; {FETCH_AGAIN}"
+            )
         raw = self.read(entry, parts)
         refuse_non_finite(raw, entry, "")
         rows = len(raw)
@@ -228,7 +231,7 @@ class Checkpoint:
     def entry(self, name: str) -> TensorEntry:
         entry = self._entries.pop(name, None)
         if entry is None:
-            raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
+            raise missing_tensor(self._directory, name)
         return entry
 
     def take_stored(self, linear: str, tensors: tuple[StoredTensor, ...]) -> dict[str, TensorEntry]:
@@ -272,12 +275,7 @@ class Checkpoint:
             for name in [name for name in self._entries if name.endswith(".bias")]:
                 self._skip_zeros(name)
         if self._entries:
-            name, entry = next(iter(self._entries.items()))
-            more = f" and {len(self._entries) - 1} more" if len(self._entries) > 1 else ""
-            raise ModelError(
-                f"{entry.file}: tensor {shown(name)}{more} has no place in the architecture that config.json "
-                "names: config and weights are not of the same model"
-            )
+            raise misplaced_tensor(self._entries)
 
     def _skip_zeros(self, name: str) -> None:
         """Skip a bias of zeros, which AutoGPTQ writes for linears without a bias."""

@@ -20,6 +20,7 @@ from ..checkpoint.tensor_io import refuse_non_finite
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ParallelError
 from ..gguf.blocks import unpack_rows
+from ..gguf.names import EXPERT_PARTS
 from ..gguf.reader import BLOCKS, read_gguf
 from ..gguf.tensors import GgufTensors
 from ..model_config.config import ModelConfig
@@ -27,7 +28,7 @@ from ..partition import ShardSlice
 from .source import WeightObserver, WeightRequest, pack
 
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.\w+")
-_EXPERT_LINEARS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_UPS = ("up_proj", "w3", "gate_up_proj")
 
 
 class GgufSource:
@@ -66,10 +67,7 @@ class GgufSource:
         else:
             assert self.ops.packing is not None
             bias_O = self._bias(asked)
-            parts = [
-                self._part(asked, [name for name, _ in group], kind)
-                for kind, group in groupby(types.items(), key=lambda item: item[1])
-            ]
+            parts = self._parts(asked, types)
             packed = self.ops.packing.pack_blocks(parts, self.dtype, bias_O)
         if self._keeper is not None:
             self._keeper.packed(asked, packed, bias_O)
@@ -81,28 +79,45 @@ class GgufSource:
         if packing is None or not packing.holds_blocks or asked.kind == "router" or asked.transposed:
             return None
         types = {name: self._tensors.block_type(f"{name}.weight") for name in asked.outputs}
-        several = len(set(types.values())) > 1
-        if not any(types.values()) or (several and asked.order is not None):
+        if not any(types.values()):
             return None
         if found := _EXPERT.fullmatch(next(iter(types))):
             # The experts of a layer are computed as one: all in blocks, and gates in those of `up`.
-            linears = next(
-                each
-                for each in _EXPERT_LINEARS
-                if f"{found[1]}.{each[0]}" in types or f"{found[1]}.{each[2]}" in types
-            )
-            gate, up, down = (self._tensors.block_type(f"{found[1]}.{each}.weight") for each in linears)
-            if gate is None or gate != up or down is None:
+            parts = [part for part in EXPERT_PARTS if self._tensors.holds(f"{found[1]}.{part}.weight")]
+            of_parts = {part: self._tensors.block_type(f"{found[1]}.{part}.weight") for part in parts}
+            ups = {of_parts[part] for part in parts if part in _UPS or part in ("gate_proj", "w1")}
+            if len(ups) != 1 or None in of_parts.values():
                 return None
         return types
 
+    def _parts(
+        self, asked: WeightRequest, types: dict[str, str | None]
+    ) -> list[QuantizedWeight | BlockWeight | Tensor]:
+        """Read a weight as parts of one type each, from the first output to the last."""
+        if asked.order is None:
+            return [
+                self._part(asked, [name for name, _ in group], kind, None)
+                for kind, group in groupby(types.items(), key=lambda item: item[1])
+            ]
+        places: list[tuple[str | None, int]] = []
+        rows: dict[str | None, int] = {}
+        for name, kind in types.items():
+            first = rows.get(kind, 0)
+            rows[kind] = first + asked.outputs[name].size
+            places += [(kind, row) for row in range(first, rows[kind])]
+        names = {kind: [name for name, of_name in types.items() if of_name == kind] for kind in rows}
+        runs = groupby((places[row] for row in asked.order), key=lambda place: place[0])
+        order = [(kind, [row for _, row in run]) for kind, run in runs]
+        return [self._part(asked, names[kind], kind, run) for kind, run in order]
+
     def _part(
-        self, asked: WeightRequest, names: list[str], kind: str | None
+        self, asked: WeightRequest, names: list[str], kind: str | None, order: list[int] | None
     ) -> QuantizedWeight | BlockWeight | Tensor:
-        """Read tensors of one type as one weight."""
+        """Read tensors of one type as one weight, or those rows of it that `order` names."""
         rows = sum(asked.outputs[name].size for name in names)
         if kind is None:
-            return self._floats(asked, names)
+            floats_OI = self._floats(asked, names)
+            return floats_OI if order is None else floats_OI[order]
         block, nbytes = BLOCKS[kind]
         inputs = asked.inputs
         if any(end % block and end != inputs.total for end in (inputs.start, inputs.stop, inputs.size)):
@@ -120,9 +135,9 @@ class GgufSource:
             ]
             raw[row : row + len(part), : part.shape[1]] = part
             row += shard.size
-        if asked.order is not None:
-            raw = raw[list(asked.order)]
-        weight = unpack_rows(kind, raw, rows)
+        if order is not None:
+            raw = raw[order]
+        weight = unpack_rows(kind, raw, len(raw))
         refuse_bad_scales(weight, entry)
         if isinstance(weight, QuantizedWeight):
             scales_OG = weight.scales_OG.to(scale_dtype(weight.quant))

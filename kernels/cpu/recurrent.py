@@ -24,7 +24,13 @@ class CPURecurrent:
 
     def ops(self) -> RecurrentOps:
         return RecurrentOps(
-            self.short_conv, self.scan, self.gated_norm, self.sigmoid_mul, self.silu_mul, self.mul_add
+            self.short_conv,
+            self.scan,
+            self.gated_norm,
+            self.sigmoid_mul,
+            self.silu_mul,
+            self.mul_add,
+            self.swap_heads,
         )
 
     def short_conv(
@@ -139,6 +145,19 @@ class CPURecurrent:
         )
         self._recorder.submit(op, Step(rows=len(x_TN)), x_TN, by_N, added_TN, out_TN)
         return out_TN
+
+    def swap_heads(self, x_TMND: Tensor) -> Tensor:
+        assert x_TMND.is_contiguous()
+        rows, outer, inner, width = x_TMND.shape
+        out = self._recorder.result("swap_heads", rows, outer * inner * width, x_TMND.dtype)
+        out_TNMD = out.view(-1, inner, outer, width)
+        for each in range(inner):
+            part_TMD, place_TMD = x_TMND[:, :, each], out_TNMD[:, each]
+            read = part_TMD.data_ptr(), *part_TMD.stride()[:2], outer, width
+            written = place_TMD.data_ptr(), *place_TMD.stride()[:2]
+            op = self._library.llmbox_copy_op(DTYPES[x_TMND.dtype], *read, *written)
+            self._recorder.submit(op, Step(rows=rows), x_TMND, out)
+        return out
 
     def _gate(self, x_TF: Tensor, gate_TF: Tensor, *, with_gate: bool) -> Tensor:
         assert x_TF.stride(1) == gate_TF.stride(1) == 1

@@ -132,4 +132,8 @@ def mul_add(x_TN: Tensor, by_N: Tensor, added_TN: Tensor | None) -> Tensor:
     return (scaled if added_TN is None else scaled + added_TN.float()).to(x_TN.dtype)
 
 
-RECURRENT = RecurrentOps(short_conv, scan, gated_norm, sigmoid_mul, silu_mul, mul_add)
+def swap_heads(x_TMND: Tensor) -> Tensor:
+    return x_TMND.transpose(1, 2).flatten(1)
+
+
+RECURRENT = RecurrentOps(short_conv, scan, gated_norm, sigmoid_mul, silu_mul, mul_add, swap_heads)

@@ -90,4 +90,7 @@ def test_gates(name: str, dtype: torch.dtype, norm_first: bool, monkeypatch: pyt
     for more in (None, added):
         exact = REFERENCE.recurrent.mul_add(wide, by, more)
         torch.testing.assert_close(ops.recurrent.mul_add(wide, by, more), exact, **close)
+    heads = x.view(5, 3, 4, 5)
+    swapped = heads.transpose(1, 2).flatten(1)
+    torch.testing.assert_close(ops.recurrent.swap_heads(heads), swapped, atol=0, rtol=0)
     torch.testing.assert_close(ops.gate_mul(flat.clone(), "relu2"), flat.relu() ** 2, **close)

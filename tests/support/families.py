@@ -153,6 +153,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_multiple_of": 16,
         "tie_word_embeddings": True,
     },
+    "lfm3": {
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "full_attention", "conv", "sliding_attention", "full_attention"],
+        "sliding_window": 19,
+        "tie_word_embeddings": True,
+    },
     "bamba": MAMBA | {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "falcon_h1": MAMBA
     | {
@@ -357,7 +363,9 @@ def spell_as_before(directory: Path) -> None:
         file.write_text(json.dumps(raw))
         return
     rope = raw.pop("rope_parameters", None)
-    if rope is not None:
+    if raw["model_type"] == "lfm3":  # newer than that spelling
+        raw["rope_parameters"] = rope
+    elif rope is not None:
         spell_rope_as_before(raw, rope)
     if "layers_block_type" in raw:
         letters = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}

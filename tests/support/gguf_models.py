@@ -82,21 +82,32 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=-(-_count(model) // parts) if parts > 1 else 0)
     add_settings(writer, config)
     for key, value in metadata.items():
-        _add(writer, f"{arch}.{key.replace('__', '.')}", value)
+        add_value(writer, f"{arch}.{key.replace('__', '.')}", value)
     add_tokenizer(writer, model)
     for seed, (tensor, array) in enumerate(named(model, config, arch)):
-        chosen = kind if isinstance(kind, str) else kind(tensor) if array.ndim > 1 else "F32"
-        qtype = gguf.GGMLQuantizationType[chosen]
-        whole = array.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0] == 0
-        if array.ndim == 1 or not whole or chosen == "F32":
-            writer.add_tensor(tensor, array.astype(np.float32))
-        else:
-            writer.add_tensor(tensor, _blocks(array.astype(np.float32), chosen, seed), raw_dtype=qtype)
+        add_blocks_or_floats(writer, tensor, array, kind, seed)
+    write_all(writer)
+    return name
+
+
+def add_blocks_or_floats(
+    writer: gguf.GGUFWriter, tensor: str, array: np.ndarray, kind: str | Callable[[str], str], seed: int
+) -> None:
+    """Add a tensor: a matrix in `kind`, if its rows are whole blocks, anything else in float32."""
+    chosen = kind if isinstance(kind, str) else kind(tensor) if array.ndim > 1 else "F32"
+    qtype = gguf.GGMLQuantizationType[chosen]
+    whole = array.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0] == 0
+    if array.ndim == 1 or not whole or chosen == "F32":
+        writer.add_tensor(tensor, array.astype(np.float32))
+    else:
+        writer.add_tensor(tensor, _blocks(array.astype(np.float32), chosen, seed), raw_dtype=qtype)
+
+
+def write_all(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return name
 
 
 def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -196,6 +207,6 @@ def _count(model: Path) -> int:
     return len(load_file(model / "model.safetensors"))
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kind = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     kind[type(value)](key, value)

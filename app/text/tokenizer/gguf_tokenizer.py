@@ -14,27 +14,43 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from llmbox.engine.errors import ModelError
 
+from .tokenizer_safety import DEEPSEEK, DEEPSEEK_CJK, O200K, QWEN3_5, SEED, TEKKEN
+
 _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _PATTERNS: Final = {
-    "llama-bpe": _GPT4.format(digits=r"\p{N}{1,3}"),
-    "qwen2": _GPT4.format(digits=r"\p{N}"),
-    "tekken": _TEKKEN,
+    "llama-bpe": (_GPT4.format(digits=r"\p{N}{1,3}"),),
+    "dbrx": (_GPT4.format(digits=r"\p{N}{1,3}"),),
+    "qwen2": (_GPT4.format(digits=r"\p{N}"),),
+    "hunyuan": (_GPT4.format(digits=r"\p{N}"),),
+    "qwen35": (QWEN3_5,),
+    "tekken": (TEKKEN,),
+    "gpt-4o": (O200K,),
+    "deepseek-v3": (r"\p{N}{1,3}", DEEPSEEK_CJK, DEEPSEEK),
+    "seed-coder": (SEED,),
 }
+"""Patterns by which texts are cut, one after the other."""
 _ALIASES: Final = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
     "gpt-2": "default",
+    "olmo": "default",
+    "exaone4": "default",
+    "granite-docling": "default",
+    "pixtral": "tekken",
+    "llama4": "gpt-4o",
+    "minimax-m2": "gpt-4o",
+    "glm4": "dbrx",
+    "chatglm-bpe": "dbrx",
+    "smaug-bpe": "dbrx",
+    "hunyuan-dense": "deepseek-v3",
+    "solar-open": "hunyuan",
+    "stablelm2": "hunyuan",
 }
-_BY_DIGIT: Final = {"smollm", "starcoder", "refact", "command-r"}
+_BY_DIGIT: Final = {"smollm", "starcoder", "refact", "command-r", "exaone"}
 """Digits one by one, then as GPT-2."""
 _WORDS_FIRST: Final = {"llama-bpe", "tekken"}
 """A word of the vocabulary is taken whole, however its pieces would merge."""
@@ -67,8 +83,8 @@ class _Words:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
         self.kind = self._get("model")
-        if self.kind not in ("gpt2", "llama"):
-            raise _unknown(f"its tokenizer is of kind {self.kind!r}, only gpt2 and llama can be read")
+        if self.kind not in ("gpt2", "llama", "gemma4"):
+            raise _unknown(f"its tokenizer is of kind {self.kind!r}, only gpt2, llama and gemma4 can be read")
         self.words = self._list("tokens", str)
         self.kinds = self._list("token_type", int) or [_NORMAL] * len(self.words)
         self.merges = self._list("merges", str)
@@ -142,34 +158,38 @@ def _of_bytes(words: _Words) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoders.ByteLevel()
     if words.pre in _PATTERNS:
-        cut = pre_tokenizers.Split(Regex(_PATTERNS[words.pre]), "isolated")
-        tokenizer.pre_tokenizer = _sequence(cut, use_regex=False)
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[words.pre]]
+        tokenizer.pre_tokenizer = _sequence(*cuts, use_regex=False)
     elif words.pre in _BY_DIGIT:
         tokenizer.pre_tokenizer = _sequence(pre_tokenizers.Digits(individual_digits=True), use_regex=True)
     elif words.pre == "default":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         raise _unknown(f"it cuts texts by the rules of {words.pre!r}, which are not known here")
-    if words.pre == "qwen2":
+    if words.pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _sequence(first: Any, *, use_regex: bool) -> Any:
+def _sequence(*first: Any, use_regex: bool) -> Any:
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-    return pre_tokenizers.Sequence([first, bytes_])
+    return pre_tokenizers.Sequence([*first, bytes_])
 
 
 def _of_pieces(words: _Words) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer: neighbours merge to the best scored piece; characters without a
-    piece are spelt in bytes.
+    """Build a SentencePiece BPE tokenizer: neighbours merge to the best scored piece, or in the order of the
+    file's merges; characters without a piece are spelt in bytes.
     """
-    if len(words.scores) != len(words.words):
+    if words.kind == "gemma4":
+        merges = [tuple(each.split(" ", 1)) for each in words.merges]
+    elif len(words.scores) == len(words.words):
+        merges = merges_of(words.vocabulary, words.scores)
+    else:
         raise _unknown("its pieces have no scores")
     unknown = words.of_kind(_UNKNOWN)
     model = models.BPE(
         words.vocabulary,
-        merges_of(words.vocabulary, words.scores),
+        merges,
         unk_token=unknown[0] if unknown else None,
         fuse_unk=True,
         byte_fallback=_BYTE in words.kinds,

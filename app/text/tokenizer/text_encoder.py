@@ -105,6 +105,8 @@ def load_tokenizer(source: bytes) -> Tokenizer:
         raise ValueError(str(_as_tokenize_error(error))) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None  # it is for training: a text would have other ids each time
     return tokenizer
 
 

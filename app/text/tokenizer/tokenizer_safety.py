@@ -28,18 +28,26 @@ LONGEST_WORD: Final = 200
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_O200K = (
+O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_TEKKEN = (
+TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_DEEPSEEK = (
+DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_CJK: Final = "[一-龥\u3040-ゟ\u30a0-ヿ]+"
+QWEN3_5: Final = (
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED: Final = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 KNOWN_REGEXES: Final = frozenset(
     {
@@ -48,14 +56,15 @@ KNOWN_REGEXES: Final = frozenset(
         # Llama 3, cl100k; Qwen2 and Qwen3; Qwen3.5
         _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
         _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
-        _CONTRACTIONS
-        + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        QWEN3_5,
+        # Seed
+        SEED,
         # o200k: GPT-4o, gpt-oss, Phi-4-mini; Mistral's tekken
-        _O200K,
-        _TEKKEN,
+        O200K,
+        TEKKEN,
         # DeepSeek V3 and R1
-        "[一-龥\u3040-ゟ\u30a0-ヿ]+",
-        _DEEPSEEK,
+        DEEPSEEK_CJK,
+        DEEPSEEK,
         # BLOOM, Falcon, numbers
         r" ?[^(\s|[.,!?…。，、।۔،])]+",  # noqa: RUF001 - as in the files
         r"\p{N}{1,3}",

@@ -8,7 +8,7 @@ from ..architecture import Architecture
 from ..fields import Fields
 from ..moe import ExpertsConfig, StackedExperts, selected_of
 from ..multipliers import Scales
-from ..rope import RopeConfig, read_rope
+from ..rope import RopeConfig, read_proportional_rope
 from ..shape import LayerSizes
 from ..sliding_window import FULL, SLIDING, Windows, window_of
 from .gemma import ACTIVATION, gemma_scales, logits_cap, refuse_gemma2
@@ -145,26 +145,10 @@ def gemma4_ropes(
     raw = Fields(by_type, f"{fields.where}: rope_parameters")
     widths = {FULL: head_dim, SLIDING: fields.integer("sliding_head_dim")}
     found = tuple(
-        _rope(raw.mapping(name) or dict(_ROPES[name]), raw, widths[name], positions) for name in widths
+        read_proportional_rope(raw.mapping(name) or dict(_ROPES[name]), raw, widths[name], positions)
+        for name in widths
     )
     return found, tuple(int(name == SLIDING) for name in _types(fields))
-
-
-def _rope(raw: dict[str, Any], where: Fields, width: int, positions: int) -> RopeConfig:
-    """Read one RoPE. A proportional one has the frequencies of whole heads, of which the fastest rotate."""
-    rope, kind = Fields(raw, where.where), raw.get("rope_type", "default")
-    if kind not in {"default", "proportional"}:
-        raise rope.error(f"RoPE type {kind!r} is not supported in a Gemma 4, only default and proportional")
-    found = read_rope({**raw, "rope_type": "default"}, where, width, positions)
-    if kind == "default":
-        return found
-    part, factor = rope.number("partial_rotary_factor", 1.0), rope.number("factor", 1.0)
-    turned = 2 * int(part * width // 2)
-    if not 0 < turned <= width:
-        raise rope.error(f"partial_rotary_factor {part} must be more than 0 and at most 1")
-    if not 1.0 <= factor <= 65536.0:
-        raise rope.error(f"factor {factor} must be from 1 to 65536")
-    return replace(found, rope_type="proportional", turned=turned, factor=factor, original_context=positions)
 
 
 def gemma4_scales(fields: Fields) -> Scales:

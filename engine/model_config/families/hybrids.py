@@ -15,6 +15,9 @@ from ..recurrent.families import (
     kimi_recurrence,
     lfm2_recurrence,
     lfm2_sizes,
+    lfm3_recurrence,
+    lfm3_sizes,
+    lfm3_windows,
     mamba2_recurrence,
     mamba2_sizes,
     nemotron_h_experts,
@@ -24,9 +27,10 @@ from ..recurrent.families import (
     qwen3_5_recurrence,
     qwen3_next_recurrence,
     refuse_other_kimi,
+    refuse_other_lfm3,
     refuse_other_nemotron,
 )
-from ..rope import no_rope, one_rope, partial_rope, rope_if_named, rope_if_theta
+from ..rope import LFM3_ROPE, no_rope, one_rope, partial_rope, rope_if_named, rope_if_theta, ropes_by_type
 
 _QWEN3_5 = Architecture(
     model_type="qwen3_5_text",
@@ -120,6 +124,39 @@ HYBRIDS: dict[str, Architecture] = {
     "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, is_nested=True),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(_LFM2, model_type="lfm2_moe", sizes=as_it_is, experts=lfm2_moe_experts),
+    "Lfm3ForCausalLM": Architecture(
+        model_type="lfm3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "conv_L_cache": 7,
+            "sliding_window": 256,
+            "rope_parameters": LFM3_ROPE,
+        },
+        head_dim=128,
+        attention_bias=True,
+        qk_norm="heads",
+        block="sandwich",
+        head_gate_flag="use_attention_gate",
+        windows=lfm3_windows,
+        ropes=ropes_by_type,
+        recurrence=lfm3_recurrence,
+        sizes=lfm3_sizes,
+        aliases={"rms_norm_eps": "norm_eps"},
+        names={
+            "input_layernorm": "operator_norm",
+            "post_attention_layernorm": "post_operator_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffn_norm",
+            "mlp": "feed_forward",
+            "gate_proj": "w1",
+            "up_proj": "w3",
+            "down_proj": "w2",
+            "g_proj": "gate_proj",
+            "norm": "embedding_norm",
+        },
+        refuse=refuse_other_lfm3,
+    ),
     "BambaForCausalLM": _BAMBA,
     "FalconH1ForCausalLM": replace(
         _BAMBA,

@@ -48,6 +48,8 @@ class RecurrentConfig:
     """Norm of a Mamba-2 layer's result, after it was multiplied by its gate or before; None: no norm."""
     beta: float = 1.0
     """Multiplier of the gated delta rule's beta."""
+    has_tiled_outputs: bool = False
+    """True if the last linear of a gated delta net reads the first value heads of all key heads first."""
     norm_eps: float | None = None
     """Epsilon of the norm inside a gated delta net; None: that of other norms."""
 
@@ -81,6 +83,8 @@ class RecurrentConfig:
             shared = (("channels of its convolutions", self.channels),)
         if self.kind == "mamba2":
             shared = (("groups of heads of its Mamba layers", self.key_heads),)
+        if self.has_tiled_outputs:
+            shared = (("value heads in the order of its GGUF file", 1),)
         return RecurrentShape(
             is_recurrent=self.layers,
             has_kv=self.attention,
@@ -123,6 +127,7 @@ def gated_delta_nets(fields: Fields, layers: int, *, is_interleaved: bool) -> Re
         key_dim=key_dim,
         value_dim=value_dim,
         is_interleaved=is_interleaved,
+        has_tiled_outputs=fields.flag("linear_values_tiled", default=False),
     )
     return found if any(found.layers) else None
 

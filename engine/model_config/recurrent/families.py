@@ -5,6 +5,7 @@ from typing import Any
 
 from ..fields import Fields
 from ..moe import ExpertsConfig, deepseek_experts, deepseek_v3_experts, refuse_small_groups
+from ..sliding_window import SLIDING, Windows, window_of
 from .config import (
     FULL,
     NO_ATTENTION,
@@ -38,6 +39,36 @@ def lfm2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
         conv_bias=bias,
     )
     return found if any(found.layers) else None
+
+
+def lfm3_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the short convolutions of `layer_types`, beside attention with a window or without."""
+    types = fields.raw["layer_types"]
+    if isinstance(types, list):
+        types = [FULL if kind == SLIDING else kind for kind in types]
+    fields = Fields({**fields.raw, "layer_types": types}, fields.where)
+    return lfm2_recurrence(fields, layers)
+
+
+def lfm3_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the kind of each layer, by default a window, a convolution or full attention in turns."""
+    if fields.raw.get("layer_types") is not None:
+        return {}
+    layers = range(fields.integer("num_hidden_layers"))
+    kinds = {2: FULL, 0: SLIDING}
+    return {"layer_types": [kinds.get(layer % 4, "conv") if layer else "conv" for layer in layers]}
+
+
+def lfm3_windows(fields: Fields, layers: int) -> Windows:
+    window, types = window_of(fields), fields.raw["layer_types"]
+    if not isinstance(types, list) or len(types) != layers:
+        raise fields.error(f"layer_types must name the kind of each of {layers} layers")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def refuse_other_lfm3(fields: Fields) -> None:
+    if not fields.flag("use_sandwich_norm", default=True):
+        raise fields.error("use_sandwich_norm must be true: an LFM3 without these norms is not known")
 
 
 def qwen3_next_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:

@@ -237,10 +237,18 @@ def test_a_full_disk_is_part_of_the_verdict(hub: StubHub, monkeypatch: pytest.Mo
     assert "the disk has 0.0 MB free" in full.reason
 
 
-def test_config_and_weights_that_disagree_are_noted(hub: StubHub):
+def test_config_and_weights_that_disagree_are_refused(hub: StubHub):
     config = {**CONFIG, "num_hidden_layers": 4}
     hub.repos[NAME].files["config.json"] = json.dumps(config).encode()
-    assert "config.json describes" in facts(hub).notes[0]
+    with pytest.raises(HubError) as caught:
+        facts(hub)
+    assert "is missing" in caught.value.why
+
+
+def test_other_numbers_of_parameters_are_noted(hub: StubHub):
+    found = facts(hub)
+    assert not found.notes
+    assert "config.json describes" in replace(found, stored_params=2 * found.stored_params).notes[0]
 
 
 def test_what_model_optimizer_says_in_its_own_file_is_read_as_well(hub: StubHub):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.errors import ParallelError
+from support.families import FAMILIES, SIBLINGS
 from support.lanes import nightly
 from support.rank_threads import load_ranks
 from support.real_engines import ask, load, tokens
@@ -39,6 +40,7 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("kimi_linear", {}, {"tp": 2, "pp": 2}),
         ("olmo_hybrid", {}, {"pp": 2}),
         ("bamba", {}, {"tp": 2}),
+        ("lfm3", {}, {"tp": 2, "pp": 2}),
         ("mamba2", {}, {"tp": 2, "pp": 2}),
         ("gpt_oss", {}, {"tp": 2, "expert_parallel": True}),
         ("granitemoe", {}, {"tp": 2, "expert_parallel": True}),
@@ -68,3 +70,24 @@ def test_norms_over_all_heads_are_not_cut(tmp_path: Path, arch: str) -> None:
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
     with pytest.raises(ParallelError, match=r"over all heads together.* can take 1$"):
         load(model, tp=2)
+
+
+NOT_CUT = {
+    "olmo2": "tp", "olmo3": "tp", "olmoe": "tp", "olmo_hybrid": "tp", "minimax_m2": "tp",
+    "gemma4_text": "pp", "gemma3n_text": "pp",
+}  # fmt: skip
+"""Families that cannot be cut one way: norms over all heads, or layers that share keys and values."""
+
+
+@pytest.mark.parametrize("way", ["tp", "pp"])
+@pytest.mark.parametrize("arch", [nightly(arch) for arch in (*FAMILIES, *SIBLINGS)])
+def test_every_family_is_cut_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, way: str
+) -> None:
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
+    if NOT_CUT.get(arch) == way:
+        with pytest.raises(ParallelError):
+            load_ranks(model, monkeypatch, **{way: 2})
+        return
+    found = tokens(load_ranks(model, monkeypatch, **{way: 2}), REQUESTS)
+    assert found == tokens(load(model), REQUESTS)

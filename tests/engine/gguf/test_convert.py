@@ -124,7 +124,7 @@ def test_positions_of_llama_3(tmp_path: Path) -> None:
     for factors in (llama3_factors(8.0, 10000.0, 16), [1.0, 1.0, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0]):
         folder = tmp_path / f"{factors[3]:.3f}"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config_of(written, factors)))
+        (folder / "config.json").write_text(json.dumps(config_of(written, {"rope_freqs.weight": factors})))
         config = parse_config(folder)
         torch.testing.assert_close(
             inverse_frequencies(config, config.rope, 256), plain / torch.tensor(factors)

@@ -25,6 +25,7 @@ from support.real_engines import ask, draft_at_no_price, load, run, tokens
 
 HYBRIDS = [
     "lfm2",
+    "lfm3",
     "qwen3_5_text",
     "granitemoehybrid",
     "falcon_h1",

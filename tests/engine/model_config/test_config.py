@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.errors import ModelError, UnsupportedArchitecture
 from llmbox.engine.model_config.config import ModelConfig, parse_config
+from llmbox.engine.model_config.fields import Fields, text_fields
 from support.lanes import examples
 from support.tiny_models import ARCHITECTURES, HEAD_DIM, ROPE_VARIANTS, ROPES, tensor_shapes, tiny_config
 
@@ -307,3 +308,13 @@ def test_any_value_of_any_key_is_taken_or_refused(tmp_path: Path, arch: str, cha
     with suppress(ModelError):
         found = parse_config(write(tmp_path, config))
         assert found.shape().context_limit <= found.shape(100).context_limit <= 2**27
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "tied"), [(False, True, False), (True, False, True), (None, True, True)]
+)
+def test_ties_of_the_whole_model_count_more_than_those_of_its_text_part(
+    whole: bool | None, text: bool, tied: bool
+) -> None:
+    raw = {"text_config": {"tie_word_embeddings": text}, "tie_word_embeddings": whole}
+    assert text_fields(Fields(raw, "config.json")).raw["tie_word_embeddings"] is tied

@@ -127,3 +127,6 @@ def test_gates(dtype: torch.dtype) -> None:
     for more in (None, added):
         exact = theirs.mul_add(wide, by, more)
         torch.testing.assert_close(ours.mul_add(wide, by, more), exact, **TOLERANCE[dtype])
+    heads = x.view(3, 3, 4, 5)
+    swapped = heads.transpose(1, 2).flatten(1)
+    torch.testing.assert_close(ours.swap_heads(heads), swapped, atol=0, rtol=0)

@@ -89,6 +89,11 @@ def of_bytes(folder: Path, pre: str, **values: Any) -> Tokenizer:
         ("llama-bpe", ["It", "'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
         ("qwen2", ["It", "'S", "Ġ", "1", "2", "3", "4", "Ġé", "!!Ċ", "Ġx"]),
         ("tekken", ["It", "'S", "Ġ", "1", "2", "3", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("qwen35", ["It", "'S", "Ġ", "1", "2", "3", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("gpt-4o", ["It'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("glm4", ["It", "'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("deepseek-v3", ["It", "'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("seed-coder", ["It", "'S", "Ġ", "1", "2", "3", "4", "Ġé", "!!", "Ċ", "Ġx"]),
         ("smollm", ["It", "'", "S", "Ġ", "1", "2", "3", "4", "Ġé", "!!", "Ċ", "Ġx"]),
         ("gpt-2", ["It", "'", "S", "Ġ1234", "Ġé", "!!", "Ċ", "Ġx"]),
     ],
@@ -152,7 +157,7 @@ def test_what_no_piece_has_is_spelt_in_bytes(pieces: Tokenizer, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"model": "t5"}, "of kind 't5', only gpt2 and llama"),
+        ({"model": "t5"}, "of kind 't5', only gpt2, llama and gemma4"),
         ({"pre": "viking"}, "by the rules of 'viking'"),
         ({"tokens": []}, "no words"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a word twice"),
@@ -172,3 +177,23 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, values: dict[str, Any], why
     }
     with pytest.raises(ModelError, match=rf"(?s){why}.*--tokenizer FOLDER"):
         tokenizer_of(tmp_path, **base | values)
+
+
+def test_pieces_merge_in_the_order_of_a_gemma_4(tmp_path: Path) -> None:
+    """Its merges are in the file: "b a" comes before "a b", whatever the scores say."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, "a", "b", "ba", "ab", f"{SPACE}a"]
+    kinds = [UNKNOWN, *[BYTE] * 256, *[NORMAL] * 6]
+    merges = ["b a", "a b", f"{SPACE} a"]
+    found = tokenizer_of(
+        tmp_path,
+        model="gemma4",
+        tokens=tokens,
+        scores=[0.0] * len(tokens),
+        token_type=kinds,
+        merges=merges,
+        unknown_token_id=0,
+        add_space_prefix=False,
+        add_bos_token=False,
+    )
+    assert found.encode("aba ab").tokens == ["a", "ba", SPACE, "ab"]
+    assert found.decode(found.encode("aba é a").ids) == "aba é a"

@@ -1,15 +1,18 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat, number_calls
+from llmbox.app.text.tokenizer.text_encoder import load_tokenizer
 from llmbox.app.text.tokenizer.tokenizer import load_model_text, vocabulary_warnings
 from llmbox.engine.errors import ModelError
 from support.odd_files import KINDS, make_odd, no_hanging
+from support.tiny_models import make_tiny_model
 from support.tokenizers_zoo import CHATML, FAMILIES, LLAMA3, write_text_files
 
 
@@ -202,3 +205,13 @@ def test_kimi_s_calls_are_numbered_by_their_names():
     assert seen[2]["tool_calls"][0]["id"] == "functions.f:2"
     assert seen[3] == messages[3]
     assert messages[0]["tool_calls"][0]["id"] == "x1"
+
+
+def test_merges_are_never_left_out_at_random(tmp_path: Path) -> None:
+    """`dropout` of a tokenizer.json is for training: texts have the ids of one without it."""
+    model = make_tiny_model(tmp_path)
+    source = json.loads((model / "tokenizer.json").read_text())
+    wanted = load_tokenizer(json.dumps(source).encode()).encode("the quick brown fox").ids
+    source["model"]["dropout"] = 0.9
+    found = load_tokenizer(json.dumps(source).encode())
+    assert {tuple(found.encode("the quick brown fox").ids) for _ in range(20)} == {tuple(wanted)}

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from llmbox.app.text.tokenizer import tokenizer_builder
 from llmbox.app.text.tokenizer.sentencepiece_file import SentencePieceFile
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
-from llmbox.app.text.tokenizer.tokenizer_safety import _TEKKEN
+from llmbox.app.text.tokenizer.tokenizer_safety import TEKKEN
 from llmbox.engine.errors import ModelError
 
 COMMON = (
@@ -187,7 +187,7 @@ def test_tekken(tmp_path, is_listed):
     )
     file = {
         "config": {
-            "pattern": _TEKKEN,
+            "pattern": TEKKEN,
             "default_vocab_size": len(words) + 30,
             "default_num_special_tokens": 30,
         },
@@ -204,7 +204,7 @@ def test_tekken(tmp_path, is_listed):
     (tmp_path / "tekken.json").write_text(json.dumps(file))
     text = load_model_text(tmp_path)
     ranks = {word: rank for rank, word in enumerate(words)}
-    theirs = tiktoken.Encoding("x", pat_str=_TEKKEN, mergeable_ranks=ranks, special_tokens={})
+    theirs = tiktoken.Encoding("x", pat_str=TEKKEN, mergeable_ranks=ranks, special_tokens={})
     for said in [*TEXTS, *random_texts()]:
         if "<s>" not in said:
             ids = [30 + rank for rank in theirs.encode(said, disallowed_special=())]

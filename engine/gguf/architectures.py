@@ -1,0 +1,226 @@
+"""Architectures of GGUF files by their names there. Torch-free."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ..errors import UnsupportedArchitecture
+from .families import (
+    Config,
+    cohere_fields,
+    deepseek2_fields,
+    ernie_fields,
+    gpt_oss_fields,
+    granite_fields,
+    granite_hybrid_fields,
+    lfm2_fields,
+    llama_fields,
+    mamba2_fields,
+    minimax_fields,
+    mistral3_fields,
+    nemotron_h_fields,
+    nothing_more,
+    olmo2_fields,
+    olmoe_fields,
+    phi3_fields,
+    qwen2_moe_fields,
+    qwen3_5_fields,
+    qwen3_moe_fields,
+    sigmoid_routed_fields,
+    window_fields,
+    windows_by_type,
+)
+from .gemma import gemma3n_fields, gemma4_fields, gemma_fields
+from .names import (
+    DELTA,
+    GEMMA3N,
+    GEMMA4,
+    GLM4,
+    GRANITE,
+    LATE_NORM,
+    LAYER,
+    MIXER,
+    SANDWICH,
+    SHORT_CONV,
+    STACKED,
+    Names,
+)
+from .reader import GgufFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    """Differences of one architecture between GGUF and a checkpoint."""
+
+    name: str
+    """Class name in `architectures` of config.json."""
+    model_type: str
+    layer: Names = field(default_factory=lambda: LAYER)
+    """Names of a layer's tensors: {in a checkpoint: in GGUF}."""
+    has_pairs: bool = False
+    """RoPE pairs of query and key rows are interleaved, not half a head apart."""
+    norms_hold_one: bool = False
+    """Norms are stored as 1 + w."""
+    activation: str = "silu"
+    """`hidden_act` of config.json, which a file does not say; empty: config.json has it otherwise."""
+    is_partial: bool = False
+    """RoPE may rotate a part of each head."""
+    has_attention: bool = True
+    """False if no layer has attention, or layers have heads that only `fields` reads."""
+    fields: Callable[[GgufFile, Config], Config] = nothing_more
+    """Rule (file, config.json so far) -> further keys of config.json. Raises ModelError."""
+
+
+_LLAMA = GgufArchitecture(name="LlamaForCausalLM", model_type="llama", has_pairs=True, fields=llama_fields)
+_QWEN2 = GgufArchitecture(name="Qwen2ForCausalLM", model_type="qwen2", fields=window_fields)
+_QWEN3 = GgufArchitecture(name="Qwen3ForCausalLM", model_type="qwen3", fields=window_fields)
+_QWEN3_MOE = GgufArchitecture(name="Qwen3MoeForCausalLM", model_type="qwen3_moe", fields=qwen3_moe_fields)
+_QWEN3_5 = GgufArchitecture(
+    name="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    layer=DELTA,
+    norms_hold_one=True,
+    is_partial=True,
+    fields=qwen3_5_fields,
+)
+_QWEN3_5_MOE = replace(_QWEN3_5, name="Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text")
+_GRANITE = GgufArchitecture(
+    name="GraniteForCausalLM", model_type="granite", has_pairs=True, layer=GRANITE, fields=granite_fields
+)
+_GEMMA = GgufArchitecture(
+    name="GemmaForCausalLM", model_type="gemma", norms_hold_one=True, fields=gemma_fields, activation=""
+)
+_NEMOTRON_H = GgufArchitecture(
+    name="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    layer=MIXER,
+    is_partial=True,
+    activation="",
+    fields=nemotron_h_fields,
+)
+_ERNIE = GgufArchitecture(name="Ernie4_5ForCausalLM", model_type="ernie4_5", fields=ernie_fields)
+_COHERE = GgufArchitecture(name="CohereForCausalLM", model_type="cohere", fields=cohere_fields)
+_GLM4_MOE = GgufArchitecture(
+    name="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    layer=LATE_NORM,
+    is_partial=True,
+    fields=sigmoid_routed_fields,
+)
+
+ARCHITECTURES: Final = {
+    "llama": _LLAMA,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "qwen2vl": _QWEN2,
+    "qwen3vl": _QWEN3,
+    "qwen2moe": GgufArchitecture(name="Qwen2MoeForCausalLM", model_type="qwen2_moe", fields=qwen2_moe_fields),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": _QWEN3_MOE,
+    "qwen3next": _QWEN3_5_MOE,
+    "qwen35": _QWEN3_5,
+    "qwen35moe": _QWEN3_5_MOE,
+    "gpt-oss": GgufArchitecture(
+        name="GptOssForCausalLM", model_type="gpt_oss", layer=LATE_NORM, fields=gpt_oss_fields
+    ),
+    "glm4": GgufArchitecture(name="Glm4ForCausalLM", model_type="glm4", layer=GLM4, is_partial=True),
+    "glm4moe": _GLM4_MOE,
+    "deepseek2": GgufArchitecture(
+        name="DeepseekV3ForCausalLM", model_type="deepseek_v3", fields=deepseek2_fields
+    ),
+    "dots1": replace(_GLM4_MOE, name="Dots1ForCausalLM", model_type="dots1", layer=LAYER),
+    "minimax-m2": GgufArchitecture(
+        name="MiniMaxM2ForCausalLM", model_type="minimax_m2", is_partial=True, fields=minimax_fields
+    ),
+    "mistral3": GgufArchitecture(
+        name="Ministral3ForCausalLM", model_type="ministral3", has_pairs=True, fields=mistral3_fields
+    ),
+    "phi3": GgufArchitecture(
+        name="Phi3ForCausalLM", model_type="phi3", layer=STACKED, is_partial=True, fields=phi3_fields
+    ),
+    "granite": _GRANITE,
+    "granitemoe": replace(_GRANITE, name="GraniteMoeForCausalLM", model_type="granitemoe"),
+    "granitehybrid": replace(
+        _GRANITE,
+        name="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        is_partial=True,
+        fields=granite_hybrid_fields,
+    ),
+    "lfm2": GgufArchitecture(name="Lfm2ForCausalLM", model_type="lfm2", layer=SHORT_CONV, fields=lfm2_fields),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "mamba2": GgufArchitecture(
+        name="Mamba2ForCausalLM",
+        model_type="mamba2",
+        layer=MIXER,
+        activation="",
+        has_attention=False,
+        fields=mamba2_fields,
+    ),
+    "smollm3": replace(_LLAMA, name="SmolLM3ForCausalLM", model_type="smollm3", fields=window_fields),
+    "arcee": replace(
+        _LLAMA, name="ArceeForCausalLM", model_type="arcee", activation="relu2", fields=window_fields
+    ),
+    "olmo2": GgufArchitecture(
+        name="Olmo2ForCausalLM", model_type="olmo2", layer=SANDWICH, fields=olmo2_fields
+    ),
+    "olmoe": GgufArchitecture(name="OlmoeForCausalLM", model_type="olmoe", fields=olmoe_fields),
+    "exaone4": GgufArchitecture(
+        name="Exaone4ForCausalLM", model_type="exaone4", layer=SANDWICH, fields=windows_by_type
+    ),
+    "command-r": _COHERE,
+    "cohere2": replace(_COHERE, name="Cohere2ForCausalLM", model_type="cohere2"),
+    "ernie4_5": _ERNIE,
+    "ernie4_5-moe": replace(_ERNIE, name="Ernie4_5_MoeForCausalLM", model_type="ernie4_5_moe"),
+    "hunyuan-dense": GgufArchitecture(name="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense"),
+    "seed_oss": GgufArchitecture(name="SeedOssForCausalLM", model_type="seed_oss", layer=LATE_NORM),
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA, name="Gemma2ForCausalLM", model_type="gemma2", layer=SANDWICH),
+    "gemma3": replace(_GEMMA, name="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH),
+    "gemma3n": GgufArchitecture(
+        name="Gemma3nForCausalLM",
+        model_type="gemma3n_text",
+        layer=GEMMA3N,
+        activation="",
+        fields=gemma3n_fields,
+    ),
+    "gemma4": GgufArchitecture(
+        name="Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        layer=GEMMA4,
+        activation="",
+        has_attention=False,
+        fields=gemma4_fields,
+    ),
+}
+"""Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2.
+Texts of a Qwen-VL are those of a Qwen: its file holds the language part, and positions in pictures are not
+used.
+Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in the same parts.
+"""
+
+MISSING: Final = {
+    "falcon-h1": "multipliers that are inside its weights",
+    "kimi-linear": "convolutions in three tensors",
+    "lfm2moe": "experts beside short convolutions",
+    "llama4": "attention within chunks",
+}
+"""Missing parts of a reader of architectures that are served from safetensors."""
+
+
+def architecture_of(gguf: GgufFile) -> GgufArchitecture:
+    """Look up the file's architecture. Raises UnsupportedArchitecture."""
+    name = gguf.architecture
+    if name == "clip":
+        raise UnsupportedArchitecture(
+            f"{gguf.path} is a projector (mmproj), the part of a model that reads pictures: name the file of "
+            "the language model, and leave this one beside it"
+        )
+    if name not in ARCHITECTURES:
+        why = f": a reader of {MISSING[name]} is missing; take its safetensors" if name in MISSING else ""
+        raise UnsupportedArchitecture(
+            f"{gguf.path}: architecture {name!r} cannot be read from GGUF{why}; readable: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[name]

@@ -1,0 +1,353 @@
+"""Keys of config.json that GGUF files of one family say in a way of their own, or leave out. Torch-free.
+
+Sources: conversion/ of llama.cpp, which writes the files, and its src/models, which says what they leave out.
+"""
+
+from typing import Any, Final
+
+from ..errors import ModelError
+from .reader import BLOCKS, GgufFile
+
+Config = dict[str, Any]
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
+_SIGMOID: Final = 2
+"""Number of sigmoids in `expert_gating_func`."""
+
+
+def nothing_more(_gguf: GgufFile, _config: Config) -> Config:
+    return {}
+
+
+def sliding_types(gguf: GgufFile, layers: int) -> list[str]:
+    """Return the attention of each layer by `attention.sliding_window_pattern`, a truth for each. Raises
+    ModelError.
+    """
+    pattern = gguf.value("attention.sliding_window_pattern")
+    if not isinstance(pattern, list) or len(pattern) < layers:
+        raise ModelError(f"{gguf.path}: which layers of {gguf.architecture} slide is not said in GGUF")
+    return [SLIDING if slides else FULL for slides in pattern[:layers]]
+
+
+def _window(gguf: GgufFile) -> Config:
+    window = gguf.value("attention.sliding_window")
+    if not window:
+        return {"sliding_window": None}
+    if gguf.architecture != "llama":
+        raise ModelError(f"{gguf.path}: which layers of {gguf.architecture} slide is not said in GGUF")
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+
+
+def llama_fields(gguf: GgufFile, _config: Config) -> Config:
+    found = _window(gguf)
+    if gguf.value("expert_count"):
+        count, per_token = selected_experts(gguf)
+        found |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        found |= {"num_local_experts": count, "num_experts_per_tok": per_token}
+    return found
+
+
+def window_fields(gguf: GgufFile, _config: Config) -> Config:
+    return _window(gguf)
+
+
+def selected_experts(gguf: GgufFile) -> tuple[int, int]:
+    """Return the number of experts, and of those for a token. Raises ModelError."""
+    if not any(name.endswith(".ffn_down_exps.weight") for name in gguf.tensors):
+        raise ModelError(f"{gguf.path}: it has each expert apart, as files before 2024 do; take a newer one")
+    return gguf.integer("expert_count"), gguf.integer("expert_used_count")
+
+
+def multipliers(gguf: GgufFile) -> Config:
+    """Return the multipliers of a Granite."""
+    names = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {name: gguf.number(key, 1.0) for name, key in names.items()}
+
+
+def granite_fields(gguf: GgufFile, _config: Config) -> Config:
+    found = multipliers(gguf) | _window(gguf)
+    if gguf.value("expert_count"):
+        count, per_token = selected_experts(gguf)
+        found |= {"num_local_experts": count, "num_experts_per_tok": per_token}
+        if shared := gguf.value("expert_shared_feed_forward_length"):
+            found |= {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
+            found |= {"shared_intermediate_size": shared}
+    return found
+
+
+def granite_hybrid_fields(gguf: GgufFile, config: Config) -> Config:
+    layers, inner = config["num_hidden_layers"], gguf.value("expert_shared_feed_forward_length")
+    heads, values = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.inner_size")
+    attention = gguf.by_layer("attention.head_count_kv", layers)
+    has_experts, turns = bool(gguf.value("expert_count")), gguf.value("rope.scaling.finetuned", False)
+    experts = selected_experts(gguf) if has_experts else (0, 0)
+    if not turns:
+        config["rope_parameters"] = None
+    return multipliers(gguf) | {
+        "layer_types": [FULL if heads else LINEAR for heads in attention],
+        "position_embedding_type": "rope" if turns else "nope",
+        "num_local_experts": experts[0],
+        "num_experts_per_tok": experts[1],
+        "shared_intermediate_size": inner or config["intermediate_size"],
+        "mamba_n_heads": heads,
+        "mamba_d_head": values // heads,
+        "mamba_d_state": gguf.integer("ssm.state_size"),
+        "mamba_d_conv": gguf.integer("ssm.conv_kernel"),
+        "mamba_n_groups": gguf.integer("ssm.group_count"),
+        "mamba_expand": values // config["hidden_size"],
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors),
+    }
+
+
+def lfm2_fields(gguf: GgufFile, config: Config) -> Config:
+    """Layers without heads of keys are short convolutions."""
+    heads = gguf.by_layer("attention.head_count_kv", config["num_hidden_layers"])
+    return {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": [FULL if count else "conv" for count in heads],
+        "conv_L_cache": gguf.integer("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in gguf.tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def nemotron_h_fields(gguf: GgufFile, config: Config) -> Config:
+    layers, heads = config["num_hidden_layers"], gguf.integer("ssm.time_step_rank")
+    attention = gguf.by_layer("attention.head_count_kv", layers)
+    inner = gguf.by_layer("feed_forward_length", layers)
+    has_experts = bool(gguf.value("expert_count"))
+    kinds = [
+        FULL if kv_heads else ("moe" if has_experts else "mlp") if rows else LINEAR
+        for kv_heads, rows in zip(attention, inner, strict=True)
+    ]
+    found = {
+        "layers_block_type": kinds,
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": config.pop("rms_norm_eps"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": gguf.integer("ssm.inner_size") // heads,
+        "n_groups": gguf.integer("ssm.group_count"),
+        "ssm_state_size": gguf.integer("ssm.state_size"),
+        "conv_kernel": gguf.integer("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors),
+    }
+    if has_experts:
+        found |= routed_experts(gguf, config)
+        found |= {"moe_shared_expert_intermediate_size": gguf.integer("expert_shared_feed_forward_length")}
+        found |= {"moe_latent_size": gguf.value("moe_latent_size")}
+    return found
+
+
+def mamba2_fields(gguf: GgufFile, config: Config) -> Config:
+    heads, values = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.inner_size")
+    return {
+        "num_heads": heads,
+        "head_dim": values // heads,
+        "expand": values / config["hidden_size"],
+        "layer_norm_epsilon": config.pop("rms_norm_eps"),
+        "state_size": gguf.integer("ssm.state_size"),
+        "n_groups": gguf.integer("ssm.group_count"),
+        "conv_kernel": gguf.integer("ssm.conv_kernel"),
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in gguf.tensors,
+        "use_bias": "blk.0.ssm_in.bias" in gguf.tensors,
+    }
+
+
+def routed_experts(gguf: GgufFile, config: Config) -> Config:
+    """Return the experts of DeepSeek's kind: after dense layers, beside shared ones, in groups."""
+    count, per_token = selected_experts(gguf)
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": gguf.integer("expert_feed_forward_length"),
+        "intermediate_size": config["intermediate_size"] or gguf.integer("expert_feed_forward_length"),
+        "n_shared_experts": gguf.count("expert_shared_count"),
+        "first_k_dense_replace": gguf.count("leading_dense_block_count"),
+        "routed_scaling_factor": gguf.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(gguf.value("expert_weights_norm", False)),
+        "n_group": gguf.integer("expert_group_count", 1),
+        "topk_group": gguf.integer("expert_group_used_count", 1),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def sigmoid_routed_fields(gguf: GgufFile, config: Config) -> Config:
+    if gguf.value("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise ModelError(f"{gguf.path}: {gguf.architecture} with another router than sigmoids is not known")
+    norms = "blk.0.attn_q_norm.weight" in gguf.tensors
+    return routed_experts(gguf, config) | {"use_qk_norm": norms, "attention_out_bias": False}
+
+
+def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
+    turned, rank = gguf.integer("rope.dimension_count"), gguf.integer("attention.kv_lora_rank")
+    head = gguf.integer("attention.key_length_mla", gguf.integer("attention.key_length"))
+    rope = config["rope_parameters"]
+    if (multiplier := gguf.number(_MULTIPLIER, 0.0)) and rope["rope_type"] == "yarn":
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * multiplier:.6g}"))
+    found: Config = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": gguf.value("attention.q_lora_rank"),
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": head - turned,
+        "v_head_dim": gguf.integer("attention.value_length_mla", gguf.integer("attention.value_length")),
+        "head_dim": turned,
+    }
+    if not gguf.value("expert_count"):
+        return found | {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}
+    found |= routed_experts(gguf, config)
+    corrected = any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
+    if corrected or gguf.value("expert_gating_func", 1) == _SIGMOID:
+        return found
+    method = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
+    return found | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "topk_method": method,
+    }
+
+
+def _qwen_experts(gguf: GgufFile, config: Config, *, normalised: bool) -> Config:
+    count, per_token = selected_experts(gguf)
+    inner = gguf.integer("expert_feed_forward_length", config["intermediate_size"])
+    found = {
+        "num_experts": count,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": inner,
+        "intermediate_size": config["intermediate_size"] or inner,
+        "norm_topk_prob": normalised,
+    }
+    if shared := gguf.value("expert_shared_feed_forward_length"):
+        found["shared_expert_intermediate_size"] = shared
+    return found
+
+
+def qwen3_moe_fields(gguf: GgufFile, config: Config) -> Config:
+    return _window(gguf) | _qwen_experts(gguf, config, normalised=True)
+
+
+def qwen2_moe_fields(gguf: GgufFile, config: Config) -> Config:
+    biases = {"qkv_bias": config["attention_bias"]}
+    return biases | _window(gguf) | _qwen_experts(gguf, config, normalised=False)
+
+
+def olmoe_fields(gguf: GgufFile, config: Config) -> Config:
+    found = _qwen_experts(gguf, config, normalised=False)
+    return found | {"intermediate_size": found["moe_intermediate_size"]}
+
+
+def qwen3_5_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add gated delta nets, whose linears are split in files as those of Qwen3.5."""
+    heads, key_heads = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.group_count")
+    width = gguf.integer("ssm.inner_size") // heads
+    found: Config = {
+        "full_attention_interval": gguf.integer("full_attention_interval", 4),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": gguf.integer("ssm.state_size"),
+        "linear_value_head_dim": width,
+        "linear_conv_kernel_dim": gguf.integer("ssm.conv_kernel"),
+    }
+    if has_tiled_outputs(gguf):
+        found["linear_values_tiled"] = True
+    if gguf.value("expert_count"):
+        found |= _qwen_experts(gguf, config, normalised=True)
+    return found
+
+
+def has_delta_nets(gguf: GgufFile) -> bool:
+    return gguf.architecture in {"qwen3next", "qwen35", "qwen35moe"}
+
+
+def has_tiled_values(gguf: GgufFile) -> bool:
+    """Return whether value heads come as key heads repeat: the first ones of all key heads first."""
+    heads, key_heads = gguf.value("ssm.time_step_rank"), gguf.value("ssm.group_count")
+    return has_delta_nets(gguf) and gguf.architecture != "qwen3next" and heads != key_heads
+
+
+def has_tiled_outputs(gguf: GgufFile) -> bool:
+    """Return whether that order stays in the inputs of linears, whose blocks are wider than a head."""
+    width = gguf.integer("ssm.inner_size") // gguf.integer("ssm.time_step_rank")
+    ends = [entry for name, entry in gguf.tensors.items() if name.endswith(".ssm_out.weight")]
+    return has_tiled_values(gguf) and any(width % BLOCKS[entry.dtype][0] for entry in ends)
+
+
+def gpt_oss_fields(gguf: GgufFile, config: Config) -> Config:
+    count, per_token = selected_experts(gguf)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"]["truncate"] = False
+    return {
+        "sliding_window": gguf.integer("attention.sliding_window"),
+        "num_local_experts": count,
+        "num_experts_per_tok": per_token,
+        "intermediate_size": gguf.integer("expert_feed_forward_length"),
+    }
+
+
+def phi3_fields(gguf: GgufFile, config: Config) -> Config:
+    window = gguf.value("attention.sliding_window") or None
+    original = gguf.value("rope.scaling.original_context_length", config["max_position_embeddings"])
+    return {"sliding_window": window, "original_max_position_embeddings": original}
+
+
+def windows_by_type(gguf: GgufFile, config: Config) -> Config:
+    """Add sliding windows: layers by a pattern in the file, else every fourth sees all."""
+    window = gguf.value("attention.sliding_window") or None
+    found: Config = {"sliding_window": window}
+    if window and isinstance(gguf.value("attention.sliding_window_pattern"), list):
+        found["layer_types"] = sliding_types(gguf, config["num_hidden_layers"])
+    return found
+
+
+def cohere_fields(gguf: GgufFile, config: Config) -> Config:
+    eps = gguf.number("attention.layer_norm_epsilon", 1e-5)
+    return windows_by_type(gguf, config) | {
+        "layer_norm_eps": eps,
+        "logit_scale": gguf.number("logit_scale", 1.0),
+    }
+
+
+def olmo2_fields(gguf: GgufFile, config: Config) -> Config:
+    if not gguf.value("attention.sliding_window"):
+        return {}
+    rope = config.pop("rope_parameters")
+    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    olmo3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+    return windows_by_type(gguf, config) | olmo3 | {"rope_parameters": {FULL: rope, SLIDING: plain}}
+
+
+def ernie_fields(gguf: GgufFile, config: Config) -> Config:
+    biases = {"use_bias": config["attention_bias"]}
+    if not gguf.value("expert_count"):
+        return biases
+    count, per_token = selected_experts(gguf)
+    return biases | {
+        "moe_num_experts": count,
+        "moe_k": per_token,
+        "moe_intermediate_size": gguf.integer("expert_feed_forward_length"),
+        "moe_num_shared_experts": gguf.count("expert_shared_count"),
+        "moe_layer_start_index": gguf.count("leading_dense_block_count"),
+        "moe_layer_interval": gguf.integer("interleave_moe_layer_step", 1),
+    }
+
+
+def mistral3_fields(gguf: GgufFile, config: Config) -> Config:
+    rope = config["rope_parameters"]
+    if multiplier := gguf.number(_MULTIPLIER, 0.0):
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier)
+    rope["llama_4_scaling_beta"] = gguf.number("attention.temperature_scale", 0.0)
+    return {"sliding_window": None}
+
+
+def minimax_fields(gguf: GgufFile, config: Config) -> Config:
+    count, per_token = selected_experts(gguf)
+    return {
+        "num_local_experts": count,
+        "num_experts_per_tok": per_token,
+        "intermediate_size": gguf.integer("expert_feed_forward_length", config["intermediate_size"]),
+    }
