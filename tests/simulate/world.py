@@ -5,7 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
@@ -120,6 +120,8 @@ class World:
         self.failed_at: list[tuple[str, float]] = []
         self.is_closing = False
         self.is_drained_early = False
+        self.blames_nobody = scenario.blames_nobody
+        self.broken = ""
         self.fault_kinds = {kind for setup in scenario.models for kind in setup.step_faults.values()}
         self.opened: dict[str, OpenRequest] = {}
         self.reserved: dict[str, RequestSetup] = {}
@@ -345,7 +347,7 @@ class World:
             case "hang":
                 setup = self.setups[event.model]
                 setup.step_faults[setup.steps + 1] = "hang"
-            case "stop" if process:
+            case "stop" if process and process.engine is not None:  # nothing watches a load
                 process.stop()
                 self.loop.call_later(event.value, process.go_on)
             case "spawn":
@@ -391,22 +393,20 @@ class World:
     async def _ask_control(self) -> None:
         """Ask each model that is in memory once more: whatever happened to it, it answers."""
         for model in list(self.engines.models()):
-            prompt = [1, 2, 3, 1]
-            request = RequestSetup(
-                id=f"control-{model.name}",
-                model=model.name,
-                at=0.0,
-                prompt=prompt,
-                params=SamplingParams(max_tokens=0, seed=5),
-                max_tokens=4,
-            )
-            for _ in range(60):
+            for number in range(60):
+                request = RequestSetup(
+                    id=f"control-{model.name}-{number}",
+                    model=model.name,
+                    at=0.0,
+                    prompt=[1, 2, 3, 1],
+                    params=SamplingParams(max_tokens=0, seed=5),
+                    max_tokens=4,
+                )
                 outcome = self.outcomes[request.id] = Outcome(request, self.loop.time())
                 await self._client(request)
                 if outcome.status == "done":
                     break
                 await asyncio.sleep(30.0)
-                request.id += "+"
             else:
                 raise BrokenRuleError(f"{model.name} answers no more: {outcome.error}")
 
@@ -478,7 +478,6 @@ def simulate(seed: int, scenario: Scenario | None = None) -> SimulationReport:
     world = World(scenario)
     broken = ""
     with world.patched():
-        asyncio.set_event_loop(None)
         try:
             world.loop.run_until_complete(world.run())
             world.finish()
@@ -487,7 +486,7 @@ def simulate(seed: int, scenario: Scenario | None = None) -> SimulationReport:
         except RuntimeError:
             if not world.loop.failures:
                 raise
-        broken = "; ".join([*world.loop.failures, *filter(None, [broken])])
+        world.broken = broken = "; ".join([*world.loop.failures, *filter(None, [broken])])
         _clear_up(world)
     counts: dict[str, int] = {}
     for outcome in world.outcomes.values():
@@ -514,6 +513,11 @@ def _clear_up(world: World) -> None:
                 process.greenlet.throw(ProcessKilled(9))
             except BaseException:  # noqa: BLE001, S110 - it is thrown away
                 pass
-    for task in asyncio.all_tasks(world.loop):
-        task._log_destroy_pending = False
+    tasks = asyncio.all_tasks(world.loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        world.loop.set_exception_handler(lambda *_: None)
+        with suppress(StuckError):
+            world.loop.run_until_complete(asyncio.wait(tasks))
     world.loop.close()
