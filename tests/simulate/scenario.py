@@ -259,4 +259,7 @@ def _draw_faults(chance: Random, scenario: Scenario, span: float) -> None:
             if kind == "collect" and not setup.sizes.get("depth"):
                 kind = "raise"
             setup.step_faults[chance.randint(1, chance.choice([5, 40, 150]))] = kind
+    if weather != "poison" and chance.random() < 0.08:
+        wait = chance.choice([0.0, 1.0, 60.0])
+        events.append(MachineEvent(at=chance.random() * end, kind="drain", value=wait))
     events.sort(key=lambda event: event.at)
