@@ -23,6 +23,7 @@ from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.planning.estimator import show_bytes
 
 from ..config.settings import Settings
+from ..engines.admission import draining
 from ..engines.eviction import (
     AllocationFailure,
     Place,
@@ -33,7 +34,6 @@ from ..engines.eviction import (
     expired,
     next_look,
 )
-from ..engines.admission import draining
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError
@@ -374,7 +374,7 @@ class ModelScheduler:
 
 
 async def _wait_for(loading: "asyncio.Task[LoadedModel]") -> None:
-    """Wait for a load that others wait for too. Raises ApiError, also where the end of the daemon ended it."""
+    """Wait for a shared load. Raises ApiError, also where the end of the daemon ended it."""
     try:
         await asyncio.shield(loading)
     except asyncio.CancelledError:

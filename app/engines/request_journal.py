@@ -252,8 +252,9 @@ class RequestJournal:
     # ------------------------------------------------------------------ engines come and go
 
     def engine_ready(self) -> None:
-        if self._open:
-            self._send_requests(self._detector.begin(list(self._open)))
+        # Also without open requests: those under suspicion may all have been cancelled, and their trial would
+        # hold back every later one.
+        self._send_requests(self._detector.begin(list(self._open)))
 
     def note_times(self, request_id: str, times: SequenceTimes) -> None:
         """Take the times of a request whose last output comes with them."""

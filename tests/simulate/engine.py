@@ -1,4 +1,4 @@
-"""Simulated engine process: the real main loop and engine core over a runner whose tokens are a pure function.
+"""Simulated engine process: the real main loop and engine core, over a runner that computes a pure function.
 
 Faults strike at numbered steps of a model, over all lives of its engine. `SimulatedEngine` checks the books
 and the bounds of fairness after every step.
@@ -50,6 +50,8 @@ class ModelSetup:
     poison_after: int = 0
     outbox_limit: int = 8 << 20
     steps: int = 0
+    client_steps: int = 0
+    """Steps up to the end of the faults."""
     starts: int = 0
 
     @property
@@ -77,7 +79,9 @@ class StepFaults:
         setup, process, machine = self.setup, self.process, self.machine
         setup.steps += 1
         fault = setup.step_faults.get(setup.steps, "")
-        if any(POISON in r.request.prompt_ids and r.request.num_output >= setup.poison_after for r in plan.rows):
+        if any(
+            POISON in r.request.prompt_ids and r.request.num_output >= setup.poison_after for r in plan.rows
+        ):
             fault = f"poison {setup.poison}"
         seconds = setup.step_seconds * (1 + 0.05 * plan.num_tokens) * (0.5 + machine.chance.random())
         process.compute(seconds * machine.slowness)
@@ -112,6 +116,7 @@ class StepFaults:
         if kind == "slow":
             process.compute(20.0 + 40 * self.machine.chance.random())
         if kind == "garble":
+            process.cause = process.cause or fault
             process.outbox.garbles_next = True
         if kind == "nan":
             self.poisoned = {row.request.request_id for row in plan.rows[:1]}
@@ -179,11 +184,11 @@ class StepRules:
     def begin(self) -> None:
         scheduler = self._engine.scheduler
         self._streams = {
-            r.request_id: r.num_output for r in scheduler.running if r.num_remaining == 1 and not r.num_pending
+            r.request_id: r.num_output
+            for r in scheduler.running
+            if r.num_remaining == 1 and not r.num_pending
         }
-        self._waited = {
-            name: r for name, r in scheduler._waiting._present.items() if r.scheduled_at is None
-        }
+        self._waited = {name: r for name, r in scheduler._waiting._present.items() if r.scheduled_at is None}
         for name, request in scheduler._requests.items():
             if name not in self._seen:
                 self._seen.add(name)
@@ -280,7 +285,7 @@ def run_engine(process: VirtualProcess, machine: Machine, setups: dict[str, Mode
         raise
     except AssertionError as error:
         raise BrokenRuleError(f"the engine's own checks: {error!r}") from error
-    except Exception as error:  # noqa: BLE001 - as `main` does
+    except Exception as error:
         if not process.cause:
             raise BrokenRuleError(f"the engine raised without a fault: {error!r}") from error
         process.print(f"{type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ from .virtual_loop import VirtualLoop
 READ, WRITE = 1, 4
 
 
-class ProcessKilled(BaseException):  # noqa: N818 - an end, not an error; nobody may catch it
+class ProcessKilled(BaseException):
     """Signal that ends the process which it is raised in."""
 
     def __init__(self, number: int) -> None:
@@ -456,7 +456,9 @@ class Machine:
 
     def process_ended(self, process: VirtualProcess) -> None:
         assert process.exited is not None
-        death = Death(process.pid, self.loop.time(), process.exited, process.cause, process.said, process.name)
+        death = Death(
+            process.pid, self.loop.time(), process.exited, process.cause, process.said, process.name
+        )
         self.deaths.append(death)
         self.on_death(process, death)
         process.engine = None

@@ -62,7 +62,10 @@ def _check_tokens(world: "World", outcome: "Outcome") -> None:
             raise BrokenRuleError(f"{request.id}: its text is {outcome.text[index]!r}")
         if ends is None or (tokens == expected and ends == reason):
             continue
-        is_cut = request.finish_after is not None and outcome.ended >= outcome.arrived + request.finish_after - EPSILON
+        is_cut = (
+            request.finish_after is not None
+            and outcome.ended >= outcome.arrived + request.finish_after - EPSILON
+        )
         if not (is_cut and ends == "length"):
             raise BrokenRuleError(f"{request.id}: choice {index} ends by {ends} after {len(tokens)} tokens")
     if outcome.prompt_logprobs is not None and outcome.prompt_logprobs != request.prompt[1:]:

@@ -151,7 +151,9 @@ def _draw_model(chance: Random, name: str, weather: Weather) -> ModelSetup:
         sizes=sizes,
         step_seconds=chance.choice([0.002, 0.02, 0.2]),
         load_seconds=chance.choice([0.1, 2.0, 20.0]),
-        poison=chance.choice(["raise", "segv", "oom", "hang", "memory", "after"]) if weather == "poison" else "raise",
+        poison=chance.choice(["raise", "segv", "oom", "hang", "memory", "after"])
+        if weather == "poison"
+        else "raise",
         poison_after=chance.choice([0, 0, 1, 3]),
     )
 
@@ -162,7 +164,9 @@ def _draw_requests(
     prefixes = [[chance.randrange(6) for _ in range(chance.choice([4, 8, 20]))] for _ in range(3)]
     crowd = weather == "crowd"
     requests = []
-    poisons = chance.randint(1, 3) if weather == "poison" else int(weather == "storm" and chance.random() < 0.3)
+    poisons = (
+        chance.randint(1, 3) if weather == "poison" else int(weather == "storm" and chance.random() < 0.3)
+    )
     count = chance.randint(20, 40) if crowd else chance.randint(3, 18)
     at = 0.0 if chance.random() < 0.3 else None
     flat = chance.random() < 0.4
@@ -250,7 +254,20 @@ def _draw_faults(chance: Random, scenario: Scenario, span: float) -> None:
         "poison": [],
         "outside": ["kill", "nan"],
         "models": ["kill"],
-        "storm": ["kill", "raise", "memory", "after", "collect", "segv", "oom", "hang", "spin", "slow", "garble", "nan"],
+        "storm": [
+            "kill",
+            "raise",
+            "memory",
+            "after",
+            "collect",
+            "segv",
+            "oom",
+            "hang",
+            "spin",
+            "slow",
+            "garble",
+            "nan",
+        ],
     }[weather]
     if steps:
         for _ in range(chance.choice([0, 1, 1, 3, 6])):

@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     threads is done at once, `thread_delay()` seconds later.
     """
 
-    def __init__(self, clock: VirtualClock, most_turns: int = 2_000_000) -> None:
+    def __init__(self, clock: VirtualClock, most_turns: int = 200_000) -> None:
         super().__init__()
         self.clock = clock
         self._selector = _NextTimer(self, most_turns)
@@ -107,7 +107,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _note_failure(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        self.failures.append(str(error) if isinstance(error, AssertionError) else f"{context['message']}: {error!r}")
+        self.failures.append(
+            str(error) if isinstance(error, AssertionError) else f"{context['message']}: {error!r}"
+        )
         self.stop()
 
     def _process_events(self, event_list: list[Any]) -> None:

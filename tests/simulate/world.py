@@ -153,7 +153,9 @@ class World:
             clock=self.loop.time,
             device=lambda _: "cpu",
             budgets=lambda *_: (scenario.memory,),
-            sizes=lambda *_: Sizes("cpu", (MemoryRequest((0,), MODEL_BYTES, MODEL_BYTES),), (scenario.memory,)),
+            sizes=lambda *_: Sizes(
+                "cpu", (MemoryRequest((0,), MODEL_BYTES, MODEL_BYTES),), (scenario.memory,)
+            ),
         )
         self.events = Events()
         self.residency = ModelScheduler(self.engines, self.events, deps)
@@ -219,6 +221,8 @@ class World:
         await asyncio.wait({events})
         self._end_faults()
         if not self.is_closing:
+            while self.engines.loading():
+                await asyncio.sleep(1.0)
             await self._ask_control()
             await asyncio.sleep(5.0)
             check_rest(self)
@@ -348,6 +352,7 @@ class World:
                 setup = self.setups[event.model]
                 setup.step_faults[setup.steps + 1] = "hang"
             case "stop" if process and process.engine is not None:  # nothing watches a load
+                process.cause = process.cause or "stop"
                 process.stop()
                 self.loop.call_later(event.value, process.go_on)
             case "spawn":
@@ -385,6 +390,7 @@ class World:
         machine = self.machine
         machine.slowness, machine.spawn_errors = 1.0, 0
         for setup in self.setups.values():
+            setup.client_steps = setup.steps
             setup.step_faults.clear()
             setup.load_faults.clear()
         for process in machine.processes.values():
@@ -439,7 +445,11 @@ class World:
     def _note_state(self, supervisor: Supervisor) -> None:
         self.note(f"{supervisor.name} is {supervisor.state}")
         if supervisor.state == "failed" and supervisor.info is not None:
-            check_failed_state(self, supervisor)
+            try:
+                check_failed_state(self, supervisor)
+            except BrokenRuleError as error:  # the supervision would take it for its own
+                self.loop.failures.append(str(error))
+                self.loop.stop()
             self.failed_at.append((supervisor.name, self.loop.time()))
 
     def _note_death(self, process: VirtualProcess, death: Death) -> None:
@@ -511,7 +521,7 @@ def _clear_up(world: World) -> None:
             process.exited = -9
             try:
                 process.greenlet.throw(ProcessKilled(9))
-            except BaseException:  # noqa: BLE001, S110 - it is thrown away
+            except BaseException:  # noqa: BLE001 - it is thrown away
                 pass
     tasks = asyncio.all_tasks(world.loop)
     for task in tasks:
