@@ -78,6 +78,7 @@ class StepFaults:
     def execute(self, plan: StepPlan) -> StepResult:
         setup, process, machine = self.setup, self.process, self.machine
         setup.steps += 1
+        process.engine.rules.check_plan(plan)
         fault = setup.step_faults.get(setup.steps, "")
         if any(
             POISON in r.request.prompt_ids and r.request.num_output >= setup.poison_after for r in plan.rows
@@ -214,6 +215,21 @@ class StepRules:
             self._check_shares()
         if not scheduler.has_work and not self._engine._launched and scheduler.pool.num_used:
             raise BrokenRuleError(f"{scheduler.pool.num_used} blocks are leaked")
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """A step computes no more tokens than its budget; admission leaves blocks free for those that run."""
+        sizes, scheduler = self._sizes, self._engine.scheduler
+        if sizes.get("batching", "continuous") == "static":
+            return
+        tokens = sum(row.num_tokens - len(row.drafts) for row in plan.rows)
+        budget = -(-sizes["token_budget"] // sizes.get("stages", 1))
+        if tokens > budget and sizes["chunked_prefill"]:
+            raise BrokenRuleError(f"{tokens} tokens in a step, allowed are {budget}")
+        admitted = [r for r in self._waited.values() if r.request_id in scheduler._running]
+        free = int(sizes["watermark"] * sizes["num_blocks"])
+        pool = scheduler.pool
+        if len(scheduler._running) > len(admitted) > 0 and pool.num_available < free:
+            raise BrokenRuleError(f"admission left {pool.num_available} blocks, the watermark is {free}")
 
     def _check_order(self) -> None:
         """First admissions of a flow are in the order of arrival."""

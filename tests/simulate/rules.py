@@ -1,6 +1,7 @@
 """The pass rule: what must hold after a run, and which faults justify which refusal."""
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,9 +123,19 @@ def _load_failed(world: "World") -> bool:
     return any(death.cause.startswith(("load", "spawn", "kill", "oom")) for death in world.machine.deaths)
 
 
+def check_room(world: "World", request: Any, before: int, own: int) -> None:
+    """The queue is bounded: a request beyond its end is taken only into a place of its caller's own."""
+    scenario, sizes = world.scenario, world.setups[request.model].sizes
+    room = sizes["max_running"] + scenario.queue_limit
+    if before + request.n > room and own + request.n > min(scenario.queue_per_key, room // 2):
+        raise BrokenRuleError(f"{request.id} was taken although {before} requests are open, {own} of its own")
+
+
 def check_failed_state(world: "World", supervisor: "Supervisor") -> None:
     """A model is given up after as many deaths in a minute as allowed, or when its next start fails."""
     now, limits = world.loop.time(), supervisor._options.deaths
+    if world.scenario.weather == "poison":
+        raise BrokenRuleError(f"{supervisor.name} is given up because of requests that kill")
     if any(name == supervisor.name for name, _ in world.failed_at):
         return
     recent = [
@@ -221,8 +232,36 @@ def check_records(world: "World") -> None:
         count = sum(map(len, outcome.tokens.values()))
         if row.output_tokens != count:
             raise BrokenRuleError(f"{name}: {row.output_tokens} tokens in the request log, sent were {count}")
+        _check_resumes(world, outcome, row.resumes)
     if rows:
         raise BrokenRuleError(f"rows of nobody: {list(rows)}")
+
+
+def _check_resumes(world: "World", outcome: "Outcome", resumes: int) -> None:
+    times, request = outcome.token_times, outcome.request
+    deaths = [death for death in world.machine.deaths if death.name == request.model]
+    if resumes > len(deaths):
+        raise BrokenRuleError(f"{request.id} was resumed {resumes} times, {len(deaths)} engines died")
+    spanned = [death for death in deaths if times and times[0] < death.at < times[-1] - 1.0]
+    if spanned and not resumes and request.n == 1 and not request.read_pause:
+        raise BrokenRuleError(f"{request.id} does not count as resumed")
+
+
+NOTICE_S = 4 * 2.5 + 2.5 + 2.5
+"""Seconds within which a dead hang is noticed: four silent ticks, the one before them, the one it fell in."""
+
+
+def check_kills(world: "World") -> None:
+    """The daemon kills only engines that do not answer, soon where they stand still, and those it unloads."""
+    for at, _, text in world.log:
+        if found := re.match(r"engine (\S+): no answer for (\d+) s", text):
+            name, seconds = found[1], float(found[2])
+            dead = [d for d in world.machine.deaths if d.name == name and abs(d.at - at) < EPSILON]
+            cause = dead[0].cause.removeprefix("poison ") if dead else ""
+            if cause not in {"hang", "spin", "stop", "garble"} and seconds < 299:
+                raise BrokenRuleError(f"{name} was killed although it computed: {text}")
+            if cause == "hang" and seconds > NOTICE_S and not world.fault_kinds & {"slow", "starve"}:
+                raise BrokenRuleError(f"{name} hung for {seconds} s before it was killed")
 
 
 def check_log(world: "World") -> None:

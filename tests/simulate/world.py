@@ -39,7 +39,7 @@ from llmbox.engine.sampling_params import SamplingParams
 
 from .engine import BrokenRuleError, run_engine
 from .machine import Death, Machine, ProcessKilled, VirtualProcess
-from .rules import check_after, check_failed_state, check_log, check_outcomes, check_records, check_rest
+from .rules import check_after, check_failed_state, check_kills, check_log, check_outcomes, check_records, check_rest, check_room
 from .scenario import MODEL_BYTES, MachineEvent, RequestSetup, Scenario, draw_scenario
 from .virtual_loop import StuckError, VirtualClock, VirtualLoop
 
@@ -65,6 +65,7 @@ class Outcome:
     open_choices: int = 0
     """Choices of all requests that were open or had a place when this one was refused."""
     prompt_logprobs: list[int] | None = None
+    token_times: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -123,6 +124,7 @@ class World:
         self.blames_nobody = scenario.blames_nobody
         self.broken = ""
         self.fault_kinds = {kind for setup in scenario.models for kind in setup.step_faults.values()}
+        self.fault_kinds |= {event.kind for event in scenario.events}
         self.opened: dict[str, OpenRequest] = {}
         self.reserved: dict[str, RequestSetup] = {}
         """Requests that have a place in a queue and are not submitted yet."""
@@ -237,6 +239,7 @@ class World:
         """Judge what clients got, once everything has ended."""
         check_outcomes(self)
         check_records(self)
+        check_kills(self)
         check_log(self)
 
     async def _client(self, request: RequestSetup) -> None:
@@ -292,9 +295,11 @@ class World:
             if request.is_revoked_at is None
             else lambda: self.loop.time() < now + request.is_revoked_at,
         )
-        outcome.open_choices = self.count_open(request.model)
+        outcome.open_choices = before = self.count_open(request.model)
+        own = self.count_open(request.model, request.tenant)
         with self.gateway.open(generation) as opened:
             outcome.is_open = True
+            check_room(self, request, before, own)
             self.opened[request.id] = opened
             async with aclosing(opened.deltas()) as deltas:
                 count = 0
@@ -318,19 +323,25 @@ class World:
             if outcome.prompt_logprobs is not None and outcome.request.n == 1:
                 raise BrokenRuleError(f"{outcome.request.id}: prompt logprobs came twice")
             outcome.prompt_logprobs = [each.token_id for each in delta.prompt_logprobs[1:]]
+        if delta.token_ids:
+            outcome.token_times.append(self.loop.time())
         if delta.finish_reason is not None:
             outcome.reasons[index] = delta.finish_reason
         self.note(f"{outcome.request.id} {index} {delta.token_ids}")
 
-    def count_open(self, name: str) -> int:
+    def count_open(self, name: str, tenant: str | None = None) -> int:
         """Choices that are open, or have a place: counted beside the product's own counters."""
         streams = [
             sequence.stream
             for opened in self.opened.values()
             for sequence in opened.sequences
-            if opened.generation.model.name == name
+            if opened.generation.model.name == name and tenant in {None, opened.generation.tenant}
         ]
-        held = sum(request.n for request in self.reserved.values() if request.model == name)
+        held = sum(
+            request.n
+            for request in self.reserved.values()
+            if request.model == name and tenant in {None, request.tenant}
+        )
         return sum(not stream.finished for stream in streams) + held
 
     async def _play_events(self) -> None:
