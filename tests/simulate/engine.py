@@ -23,7 +23,8 @@ from llmbox.engine.process import engine_main
 from support.fake_runner import FakeOverlappingRunner, FakeRunner, RunnerError
 from support.scheduling import INFO, make_scheduler
 
-from .machine import EngineSocket, Machine, VirtualProcess
+from .machine import Machine, VirtualProcess
+from .streams import EngineSocket
 
 POISON = 60
 """Token of prompts that bring the engine down; no model draws it."""

@@ -13,14 +13,15 @@ from .engine import BrokenRuleError
 if TYPE_CHECKING:
     from llmbox.app.engines.supervisor import Supervisor
 
-    from .world import Outcome, World
+    from .clients import Outcome
+    from .world import World
 
 EPSILON = 1e-6
 
 
 def check_outcomes(world: "World") -> None:
     """Each request has one end: its undisturbed tokens, or an error that a fault justifies."""
-    for outcome in world.outcomes.values():
+    for outcome in world.clients.outcomes.values():
         name = outcome.request.id
         if not outcome.status:
             raise BrokenRuleError(f"{name} got no answer")
@@ -218,7 +219,7 @@ def check_records(world: "World") -> None:
         item = queue.get_nowait()
         if isinstance(item, tuple):
             rows.setdefault(item[0].id, []).append(item[0])
-    for outcome in world.outcomes.values():
+    for outcome in world.clients.outcomes.values():
         name = outcome.request.id
         found = rows.pop(name, [])
         if len(found) > 1 or (outcome.is_open and not found):

@@ -17,7 +17,8 @@ from collections import Counter
 from support.results import renew
 
 from .scenario import WEATHERS, draw_scenario
-from .world import SimulationReport, World, simulate
+from .simulation import SimulationReport, simulate
+from .world import World
 
 _EVERY = 1000
 """Seeds between two lines of progress."""
@@ -93,8 +94,8 @@ def run_many(options: argparse.Namespace) -> tuple[list[str], int]:
         f"{seeds} seeds ({_counted(weathers)})",
         f"{reports['requests']} requests: {_counted(outcomes)}",
         f"{reports['deaths']} engines died; {virtual:.3g} virtual seconds",
-        f"{wall:.0f} s, {used:.0f} s of a processor: {seeds / used:.0f} seeds a second of it, "
-        f"{virtual / wall:.0f} times as fast as the clock",
+        f"{wall:.0f} s, {used:.0f} s of a processor",
+        f"each second of a processor: {seeds / used:.0f} seeds, {virtual / used:.0f} virtual seconds",
         f"{reports['broken']} broken" if reports["broken"] else "the pass rule held in all",
     ]
     print("\n".join(lines), flush=True)

@@ -13,7 +13,7 @@ from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.sampling_params import SamplingParams
 from simulate.engine import POISON, ModelSetup
 from simulate.scenario import WEATHERS, MachineEvent, RequestSetup, Scenario, draw_scenario
-from simulate.world import simulate
+from simulate.simulation import simulate
 from support.lanes import examples
 
 SEEDS = examples(60)
@@ -71,7 +71,7 @@ def test_a_seed_is_one_run_bit_for_bit():
 @pytest.mark.process
 def test_a_seed_is_the_same_run_in_another_process():
     """Whatever the order of its sets."""
-    script = "from simulate.world import simulate; print([simulate(s).digest for s in range(100, 104)])"
+    script = "from simulate.simulation import simulate; print([simulate(s).digest for s in range(100, 104)])"
     here = [simulate(seed).digest for seed in range(100, 104)]
     tests = Path(__file__).parents[1]
     env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": f"{tests.parent / 'packaging/tree'}:{tests}"}
@@ -107,7 +107,7 @@ def test_requests_that_kill_their_engine_fail_alone(kind):
 
 
 def test_suspects_that_have_left_hold_nobody_back():
-    """Seed 3741: after two crashes whose suspects had all left, the next engine was sent no request at all."""
+    """Seed 3741: after two crashes whose suspects had all left, the next engine was sent no request."""
     model = make_model(step_seconds=0.5, step_faults={3: "raise", 6: "hang"})
     requests = [make_request(0, max_tokens=30, leaves_at=6.0), make_request(1, max_tokens=30, leaves_at=8.2)]
     oom = MachineEvent(at=8.0, kind="oom", model="m0")

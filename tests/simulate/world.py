@@ -1,18 +1,18 @@
-"""One simulated run: the daemon's parts as they are, in virtual time, with clients and faults of a scenario."""
+"""World of one simulated run: the daemon's parts as they are, clients, and faults at their times."""
 
 import asyncio
 import logging
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, aclosing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 from llmbox.app.config.settings import Settings
@@ -25,8 +25,6 @@ from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
 from llmbox.app.gateway.gateway import Gateway
-from llmbox.app.gateway.generation import Generation
-from llmbox.app.gateway.open_request import OpenRequest
 from llmbox.app.metrics.metrics import Metrics
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Registry
@@ -35,59 +33,31 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import client, engine_channel
 from llmbox.engine.ipc import spawn as spawn_module
 from llmbox.engine.process import engine_main
-from llmbox.engine.sampling_params import SamplingParams
 
+from .clients import Clients
 from .engine import BrokenRuleError, run_engine
-from .machine import Death, Machine, ProcessKilled, VirtualProcess
-from .rules import check_after, check_failed_state, check_kills, check_log, check_outcomes, check_records, check_rest, check_room
-from .scenario import MODEL_BYTES, MachineEvent, RequestSetup, Scenario, draw_scenario
-from .virtual_loop import StuckError, VirtualClock, VirtualLoop
+from .machine import Death, Machine, VirtualProcess
+from .rules import (
+    check_after,
+    check_failed_state,
+    check_kills,
+    check_log,
+    check_outcomes,
+    check_records,
+    check_rest,
+)
+from .scenario import MODEL_BYTES, MachineEvent, Scenario
+from .virtual_loop import VirtualClock, VirtualLoop
 
 PATIENCE = 40_000.0
 """Virtual seconds within which everything must have ended."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a client got."""
-
-    request: RequestSetup
-    arrived: float = 0.0
-    status: str = ""
-    """`done`, `left` or `error`; empty: nothing."""
-    error: ApiError | None = None
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    text: dict[int, str] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
-    ended: float = 0.0
-    is_open: bool = False
-    """The gateway took it."""
-    open_choices: int = 0
-    """Choices of all requests that were open or had a place when this one was refused."""
-    prompt_logprobs: list[int] | None = None
-    token_times: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class SimulationReport:
-    """Result of one run."""
-
-    seed: int
-    weather: str
-    broken: str
-    """Rule that does not hold; empty if all do."""
-    digest: str
-    virtual_s: float
-    requests: int
-    deaths: int
-    outcomes: dict[str, int]
 
 
 class StubText:
     """Text side of a model: each token is one letter."""
 
     warnings = ()
-    generation_defaults: dict[str, float] = {}
+    generation_defaults: ClassVar[dict[str, float]] = {}
 
     def beside_embedding(self, _: int) -> "StubText":
         return self
@@ -114,7 +84,7 @@ class World:
         self.machine.on_death = self._note_death
         self.log: list[tuple[float, int, str]] = []
         self.trace = sha256()
-        self.outcomes = {request.id: Outcome(request) for request in scenario.requests}
+        self.clients = Clients(self)
         self.cancelled: set[str] = set()
         self.unloads = 0
         self.must_be_logged: list[tuple[str, Death, Supervisor]] = []
@@ -125,9 +95,6 @@ class World:
         self.broken = ""
         self.fault_kinds = {kind for setup in scenario.models for kind in setup.step_faults.values()}
         self.fault_kinds |= {event.kind for event in scenario.events}
-        self.opened: dict[str, OpenRequest] = {}
-        self.reserved: dict[str, RequestSetup] = {}
-        """Requests that have a place in a queue and are not submitted yet."""
 
     # ------------------------------------------------------------------ set-up
 
@@ -215,7 +182,7 @@ class World:
                 self.residency.keep(model, ttl=scenario.ttl)
         self.note("ready")
         self.start = self.loop.time()
-        clients = [asyncio.create_task(self._client(request)) for request in scenario.requests]
+        clients = [asyncio.create_task(self.clients.ask(request)) for request in scenario.requests]
         events = asyncio.create_task(self._play_events())
         async with asyncio.timeout(PATIENCE):
             await asyncio.gather(*clients)
@@ -223,9 +190,9 @@ class World:
         await asyncio.wait({events})
         self._end_faults()
         if not self.is_closing:
-            while self.engines.loading():
+            while self.engines.loading():  # noqa: ASYNC110 - time is virtual
                 await asyncio.sleep(1.0)
-            await self._ask_control()
+            await self.clients.ask_control()
             await asyncio.sleep(5.0)
             check_rest(self)
             if scenario.ttl is not None:
@@ -241,108 +208,6 @@ class World:
         check_records(self)
         check_kills(self)
         check_log(self)
-
-    async def _client(self, request: RequestSetup) -> None:
-        await asyncio.sleep(request.at)
-        outcome = self.outcomes[request.id]
-        outcome.arrived = self.loop.time()
-        task = asyncio.create_task(self._serve(request, outcome))
-        timer = None
-        if request.leaves_at is not None:
-            timer = self.loop.call_later(request.leaves_at, task.cancel)
-        try:
-            await asyncio.wait({task})
-            if task.cancelled():
-                outcome.status = "left"
-            elif (error := task.exception()) is not None:
-                if not isinstance(error, ApiError):
-                    raise BrokenRuleError(f"{request.id} ends with {error!r}") from error
-                outcome.status, outcome.error = "error", error
-        finally:
-            outcome.ended = self.loop.time()
-            if timer is not None:
-                timer.cancel()
-        told = "" if outcome.error is None else outcome.error.code
-        self.note(f"{request.id} {outcome.status} {told} {outcome.tokens} {outcome.reasons}")
-
-    async def _serve(self, request: RequestSetup, outcome: Outcome) -> None:
-        """One request as a route handles it: model, place in the queue, prompt, submission, stream."""
-        now = self.loop.time()
-        model = await self.residency.find(request.model)
-        outcome.open_choices = self.count_open(request.model)
-        reservation = model.supervisor.reserve(request.n, request.tenant)
-        self.reserved[request.id] = request
-        try:
-            await asyncio.sleep(request.preparing)
-        finally:
-            del self.reserved[request.id]
-        generation = Generation(
-            id=request.id,
-            endpoint="/v1/completions",
-            model=model,
-            prompts=[request.prompt],
-            params=request.params,
-            max_tokens=request.max_tokens,
-            n=request.n,
-            priority=request.priority,
-            tenant=request.tenant,
-            cache_salt=request.salt,
-            stream=True,
-            reservation=reservation,
-            finish_by=None if request.finish_after is None else now + request.finish_after,
-            first_token_by=None if request.first_token_after is None else now + request.first_token_after,
-            still_authorized=None
-            if request.is_revoked_at is None
-            else lambda: self.loop.time() < now + request.is_revoked_at,
-        )
-        outcome.open_choices = before = self.count_open(request.model)
-        own = self.count_open(request.model, request.tenant)
-        with self.gateway.open(generation) as opened:
-            outcome.is_open = True
-            check_room(self, request, before, own)
-            self.opened[request.id] = opened
-            async with aclosing(opened.deltas()) as deltas:
-                count = 0
-                async for delta in deltas:
-                    self._take(outcome, delta)
-                    count += 1
-                    if request.leaves_after is not None and count > request.leaves_after:
-                        outcome.status = "left"
-                        return
-                    if request.read_pause:
-                        await asyncio.sleep(request.read_pause)
-        outcome.status = "done"
-
-    def _take(self, outcome: Outcome, delta: Any) -> None:
-        index = delta.index
-        if index in outcome.reasons:
-            raise BrokenRuleError(f"{outcome.request.id}: a delta after the last one of choice {index}")
-        outcome.tokens.setdefault(index, []).extend(delta.token_ids)
-        outcome.text[index] = outcome.text.get(index, "") + delta.text
-        if delta.prompt_logprobs is not None:
-            if outcome.prompt_logprobs is not None and outcome.request.n == 1:
-                raise BrokenRuleError(f"{outcome.request.id}: prompt logprobs came twice")
-            outcome.prompt_logprobs = [each.token_id for each in delta.prompt_logprobs[1:]]
-        if delta.token_ids:
-            outcome.token_times.append(self.loop.time())
-        if delta.finish_reason is not None:
-            outcome.reasons[index] = delta.finish_reason
-        self.note(f"{outcome.request.id} {index} {delta.token_ids}")
-
-    def count_open(self, name: str, tenant: str | None = None) -> int:
-        """Choices that are open, or have a place: counted beside the product's own counters."""
-        streams = [
-            sequence.stream
-            for opened in self.opened.values()
-            for sequence in opened.sequences
-            if opened.generation.model.name == name and tenant in {None, opened.generation.tenant}
-        ]
-        held = sum(
-            request.n
-            for request in self.reserved.values()
-            if request.model == name and tenant in {None, request.tenant}
-        )
-        return sum(not stream.finished for stream in streams) + held
 
     async def _play_events(self) -> None:
         for event in self.scenario.events:
@@ -406,26 +271,6 @@ class World:
             setup.load_faults.clear()
         for process in machine.processes.values():
             process.go_on()
-
-    async def _ask_control(self) -> None:
-        """Ask each model that is in memory once more: whatever happened to it, it answers."""
-        for model in list(self.engines.models()):
-            for number in range(60):
-                request = RequestSetup(
-                    id=f"control-{model.name}-{number}",
-                    model=model.name,
-                    at=0.0,
-                    prompt=[1, 2, 3, 1],
-                    params=SamplingParams(max_tokens=0, seed=5),
-                    max_tokens=4,
-                )
-                outcome = self.outcomes[request.id] = Outcome(request, self.loop.time())
-                await self._client(request)
-                if outcome.status == "done":
-                    break
-                await asyncio.sleep(30.0)
-            else:
-                raise BrokenRuleError(f"{model.name} answers no more: {outcome.error}")
 
     async def _close(self) -> None:
         self.is_closing = True
@@ -491,54 +336,3 @@ def folder() -> Path:
 @cache
 def metrics() -> Metrics:
     return Metrics()
-
-
-def simulate(seed: int, scenario: Scenario | None = None) -> SimulationReport:
-    """Run one seed. Never raises for a broken rule: the report says which."""
-    scenario = scenario or draw_scenario(seed)
-    world = World(scenario)
-    broken = ""
-    with world.patched():
-        try:
-            world.loop.run_until_complete(world.run())
-            world.finish()
-        except (BrokenRuleError, StuckError, TimeoutError) as error:
-            broken = f"{type(error).__name__}: {error}"
-        except RuntimeError:
-            if not world.loop.failures:
-                raise
-        world.broken = broken = "; ".join([*world.loop.failures, *filter(None, [broken])])
-        _clear_up(world)
-    counts: dict[str, int] = {}
-    for outcome in world.outcomes.values():
-        told = outcome.error.code if outcome.error is not None else outcome.status
-        counts[told or ""] = counts.get(told or "", 0) + 1
-    return SimulationReport(
-        seed=seed,
-        weather=scenario.weather,
-        broken=broken,
-        digest=world.trace.hexdigest(),
-        virtual_s=world.loop.time() - 1000.0,
-        requests=len(world.outcomes),
-        deaths=sum(bool(death.cause) for death in world.machine.deaths),
-        outcomes=counts,
-    )
-
-
-def _clear_up(world: World) -> None:
-    """End processes and tasks that a broken run has left."""
-    for process in world.machine.processes.values():
-        if process.greenlet and process.exited is None:
-            process.exited = -9
-            try:
-                process.greenlet.throw(ProcessKilled(9))
-            except BaseException:  # noqa: BLE001 - it is thrown away
-                pass
-    tasks = asyncio.all_tasks(world.loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        world.loop.set_exception_handler(lambda *_: None)
-        with suppress(StuckError):
-            world.loop.run_until_complete(asyncio.wait(tasks))
-    world.loop.close()

@@ -126,9 +126,7 @@ class Explorer:
             expected = expected_output(request.cache_namespace, request.prompt_ids, request.params)
             assert answer.token_ids == expected[: len(answer.token_ids)], f"{name} got {answer.token_ids}"
             assert (
-                name in scheduler._requests
-                or answer.finish_reason == "abort"
-                or answer.token_ids == expected
+                name in scheduler._requests or answer.finish_reason == "abort" or answer.token_ids == expected
             ), f"{name} ended early"
         if not scheduler.has_work:
             assert scheduler.pool.num_used == 0, "a block is leaked"

@@ -246,3 +246,24 @@ def test_forks_share_their_callers_flow():
     while scheduler.has_work:
         step(scheduler)
     assert list(scheduler._flows.bands) == []
+
+
+def test_a_large_request_that_has_starved_is_overtaken_by_nobody():
+    """While better bands keep coming, the blocks that it needs would never be free at once."""
+    clock = Clock()
+    scheduler = make_scheduler(
+        num_blocks=8, max_running=4, token_budget=32, context=32, ageing_seconds=1.0, clock=clock, cache=False
+    )
+    large = make_request("large", 24, priority=1, max_tokens=8)
+    scheduler.add(make_request("first", 4, max_tokens=8))
+    step(scheduler)
+    scheduler.add(large)
+    for number in range(60):
+        clock.now += 0.5
+        for twin in "ab":
+            scheduler.add(make_request(f"small{number}{twin}", 6, max_tokens=3))
+        step(scheduler)
+        if large.scheduled_at is not None:
+            break
+    assert large.scheduled_at is not None
+    assert clock.now - large.arrived_at > 8.0, "it did not starve: the test says nothing"

@@ -60,9 +60,7 @@ def test_every_order_of_events_ends_every_request(count, aborts, preemptions, co
     assert found.longest <= 2 * tokens
 
 
-@pytest.mark.parametrize(
-    ("count", "aborts", "preemptions"), [(2, 1, 1), nightly(3, 1, 0), nightly(3, 1, 1)]
-)
+@pytest.mark.parametrize(("count", "aborts", "preemptions"), [(2, 1, 1), nightly(3, 1, 0), nightly(3, 1, 1)])
 def test_every_order_of_events_of_forks(count, aborts, preemptions):
     asked = requests(count, forks=True)
     found = Explorer(
