@@ -224,10 +224,10 @@ class StepRules:
             return
         tokens = sum(row.num_tokens - len(row.drafts) for row in plan.rows)
         budget = -(-sizes["token_budget"] // sizes.get("stages", 1))
-        if tokens > budget and sizes["chunked_prefill"]:
+        if tokens > budget and sizes.get("chunked_prefill", True):
             raise BrokenRuleError(f"{tokens} tokens in a step, allowed are {budget}")
         admitted = [r for r in self._waited.values() if r.request_id in scheduler._running]
-        free = int(sizes["watermark"] * sizes["num_blocks"])
+        free = int(sizes.get("watermark", 0.0) * sizes["num_blocks"])
         pool = scheduler.pool
         if len(scheduler._running) > len(admitted) > 0 and pool.num_available < free:
             raise BrokenRuleError(f"admission left {pool.num_available} blocks, the watermark is {free}")

@@ -103,6 +103,32 @@ def test_requests_that_kill_their_engine_fail_alone(kind):
     assert (report.broken, report.outcomes) == ("", {"done": 6, "engine_error": 2})
 
 
+def test_a_wall_clock_that_jumps_changes_nothing():
+    def answers(jumps):
+        requests = [make_request(n, at=0.5 * n, max_tokens=20, finish_after=60.0) for n in range(4)]
+        events = [MachineEvent(at=at, kind="jump", value=by) for at, by in jumps]
+        return run(requests, events, model=make_model(step_seconds=0.2), ttl=30.0)
+
+    jumps = [(0.3, 1e7), (0.9, -2e7), (1.4, 3600.0), (2.2, -1.0)]
+    still, jumping = answers([]), answers(jumps)
+    assert (jumping.broken, jumping.outcomes) == ("", {"done": 5})
+    assert jumping.virtual_s == still.virtual_s
+
+
+def test_an_engine_with_hardly_any_processor_time_is_given_time():
+    """For a minute everything takes 200 times as long: streams are slow, and no engine is killed."""
+    starve = MachineEvent(at=0.05, kind="starve", value=60.0)
+    report = run([make_request(number) for number in range(6)], [starve])
+    assert (report.broken, report.outcomes, report.deaths) == ("", {"done": 7}, 0)
+
+
+def test_a_load_that_fails_on_the_way_back_is_tried_again():
+    """The memory does not suffice, the process cannot be started, the load raises or is killed."""
+    model = make_model(step_faults={3: "oom"}, load_faults={2: "fit", 3: "raise", 4: "kill"})
+    report = run([make_request(number) for number in range(3)], model=model)
+    assert (report.broken, report.outcomes, report.deaths) == ("", {"done": 4}, 4)
+
+
 # ---------------------------------------------------------------------- what the simulator has found
 
 
