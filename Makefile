@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help up down test test-fast test-installed newcomer test-clients test-ray check format docs metrics screenshots pictures bench soak fuzz fuzz-streams nightly gpu-check gpu-compile bench-peers release clean
+.PHONY: help up down test test-fast test-installed newcomer test-clients test-ray check format docs metrics screenshots pictures bench soak fuzz fuzz-streams simulate mutate nightly gpu-check gpu-compile bench-peers release clean
 up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
@@ -88,6 +88,13 @@ fuzz: .venv/dev ## random input for every parser; ARGS="--seconds 3600"
 
 fuzz-streams: .venv/dev ## random answers in every output format, in any pieces; ARGS="--streams 1000000"
 	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m fuzz.output_streams $(ARGS)
+
+# The whole daemon in virtual time: a seed is a run. ARGS="--seed N" prints one; results: docs/reliability.md.
+simulate: .venv/dev ## the daemon in virtual time, accidents by seed; ARGS="--seeds 100000"
+	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m simulate.run $(ARGS)
+
+mutate: .venv/dev ## plant small mistakes; the simulator or a test must notice each
+	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m simulate.mutate $(ARGS)
 
 # PEERS says what is installed where: PEERS="--model DIR --vllm PYTHON --llama BIN --gguf DIR".
 bench-peers: .venv/dev ## the same load on vLLM and llama.cpp; PEERS says where they are

@@ -23,6 +23,7 @@ from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.planning.estimator import show_bytes
 
 from ..config.settings import Settings
+from ..engines.admission import draining
 from ..engines.eviction import (
     AllocationFailure,
     Place,
@@ -147,7 +148,7 @@ class ModelScheduler:
         """Load the model if needed. Returns the name to look it up by, which may still not be found."""
         real = self.real_name(name)
         if (loading := self._wanted.get(real)) is not None:
-            await asyncio.shield(loading)
+            await _wait_for(loading)
         if self._engines.knows(real):
             return real
         load_on_request = self._deps.settings().memory.load_on_request
@@ -182,7 +183,7 @@ class ModelScheduler:
             loading = asyncio.create_task(load(), name=f"request loads {name}")
             self._wanted[name] = loading
             loading.add_done_callback(lambda task: self._loaded(name, task))
-        await asyncio.shield(loading)
+        await _wait_for(loading)
         return name
 
     async def _load(self, ref: ModelRef) -> LoadedModel:
@@ -266,10 +267,13 @@ class ModelScheduler:
         `on_request`: evict only models that requests loaded.
         """
         try:
-            return await self._admit(config, on_request=on_request)
+            admitted = await self._admit(config, on_request=on_request)
         except ApiError as error:
             self._events.publish("model.refused", {"model": config.name, "cause": error.message})
             raise
+        # A model that was given up has no time to live until it is started again, which is now.
+        asyncio.get_running_loop().call_soon(self._arm)
+        return admitted
 
     async def _admit(self, config: EngineConfig, *, on_request: bool) -> EngineConfig:
         async with self._admitting:
@@ -374,3 +378,14 @@ class ModelScheduler:
             await asyncio.wait(tasks)
         if self._timer is not None:
             self._timer.cancel()
+
+
+async def _wait_for(loading: "asyncio.Task[LoadedModel]") -> None:
+    """Wait for a shared load. Raises ApiError, also where the end of the daemon ended it."""
+    try:
+        await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if loading.cancelled() and (task is None or not task.cancelling()):
+            raise draining() from None
+        raise

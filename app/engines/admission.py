@@ -28,7 +28,7 @@ def refuse_by_state(name: str, state: State, seconds_to_try: int | None = None) 
         case "failed":
             raise engine_failed(name, seconds_to_try)
         case "stopped":
-            raise _unavailable(f"{name} was unloaded.", "model_unloaded")
+            raise model_unloaded(name)
         case _:
             return
 
@@ -51,6 +51,11 @@ def model_loading(name: str) -> ApiError:
     error = _unavailable(f"{name} is still loading.", "model_loading")
     error.headers = {"Retry-After": str(_RETRY_LOADING)}
     return error
+
+
+def model_unloaded(name: str) -> ApiError:
+    """Error 503 of a model that was unloaded while somebody waited for it."""
+    return _unavailable(f"{name} was unloaded.", "model_unloaded")
 
 
 def draining() -> ApiError:

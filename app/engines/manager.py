@@ -14,7 +14,14 @@ from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
 from ..errors import ApiError
 from ..text.tokenizer.text_cache import TextCache
 from ..text.tokenizer.tokenizer import TextModel, load_model_text
-from .admission import draining, load_failed, model_loading, model_not_found, require_same
+from .admission import (
+    draining,
+    load_failed,
+    model_loading,
+    model_not_found,
+    model_unloaded,
+    require_same,
+)
 from .engine_process import PrewarmedProcess
 from .loaded_model import LoadedModel, ModelReadiness, Readiness, judge_readiness
 from .restart_policy import RestartLimits, WatchLimits
@@ -177,7 +184,8 @@ class EngineManager:
         except asyncio.CancelledError:
             await supervisor.stop()
             self._texts.release(path)
-            raise
+            # Those who wait for this load have not left: a cancellation would end them without an answer.
+            raise model_unloaded(config.name) from None
         finally:
             del self._loading[config.name]
         now = time.time()
@@ -213,6 +221,8 @@ class EngineManager:
     async def _cancel_load(self, loading: _Loading) -> None:
         loading.task.cancel()
         await asyncio.wait({loading.task})
+        if self._loading.get(loading.config.name) is loading:  # it was cancelled before its first step
+            del self._loading[loading.config.name]
 
     def _check_names(self, name: str, aliases: Iterable[str]) -> None:
         """Raise ApiError 409 if a name or alias already means another model."""

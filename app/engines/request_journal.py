@@ -255,8 +255,9 @@ class RequestJournal:
     # ------------------------------------------------------------------ engines come and go
 
     def engine_ready(self) -> None:
-        if self._open:
-            self._send_requests(self._detector.begin(list(self._open)))
+        # Also without open requests: those under suspicion may all have been cancelled, and their trial would
+        # hold back every later one.
+        self._send_requests(self._detector.begin(list(self._open)))
 
     def deliver_step(self, step: StepOutputs) -> None:
         """Deliver the outputs of a step, and learn from its time."""

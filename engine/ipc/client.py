@@ -119,6 +119,9 @@ class EngineClient:
         except TimeoutError:
             self.kill()
             return await self.wait()
+        except asyncio.CancelledError:
+            self.kill()  # nobody waits for a process that hangs any more
+            raise
 
     def _signal_group(self) -> None:
         if self._process is not None and self._process.returncode is None:

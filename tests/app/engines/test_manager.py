@@ -248,3 +248,25 @@ async def test_a_failed_engine_can_be_loaded_again(tmp_path):
         again = await manager.load(wanted)
         assert again is not model
         await model.supervisor.stop()
+
+
+async def test_who_waits_for_a_load_that_is_ended_gets_an_answer(tmp_path):
+    """It was cancelled with the load, as if its client had left."""
+    async with managing() as manager:
+        wanted = config(tmp_path, load_delay=60.0)
+        waiting = asyncio.create_task(manager.load(wanted))
+        await until(manager.loading)
+        await manager.unload("fake")
+        with pytest.raises(ApiError) as ended:
+            await waiting
+        assert (ended.value.status, ended.value.code) == (503, "model_unloaded")
+        assert not manager.knows("fake")
+
+
+async def test_a_load_that_is_ended_before_its_first_step_is_forgotten(tmp_path):
+    async with managing() as manager:
+        loading = manager.begin_load(config(tmp_path))
+        await manager.unload("fake")
+        assert loading.cancelled()
+        assert not manager.knows("fake")
+        await manager.load(config(tmp_path))

@@ -198,6 +198,22 @@ def test_a_picture_is_sent_once_for_all_its_requests():
     assert sent == [KeepImages(drop=[b"h"]), AbortRequest(request_id="r2")]
 
 
+def test_suspects_that_have_all_left_hold_nobody_back():
+    """They were still on trial for the next engine, which nobody could end: later requests waited on."""
+    sent: list[object] = []
+    journal = RequestJournal(sent.append, on_empty=list, on_finish=list)
+    streams = [journal.add(request(number), hand_over=True) for number in range(2)]
+    journal.engine_died(from_outside=False)
+    journal.engine_ready()
+    streams[0].cancel()  # the engine dies before it has confirmed that
+    journal.engine_died(from_outside=False)
+    streams[1].cancel()
+    journal.engine_ready()
+    sent.clear()
+    journal.add(request(2), hand_over=True)
+    assert [message.request_id for message in sent] == ["r2"]
+
+
 async def test_first_facts_are_told_once_even_across_a_death(tmp_path):
     async with supervised(tmp_path, step_delay=0.005, hold_at=200) as supervisor:
         params = SamplingParams(max_tokens=300, prompt_logprobs=1, logprobs=0)

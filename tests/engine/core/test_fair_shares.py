@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmbox.engine.core.fair_shares import LOWEST_BAND, Flows, band_of
 from llmbox.engine.core.preemption import MAX_DISPLACEMENTS
 from llmbox.engine.core.request_queue import LIFTED_TOKENS
 from llmbox.engine.core.scheduler import Scheduler
+from llmbox.engine.core.step import ScheduledRequest
 from support.clock import Clock
 from support.lanes import examples
 from support.scheduling import make_request, make_scheduler, play_model, step
@@ -246,3 +248,57 @@ def test_forks_share_their_callers_flow():
     while scheduler.has_work:
         step(scheduler)
     assert list(scheduler._flows.bands) == []
+
+
+def test_a_large_request_that_has_starved_is_overtaken_by_nobody():
+    """While better bands keep coming, the blocks that it needs would never be free at once."""
+    clock = Clock()
+    scheduler = make_scheduler(
+        num_blocks=8, max_running=4, token_budget=32, context=32, ageing_seconds=1.0, clock=clock, cache=False
+    )
+    large = make_request("large", 24, priority=1, max_tokens=8)
+    scheduler.add(make_request("first", 4, max_tokens=8))
+    step(scheduler)
+    scheduler.add(large)
+    for number in range(60):
+        clock.now += 0.5
+        for twin in "ab":
+            scheduler.add(make_request(f"small{number}{twin}", 6, max_tokens=3))
+        step(scheduler)
+        if large.scheduled_at is not None:
+            break
+    assert large.scheduled_at is not None
+    assert clock.now - large.arrived_at > 8.0, "it did not starve: the test says nothing"
+
+
+def entered(*tenants: str) -> tuple[Flows, list]:
+    flows, requests = Flows(), [make_request(tenant, 8, tenant=tenant) for tenant in tenants]
+    for request in requests:
+        flows.enter(request)
+    return flows, requests
+
+
+def test_who_leaves_for_a_moment_keeps_a_debt_and_who_was_away_has_no_credit():
+    flows, (ann, bob) = entered("ann", "bob")
+    flows.pay(ann, 100)
+    flows.leave(ann)
+    again = make_request("again", 8, tenant="ann")
+    flows.enter(again)
+    assert again.flow.tokens == 100
+    flows.pay(bob, 200)
+    late = make_request("late", 8, tenant="cat")
+    flows.enter(late)
+    assert late.flow.tokens == 100
+
+
+def test_tokens_are_charged_once_however_often_they_are_computed():
+    flows, (ann, _) = entered("ann", "bob")
+    for start, size in ((0, 5), (0, 5), (3, 5), (8, 1)):
+        flows.charge([ScheduledRequest(ann, start, size, samples=False)])
+    assert ann.flow.tokens == 9
+
+
+def test_priorities_beyond_the_last_bands_are_those():
+    priorities = (-1000, -LOWEST_BAND, -1, 0, LOWEST_BAND, 1000)
+    bands = [band_of(make_request(priority=priority)) for priority in priorities]
+    assert bands == [-LOWEST_BAND, -LOWEST_BAND, -1, 0, LOWEST_BAND, LOWEST_BAND]

@@ -1,125 +1,70 @@
-"""Every order of events of a few small requests, over scheduler and block pool as they are.
+"""Every order of events of up to four requests in up to six blocks (`support/exploration.py`).
 
-From each state that can be reached, each event is tried: a request arrives, one is aborted, one is preempted,
-a step runs. `check()` proves the bookkeeping after each event, and the fake runner proves what every slot
-holds. No leak: without requests no block is used. No deadlock: a step with work schedules rows. No
-starvation: from each state, steps alone end every request.
+No leak: without requests no block is used. No deadlock: a step with work schedules rows. No starvation: from
+each state, steps alone end every request, within a bound.
 """
 
 import pytest
 
-from support.fake_runner import expected_output
-from support.scheduling import FakeEngine, make_request
+from support.exploration import Explorer
+from support.lanes import nightly
+from support.scheduling import make_request
 
 PROMPTS = ([1, 1, 2], [1, 1, 3, 4, 5], [1, 1], [6, 7, 8, 9])
 """Prompts that share a block, and one that shares none."""
+TIGHT = {"num_blocks": 4, "max_running": 2, "token_budget": 2, "context": 8}
+ROOMY = {"num_blocks": 6, "max_running": 3, "token_budget": 3, "context": 8}
 
 
-def requests(count):
-    """The second is another caller's, the third is premium."""
+def requests(count, *, forks=False):
+    """The second is another caller's, the third is premium. `forks`: all are answers to one call."""
     return {
         f"r{n}": make_request(
-            f"r{n}", PROMPTS[n], max_tokens=2 + n % 2, tenant="b" if n == 1 else "", priority=-(n == 2)
+            f"r{n}",
+            PROMPTS[1] if forks else PROMPTS[n],
+            max_tokens=2 + n % 2,
+            tenant="b" if n == 1 and not forks else "",
+            priority=0 if forks else -(n == 2),
+            fork_of="r0" if forks and n else None,
+            seed=n,
         )
         for n in range(count)
     }
 
 
-def state_of(engine, aborts, preemptions):
-    """All that later events depend on."""
-    scheduler, pool = engine.scheduler, engine.scheduler.pool
-    present = tuple(
-        (
-            name,
-            name in scheduler._running,
-            request.num_computed,
-            request.num_output,
-            request.preemptions,
-            request.displacements,
-            request.num_charged,
-            request.num_protected,
-            tuple(request.block_table),
-        )
-        for name, request in scheduler._requests.items()
-    )
-    flows = tuple((band, tuple((f.tenant, f.tokens) for f in all_)) for band, all_ in scheduler._flows.bands)
-    index = tuple(sorted(pool._cache._hash_of.items()))
-    pools = tuple(pool._free), tuple(pool._cache.idle), index, tuple(scheduler._running)
-    added = frozenset(engine.answers)
-    return present, flows, pools, added, scheduler._was_express, aborts, preemptions
-
-
-def apply(engine, asked, event):
-    kind, name = event
-    if kind == "add":
-        engine.add(asked[name])
-    elif kind == "abort":
-        engine.abort(name)
-    elif kind == "preempt":
-        engine.scheduler.active.preempt(engine.scheduler._requests[name])
-    else:
-        before = len(engine.runner.plans)
-        engine.step()
-        assert len(engine.runner.plans) > before, "work is left, but no step was scheduled"
-    engine.scheduler.check()
-
-
-def explore(count, aborts, preemptions, **config):
-    """Visit every state; return their number."""
-    seen, after_step, done = set(), {}, set()
-    paths = [()]
-    while paths:
-        path = paths.pop()
-        asked = requests(count)
-        engine = FakeEngine(block_size=2, **config)
-        before = None
-        for event in path:
-            before = event == ("step", "") and state_of(engine, *left(path[:-1], aborts, preemptions))
-            apply(engine, asked, event)
-        aborts_left, preemptions_left = left(path, aborts, preemptions)
-        state = state_of(engine, aborts_left, preemptions_left)
-        if before:
-            after_step[before] = state
-        if state in seen:
-            continue
-        seen.add(state)
-        present = list(engine.scheduler._requests)
-        for name, answer in engine.answers.items():
-            expected = expected_output("", asked[name].prompt_ids, asked[name].params)
-            assert answer.token_ids == expected[: len(answer.token_ids)]
-            assert name in present or answer.finish_reason == "abort" or answer.token_ids == expected
-        if not present:
-            done.add(state)
-            assert engine.scheduler.pool.num_used == 0, "a block is leaked"
-        events = [("add", name) for name in asked if name not in engine.answers]
-        events += [("step", "")] if present else []
-        events += [("abort", name) for name in present] if aborts_left else []
-        if preemptions_left:
-            events += [("preempt", each.request_id) for each in engine.scheduler.active.preemptible()]
-        paths += [(*path, event) for event in events]
-    for state in seen:
-        walked = set()
-        while state not in done:
-            assert state not in walked, "steps go round without an end"
-            walked.add(state)
-            state = after_step[state]  # noqa: PLW2901 - the walk
-    return len(seen)
-
-
-def left(path, aborts, preemptions):
-    kinds = [kind for kind, _ in path]
-    return aborts - kinds.count("abort"), preemptions - kinds.count("preempt")
-
-
-TIGHT = {"num_blocks": 4, "max_running": 2, "token_budget": 2, "context": 8}
-
-
 @pytest.mark.parametrize(
     ("count", "aborts", "preemptions", "config"),
     [
-        (2, 1, 1, TIGHT),
+        (2, 2, 2, TIGHT),
         (2, 1, 1, {**TIGHT, "num_blocks": 5, "cache": False}),
+        (2, 1, 1, {**ROOMY, "chunked_prefill": False}),
+        (3, 0, 0, TIGHT),
+        (3, 0, 1, {**ROOMY, "token_budget": 8}),
+        nightly(3, 1, 1, TIGHT),
+        nightly(3, 1, 1, {**TIGHT, "cache": False}),
+        nightly(3, 1, 1, ROOMY),
+        nightly(3, 1, 1, {**ROOMY, "num_blocks": 5, "token_budget": 5, "watermark": 0.2}),
+        nightly(3, 1, 1, {**ROOMY, "chunked_prefill": False, "premium_share": 0.34}),
+        nightly(4, 0, 0, TIGHT),
+        nightly(4, 0, 1, {**ROOMY, "num_blocks": 5}),
+        nightly(4, 1, 1, ROOMY),
     ],
 )
 def test_every_order_of_events_ends_every_request(count, aborts, preemptions, config):
-    assert explore(count, aborts, preemptions, **config) > 100
+    asked = requests(count)
+    found = Explorer(asked, aborts=aborts, preemptions=preemptions, block_size=2, **config).run()
+    print(f"{found.states} states, {found.transitions} transitions, at most {found.longest} steps to the end")
+    assert found.states > 100
+    # Every step computes a token, and nothing is computed again more often than it is preempted.
+    tokens = sum(len(request.prompt_ids) + request.params.max_tokens for request in asked.values())
+    assert found.longest <= 2 * tokens
+
+
+@pytest.mark.parametrize(("count", "aborts", "preemptions"), [(2, 1, 1), nightly(3, 1, 0), nightly(3, 1, 1)])
+def test_every_order_of_events_of_forks(count, aborts, preemptions):
+    asked = requests(count, forks=True)
+    found = Explorer(
+        asked, aborts=aborts, preemptions=preemptions, block_size=2, **{**ROOMY, "context": 10}
+    ).run()
+    print(f"{found.states} states, {found.transitions} transitions, at most {found.longest} steps to the end")
+    assert found.states > 100

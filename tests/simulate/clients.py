@@ -1,0 +1,173 @@
+"""Clients of a simulated run: what each asks, how it behaves, and what it got."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llmbox.app.errors import ApiError
+from llmbox.app.gateway.generation import Delta, Generation
+from llmbox.app.gateway.open_request import OpenRequest
+from llmbox.engine.sampling_params import SamplingParams
+
+from .engine import BrokenRuleError
+from .rules import check_room
+from .scenario import RequestSetup
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a client got."""
+
+    request: RequestSetup
+    arrived: float = 0.0
+    status: str = ""
+    """`done`, `left` or `error`; empty: nothing."""
+    error: ApiError | None = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    ended: float = 0.0
+    is_open: bool = False
+    """The gateway took it."""
+    open_choices: int = 0
+    """Choices of all requests that were open or had a place when this one was refused."""
+    prompt_logprobs: list[int] | None = None
+    token_times: list[float] = field(default_factory=list)
+
+
+class Clients:
+    """Requests of a run, each in a task of its own."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._loop = world.loop
+        self.outcomes = {request.id: Outcome(request) for request in world.scenario.requests}
+        self._opened: dict[str, OpenRequest] = {}
+        self._reserved: dict[str, RequestSetup] = {}
+        """Requests that have a place in a queue and are not submitted yet."""
+
+    async def ask(self, request: RequestSetup) -> None:
+        await asyncio.sleep(request.at)
+        outcome = self.outcomes[request.id]
+        outcome.arrived = self._loop.time()
+        task = asyncio.create_task(self._serve(request, outcome))
+        timer = None
+        if request.leaves_at is not None:
+            timer = self._loop.call_later(request.leaves_at, task.cancel)
+        try:
+            await asyncio.wait({task})
+            if task.cancelled():
+                outcome.status = "left"
+            elif (error := task.exception()) is not None:
+                if not isinstance(error, ApiError):
+                    raise BrokenRuleError(f"{request.id} ends with {error!r}") from error
+                outcome.status, outcome.error = "error", error
+        finally:
+            outcome.ended = self._loop.time()
+            if timer is not None:
+                timer.cancel()
+        told = "" if outcome.error is None else outcome.error.code
+        self._world.note(f"{request.id} {outcome.status} {told} {outcome.tokens} {outcome.reasons}")
+
+    async def _serve(self, request: RequestSetup, outcome: Outcome) -> None:
+        """One request as a route handles it: model, place in the queue, prompt, submission, stream."""
+        now = self._loop.time()
+        model = await self._world.residency.find(request.model)
+        outcome.open_choices = self.count_open(request.model)
+        reservation = model.supervisor.reserve(request.n, request.tenant)
+        self._reserved[request.id] = request
+        try:
+            await asyncio.sleep(request.preparing)
+        finally:
+            del self._reserved[request.id]
+        generation = Generation(
+            id=request.id,
+            endpoint="/v1/completions",
+            model=model,
+            prompts=[request.prompt],
+            params=request.params,
+            max_tokens=request.max_tokens,
+            n=request.n,
+            priority=request.priority,
+            tenant=request.tenant,
+            cache_salt=request.salt,
+            stream=True,
+            reservation=reservation,
+            finish_by=None if request.finish_after is None else now + request.finish_after,
+            first_token_by=None if request.first_token_after is None else now + request.first_token_after,
+            still_authorized=None
+            if request.is_revoked_at is None
+            else lambda: self._loop.time() < now + request.is_revoked_at,
+        )
+        outcome.open_choices = before = self.count_open(request.model)
+        own = self.count_open(request.model, request.tenant)
+        with self._world.gateway.open(generation) as opened:
+            outcome.is_open = True
+            check_room(self._world, request, before, own)
+            self._opened[request.id] = opened
+            async with aclosing(opened.deltas()) as deltas:
+                count = 0
+                async for delta in deltas:
+                    self._take(outcome, delta)
+                    count += 1
+                    if request.leaves_after is not None and count > request.leaves_after:
+                        outcome.status = "left"
+                        return
+                    if request.read_pause:
+                        await asyncio.sleep(request.read_pause)
+        outcome.status = "done"
+
+    def _take(self, outcome: Outcome, delta: Delta) -> None:
+        index = delta.index
+        if index in outcome.reasons:
+            raise BrokenRuleError(f"{outcome.request.id}: a delta after the last one of choice {index}")
+        outcome.tokens.setdefault(index, []).extend(delta.token_ids)
+        outcome.text[index] = outcome.text.get(index, "") + delta.text
+        if delta.prompt_logprobs is not None:
+            if outcome.prompt_logprobs is not None and outcome.request.n == 1:
+                raise BrokenRuleError(f"{outcome.request.id}: prompt logprobs came twice")
+            outcome.prompt_logprobs = [each.token_id for each in delta.prompt_logprobs[1:]]
+        if delta.token_ids:
+            outcome.token_times.append(self._loop.time())
+        if delta.finish_reason is not None:
+            outcome.reasons[index] = delta.finish_reason
+        self._world.note(f"{outcome.request.id} {index} {delta.token_ids}")
+
+    def count_open(self, name: str, tenant: str | None = None) -> int:
+        """Choices that are open, or have a place: counted beside the product's own counters."""
+        streams = [
+            sequence.stream
+            for opened in self._opened.values()
+            for sequence in opened.sequences
+            if opened.generation.model.name == name and tenant in {None, opened.generation.tenant}
+        ]
+        held = sum(
+            request.n
+            for request in self._reserved.values()
+            if request.model == name and tenant in {None, request.tenant}
+        )
+        return sum(not stream.finished for stream in streams) + held
+
+    async def ask_control(self) -> None:
+        """Ask each model that is in memory once more: whatever happened to it, it answers."""
+        for model in list(self._world.engines.models()):
+            for number in range(60):
+                request = RequestSetup(
+                    id=f"control-{model.name}-{number}",
+                    model=model.name,
+                    at=0.0,
+                    prompt=[1, 2, 3, 1],
+                    params=SamplingParams(max_tokens=0, seed=5),
+                    max_tokens=4,
+                )
+                outcome = self.outcomes[request.id] = Outcome(request, self._loop.time())
+                await self.ask(request)
+                if outcome.status == "done":
+                    break
+                await asyncio.sleep(30.0)
+            else:
+                raise BrokenRuleError(f"{model.name} answers no more: {outcome.error}")

@@ -1,0 +1,331 @@
+"""Simulated engine process: the real main loop and engine core, over a runner that computes a pure function.
+
+Faults strike at numbered steps of a model, over all lives of its engine. `SimulatedEngine` checks the books
+and the bounds of fairness after every step.
+"""
+
+import signal
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.executor_interface import SyncExecutor
+from llmbox.engine.core.fair_shares import band_of
+from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.step import StepPlan, StepResult
+from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.ipc.engine_channel import Channel, DaemonGone
+from llmbox.engine.ipc.messages import ModelInfo, Progress, StepOutputs
+from llmbox.engine.process import engine_main
+from support.fake_runner import FakeOverlappingRunner, FakeRunner, RunnerError
+from support.scheduling import INFO, make_scheduler
+
+from .machine import Machine, VirtualProcess
+from .streams import EngineSocket
+
+POISON = 60
+"""Token of prompts that bring the engine down; no model draws it."""
+FOREVER = 1e9
+
+
+class BrokenRuleError(AssertionError):
+    """Pass rule that does not hold."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelSetup:
+    """One model: sizes of its engine, and its faults by the number of the step."""
+
+    name: str
+    sizes: dict[str, Any]
+    """Arguments of `make_scheduler`, with `depth` and `stages`."""
+    step_seconds: float = 0.01
+    load_seconds: float = 1.0
+    step_faults: dict[int, str] = field(default_factory=dict)
+    load_faults: dict[int, str] = field(default_factory=dict)
+    """By the number of the start."""
+    poison: str = "raise"
+    poison_after: int = 0
+    outbox_limit: int = 8 << 20
+    steps: int = 0
+    client_steps: int = 0
+    """Steps up to the end of the faults."""
+    starts: int = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        sizes = self.sizes
+        return replace(
+            INFO,
+            name=self.name,
+            context_window=sizes["context"],
+            block_size=sizes["block_size"],
+            num_blocks=sizes["num_blocks"],
+            max_running=sizes["max_running"],
+            weights_bytes=1000,
+        )
+
+
+class StepFaults:
+    """Mixin of a runner: takes time, and misbehaves as the seed says."""
+
+    setup: ModelSetup
+    process: VirtualProcess
+    machine: Machine
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        setup, process, machine = self.setup, self.process, self.machine
+        setup.steps += 1
+        process.engine.rules.check_plan(plan)
+        fault = setup.step_faults.get(setup.steps, "")
+        if any(
+            POISON in r.request.prompt_ids and r.request.num_output >= setup.poison_after for r in plan.rows
+        ):
+            fault = f"poison {setup.poison}"
+        seconds = setup.step_seconds * (1 + 0.05 * plan.num_tokens) * (0.5 + machine.chance.random())
+        process.compute(seconds * machine.slowness)
+        self._misbehave(fault.removeprefix("poison "), fault, plan)
+        result = super().execute(plan)  # type: ignore[misc]
+        self.poisoned: set[str] = set()
+        self.plans.clear()  # type: ignore[attr-defined]
+        return result
+
+    def _misbehave(self, kind: str, fault: str, plan: StepPlan) -> None:
+        process = self.process
+        if kind in {"raise", "memory", "after", "collect"}:
+            process.cause, process.said = fault, "exited with code 70"
+        if kind == "raise":
+            raise RunnerError("told to fail")
+        if kind == "memory":
+            raise MemoryError("an allocation failed")
+        if kind == "after":
+            self.crash_next = True
+        if kind == "collect":
+            self.crash_next_collect = True
+        if kind == "segv":
+            process.die(signal.SIGSEGV, fault, "killed by SIGSEGV")
+        if kind == "oom":
+            self.machine.oom_kills += 1
+            process.die(signal.SIGKILL, fault, "out of memory")
+        if kind == "kill":
+            process.die(signal.SIGKILL, fault, "killed by SIGKILL")
+        if kind in {"hang", "spin"}:
+            process.cause, process.said = fault, "no answer for"
+            process.compute(FOREVER, "S" if kind == "hang" else "R")
+        if kind == "slow":
+            process.compute(20.0 + 40 * self.machine.chance.random())
+        if kind == "garble":
+            process.cause = process.cause or fault
+            process.outbox.garbles_next = True
+        if kind == "nan":
+            self.poisoned = {row.request.request_id for row in plan.rows[:1]}
+
+
+class SimulatedRunner(StepFaults, FakeRunner):
+    """Runner of one step at a time."""
+
+
+class SimulatedOverlappingRunner(StepFaults, FakeOverlappingRunner):
+    """Runner with steps in flight."""
+
+
+class SimulatedEngine(Engine):
+    """Engine that checks itself after every step."""
+
+    def __init__(self, setup: ModelSetup, process: VirtualProcess, machine: Machine) -> None:
+        sizes = dict(setup.sizes)
+        depth, stages = sizes.pop("depth", 0), sizes.pop("stages", 1)
+        kinds = sizes.get("state_slots", 0), sizes.get("window", 0), sizes.get("window_blocks", 0)
+        place = sizes["num_blocks"], sizes["block_size"]
+        clock = machine.loop.time
+        scheduler = make_scheduler(clock=clock, **sizes)
+        runner: Any
+        if depth:
+            runner = driven = SimulatedOverlappingRunner(*place, depth, stages, *kinds)
+        else:
+            runner = SimulatedRunner(*place, *kinds)
+            driven = SyncExecutor(runner)
+        runner.setup, runner.process, runner.machine = setup, process, machine
+        super().__init__(scheduler, driven, setup.info, clock)
+        self.scheduler = scheduler
+        self.rules = StepRules(self, setup, depth)
+
+    def step(self) -> StepOutputs:
+        self.rules.begin()
+        outputs = super().step()
+        self.rules.end()
+        return outputs
+
+
+class StepRules:
+    """Rules of one engine that hold after every step.
+
+    Books: every block is in one state, every request in one queue. Bounds: rows, tokens and requests of a
+    step; in a calling order within a flow; a stream waits for one express step at most; a request is
+    preempted four times at most for lack of blocks; two callers of a band who both wait get the same number
+    of tokens, but for the requests that run at once; and all requests end within a number of steps.
+    """
+
+    def __init__(self, engine: SimulatedEngine, setup: ModelSetup, depth: int) -> None:
+        self._engine, self._sizes = engine, setup.sizes
+        self._is_plain = not depth and setup.sizes.get("batching", "continuous") == "continuous"
+        self._streams: dict[str, int] = {}
+        self._missed: Counter[str] = Counter()
+        self._waited: dict[str, Request] = {}
+        self._computed: dict[str, int] = {}
+        self._service: Counter[tuple[int, str]] = Counter()
+        self._backlog: dict[tuple[int, str], dict[tuple[int, str], int]] = {}
+        self._owed = 0
+        self._steps = 0
+        self._seen: set[str] = set()
+        self._longest = 0
+
+    def begin(self) -> None:
+        scheduler = self._engine.scheduler
+        self._streams = {
+            r.request_id: r.num_output
+            for r in scheduler.running
+            if r.num_remaining == 1 and not r.num_pending
+        }
+        self._waited = {name: r for name, r in scheduler._waiting._present.items() if r.scheduled_at is None}
+        for name, request in scheduler._requests.items():
+            if name not in self._seen:
+                self._seen.add(name)
+                size = request.num_tokens + request.params.max_tokens
+                self._longest = max(self._longest, size)
+                self._owed += 12 * size + 20
+
+    def end(self) -> None:
+        scheduler, sizes = self._engine.scheduler, self._sizes
+        self._steps += 1
+        if self._steps > self._owed + 100:
+            raise BrokenRuleError(f"{self._steps} steps for work of {self._owed}: requests do not end")
+        if self._steps % 4 == 0 or not scheduler.has_work:
+            scheduler.check()
+        if scheduler.num_running > sizes["max_running"]:
+            raise BrokenRuleError(f"{scheduler.num_running} run, allowed are {sizes['max_running']}")
+        for request in scheduler._requests.values():
+            if request.preemptions > MAX_PREEMPTIONS:
+                raise BrokenRuleError(f"{request.request_id} was preempted {request.preemptions} times")
+        self._check_order()
+        if self._is_plain:
+            self._check_streams()
+            self._check_shares()
+        if not scheduler.has_work and not self._engine._launched and scheduler.pool.num_used:
+            raise BrokenRuleError(f"{scheduler.pool.num_used} blocks are leaked")
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """A step computes no more tokens than its budget; admission leaves blocks free for those that run."""
+        sizes, scheduler = self._sizes, self._engine.scheduler
+        if sizes.get("batching", "continuous") == "static":
+            return
+        tokens = sum(row.num_tokens - len(row.drafts) for row in plan.rows)
+        budget = -(-sizes["token_budget"] // sizes.get("stages", 1))
+        if tokens > budget and sizes.get("chunked_prefill", True):
+            raise BrokenRuleError(f"{tokens} tokens in a step, allowed are {budget}")
+        admitted = [r for r in self._waited.values() if r.request_id in scheduler._running]
+        free = int(sizes.get("watermark", 0.0) * sizes["num_blocks"])
+        pool = scheduler.pool
+        if len(scheduler._running) > len(admitted) > 0 and pool.num_available < free:
+            raise BrokenRuleError(f"admission left {pool.num_available} blocks, the watermark is {free}")
+
+    def _check_order(self) -> None:
+        """First admissions of a flow are in the order of arrival."""
+        scheduler = self._engine.scheduler
+        admitted = [r for r in self._waited.values() if r.scheduled_at is not None]
+        for request in admitted:
+            for other in self._waited.values():
+                same = (other.tenant, band_of(other)) == (request.tenant, band_of(request))
+                if (
+                    same
+                    and other.arrived_at < request.arrived_at
+                    and other.scheduled_at is None
+                    and other.request_id in scheduler._requests
+                    and other.request_id not in scheduler._waiting._standing_aside
+                    and other.fork_of is None
+                ):
+                    raise BrokenRuleError(f"{request.request_id} was admitted before {other.request_id}")
+
+    def _check_streams(self) -> None:
+        """A stream that runs gets a token in every step, or in the one after it."""
+        running = {r.request_id: r for r in self._engine.scheduler.running}
+        for name, before in self._streams.items():
+            request = running.get(name)
+            if request is None or request.num_output > before or request.num_remaining > 1:
+                self._missed.pop(name, None)
+                continue
+            self._missed[name] += 1
+            if self._missed[name] > 1:
+                raise BrokenRuleError(f"the stream {name} got no token in {self._missed[name]} steps")
+
+    def _check_shares(self) -> None:
+        """Tokens of two flows of a band, since both wait."""
+        scheduler = self._engine.scheduler
+        for request in scheduler.running:
+            done = self._computed.get(request.request_id, request.num_cached or 0)
+            key = band_of(request), request.tenant
+            self._service[key] += max(0, request.num_computed - done)
+            self._computed[request.request_id] = max(done, request.num_computed)
+        waiting = {
+            (flow.band, flow.tenant) for _, flows in scheduler._flows.bands for flow in flows if flow.queued
+        }
+        for flow in [flow for flow in self._backlog if flow not in waiting]:
+            del self._backlog[flow]
+        # Both may run their longest requests at once, and one step is shared as it comes.
+        bound = 2 * (self._sizes["max_running"] * self._longest + self._sizes["token_budget"])
+        for flow in sorted(waiting):
+            since = self._backlog.setdefault(flow, {})
+            for other in sorted(waiting):
+                if other[0] != flow[0] or other == flow:
+                    continue
+                lead = self._service[flow] - self._service[other]
+                if lead - since.setdefault(other, lead) > bound:
+                    raise BrokenRuleError(f"{flow} is ahead of {other} by more than {bound} tokens")
+            for gone in [other for other in since if other not in waiting]:
+                del since[gone]
+
+
+def run_engine(process: VirtualProcess, machine: Machine, setups: dict[str, ModelSetup]) -> int:
+    """Run the engine's main loop in a virtual process; return its exit code."""
+    limit = min((each.outbox_limit for each in setups.values()), default=8 << 20)
+    sock: Any = EngineSocket(process.inbox, process.outbox)
+    try:
+        return engine_main._run(
+            Channel(sock, limit), lambda config, send: _load(config, send, process, machine, setups)
+        )
+    except DaemonGone:
+        return engine_main.EXIT_OK
+    except BrokenRuleError:
+        raise
+    except AssertionError as error:
+        raise BrokenRuleError(f"the engine's own checks: {error!r}") from error
+    except Exception as error:
+        if not process.cause:
+            raise BrokenRuleError(f"the engine raised without a fault: {error!r}") from error
+        process.print(f"{type(error).__name__}: {error}")
+        return engine_main.EXIT_CRASHED
+
+
+def _load(
+    config: EngineConfig, send: Any, process: VirtualProcess, machine: Machine, setups: dict[str, ModelSetup]
+) -> SimulatedEngine:
+    setup = setups[config.name]
+    process.name = setup.name
+    setup.starts += 1
+    send(Progress(phase="weights", done=0, total=100))
+    process.compute(setup.load_seconds * machine.slowness)
+    match setup.load_faults.get(setup.starts, ""):
+        case "fit":
+            process.cause = "load fit"
+            raise DoesNotFit("the weights do not fit any more")
+        case "raise":
+            process.cause, process.said = "load raise", "exited with code 70"
+            raise RunnerError("told to fail while loading")
+        case "kill":
+            process.die(signal.SIGKILL, "load kill", "killed by SIGKILL")
+    send(Progress(phase="weights", done=100, total=100))
+    process.engine = SimulatedEngine(setup, process, machine)
+    return process.engine

@@ -1,0 +1,186 @@
+"""`make mutate`: plant the mistakes of `mutations.toml` one at a time; the simulator or a test must notice.
+
+    python -P -m simulate.mutate [--seeds 60] [--only TEXT] [--processes 2] [--write]
+
+Each mistake goes into a copy of the tree. Seeds of the simulator run first, then the unit tests of the
+mistake's file, each with a limit of time. Prints what caught each mistake, and those that nothing caught;
+the exit code is 1 if fewer than 95 % are caught. `--write` puts the result into docs/reliability.md.
+"""
+
+import argparse
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from support.results import renew
+
+ROOT = Path(__file__).parents[2]
+LIST = Path(__file__).with_name("mutations.toml")
+COPIED = (
+    "app",
+    "engine",
+    "packaging/tree",
+    "tests/support",
+    "tests/simulate",
+    "tests/engine/core",
+    "tests/app/engines",
+)
+LINKED = ("kernels", "ui", "migrations", "pyproject.toml", "tests/conftest.py")
+SHARE = 0.95
+"""Least part of the mistakes that must be caught."""
+_PROCESSOR_S = 90
+"""Most processor seconds of one check, several times what it takes: a mistake that runs on is caught."""
+_WAIT_S = 1800.0
+"""Most seconds of one check that waits for ever."""
+_SHARES = ("engine/core/test_fair_shares", "engine/core/test_scheduler", "engine/core/test_liveness")
+_BLOCKS = ("engine/core/kv_cache/test_block_pool", "engine/core/kv_cache/test_prefix_history")
+UNIT_TESTS = {
+    "engine/core/scheduler.py": (*_SHARES, "engine/core/test_engine"),
+    "engine/core/request_queue.py": _SHARES,
+    "engine/core/fair_shares.py": _SHARES,
+    "engine/core/preemption.py": ("engine/core/test_preemption", *_SHARES),
+    "engine/core/kv_cache/block_pool.py": (*_BLOCKS, "engine/core/test_scheduler"),
+    "engine/core/kv_cache/prefix_cache.py": (*_BLOCKS, "engine/core/test_scheduler"),
+    "engine/core/kv_cache/manager.py": ("engine/core/test_scheduler", "engine/core/test_liveness"),
+    "engine/core/engine.py": ("engine/core/test_engine", "engine/core/test_overlapped_steps"),
+    "app/engines/request_journal.py": ("app/engines/test_poison_detector", "app/engines/test_supervisor"),
+    "app/engines/poison_detector.py": ("app/engines/test_poison_detector",),
+    "app/engines/supervisor.py": ("app/engines/test_cooldown", "app/engines/test_reservation"),
+    "app/engines/restart_policy.py": ("app/engines/test_restart_policy", "app/engines/test_watchdog"),
+    "app/engines/admission.py": ("app/engines/test_reservation",),
+    "app/engines/engine_process.py": ("app/engines/test_engine_process",),
+    "app/engines/manager.py": ("app/engines/test_manager",),
+}
+"""Unit tests of a file with mistakes, below `tests`; the simulator alone looks for those in other files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One mistake: a text of a file and what stands there instead."""
+
+    file: str
+    old: str
+    new: str
+    why: str
+
+
+def read_mutations() -> list[Mutation]:
+    return [Mutation(**each) for each in tomllib.loads(LIST.read_text("utf-8"))["mutation"]]
+
+
+def make_copy(into: Path) -> None:
+    for name in COPIED:
+        shutil.copytree(ROOT / name, into / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in LINKED:
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        (into / name).symlink_to(ROOT / name)
+
+
+def check(tree: Path, mutation: Mutation, seeds: int, *, tests: bool = True) -> str:
+    """Return what caught the mistake: `simulator`, `unit tests` (where `tests` run), or nothing."""
+    file = tree / mutation.file
+    text = file.read_text("utf-8")
+    assert text.count(mutation.old) == 1, mutation
+    file.write_text(text.replace(mutation.old, mutation.new), "utf-8")
+    try:
+        if _fails(tree, "simulate.run", "--seeds", str(seeds)):
+            return "simulator"
+        files = [f"tests/{name}.py" for name in UNIT_TESTS.get(mutation.file, ())]
+        options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
+        if tests and files and _fails(tree, "pytest", *options, *files):
+            return "unit tests"
+        return ""
+    finally:
+        file.write_text(text, "utf-8")
+
+
+def _fails(tree: Path, *arguments: str) -> bool:
+    env = os.environ | {
+        "PYTHONPATH": f"{tree / 'packaging/tree'}:{tree / 'tests'}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-P", "-m", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env=env,
+            capture_output=True,
+            timeout=_WAIT_S,
+            preexec_fn=_limit,
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def _limit() -> None:
+    """Limit processor time: that of a clock would depend on what else the machine does."""
+    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_S, _PROCESSOR_S))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=80, help="seeds of the simulator for each mistake")
+    parser.add_argument("--only", default="", help="expression to find in a mistake's file and reason")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="put the result into docs/reliability.md")
+    options = parser.parse_args()
+    wanted = [each for each in read_mutations() if re.search(options.only, f"{each.file}: {each.why}")]
+    began = time.monotonic()
+    trees: SimpleQueue[Path] = SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="llmbox-mutate-") as home:
+        for number in range(options.processes):
+            trees.put(Path(home) / str(number))
+            make_copy(Path(home) / str(number))
+
+        def work(mutation: Mutation) -> str:
+            tree = trees.get()
+            try:
+                found = check(tree, mutation, options.seeds)
+            finally:
+                trees.put(tree)
+            print(f"{found or 'NOT CAUGHT':10}  {mutation.file}: {mutation.why}", flush=True)
+            return found
+
+        with ThreadPoolExecutor(options.processes) as pool:
+            found = list(pool.map(work, wanted))
+    return report(wanted, found, time.monotonic() - began, options)
+
+
+def report(wanted: list[Mutation], found: list[str], seconds: float, options: argparse.Namespace) -> int:
+    caught = Counter(found)
+    survivors = [f"{each.file}: {each.why}" for each, by in zip(wanted, found, strict=True) if not by]
+    count = len(wanted) - len(survivors)
+    share = f"{count} of {len(wanted)} mistakes caught ({100 * count / max(1, len(wanted)):.1f} %)"
+    by = f"{caught['simulator']} by {options.seeds} seeds, {caught['unit tests']} by unit tests"
+    lines = [
+        f"{share}: {by}",
+        f"{seconds:.0f} s with {options.processes} processes",
+        *(f"not caught: {each}" for each in survivors),
+    ]
+    print("\n".join(lines))
+    if options.write:
+        command = f"python -P -m simulate.mutate --seeds {options.seeds} --processes {options.processes}"
+        head = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {platform.machine()}: `{command}`"
+        renew("mutate", "\n".join([head, "", "```text", *lines, "```"]))
+    return 0 if count >= SHARE * len(wanted) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""The pass rule: what must hold after a run, and which faults justify which refusal."""
+
+import asyncio
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from llmbox.app.gateway.generation import choice_seed
+from support.fake_runner import expected_output
+
+from .engine import BrokenRuleError
+
+if TYPE_CHECKING:
+    from llmbox.app.engines.supervisor import Supervisor
+
+    from .clients import Outcome
+    from .world import World
+
+EPSILON = 1e-6
+
+
+def check_outcomes(world: "World") -> None:
+    """Each request has one end: its undisturbed tokens, or an error that a fault justifies."""
+    for outcome in world.clients.outcomes.values():
+        name = outcome.request.id
+        if not outcome.status:
+            raise BrokenRuleError(f"{name} got no answer")
+        _check_tokens(world, outcome)
+        if outcome.status == "left":
+            request = outcome.request
+            if request.leaves_after is None and request.leaves_at is None:
+                raise BrokenRuleError(f"{name} was cut off, and its client had not left")
+        if outcome.error is not None:
+            why = refusal_problem(world, outcome)
+            if why:
+                raise BrokenRuleError(f"{name}: {outcome.error.status} {outcome.error.code}: {why}")
+
+
+def expected_answer(world: "World", outcome: "Outcome", index: int) -> tuple[list[int], str]:
+    """Return the undisturbed tokens of a choice, and why it ends."""
+    request = outcome.request
+    sizes = world.setups[request.model].sizes
+    limit = min(sizes["context"], sizes["num_blocks"] * sizes["block_size"])
+    room = limit - len(request.prompt) if request.max_tokens is None else request.max_tokens
+    params = replace(request.params, max_tokens=room, seed=choice_seed(request.params.seed, index))
+    tokens = expected_output(request.salt, request.prompt, params)
+    stops = tokens and tokens[-1] in params.stop_token_ids and len(tokens) > params.min_tokens
+    return tokens, "stop" if stops else "length"
+
+
+def _check_tokens(world: "World", outcome: "Outcome") -> None:
+    request = outcome.request
+    if outcome.status == "done" and sorted(outcome.reasons) != list(range(request.n)):
+        raise BrokenRuleError(f"{request.id}: choices {sorted(outcome.reasons)} of {request.n} ended")
+    for index, tokens in outcome.tokens.items():
+        expected, reason = expected_answer(world, outcome, index)
+        if tokens != expected[: len(tokens)]:
+            raise BrokenRuleError(f"{request.id}: choice {index} is {tokens}, undisturbed {expected}")
+        text = "".join(chr(48 + token) for token in tokens)
+        ends = outcome.reasons.get(index)
+        if ends == "stop" and tokens:
+            text = text[:-1]  # the stop token is no text
+        if outcome.text[index] != text:
+            raise BrokenRuleError(f"{request.id}: its text is {outcome.text[index]!r}")
+        if ends is None or (tokens == expected and ends == reason):
+            continue
+        is_cut = (
+            request.finish_after is not None
+            and outcome.ended >= outcome.arrived + request.finish_after - EPSILON
+        )
+        if not (is_cut and ends == "length"):
+            raise BrokenRuleError(f"{request.id}: choice {index} ends by {ends} after {len(tokens)} tokens")
+    if outcome.prompt_logprobs is not None and outcome.prompt_logprobs != request.prompt[1:]:
+        raise BrokenRuleError(f"{request.id}: log-probabilities of {outcome.prompt_logprobs}")
+
+
+def refusal_problem(world: "World", outcome: "Outcome") -> str:
+    """Return why no fault justifies the error of a request; empty if one does."""
+    assert outcome.error is not None
+    request, error, scenario = outcome.request, outcome.error, world.scenario
+    passed = outcome.ended - outcome.arrived + EPSILON
+    sizes = world.setups[request.model].sizes
+    limit = min(sizes["context"], sizes["num_blocks"] * sizes["block_size"])
+    loads = scenario.weather == "models" or scenario.ttl is not None or world.unloads > 0
+    match error.code:
+        case "context_length_exceeded":
+            is_right = len(request.prompt) + max(request.max_tokens or 1, 1) > limit
+        case "queue_full":
+            room = sizes["max_running"] + scenario.queue_limit
+            is_right = outcome.open_choices + request.n > room
+        case "first_token_timeout":
+            is_right = passed >= min(
+                each for each in (request.first_token_after, 1e9) if each is not None
+            ) and not any(outcome.tokens.values())
+        case "request_timeout":
+            is_right = passed >= (1e9 if request.finish_after is None else request.finish_after)
+            is_right = is_right and not any(outcome.tokens.values())
+        case "invalid_api_key":
+            is_right = request.is_revoked_at is not None and passed >= request.is_revoked_at
+        case "request_cancelled":
+            is_right = request.id in world.cancelled
+        case "engine_failed":
+            is_right = any(name == request.model for name, _ in world.failed_at)
+        case "engine_error":
+            is_right = request.is_poison or not world.blames_nobody or _load_failed(world)
+        case "invalid_logits":
+            is_right = "nan" in world.fault_kinds
+        case "model_unloaded" | "model_not_found":
+            is_right = world.unloads > 0
+        case "model_loading":
+            is_right = loads
+        case "memory_busy":
+            is_right = scenario.weather == "models"
+        case "model_load_failed" | "does_not_fit":
+            is_right = _load_failed(world)
+        case "draining" | "server_shutdown":
+            is_right = world.is_drained_early
+        case _:
+            is_right = False
+    return "" if is_right else f"no fault justifies it ({error.message})"
+
+
+def _load_failed(world: "World") -> bool:
+    return any(death.cause.startswith(("load", "spawn", "kill", "oom")) for death in world.machine.deaths)
+
+
+def check_room(world: "World", request: Any, before: int, own: int) -> None:
+    """The queue is bounded: a request beyond its end is taken only into a place of its caller's own."""
+    scenario, sizes = world.scenario, world.setups[request.model].sizes
+    room = sizes["max_running"] + scenario.queue_limit
+    if before + request.n > room and own + request.n > min(scenario.queue_per_key, room // 2):
+        raise BrokenRuleError(f"{request.id} was taken although {before} requests are open, {own} of its own")
+
+
+def check_failed_state(world: "World", supervisor: "Supervisor") -> None:
+    """A model is given up after as many deaths in a minute as allowed, or when its next start fails."""
+    now, limits = world.loop.time(), supervisor._options.deaths
+    if world.scenario.weather == "poison":
+        raise BrokenRuleError(f"{supervisor.name} is given up because of requests that kill")
+    if any(name == supervisor.name for name, _ in world.failed_at):
+        return
+    recent = [
+        death
+        for death in world.machine.deaths
+        if death.name in {supervisor.name, ""} and death.cause and now - death.at < limits.window + 5.0
+    ]
+    if len(recent) < limits.deaths:
+        raise BrokenRuleError(f"{supervisor.name} is given up after {len(recent)} deaths")
+
+
+def check_rest(world: "World") -> None:
+    """Nothing is left of requests once all have ended: no block, place, entry or task."""
+    if world.gateway._open:
+        raise BrokenRuleError(f"the gateway still has {list(world.gateway._open)}")
+    for model in world.engines.models():
+        supervisor = model.supervisor
+        journal, reserved = supervisor._requests, supervisor._reserved
+        detector = journal._detector
+        left: dict[str, Any] = {
+            "open": journal._open,
+            "in_engine": journal._in_engine,
+            "cancelled": journal._cancelled,
+            "interrupted": journal._interrupted,
+            "of_tenant": journal.of_tenant,
+            "places": reserved.places or reserved.of_tenant,
+            "on trial": detector.open or detector._newcomers or detector._passed,
+            "users": model.users,
+        }
+        if found := {what: value for what, value in left.items() if value}:
+            raise BrokenRuleError(f"{model.name} keeps {found}")
+        if supervisor._watchdog._timer is not None:
+            raise BrokenRuleError(f"the watchdog of {model.name} goes on without requests")
+        if supervisor.state == "failed":
+            continue
+        process = world.machine.processes.get(supervisor.pid or 0)
+        if supervisor.state != "ready" or process is None or process.engine is None:
+            raise BrokenRuleError(f"{model.name} is {supervisor.state} although the faults have ended")
+        _check_engine(model.name, process.engine)
+    if world.loop.failures:
+        raise BrokenRuleError("the loop had failures")
+
+
+def _check_engine(name: str, engine: Any) -> None:
+    scheduler = engine.scheduler
+    scheduler.check()
+    used = scheduler.pool.num_used
+    kv_cache = scheduler.kv_cache
+    if kv_cache.states is not None:
+        used += kv_cache.states.pool.num_used
+    flows = [flow for _, flows in scheduler._flows.bands for flow in flows if flow.present or flow.running]
+    aside = scheduler._waiting._aside
+    if scheduler.has_work or engine._launched or used or flows or aside or kv_cache._premium_held:
+        raise BrokenRuleError(f"the engine of {name} keeps requests, {used} blocks, {flows}, {aside}")
+
+
+def check_after(world: "World") -> None:
+    """No process, descriptor, task or timer outlives the daemon's end."""
+    machine = world.machine
+    if alive := [process.pid for process in machine.processes.values() if process.exited is None]:
+        raise BrokenRuleError(f"processes {alive} outlive the daemon")
+    if unreaped := [process.pid for process in machine.processes.values() if process.returncode is None]:
+        raise BrokenRuleError(f"processes {unreaped} are not reaped")
+    if machine.descriptors:
+        raise BrokenRuleError(f"descriptors are leaked: {machine.descriptors}")
+    here = asyncio.current_task()
+    if tasks := [task.get_name() for task in asyncio.all_tasks() if task is not here]:
+        raise BrokenRuleError(f"tasks are leaked: {tasks}")
+    timers = [each for each in world.loop.timers if "timeout" not in each.lower()]
+    timers = [each for each in timers if "VirtualProcess" not in each and "_feed" not in each]
+    if timers:
+        raise BrokenRuleError(f"timers are leaked: {timers}")
+
+
+def check_records(world: "World") -> None:
+    """The request log has one row for each request that reached the gateway, with its true end."""
+    rows: dict[str, list[Any]] = {}
+    queue = world.request_log._queue
+    while not queue.empty():
+        item = queue.get_nowait()
+        if isinstance(item, tuple):
+            rows.setdefault(item[0].id, []).append(item[0])
+    for outcome in world.clients.outcomes.values():
+        name = outcome.request.id
+        found = rows.pop(name, [])
+        if len(found) > 1 or (outcome.is_open and not found):
+            raise BrokenRuleError(f"{name} has {len(found)} rows in the request log")
+        if not outcome.is_open:
+            continue
+        (row,) = found
+        status = {"done": 200, "left": 499}.get(outcome.status) or getattr(outcome.error, "status", None)
+        if row.http_status != status:
+            raise BrokenRuleError(f"{name}: status {row.http_status} in the request log, sent was {status}")
+        count = sum(map(len, outcome.tokens.values()))
+        if row.output_tokens != count:
+            raise BrokenRuleError(f"{name}: {row.output_tokens} tokens in the request log, sent were {count}")
+        _check_resumes(world, outcome, row.resumes)
+    if rows:
+        raise BrokenRuleError(f"rows of nobody: {list(rows)}")
+
+
+def _check_resumes(world: "World", outcome: "Outcome", resumes: int) -> None:
+    times, request = outcome.token_times, outcome.request
+    deaths = [death for death in world.machine.deaths if death.name == request.model]
+    if resumes > len(deaths):
+        raise BrokenRuleError(f"{request.id} was resumed {resumes} times, {len(deaths)} engines died")
+    spanned = [death for death in deaths if times and times[0] < death.at < times[-1] - 1.0]
+    if spanned and not resumes and request.n == 1 and not request.read_pause:
+        raise BrokenRuleError(f"{request.id} does not count as resumed")
+
+
+NOTICE_S = 4 * 2.5 + 2.5 + 2.5
+"""Seconds within which a dead hang is noticed: four silent ticks, the one before them, the one it fell in."""
+
+
+def check_kills(world: "World") -> None:
+    """The daemon kills only engines that do not answer, soon where they stand still, and those it unloads."""
+    for at, _, text in world.log:
+        if found := re.match(r"engine (\S+): no answer for (\d+) s", text):
+            name, seconds = found[1], float(found[2])
+            dead = [d for d in world.machine.deaths if d.name == name and abs(d.at - at) < EPSILON]
+            cause = dead[0].cause.removeprefix("poison ") if dead else ""
+            if cause not in {"hang", "spin", "stop", "garble"} and seconds < 299:
+                raise BrokenRuleError(f"{name} was killed although it computed: {text}")
+            if cause == "hang" and seconds > NOTICE_S and not world.fault_kinds & {"slow", "starve"}:
+                raise BrokenRuleError(f"{name} hung for {seconds} s before it was killed")
+
+
+def check_log(world: "World") -> None:
+    """Each death of an engine has its cause in the daemon's log."""
+    for name, death, supervisor in world.must_be_logged:
+        if supervisor.state == "stopped" and not _was_logged(world, name, death):
+            continue  # it was unloaded at that moment
+        if not _was_logged(world, name, death):
+            raise BrokenRuleError(f"the log does not say that {name} died by {death.cause!r}: {death.said}")
+
+
+def _was_logged(world: "World", name: str, death: Any) -> bool:
+    return any(
+        death.at <= at <= death.at + 5.0
+        and f" {name} " in text
+        and (death.said in text or "exited with" in text)
+        and ("died" in text or "could not" in text)
+        for at, _, text in world.log
+    )

@@ -1,0 +1,282 @@
+"""Scenarios: what clients ask and what goes wrong when, drawn from a seed."""
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Literal
+
+from llmbox.engine.sampling_params import SamplingParams
+
+from .engine import POISON, ModelSetup
+
+Weather = Literal["calm", "crowd", "poison", "outside", "storm", "models"]
+"""Kinds of runs: `calm` and `crowd` have no faults of the machine and the strictest rules, `poison` has only
+requests that kill the engine, `outside` only deaths that no request can be blamed for, `storm` everything at
+once, `models` more models than fit."""
+
+WEATHERS: tuple[Weather, ...] = ("calm", "crowd", "poison", "outside", "storm", "models")
+TENANTS = ("ann", "bob", "cat")
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestSetup:
+    """One request of a client, and how the client behaves."""
+
+    id: str
+    model: str
+    at: float
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int | None
+    n: int = 1
+    tenant: str = ""
+    priority: int = 0
+    salt: str = ""
+    preparing: float = 0.0
+    """Seconds from its place in the queue to its submission."""
+    read_pause: float = 0.0
+    """Seconds that the client waits after each delta."""
+    leaves_after: int | None = None
+    """Deltas after which the client hangs up."""
+    leaves_at: float | None = None
+    """Seconds after its arrival at which the client hangs up, whatever it waits for."""
+    finish_after: float | None = None
+    first_token_after: float | None = None
+    is_revoked_at: float | None = None
+
+    @property
+    def is_poison(self) -> bool:
+        return POISON in self.prompt
+
+
+@dataclass(slots=True, kw_only=True)
+class MachineEvent:
+    """Something that happens to the machine, or an order of its operator, at a virtual time."""
+
+    at: float
+    kind: str
+    model: str = ""
+    value: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Scenario:
+    seed: int
+    weather: Weather
+    models: list[ModelSetup]
+    requests: list[RequestSetup]
+    events: list[MachineEvent] = field(default_factory=list)
+    queue_limit: int = 512
+    queue_per_key: int = 64
+    latency: float = 0.0005
+    capacity: int = 1 << 30
+    keep_spare: bool = False
+    ttl: float | None = None
+    memory: int = 1 << 40
+    """Bytes that models may take together."""
+    drain: float = 30.0
+
+    @property
+    def has_faults(self) -> bool:
+        return self.weather not in {"calm", "crowd"}
+
+    @property
+    def blames_nobody(self) -> bool:
+        """No engine dies in a way that a request can be blamed for, but for poison."""
+        inside = {"raise", "memory", "after", "collect", "segv", "oom", "spin", "hang", "slow", "garble"}
+        steps = {kind for setup in self.models for kind in setup.step_faults.values()}
+        return not steps & inside and not {event.kind for event in self.events} & {"oom", "starve", "hang"}
+
+
+def draw_scenario(seed: int, weather: Weather | None = None) -> Scenario:
+    chance = Random(seed)
+    drawn = chance.choices(WEATHERS, (2, 2, 2, 2, 5, 2))[0]
+    weather = weather or drawn
+    names = ["m0"] if weather != "models" else ["m0", "m1", "m2"][: chance.randint(2, 3)]
+    models = [_draw_model(chance, name, weather) for name in names]
+    span = chance.choice([0.5, 5.0, 60.0, 400.0])
+    scenario = Scenario(
+        seed=seed,
+        weather=weather,
+        models=models,
+        requests=_draw_requests(chance, models, weather, span),
+        latency=chance.choice([0.0001, 0.0005, 0.002]),
+        keep_spare=chance.random() < 0.3,
+        ttl=chance.choice([None, 5.0, 300.0]),
+        drain=chance.choice([0.0, 5.0, 30.0]),
+    )
+    if chance.random() < 0.4:
+        scenario.queue_limit = chance.randint(0, 6)
+        scenario.queue_per_key = chance.randint(0, 3)
+    if chance.random() < 0.2:
+        scenario.capacity = chance.choice([300, 2000])
+        for model in models:
+            model.outbox_limit = chance.choice([100, 5000])
+    if weather == "models":
+        scenario.memory = chance.choice([1, 2]) * MODEL_BYTES + MODEL_BYTES // 2
+    if scenario.has_faults:
+        _draw_faults(chance, scenario, span)
+    return scenario
+
+
+MODEL_BYTES = 10_000
+
+
+def _draw_model(chance: Random, name: str, weather: Weather) -> ModelSetup:
+    block_size = chance.choice([1, 2, 4, 4, 8])
+    slots = chance.choice([48, 64, 96, 240])
+    max_running = chance.randint(1, 5)
+    sizes: dict[str, Any] = {
+        "num_blocks": slots // block_size,
+        "block_size": block_size,
+        "context": min(slots, chance.choice([40, 60])),
+        "max_running": max_running,
+        "token_budget": max_running + chance.choice([0, 2, 8, 30]),
+        "cache": chance.random() < 0.8,
+        "chunked_prefill": chance.random() < 0.85,
+        "batching": "static" if chance.random() < 0.08 else "continuous",
+        "premium_share": chance.choice([0.0, 0.0, 0.25]),
+        "watermark": chance.choice([0.0, 0.0, 0.01, 0.1]),
+        "ageing_seconds": chance.choice([0.2, 10.0]),
+    }
+    stages, depth = chance.choice([(1, 0)] * 4 + [(1, 1), (2, 1), (2, 2), (3, 2)])
+    if depth:
+        sizes |= {"stages": stages, "depth": depth}
+        sizes["token_budget"] = max(sizes["token_budget"], stages * max_running)
+    elif chance.random() < 0.3:
+        sizes["draft_rows"] = chance.choice([3, 9])
+    if chance.random() < 0.15:
+        sizes["state_slots"] = max_running + chance.choice([1, 9])
+    return ModelSetup(
+        name=name,
+        sizes=sizes,
+        step_seconds=chance.choice([0.002, 0.02, 0.2]),
+        load_seconds=chance.choice([0.1, 2.0, 20.0]),
+        poison=chance.choice(["raise", "segv", "oom", "hang", "memory", "after"])
+        if weather == "poison"
+        else "raise",
+        poison_after=chance.choice([0, 0, 1, 3]),
+    )
+
+
+def _draw_requests(
+    chance: Random, models: list[ModelSetup], weather: Weather, span: float
+) -> list[RequestSetup]:
+    prefixes = [[chance.randrange(6) for _ in range(chance.choice([4, 8, 20]))] for _ in range(3)]
+    crowd = weather == "crowd"
+    requests = []
+    poisons = (
+        chance.randint(1, 3) if weather == "poison" else int(weather == "storm" and chance.random() < 0.3)
+    )
+    count = chance.randint(20, 40) if crowd else chance.randint(3, 18)
+    at = 0.0 if chance.random() < 0.3 else None
+    flat = chance.random() < 0.4
+    for number in range(count):
+        model = chance.choice(models)
+        context = model.sizes["context"]
+        prompt = list(chance.choice(prefixes)) if chance.random() < 0.6 else []
+        prompt += [chance.randrange(6) for _ in range(chance.randint(0 if prompt else 1, 12))]
+        limit = chance.choice([1, 3, 8, 8, 20, None, 200 if chance.random() < 0.1 else 12])
+        if crowd:
+            prompt, limit = prompt[:6], chance.choice([2, 5, 8])
+        if chance.random() < 0.02:
+            prompt += [1] * context
+        if number < poisons:
+            prompt.insert(chance.randint(0, len(prompt)), POISON)
+        prompt = prompt[: context + 5]
+        requests.append(
+            RequestSetup(
+                id=f"q{number}",
+                model=model.name,
+                at=chance.random() * span if at is None else at,
+                prompt=prompt,
+                params=SamplingParams(
+                    max_tokens=0,
+                    seed=chance.randrange(1000),
+                    temperature=chance.choice([0.0, 1.0]),
+                    min_tokens=chance.choice([0, 0, 2]),
+                    stop_token_ids=chance.choice([(), (), (3,), (7, 11)]),
+                    prompt_logprobs=chance.choice([None] * 9 + [1]),
+                ),
+                max_tokens=limit,
+                n=chance.choice([1] * 8 + [2, 3]),
+                tenant=chance.choice(TENANTS),
+                priority=0 if flat else chance.choice([0, 0, 0, -1, 1, -9, 2]),
+                salt=chance.choice(["", "", "", "s"]),
+                preparing=chance.choice([0.0, 0.0, 0.01, 1.0]),
+                **_draw_behavior(chance),
+            )
+        )
+    return requests
+
+
+def _draw_behavior(chance: Random) -> dict[str, Any]:
+    """Draw what the client does beside waiting for its answer."""
+    match chance.randrange(12):
+        case 0:
+            return {"leaves_after": chance.randint(0, 6)}
+        case 1:
+            return {"leaves_at": chance.choice([0.0, 0.05, 1.0, 10.0])}
+        case 2:
+            return {"read_pause": chance.choice([0.01, 1.0])}
+        case 3:
+            return {"finish_after": chance.choice([0.1, 2.0, 30.0])}
+        case 4:
+            return {"first_token_after": chance.choice([0.1, 2.0, 30.0])}
+        case 5 if chance.random() < 0.3:
+            return {"is_revoked_at": chance.choice([0.0, 1.0, 10.0])}
+    return {}
+
+
+def _draw_faults(chance: Random, scenario: Scenario, span: float) -> None:
+    weather, events = scenario.weather, scenario.events
+    blameless = ["kill", "stop", "spawn", "load", "jump", "unload", "cancel", "load_kill"]
+    outside = {
+        "poison": ["jump", "cancel"],
+        "outside": blameless,
+        "models": [*blameless, "slow"],
+        "storm": [*blameless, "oom", "starve", "hang"],
+    }[weather]
+    end = max((request.at for request in scenario.requests), default=0.0) + 5.0
+    for _ in range(chance.choice([0, 1, 2, 4, 8])):
+        setup = chance.choice(scenario.models)
+        kind = chance.choice(outside)
+        if kind == "load":
+            setup.load_faults[chance.randint(2, 4)] = chance.choice(["fit", "raise", "kill"])
+            continue
+        value = {
+            "stop": chance.choice([1.0, 7.0, 1e6]),
+            "jump": chance.choice([-1e5, -1.0, 3600.0, 1e7]),
+            "starve": chance.choice([2.0, 30.0]),
+            "spawn": chance.randint(1, 3),
+        }.get(kind, 0.0)
+        events.append(MachineEvent(at=chance.random() * end, kind=kind, model=setup.name, value=value))
+    steps = {
+        "poison": [],
+        "outside": ["kill", "nan"],
+        "models": ["kill"],
+        "storm": [
+            "kill",
+            "raise",
+            "memory",
+            "after",
+            "collect",
+            "segv",
+            "oom",
+            "hang",
+            "spin",
+            "slow",
+            "garble",
+            "nan",
+        ],
+    }[weather]
+    if steps:
+        for _ in range(chance.choice([0, 1, 1, 3, 6])):
+            setup = chance.choice(scenario.models)
+            kind = chance.choice(steps)
+            if kind == "collect" and not setup.sizes.get("depth"):
+                kind = "raise"
+            setup.step_faults[chance.randint(1, chance.choice([5, 40, 150]))] = kind
+    if weather != "poison" and chance.random() < 0.08:
+        wait = chance.choice([0.0, 1.0, 60.0])
+        events.append(MachineEvent(at=chance.random() * end, kind="drain", value=wait))
+    events.sort(key=lambda event: event.at)

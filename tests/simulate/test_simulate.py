@@ -1,0 +1,190 @@
+"""The daemon in virtual time: seeds whose runs keep the pass rule, and the rule itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.engines.poison_detector import PoisonDetector
+from llmbox.app.engines.request_journal import TokenStream
+from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.sampling_params import SamplingParams
+from simulate.engine import POISON, ModelSetup
+from simulate.scenario import WEATHERS, MachineEvent, RequestSetup, Scenario, draw_scenario
+from simulate.simulation import simulate
+from support.lanes import examples
+
+SEEDS = examples(60)
+"""Of each kind of run: a quarter in the suite."""
+
+
+def make_model(name="m0", **options):
+    sizes = {
+        "num_blocks": 16,
+        "block_size": 4,
+        "context": 40,
+        "max_running": 3,
+        "token_budget": 12,
+        "cache": True,
+    }
+    return ModelSetup(name=name, sizes=sizes, **options)
+
+
+def make_request(number, at=0.0, max_tokens=8, **options):
+    return RequestSetup(
+        id=f"q{number}",
+        model="m0",
+        at=at,
+        prompt=options.pop("prompt", [number, 1, 2]),
+        params=SamplingParams(max_tokens=0, seed=number),
+        max_tokens=max_tokens,
+        **options,
+    )
+
+
+def run(requests, events=(), **options):
+    setup = options.pop("model", None) or make_model()
+    scenario = Scenario(
+        seed=1, weather="storm", models=[setup], requests=requests, events=list(events), **options
+    )
+    return simulate(1, scenario)
+
+
+@pytest.mark.parametrize("weather", WEATHERS)
+def test_seeds_keep_the_pass_rule(weather):
+    reports = [simulate(seed, draw_scenario(seed, weather)) for seed in range(SEEDS)]
+    assert [(report.seed, report.broken) for report in reports if report.broken] == []
+    counts = [report.outcomes.get("done", 0) for report in reports]
+    assert sum(counts) > 2 * SEEDS, "hardly a request was answered: the rule says nothing"
+    assert (sum(report.deaths for report in reports) > 0) == (weather not in {"calm", "crowd"})
+
+
+def test_a_seed_is_one_run_bit_for_bit():
+    seeds = range(8)
+    digests = [simulate(seed).digest for seed in seeds]
+    assert [simulate(seed).digest for seed in seeds] == digests
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.process
+def test_a_seed_is_the_same_run_in_another_process():
+    """Whatever the order of its sets."""
+    script = "from simulate.simulation import simulate; print([simulate(s).digest for s in range(100, 104)])"
+    here = [simulate(seed).digest for seed in range(100, 104)]
+    tests = Path(__file__).parents[1]
+    env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": f"{tests.parent / 'packaging/tree'}:{tests}"}
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == str(here)
+
+
+@pytest.mark.parametrize("kind", ["memory", "after", "kill", "segv", "oom", "garble"])
+def test_a_fault_at_every_step_of_a_run(kind):
+    """An allocation that fails, before or after the KV was written; the engine killed; a byte changed."""
+    requests = [make_request(number, at=0.01 * number) for number in range(3)]
+    plain = make_model()
+    assert run(requests, model=plain).outcomes == {"done": 4}  # one more is the control request
+    steps = plain.client_steps
+    assert steps > 8
+    for step in range(1, steps + 1):
+        report = run(requests, model=make_model(step_faults={step: kind}))
+        assert (report.broken, report.outcomes) == ("", {"done": 4}), f"at step {step}"
+        assert report.deaths == 1
+
+
+@pytest.mark.parametrize("kind", ["raise", "memory", "segv", "oom", "hang"])
+def test_requests_that_kill_their_engine_fail_alone(kind):
+    poison = {2: [POISON, 1], 5: [1, 2, POISON]}
+    requests = [make_request(n, prompt=poison.get(n, [n, 1])) for n in range(7)]
+    report = run(requests, model=make_model(poison=kind, poison_after=1))
+    assert (report.broken, report.outcomes) == ("", {"done": 6, "engine_error": 2})
+
+
+def test_a_wall_clock_that_jumps_changes_nothing():
+    def answers(jumps):
+        requests = [make_request(n, at=0.5 * n, max_tokens=20, finish_after=60.0) for n in range(4)]
+        events = [MachineEvent(at=at, kind="jump", value=by) for at, by in jumps]
+        return run(requests, events, model=make_model(step_seconds=0.2), ttl=30.0)
+
+    jumps = [(0.3, 1e7), (0.9, -2e7), (1.4, 3600.0), (2.2, -1.0)]
+    still, jumping = answers([]), answers(jumps)
+    assert (jumping.broken, jumping.outcomes) == ("", {"done": 5})
+    assert jumping.virtual_s == still.virtual_s
+
+
+def test_an_engine_with_hardly_any_processor_time_is_given_time():
+    """For a minute everything takes 200 times as long: streams are slow, and no engine is killed."""
+    starve = MachineEvent(at=0.05, kind="starve", value=60.0)
+    report = run([make_request(number) for number in range(6)], [starve])
+    assert (report.broken, report.outcomes, report.deaths) == ("", {"done": 7}, 0)
+
+
+def test_a_load_that_fails_on_the_way_back_is_tried_again():
+    """The memory does not suffice, the process cannot be started, the load raises or is killed."""
+    model = make_model(step_faults={3: "oom"}, load_faults={2: "fit", 3: "raise", 4: "kill"})
+    report = run([make_request(number) for number in range(3)], model=model)
+    assert (report.broken, report.outcomes, report.deaths) == ("", {"done": 4}, 4)
+
+
+# ---------------------------------------------------------------------- what the simulator has found
+
+
+def test_suspects_that_have_left_hold_nobody_back():
+    """Seed 3741: after two crashes whose suspects had all left, the next engine was sent no request."""
+    model = make_model(step_seconds=0.5, step_faults={3: "raise", 6: "hang"})
+    requests = [make_request(0, max_tokens=30, leaves_at=6.0), make_request(1, max_tokens=30, leaves_at=8.2)]
+    oom = MachineEvent(at=8.0, kind="oom", model="m0")
+    report = run([*requests, make_request(3, at=30.0)], [oom], model=model)
+    assert (report.broken, report.outcomes) == ("", {"left": 2, "done": 2})
+
+
+def test_a_model_that_came_back_is_unloaded_when_it_is_idle():
+    """Seed 9: nobody looked at the time to live of a model that had been given up."""
+    kills = [MachineEvent(at=at, kind="kill", model="m0") for at in (0.1, 1.5, 3.0, 5.0, 7.5)]
+    requests = [make_request(number, max_tokens=30) for number in range(3)]
+    report = run(requests, kills, model=make_model(step_seconds=0.5), ttl=5.0)
+    assert report.broken == ""
+    assert report.outcomes == {"engine_failed": 5, "done": 1}
+
+
+def test_an_unload_that_its_caller_gives_up_leaves_no_process():
+    """Seed 27: the engine hung, and the caller of the unload left before it was killed."""
+    unload = MachineEvent(at=2.0, kind="unload", model="m0")
+    report = run([make_request(0, max_tokens=30)], [unload], model=make_model(step_faults={4: "hang"}))
+    assert (report.broken, report.outcomes) == ("", {"model_unloaded": 1})
+
+
+def test_who_waits_for_a_load_that_is_ended_gets_an_answer():
+    """Seed 62: it was cut off as if its client had left."""
+    requests = [make_request(0, at=1.0), make_request(1, at=20.0), make_request(2, at=21.0)]
+    unload = MachineEvent(at=22.0, kind="unload", model="m0")
+    report = run(requests, [unload], model=make_model(load_seconds=5.0), ttl=5.0)
+    assert (report.broken, report.outcomes) == ("", {"done": 1, "model_unloaded": 2})
+
+
+# ---------------------------------------------------------------------- the rule itself
+
+
+def leak_blocks(pool, blocks):
+    free(pool, list(blocks)[1:])
+
+
+free = BlockPool.free
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (BlockPool, "free", leak_blocks),
+        (TokenStream, "fail", lambda *_: None),
+        (TokenStream, "note_sent", lambda stream: stream.output_ids.append(1)),
+        (PoisonDetector, "record_crash", lambda *_: None),
+    ],
+)
+def test_the_rule_notices(monkeypatch, owner, name, wrong):
+    monkeypatch.setattr(owner, name, wrong)
+    weather = "poison" if owner is PoisonDetector else "storm"
+    assert any(simulate(seed, draw_scenario(seed, weather)).broken for seed in range(12))

@@ -1,0 +1,338 @@
+"""World of one simulated run: the daemon's parts as they are, clients, and faults at their times."""
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+from llmbox.app.config.settings import Settings
+from llmbox.app.control.memory_estimate import Sizes
+from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
+from llmbox.app.engines import engine_process, restart_policy
+from llmbox.app.engines.eviction import MemoryRequest
+from llmbox.app.engines.manager import EngineManager
+from llmbox.app.engines.supervisor import Supervisor
+from llmbox.app.errors import ApiError
+from llmbox.app.events import Events
+from llmbox.app.gateway.gateway import Gateway
+from llmbox.app.metrics.metrics import Metrics
+from llmbox.app.models.catalog import ModelRef
+from llmbox.app.models.registry import Registry
+from llmbox.app.store import RequestLog
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.ipc import client, engine_channel
+from llmbox.engine.ipc import spawn as spawn_module
+from llmbox.engine.process import engine_main
+
+from .clients import Clients
+from .engine import BrokenRuleError, run_engine
+from .machine import Death, Machine, VirtualProcess
+from .rules import (
+    check_after,
+    check_failed_state,
+    check_kills,
+    check_log,
+    check_outcomes,
+    check_records,
+    check_rest,
+)
+from .scenario import MODEL_BYTES, MachineEvent, Scenario
+from .virtual_loop import VirtualClock, VirtualLoop
+
+PATIENCE = 40_000.0
+"""Virtual seconds within which everything must have ended."""
+
+
+class StubText:
+    """Text side of a model: each token is one letter."""
+
+    warnings = ()
+    generation_defaults: ClassVar[dict[str, float]] = {}
+
+    def beside_embedding(self, _: int) -> "StubText":
+        return self
+
+    def detokenizer(self, **_: Any) -> Any:
+        return SimpleNamespace(push=lambda token: chr(48 + token), finish=str)
+
+    def close(self) -> None:
+        return
+
+
+class World:
+    """Daemon, machine and clients of one run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.chance = Random(scenario.seed ^ 0x5EED)
+        self.clock = VirtualClock()
+        self.loop = VirtualLoop(self.clock)
+        self.setups = {setup.name: setup for setup in scenario.models}
+        self.machine = Machine(self.loop, self.chance, self._program)
+        self.machine.mean_latency = scenario.latency
+        self.machine.capacity = scenario.capacity
+        self.machine.on_death = self._note_death
+        self.log: list[tuple[float, int, str]] = []
+        self.trace = sha256()
+        self.clients = Clients(self)
+        self.cancelled: set[str] = set()
+        self.unloads = 0
+        self.must_be_logged: list[tuple[str, Death, Supervisor]] = []
+        self.failed_at: list[tuple[str, float]] = []
+        self.is_closing = False
+        self.is_drained_early = False
+        self.blames_nobody = scenario.blames_nobody
+        self.broken = ""
+        self.fault_kinds = {kind for setup in scenario.models for kind in setup.step_faults.values()}
+        self.fault_kinds |= {event.kind for event in scenario.events}
+
+    # ------------------------------------------------------------------ set-up
+
+    def build(self) -> None:
+        scenario = self.scenario
+        settings = Settings()
+        settings = replace(
+            settings,
+            model=replace(settings.model, device="cpu"),
+            memory=replace(settings.memory, ttl=scenario.ttl or 0.0),
+            limits=replace(settings.limits, queue=scenario.queue_limit),
+        )
+        self.engines = EngineManager(
+            lambda _: StubText(),  # type: ignore[arg-type,return-value]
+            queue_limit=scenario.queue_limit,
+            queue_per_key=scenario.queue_per_key,
+            keep_spare=scenario.keep_spare,
+            on_change=self._note_state,
+            supervise=lambda config, options: Supervisor(config, replace(options, clock=self.loop.time)),
+        )
+        deps = SchedulerDeps(
+            settings=lambda: settings,
+            find=lambda name: ModelRef(name, folder() / name, "hub") if name in self.setups else None,
+            registry=Registry(folder() / "models.json"),
+            clock=self.loop.time,
+            device=lambda _: "cpu",
+            budgets=lambda *_: (scenario.memory,),
+            sizes=lambda *_: Sizes(
+                "cpu", (MemoryRequest((0,), MODEL_BYTES, MODEL_BYTES),), (scenario.memory,)
+            ),
+        )
+        self.events = Events()
+        self.residency = ModelScheduler(self.engines, self.events, deps)
+        self.request_log = RequestLog(folder() / "requests.db")
+        self.gateway = Gateway(self.engines, self.request_log, metrics(), settings)
+
+    def config(self, name: str) -> EngineConfig:
+        return EngineConfig(model_path=str(folder() / name), name=name, device="cpu")
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Put the virtual machine under the product's code."""
+        machine, clock = self.machine, self.clock
+        handler = _LogHandler(self)
+        logger = logging.getLogger("llmbox")
+        nothing = SimpleNamespace(freeze=lambda: None, enable=lambda: None)
+        before = logger.propagate, logger.level
+        with ExitStack() as stack:
+            for module, name, value in (
+                (time, "monotonic", clock.monotonic),
+                (time, "perf_counter", clock.monotonic),
+                (time, "time", clock.time),
+                (client, "os", machine.os),
+                (spawn_module, "os", machine.os),
+                (engine_process, "spawn", machine.spawn),
+                (engine_process, "oom_kills", lambda: machine.oom_kills),
+                (restart_policy, "read_state", machine.read_state),
+                (restart_policy, "thread_states", machine.thread_states),
+                (engine_channel, "select", machine.select),
+                (engine_main, "gc", nothing),
+                (engine_main, "setproctitle", lambda _: None),
+            ):
+                stack.enter_context(patch.object(module, name, value))
+            logger.addHandler(handler)
+            logger.propagate = False
+            logger.setLevel(logging.INFO)
+            try:
+                yield
+            finally:
+                logger.removeHandler(handler)
+                logger.propagate, level = before
+                logger.setLevel(level)
+
+    def _program(self, process: VirtualProcess) -> int:
+        return run_engine(process, self.machine, self.setups)
+
+    # ------------------------------------------------------------------ the run
+
+    async def run(self) -> None:
+        self.build()
+        scenario = self.scenario
+        if scenario.weather != "models":
+            for name in self.setups:
+                model = await self.engines.load(self.config(name))
+                self.residency.keep(model, ttl=scenario.ttl)
+        self.note("ready")
+        self.start = self.loop.time()
+        clients = [asyncio.create_task(self.clients.ask(request)) for request in scenario.requests]
+        events = asyncio.create_task(self._play_events())
+        async with asyncio.timeout(PATIENCE):
+            await asyncio.gather(*clients)
+        events.cancel()
+        await asyncio.wait({events})
+        self._end_faults()
+        if not self.is_closing:
+            while self.engines.loading():  # noqa: ASYNC110 - time is virtual
+                await asyncio.sleep(1.0)
+            await self.clients.ask_control()
+            await asyncio.sleep(5.0)
+            check_rest(self)
+            if scenario.ttl is not None:
+                await asyncio.sleep(scenario.ttl + 10.0)
+                if left := [m.name for m in self.engines.models() if m.supervisor.state == "ready"]:
+                    raise BrokenRuleError(f"idle models stay in memory: {left}")
+        await self._close()
+        check_after(self)
+
+    def finish(self) -> None:
+        """Judge what clients got, once everything has ended."""
+        check_outcomes(self)
+        check_records(self)
+        check_kills(self)
+        check_log(self)
+
+    async def _play_events(self) -> None:
+        for event in self.scenario.events:
+            await asyncio.sleep(max(0.0, self.start + event.at - self.loop.time()))
+            self.note(f"event {event.kind} {event.model} {event.value}")
+            await self._play(event)
+
+    async def _play(self, event: MachineEvent) -> None:
+        machine = self.machine
+        process = machine.alive(event.model)
+        match event.kind:
+            case "kill" if process:
+                process.die(9, "kill", "killed by")
+            case "oom" if process:
+                machine.oom_kills += 1
+                process.die(9, "oom", "out of memory")
+            case "hang":
+                setup = self.setups[event.model]
+                setup.step_faults[setup.steps + 1] = "hang"
+            case "stop" if process and process.engine is not None:  # nothing watches a load
+                process.cause = process.cause or "stop"
+                process.stop()
+                self.loop.call_later(event.value, process.go_on)
+            case "spawn":
+                machine.spawn_errors = int(event.value)
+            case "load_kill":
+                setup = self.setups[event.model]
+                setup.load_faults[setup.starts + 1] = "kill"
+            case "jump":
+                self.clock.jump(event.value)
+            case "starve":
+                machine.slowness = 200.0
+                self.loop.call_later(event.value, self._feed)
+            case "slow":
+                setup = self.setups[event.model]
+                setup.step_faults[setup.steps + 1] = "slow"
+            case "cancel":
+                if live := self.gateway.in_flight():
+                    chosen = live[self.chance.randrange(len(live))].id
+                    self.cancelled.add(chosen)
+                    self.gateway.cancel(chosen)
+            case "unload":
+                self.unloads += 1
+                try:
+                    await self.engines.unload(event.model)
+                except ApiError as error:
+                    self.note(f"unload {error.code}")
+            case "drain":
+                self.is_closing = self.is_drained_early = True
+                await self.engines.drain(event.value)
+
+    def _feed(self) -> None:
+        self.machine.slowness = 1.0
+
+    def _end_faults(self) -> None:
+        machine = self.machine
+        machine.slowness, machine.spawn_errors = 1.0, 0
+        for setup in self.setups.values():
+            setup.client_steps = setup.steps
+            setup.step_faults.clear()
+            setup.load_faults.clear()
+        for process in machine.processes.values():
+            process.go_on()
+
+    async def _close(self) -> None:
+        self.is_closing = True
+        await self.engines.drain(self.scenario.drain)
+        await self.residency.close()
+        await self.engines.close()
+        await self.gateway.close()
+        await asyncio.sleep(10.0)
+
+    # ------------------------------------------------------------------ notes
+
+    def note(self, text: str) -> None:
+        self.trace.update(f"{self.loop.time()!r} {text}\n".encode())
+
+    def note_log(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.name == "llmbox.engine":
+            date = "2026-01-01 00:00:00,000"
+            self.machine.current.print(f"{date} {record.levelname} {record.name}: {text}")
+            if record.exc_info is not None:
+                self.loop.failures.append(f"the engine logged an exception: {text}: {record.exc_info[1]!r}")
+            return
+        if record.exc_info is not None and record.exc_info[0] is not None:
+            self.loop.failures.append(f"the daemon logged an exception: {text}: {record.exc_info[1]!r}")
+        self.log.append((self.loop.time(), record.levelno, text))
+        self.note(text)
+
+    def _note_state(self, supervisor: Supervisor) -> None:
+        self.note(f"{supervisor.name} is {supervisor.state}")
+        if supervisor.state == "failed" and supervisor.info is not None:
+            try:
+                check_failed_state(self, supervisor)
+            except BrokenRuleError as error:  # the supervision would take it for its own
+                self.loop.failures.append(str(error))
+                self.loop.stop()
+            self.failed_at.append((supervisor.name, self.loop.time()))
+
+    def _note_death(self, process: VirtualProcess, death: Death) -> None:
+        self.note(f"{process.pid} {process.name} ended with {death.code}: {death.cause}")
+        for model in self.engines.models():
+            supervisor = model.supervisor
+            if supervisor.pid == process.pid and death.said:
+                self.must_be_logged.append((process.name, death, supervisor))
+
+
+class _LogHandler(logging.Handler):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._world.note_log(record)
+
+
+@cache
+def folder() -> Path:
+    """Folder that nothing is written to; the key of output hashes is always the same."""
+    found = Path(tempfile.mkdtemp(prefix="llmbox-simulate-"))
+    (found / "output-hash.key").write_bytes(bytes(32))
+    return found
+
+
+@cache
+def metrics() -> Metrics:
+    return Metrics()
