@@ -126,8 +126,9 @@ def spawn(launch: Launch) -> SpawnedProcess:
 
 
 PID_BYTES: Final = 4
-_ANSWER_S: Final = 30.0
-"""Seconds to wait for a fork: the first one waits for the imports."""
+_ANSWER_S: Final = 10.0
+_IMPORT_S: Final = 120.0
+"""Seconds to wait for a fork, and for the first one, which waits for the imports."""
 
 
 class ForkServer:
@@ -169,7 +170,7 @@ class ForkServer:
 
     def _ask(self, *files: int) -> int:
         channel = self._server.channel
-        channel.settimeout(_ANSWER_S)
+        channel.settimeout(_ANSWER_S if self.has_forked else _IMPORT_S)
         socket.send_fds(channel, [b"\0"], files)
         try:
             answer = channel.recv(PID_BYTES)
