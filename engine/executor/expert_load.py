@@ -59,8 +59,8 @@ class ExpertLoad:
 
 
 def count_experts(runner: object, layout: ParallelLayout) -> Callable[[], ExpertStats]:
-    """Return the statistics of rank 0's counters, which see the rows of its whole stage. A model without experts
-    has none, nor has one on a GPU, where nobody counts.
+    """Return the statistics of rank 0's counters, which see the rows of its whole stage. A model without
+    experts has none, nor has one on a GPU, where nobody counts.
     """
     loads = runner.expert_loads if isinstance(runner, CPUModelRunner) else []
     if not loads:
