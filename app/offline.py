@@ -30,8 +30,7 @@ from .config.entries import Scalar
 from .config.loader import check_value, unknown_key
 from .config.model_settings import MemorySettings
 from .config.paths import find_paths
-from .config.schema import schema
-from .config.settings import Settings
+from .config.settings import Settings, schema
 from .daemon.compose import compose, real_parts
 from .errors import ApiError, CliError
 from .http.app import DIALECTS, create_app

@@ -149,7 +149,9 @@ class LoraSite:
     addresses: "array[int]" = field(default_factory=lambda: array("q", bytes(8 * MAX_SLOTS)))
     """Addresses by slot that C++ kernels read: of packed weights, or of a table; 0: none."""
     on_device: Tensor | None = None
-    """The same addresses as Triton kernels read them; None until an adapter has something here."""
+    """The same addresses as Triton kernels read them, one for each expert of a slot where there are experts;
+    None until an adapter has something here.
+    """
     ranks: int = 0
     """Ranks that launches of Triton kernels are made for; never fewer than before."""
 
@@ -185,8 +187,8 @@ class LoraOps:
     embed: Callable[[LoraSite, Tensor, Tensor, float, Any], None]
     """(site, ids_T, x_TE, scale, rows): write embeddings of adapters that have a table, scaled."""
 
-    load_experts: Callable[[LoraSite, int, int, Sequence[ExpertLora]], None] | None = None
-    """(site, slot, number of experts, weights) as `load`; None: `Ops.experts` takes no adapters."""
+    load_experts: Callable[[LoraSite, int, int, Sequence[ExpertLora]], None]
+    """(site, slot, number of experts, weights) as `load`, for `Ops.experts`."""
 
     takes_tiles: bool = False
     """`rows` of the two above are `LoraTiles`, not `LoraRows`: a runner on a GPU needs that."""

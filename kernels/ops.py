@@ -82,8 +82,8 @@ class Experts(Protocol):
         gate_T1: Tensor | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:
-        """Fused MoE: (mixture, x_TE, logits_TX of its router) -> new tensor [T, E]. `adapters`: where
-        `LoraOps.load_experts` is set.
+        """Fused MoE: (mixture, x_TE, logits_TX of its router) -> new tensor [T, E]. `adapters`: of
+        experts, where `lora` is set.
 
         A row's result is the sum of down(activation(gate(x)) * up(x)) over its `per_token` best experts, each
         times its weight (`Routing`, `reference/moe.py`), plus its row of `shared_TE`, which is multiplied by

@@ -15,7 +15,7 @@ from litestar import Litestar, Router
 from litestar.routes import HTTPRoute
 
 from llmbox.app.cli.root import COMMANDS
-from llmbox.app.config.schema import schema
+from llmbox.app.config.settings import schema
 from llmbox.app.http.app import DIALECTS
 from llmbox.app.http.openai.request_types import (
     ChatCompletionRequest,

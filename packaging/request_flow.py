@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("app/", "engine/", "kernels/", "ui/")
-BACKGROUND = ("app/telemetry/", "app/lifecycle/", "app/logging/", "app/daemon/")
+BACKGROUND = ("app/telemetry/", "app/tracing/", "app/lifecycle/", "app/logging/", "app/daemon/")
 """Files of tasks that run beside requests. Calls below such a task are not the request's."""
 PATIENCE_S = 120.0
 MAX_TOKENS = 24

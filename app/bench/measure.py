@@ -1,11 +1,12 @@
 """Measurement of a workload: TTFT, time per token, throughput and their percentiles; files of results."""
 
 import asyncio
+import contextlib
 import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,8 @@ class BenchRun:
 
     samples: list[tuple[BenchRequest, RequestTiming]]
     seconds: float
+    is_whole: bool = True
+    """All requests were sent and answered."""
 
     def good(self, tag: str | None = None) -> list[RequestTiming]:
         return [s for ask, s in self.samples if not s.error and tag in (None, ask.tag)]
@@ -60,20 +63,47 @@ class Summary:
         return asdict(self)
 
 
-async def run(target: Target, workload: Workload) -> BenchRun:
-    """Send all requests of `workload` to `target`."""
+async def run(
+    target: Target,
+    workload: Workload,
+    *,
+    ends: Callable[[BenchRequest, RequestTiming], bool] = lambda *_: False,
+    seconds: float | None = None,
+) -> BenchRun:
+    """Send all requests of `workload` to `target`.
+
+    `ends` is called with each request that has ended; True gives up those that are left. So does the end of
+    `seconds`.
+    """
     pending = deque(workload.asks)
     done: list[tuple[BenchRequest, RequestTiming]] = []
+    is_over = asyncio.Event()
     began = time.perf_counter()
 
     async def worker() -> None:
         while pending:
             ask = pending.popleft()
             await asyncio.sleep(max(0.0, began + ask.after - time.perf_counter()))
-            done.append((ask, await complete(target, ask.prompt, ask.max_tokens)))
+            timing = await complete(target, ask.prompt, ask.max_tokens)
+            done.append((ask, timing))
+            if ends(ask, timing):
+                is_over.set()
 
-    await asyncio.gather(*(worker() for _ in range(workload.concurrency)))
-    return BenchRun(done, time.perf_counter() - began)
+    async def work() -> None:
+        await asyncio.gather(*(worker() for _ in range(workload.concurrency)))
+
+    working = asyncio.create_task(work())
+    working.add_done_callback(lambda _: is_over.set())
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await is_over.wait()
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        await asyncio.wait({working})
+    return BenchRun(done, time.perf_counter() - began, len(done) == len(workload.asks))
 
 
 def summarise(run: BenchRun) -> Summary:

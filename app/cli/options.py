@@ -7,7 +7,7 @@ import click
 
 from ..config.entries import Scalar
 from ..config.loader import check_value
-from ..config.schema import SettingSpec, schema
+from ..config.settings import SettingSpec, schema
 from ..models.catalog import check_name
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from ipaddress import ip_network
 from typing import Any
+from urllib.parse import urlsplit
 
 _NUMBER = r"\d{1,9}(?:\.\d{1,6})?"
 _ENTRY = re.compile(rf"(?P<model>[^=\s,]{{1,200}})=(?P<first>{_NUMBER})/(?P<second>{_NUMBER})")
@@ -27,6 +28,23 @@ def is_network(text: str) -> bool:
     return True
 
 
+def is_collector(text: str) -> bool:
+    """Return whether `text` is empty or the URL of a collector: http or https, a host, no user, no query."""
+    if not text:
+        return True
+    try:
+        parts = urlsplit(text)
+        is_whole = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+    is_plain = re.fullmatch(r"[\x21-\x7e]+", text) is not None and not {"?", "#", "@"} & set(text)
+    return is_whole and is_plain and parts.scheme in {"http", "https"}
+
+
+COLLECTOR: EntryCheck = (
+    is_collector,
+    "the URL of a collector such as http://127.0.0.1:4318, without user, query and fragment",
+)
 ORIGIN: EntryCheck = (
     re.compile(r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?").fullmatch,
     "origins such as https://chat.example or http://localhost:3000; '*' is not one: name each",

@@ -20,8 +20,7 @@ from ..errors import CliError, Exit
 from ..util.atomic_file import write_whole
 from .entries import Scalar
 from .paths import Paths, private_dir
-from .schema import SECTIONS, SettingSpec, schema
-from .settings import Settings
+from .settings import SECTIONS, Settings, SettingSpec, schema
 
 Source = Literal["flag", "env", "user", "system", "default"]
 PREFIX = "LLMBOX_"

@@ -1,12 +1,15 @@
 """All settings by section: key, type, default, range and documentation, each defined once.
 
-Settings are immutable: a reload makes a new object (see `loader`). `schema.py` makes one table of them.
+Settings are immutable: a reload makes a new object (see `loader`). `schema` makes one table of
+them, for the TOML file, `LLMBOX_SECTION_KEY` variables, command-line flags, `llmbox config` and the docs.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from .entries import NETWORK, ORIGIN, PRICE, TARGET, Scalar, key
+from .entries import COLLECTOR, NETWORK, ORIGIN, PRICE, TARGET, EntryCheck, Scalar, key
 from .model_settings import CacheSettings, MemorySettings, ModelSettings
 
 
@@ -119,6 +122,12 @@ class LimitSettings:
         live=True,
     )
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
+    admission: Literal["queue", "slo"] = key(
+        "queue",
+        "Refuse requests with 429 where the queue is full; with slo also those that would miss the latency "
+        "targets of their model (usage.targets).",
+        live=True,
+    )
     queue_per_key: int = key(
         64,
         "Requests of one key that a model accepts even if those of others fill its queue.",
@@ -235,6 +244,27 @@ class UsageSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetrySettings:
+    """Settings of traces. Without an endpoint nothing is sent to anybody."""
+
+    otlp_endpoint: str = key(
+        "",
+        "Collector that gets a trace of each request, by OTLP over HTTP, as http://127.0.0.1:4318; "
+        "empty: nothing is sent.",
+        each=COLLECTOR,
+    )
+    otlp_headers_file: str = key(
+        "",
+        "File with headers for the collector, one 'Name: value' a line, that only its owner may read; empty: "
+        "those of OTEL_EXPORTER_OTLP_HEADERS.",
+    )
+    otlp_service_name: str = key("llmbox", "Name of this service in traces.")
+    trace_share: float = key(
+        1.0, "Share of the requests without a traceparent that are traced.", low=0, high=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     server: ServerSettings = field(default_factory=ServerSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
@@ -245,8 +275,92 @@ class Settings:
     log: LogSettings = field(default_factory=LogSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
     usage: UsageSettings = field(default_factory=UsageSettings)
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
 
     def get(self, name: str) -> Scalar:
         section, _, attribute = name.partition(".")
         value: Scalar = getattr(getattr(self, section), attribute)
         return value
+
+
+LOCAL = frozenset({"server.mcp_commands", "telemetry.otlp_endpoint", "telemetry.otlp_headers_file"})
+"""Keys that the panel shows and cannot change: only who may run commands on this machine can."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingSpec:
+    """One row of the table. `name` is `section.key`; `kind` is the type of the value."""
+
+    name: str
+    kind: type
+    optional: bool
+    choices: tuple[str, ...]
+    default: Scalar
+    doc: str
+    low: float | None
+    high: float | None
+    each: EntryCheck | None
+    live: bool
+
+    @property
+    def is_local(self) -> bool:
+        return self.name in LOCAL
+
+    @property
+    def section(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def variable(self) -> str:
+        return "LLMBOX_" + self.name.replace(".", "_").upper()
+
+
+SECTIONS: dict[str, type] = {
+    "server": ServerSettings,
+    "limits": LimitSettings,
+    "model": ModelSettings,
+    "memory": MemorySettings,
+    "cache": CacheSettings,
+    "hub": HubSettings,
+    "log": LogSettings,
+    "requests": RequestSettings,
+    "usage": UsageSettings,
+    "telemetry": TelemetrySettings,
+}
+
+
+@cache
+def schema() -> dict[str, SettingSpec]:
+    """All keys by name, in the order of their definition."""
+    keys: dict[str, SettingSpec] = {}
+    for section, cls in SECTIONS.items():
+        hints = get_type_hints(cls)
+        for item in fields(cls):
+            name = f"{section}.{item.name}"
+            kind, optional, choices = _shape(hints[item.name])
+            meta = item.metadata
+            keys[name] = SettingSpec(
+                name=name,
+                kind=kind,
+                optional=optional,
+                choices=choices,
+                default=cast("Scalar", item.default),
+                doc=meta["doc"],
+                low=meta["low"],
+                high=meta["high"],
+                each=meta["each"],
+                live=meta["live"],
+            )
+    return keys
+
+
+def _shape(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
+    optional = False
+    if get_origin(hint) is UnionType:
+        optional = True
+        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        return str, optional, get_args(hint)
+    if get_origin(hint) is tuple:
+        return tuple, optional, ()
+    return hint, optional, ()

@@ -14,7 +14,7 @@ from llmbox.engine.model_config.config import parse_config
 
 from ..config.entries import Scalar
 from ..config.loader import LoadedSettings, check_value, unknown_key
-from ..config.schema import schema
+from ..config.settings import schema
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError, CliError, Exit
 from ..lifecycle.instance import RunningDaemon
@@ -22,9 +22,9 @@ from ..logging import setup as logs
 from ..models.catalog import ModelRef, in_memory, on_disk, resolve
 from ..models.load_request import ModelRequest, with_draft_path
 from ..services import AvailableModel, Services
-from .evicted_models import EvictedModels
 from .library import Library
 from .model_scheduler import ModelScheduler, SchedulerDeps
+from .model_tables import EvictedModels
 
 
 class AvailableModels:
@@ -281,6 +281,7 @@ class DaemonController:
         self.services.settings = loaded.settings
         self.services.gateway.prices = loaded.settings.usage.prices
         self.services.gateway.fetches_images = loaded.settings.server.fetch_images
+        self.services.gateway.admission.apply(loaded.settings)
         self.services.telemetry.targets = loaded.settings.usage.targets
         logs.set_level(loaded.settings.log)
         self.residency.failed.clear()

@@ -42,9 +42,8 @@ from ..models.load_request import ModelRequest
 from ..models.recommended import full_name
 from ..models.registry import Alias, Registry
 from ..util.formatting import hide_folders
-from .evicted_models import EvictedModel, EvictedModels, FailedLoads
 from .memory_estimate import Sizes, note_load, sizes
-from .resident_models import ResidentModels, bytes_by_memory, no_room
+from .model_tables import EvictedModel, EvictedModels, FailedLoads, ResidentModels, bytes_by_memory, no_room
 
 log = logging.getLogger("llmbox.daemon")
 

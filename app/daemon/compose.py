@@ -2,6 +2,7 @@
 production.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..store.stored_answers import StoredAnswers
 from ..telemetry.gpus import GpuReader
 from ..telemetry.telemetry import Telemetry
 from ..text.tokenizer.tokenizer import TextModel, load_model_text
+from ..tracing.tracer import RequestTracer
 from .run import with_caches
 
 
@@ -100,9 +102,10 @@ def compose(
         first=first,
         supervise=parts.supervise,
     )
-    metrics = Metrics(lambda: read_engines(engines), lambda: request_log.dropped)
+    tracer = RequestTracer.of(settings.telemetry, os.environ)
+    metrics = Metrics(lambda: read_engines(engines), lambda: request_log.dropped, lambda: tracer.counts)
     telemetry = Telemetry(engines, events, request_log, parts.gpus, targets=settings.usage.targets)
-    gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed)
+    gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed, tracer)
     return Services(
         settings=settings,
         paths=paths,

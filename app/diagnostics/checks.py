@@ -23,7 +23,7 @@ from llmbox.kernels.cpu.prebuilt import find_prebuilt
 from llmbox.kernels.support import known_kernels
 
 from ..control.kv_cache import limit_bytes, open_kv_cache
-from ..daemon.listen import check_bind, holder_of
+from ..daemon.run import check_bind, holder_of
 from ..errors import CliError
 from ..lifecycle.instance import find_running
 from ..lifecycle.program import Program

@@ -17,10 +17,11 @@ from types import TracebackType
 from typing import Self
 
 from llmbox.engine.ipc.codec import FrameTooLarge
-from llmbox.engine.ipc.messages import AbortRequest, AddRequest, KeepImages, RequestOutput
+from llmbox.engine.ipc.messages import AbortRequest, AddRequest, KeepImages, RequestOutput, StepOutputs
 from llmbox.engine.ipc.sequence_times import SequenceTimes
 
 from .poison_detector import PoisonDetector
+from .queue_model import QueueModel
 
 
 class TokenStream:
@@ -195,6 +196,7 @@ class RequestJournal:
         """
         self.resumed = 0
         """Number of resumes: requests sent again to a new engine."""
+        self.queue = QueueModel()
         self._send = send
         self._images = SharedImages(send)
         self._on_empty = on_empty
@@ -229,6 +231,7 @@ class RequestJournal:
         assert message.request_id not in self._open
         stream = TokenStream(message, self._cancel)
         self._open[message.request_id] = stream
+        self.queue.enter(message, stream.output_ids)
         self.of_tenant[message.tenant] += 1
         self._idle.clear()
         held = self._detector.quarantine_new(message.request_id)
@@ -255,6 +258,14 @@ class RequestJournal:
         if self._open:
             self._send_requests(self._detector.begin(list(self._open)))
 
+    def deliver_step(self, step: StepOutputs) -> None:
+        """Deliver the outputs of a step, and learn from its time."""
+        self.queue.observe(step.stats)
+        for name, times in step.times.items():
+            self.note_times(name, times)
+        for output in step.outputs:
+            self.deliver(output)
+
     def note_times(self, request_id: str, times: SequenceTimes) -> None:
         """Take the times of a request whose last output comes with them."""
         stream = self._open.get(request_id) or self._cancelled.pop(request_id, None)
@@ -272,6 +283,8 @@ class RequestJournal:
                 self._close(request_id)
                 self._on_finish()
         if stream is not None:
+            if output.cached_tokens is not None and stream.sent_at is not None:
+                self.queue.note_first(stream.request, stream.sent_at, output.cached_tokens)
             stream.push(output)
         if self._detector.open:
             self._send_requests(
@@ -356,6 +369,7 @@ class RequestJournal:
         self._interrupted.discard(request_id)
         stream = self._open.pop(request_id, None)
         if stream is not None:
+            self.queue.leave(request_id, len(stream.output_ids))
             if stream.request.images:
                 self._images.release(stream.request)
             tenant = stream.request.tenant

@@ -97,6 +97,7 @@ class Supervisor:
         self._requests = RequestJournal(
             self._send, on_empty=self._watchdog.rest, on_finish=self._pace.record_finish
         )
+        self.queue = self._requests.queue
         self._reserved = QueueReservations()
         self._block_query: EngineQuery[BlockMap] = EngineQuery(lambda: self._send(AskBlocks()))
         self._profile_starts: EngineQuery[StepProfile] = EngineQuery(
@@ -341,10 +342,7 @@ class Supervisor:
         match message:
             case StepOutputs():
                 self.stats = message.stats
-                for name, times in message.times.items():
-                    self._requests.note_times(name, times)
-                for output in message.outputs:
-                    self._requests.deliver(output)
+                self._requests.deliver_step(message)
             case Pong():
                 self.stats = message.stats
             case BlockMap():
@@ -362,6 +360,7 @@ class Supervisor:
         if self.state not in {"loading", "restarting"}:
             return
         self.info = info
+        self.queue.begin(info)
         self._breaker.close()
         if self._half_open:
             self._half_open = False

@@ -1,5 +1,6 @@
 """Gateway: checks requests against the model, submits them to the engine, lists and records them."""
 
+import asyncio
 import hashlib
 import time
 from dataclasses import asdict, replace
@@ -12,7 +13,6 @@ import msgspec
 from llmbox import __version__
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, ModelInfo
-from llmbox.engine.sampling_params import SamplingParams
 
 from ..config.entries import TokenPrice, find_price
 from ..config.settings import Settings
@@ -26,11 +26,13 @@ from ..security.keys import tier_of
 from ..security.rate_limit import TokenReservation
 from ..store import RequestLog
 from ..store.record import ContentDraft, RequestRecord
+from ..tracing.tracer import RequestTracer
 from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
-from .generation import Generation, choice_seed, sequence_id
+from .generation import Generation, choice_seed, params_json, sequence_id
 from .open_request import OpenRequest, RevocationWatcher
 from .request_events import LiveRequest, NullObserver, RequestObserver
-from .request_times import call_after_times, sequence_records
+from .request_times import ExchangeClock, call_after_times, sequence_records
+from .target_admission import TargetAdmission
 
 
 def check_generates(model: LoadedModel) -> None:
@@ -70,11 +72,13 @@ class Gateway:
         metrics: Metrics,
         settings: Settings,
         observer: RequestObserver | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.engines = engines
         self.limits = settings.limits
         self.prices = settings.usage.prices
         """Prices of tokens, for the budgets of keys; a reload sets them anew."""
+        self.admission = TargetAdmission(metrics, settings)
         self.templates = TemplatePool()
         self.grammars = GrammarPool()
         self.images = ImageReader()
@@ -83,6 +87,7 @@ class Gateway:
         self._log = log
         self._metrics = metrics
         self._observer = observer or NullObserver()
+        self.tracer = tracer or RequestTracer()
         self._open: dict[str, OpenRequest] = {}
         self._revocation = RevocationWatcher(self._open)
         self._engine_ids = 0
@@ -93,8 +98,9 @@ class Gateway:
         try:
             return self._submit(generation)
         except ApiError as error:
+            name, key = generation.model.name, generation.key
             self.record_refusal(
-                generation.id, generation.endpoint, generation.model.name, error, key=generation.key
+                generation.id, generation.endpoint, name, error, key=key, clock=generation.clock
             )
             raise
 
@@ -116,7 +122,14 @@ class Gateway:
         return request_id in self._open
 
     def record_refusal(
-        self, request_id: str, endpoint: str, model: str, error: ApiError, *, key: str = ""
+        self,
+        request_id: str,
+        endpoint: str,
+        model: str,
+        error: ApiError,
+        *,
+        key: str = "",
+        clock: ExchangeClock | None = None,
     ) -> None:
         """Record a request that was refused before it reached an engine."""
         self._metrics.record_refusal(error.code or str(error.status))
@@ -128,10 +141,13 @@ class Gateway:
             http_status=error.status,
             key=key,
             error_code=error.code or "",
+            trace_id=_trace_id(clock),
         )
         self._metrics.record_failure(record)
         self._log.write(record)
         self._observer.on_refusal(record, error.message)
+        if clock is not None:
+            self.tracer.export_request(record, clock.trace, clock.began)
 
     def output_hash(self, request: OpenRequest) -> str:
         return self._hasher.of([sequence.output_ids for sequence in request.sequences])
@@ -141,6 +157,7 @@ class Gateway:
         await self.templates.close()
         await self.grammars.close()
         await self.images.close()
+        await asyncio.to_thread(self.tracer.close)
 
     def _submit(self, generation: Generation) -> OpenRequest:
         supervisor = generation.model.supervisor
@@ -166,8 +183,11 @@ class Gateway:
             for index, message in enumerate(messages)
         )
         try:
+            if self.admission.targets:
+                self.admission.check(generation, messages)
             sequences = list(islice(submitted, at_once))
         except ApiError:
+            supervisor.queue.forget(messages)
             if reservation is not None:
                 reservation.cancel(sum(map(len, generation.prompts)))
             raise
@@ -219,19 +239,26 @@ class Gateway:
         if (lease := request.generation.image_lease) is not None:
             lease.release()
         record = _record(request, status, code, self.output_hash(request))
+        if self.admission.forecasts:
+            self.admission.settle(record)
         self._metrics.record_request(record)
         self._write(request, record)
         self._observer.on_end(record, request.reason)
 
     def _write(self, request: OpenRequest, record: RequestRecord) -> None:
         """Log a request with the times of its sequences; they follow where the engine has not told them."""
-        ended = time.monotonic()
+        ended, clock = time.monotonic(), request.generation.clock
 
         def late() -> None:
-            self._log.write_times(record, sequence_records(request, ended))
+            times = sequence_records(request, ended)
+            self._log.write_times(record, times)
+            self.tracer.export_phases(clock.trace, times, clock.began)
 
         waits = call_after_times([each.stream for each in request.sequences], late)
-        self._log.write(record, _draft(request), () if waits else sequence_records(request, ended))
+        times = [] if waits else sequence_records(request, ended)
+        self._log.write(record, _draft(request), times)
+        self.tracer.export_request(record, clock.trace, clock.began)
+        self.tracer.export_phases(clock.trace, times, clock.began)
 
 
 def _reserve_tokens(
@@ -353,7 +380,7 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         e2e_s=time.monotonic() - clock.arrived,
         resumes=request.resumes,
         seed=None if pools else generation.params.seed,
-        params=_params_json(generation),
+        params=params_json(generation),
         client=generation.client,
         looked_up_tokens=usage.looked_up_tokens,
         prefix_end=request.prefix_end,
@@ -362,23 +389,10 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         accepted_tokens=usage.accepted_tokens,
         output_hash=output_hash,
         fingerprint=system_fingerprint(generation.model),
+        trace_id=_trace_id(generation.clock),
         content="kept" if generation.keep is not None else "",
     )
 
 
-def _params_json(generation: Generation) -> str:
-    """JSON of the sampling parameters that differ from their defaults. Texts are counted, never kept."""
-    plain = asdict(SamplingParams(max_tokens=0))
-    params = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
-    params.pop("seed", None)
-    if generation.params.pooling is None:
-        params["max_tokens"] = generation.max_tokens
-    for name in ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids", "grammar"):
-        if name in params:
-            params[name] = len(params[name])
-    params.pop("triggers", None)
-    if (thinking := params.pop("thinking", None)) is not None and thinking["budget"] is not None:
-        params["thinking_token_budget"] = thinking["budget"]
-    if generation.stop:
-        params["stop"] = len(generation.stop)
-    return msgspec.json.encode(params).decode()
+def _trace_id(clock: ExchangeClock | None) -> str:
+    return "" if clock is None or clock.trace is None else clock.trace.trace_id

@@ -6,7 +6,9 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+
+import msgspec
 
 from llmbox.engine.ipc.messages import PreparedImage, TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
@@ -143,6 +145,24 @@ def sequence_id(request_id: str, number: int) -> str:
 def request_of(sequence: str) -> str:
     """Id of the request that a sequence belongs to."""
     return sequence.rpartition(".")[0] or sequence
+
+
+def params_json(generation: Generation) -> str:
+    """JSON of the sampling parameters that differ from their defaults. Texts are counted, never kept."""
+    plain = asdict(SamplingParams(max_tokens=0))
+    params = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
+    params.pop("seed", None)
+    if generation.params.pooling is None:
+        params["max_tokens"] = generation.max_tokens
+    for name in ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids", "grammar"):
+        if name in params:
+            params[name] = len(params[name])
+    params.pop("triggers", None)
+    if (thinking := params.pop("thinking", None)) is not None and thinking["budget"] is not None:
+        params["thinking_token_budget"] = thinking["budget"]
+    if generation.stop:
+        params["stop"] = len(generation.stop)
+    return msgspec.json.encode(params).decode()
 
 
 _MASK = (1 << 64) - 1

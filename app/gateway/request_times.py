@@ -16,6 +16,7 @@ from ..store.sequence_record import (
     SequenceRecord,
     encode_sequence,
 )
+from ..tracing.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from .open_request import OpenRequest
@@ -26,7 +27,7 @@ NO_TIMES: Final = PhaseTimes()
 
 @dataclass(slots=True)
 class ExchangeClock:
-    """Moments of an HTTP exchange around its request, in `time.monotonic()` seconds."""
+    """Moments of an HTTP exchange around its request, in `time.monotonic()` seconds, and its trace."""
 
     began: float = field(default_factory=time.monotonic)
     """Headers were read."""
@@ -36,6 +37,7 @@ class ExchangeClock:
     """Seconds of waiting for a model."""
     stalls: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST_STALLS))
     """(end, seconds) of the last waits for a client that did not read its stream."""
+    trace: TraceContext | None = None
 
 
 def sequence_records(request: "OpenRequest", ended: float) -> list[bytes]:

@@ -12,8 +12,7 @@ from msgspec import Meta, Struct
 from ..control.controller import DaemonController
 from ..errors import ApiError, CliError, Exit
 from ..models.adapters import add_adapter, remove_adapter
-from .auth.credentials import identity_of
-from .auth.guard import Access
+from .auth.guard import Access, identity_of
 from .openai.request_context import HttpRequest
 from .openai.request_types import Name
 

@@ -17,13 +17,12 @@ from ..engines.loaded_model import Readiness
 from ..errors import ApiError
 from ..gateway.gateway import context_limit
 from ..metrics.metrics import CONTENT_TYPE
-from ..security.identity import Identity
+from ..security.security import Identity
 from ..services import Services
 from ..util.formatting import hide_folders
 from .admin.models import begin_load
 from .admin.schema import LoadRequest, Unloaded
-from .auth.credentials import identity_of
-from .auth.guard import Access
+from .auth.guard import Access, identity_of
 from .openai.request_context import HttpRequest
 from .openai.request_types import Name
 from .openai.response_types import ModelCard

@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 from ..batches import RouteAnswer
 from ..errors import ApiError
-from ..security.identity import Identity
+from ..security.security import Identity
 from ..services import Services
 from .server.errors import encode_error
 from .server.request import CALLER

@@ -25,10 +25,9 @@ from ..mcp.protocol import (
 )
 from ..mcp.resources import Resource
 from ..mcp.tool import Tool, ToolError
-from ..security.identity import LOCAL, Identity
+from ..security.security import LOCAL, Identity
 from ..services import Services
-from .auth.credentials import identity_of
-from .auth.guard import Access
+from .auth.guard import Access, identity_of
 from .in_process import call_route
 from .server.request import load
 from .server.sse import EventStreamResponse, SseOptions, data_event, while_connected

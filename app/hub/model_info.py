@@ -16,8 +16,8 @@ from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_unde
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError
-from llmbox.engine.gguf.config import NOT_NEEDED, check_matrices
-from llmbox.engine.gguf.folder import config_json, gguf_of
+from llmbox.engine.gguf.config import NOT_NEEDED
+from llmbox.engine.gguf.folder import check_matrices, config_json, gguf_of
 from llmbox.engine.gguf.projector import check_projector
 from llmbox.engine.gguf.reader import MAX_HEADER, GgufFile, read_gguf, read_header
 from llmbox.engine.model_config.config import ModelConfig, parse_config

@@ -17,7 +17,7 @@ from ..http.openai.completions import prepare_completion
 from ..http.openai.request_context import RequestContext
 from ..http.openai.request_types import ChatCompletionRequest, CompletionRequest
 from ..http.server import request as strict_json
-from ..security.identity import Identity
+from ..security.security import Identity
 from ..services import Services
 from ..store.record import Content, RequestRecord
 from .detail import content_note, find_logged, is_chat, is_pooled

@@ -40,6 +40,8 @@ class RequestTime:
     """Rows with a time, in the order in which they began."""
     sequences: int
     """Sequences of the request whose times are kept."""
+    trace_id: str = ""
+    """Trace that it belongs to; empty: none."""
 
 
 def _computed(record: SequenceRecord) -> str:
@@ -164,6 +166,7 @@ def _times(record: RequestRecord, kept: Sequence[bytes]) -> RequestTime | None:
         total_s=last.total / _SECOND,
         rows=split(last),
         sequences=len(kept),
+        trace_id=record.trace_id,
     )
 
 

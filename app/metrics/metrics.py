@@ -23,6 +23,10 @@ _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 
 
+_ERRORS = (-30, -10, -5, -2.5, -1, -0.5, -0.25, -0.1, -0.05, 0, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_TOKEN_ERRORS = tuple(error / 20 for error in _ERRORS)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineReading:
     """One model's state at the time of a scrape."""
@@ -37,16 +41,17 @@ class EngineReading:
 class Metrics:
     """Registry of all metrics. Create it once, update it from the gateway, and `render` on request.
 
-    `read_engines` and `read_dropped` are called at each scrape.
+    The functions are called at each scrape; `read_spans` returns (spans exported, spans dropped).
     """
 
     def __init__(
         self,
         read_engines: Callable[[], Iterable[EngineReading]] = tuple,
         read_dropped: Callable[[], int] = int,
+        read_spans: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(read_engines, read_dropped))
+        self._registry.register(_EngineCollector(read_engines, read_dropped, read_spans))
         label = ["model_name", "tier"]
         histogram = self._histogram
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Request to first token.", _LATENCY)
@@ -63,7 +68,18 @@ class Metrics:
         self._refused = Counter(
             "llmbox_requests_refused", "Requests refused by code.", ["code"], registry=self._registry
         )
-
+        self._admission = Counter(
+            "llmbox_admission",
+            "Requests compared with latency targets: admitted, refused, missed (admitted and late).",
+            [*label, "outcome"],
+            registry=self._registry,
+        )
+        self._ttft_error = histogram(
+            "llmbox_ttft_forecast_error_seconds", "Time to first token less its forecast.", _ERRORS
+        )
+        self._tpot_error = histogram(
+            "llmbox_tpot_forecast_error_seconds", "Time per output token less its forecast.", _TOKEN_ERRORS
+        )
         self._failed = Counter(
             "llmbox_requests_failed",
             "Requests that failed by the server's fault (5xx), by code.",
@@ -84,6 +100,18 @@ class Metrics:
     def record_refusal(self, code: str) -> None:
         """Count a request that was refused before it reached an engine."""
         self._refused.labels(code).inc()
+
+    def record_admission(self, model: str, tier: str, outcome: str) -> None:
+        """Count a decision by latency targets, or an admitted request that missed them."""
+        self._admission.labels(model, tier, outcome).inc()
+
+    def record_forecast(self, record: RequestRecord, ttft: float, tpot: float) -> None:
+        """Record the error of an admitted request's forecast."""
+        labels = record.model, record.tier
+        if record.ttft_s is not None:
+            self._ttft_error.labels(*labels).observe(record.ttft_s - ttft)
+        if record.tpot_s is not None:
+            self._tpot_error.labels(*labels).observe(record.tpot_s - tpot)
 
     def record_failure(self, record: RequestRecord) -> None:
         """Count a request that failed by the server's fault, before or after it reached an engine."""
@@ -118,10 +146,14 @@ class _EngineCollector(Collector):
     """Collector that reads the engines at each scrape."""
 
     def __init__(
-        self, read_engines: Callable[[], Iterable[EngineReading]], read_dropped: Callable[[], int]
+        self,
+        read_engines: Callable[[], Iterable[EngineReading]],
+        read_dropped: Callable[[], int],
+        read_spans: Callable[[], tuple[int, int]],
     ) -> None:
         self._read_engines = read_engines
         self._read_dropped = read_dropped
+        self._read_spans = read_spans
 
     def describe(self) -> list[Metric]:
         # Registering would otherwise read the engines before there are any.
@@ -153,6 +185,13 @@ class _EngineCollector(Collector):
             yield gauge
         yield CounterMetricFamily(
             "llmbox_request_log_dropped", "Log rows lost to a full disk or queue.", value=self._read_dropped()
+        )
+        exported, dropped = self._read_spans()
+        yield CounterMetricFamily(
+            "llmbox_trace_spans_exported", "Spans that the collector took.", value=exported
+        )
+        yield CounterMetricFamily(
+            "llmbox_trace_spans_dropped", "Spans lost to a full queue or the collector.", value=dropped
         )
 
 
@@ -234,6 +273,13 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ),
     ("llmbox_engine_steps", "Steps run.", lambda r: r.stats.steps),
     ("llmbox_engine_step_seconds", "Time inside steps.", lambda r: r.stats.step_seconds),
+    ("llmbox_engine_prefill_steps", "Steps with prompts.", lambda r: r.stats.work.prefill_steps),
+    ("llmbox_engine_prefill_seconds", "Time of steps with prompts.", lambda r: r.stats.work.prefill_seconds),
+    (
+        "llmbox_engine_prefill_tokens",
+        "Prompt tokens computed.",
+        lambda r: r.stats.work.prefill_tokens,
+    ),
     ("llmbox_engine_restarts", "Engine processes restarted.", lambda r: r.restarts),
     ("llmbox_requests_resumed", "Requests that went on after a restart.", lambda r: r.resumed),
 )

@@ -26,9 +26,9 @@ from llmbox.engine.ipc.messages import (
 )
 from llmbox.engine.ipc.profile_messages import StepProfile
 
+from ..engines.prefix_table import block_hashes
 from ..engines.supervisor import Supervisor, SupervisorOptions
 from ..errors import ApiError
-from .prefix_table import block_hashes
 from .replica import NEEDS_VOCABULARY, ReplicaFacts
 
 log = logging.getLogger("llmbox.ray")

@@ -7,8 +7,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from ..engines.prefix_table import PrefixTable
 from . import fleet
-from .prefix_table import PrefixTable
 
 
 class PrefixRouter(RequestRouter):

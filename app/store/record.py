@@ -68,6 +68,8 @@ class RequestRecord:
     """Hash of build and settings: with another one the same request may get another answer."""
     tier: str = ""
     """`premium`, `standard` or `background`, by its priority; empty if it reached no engine."""
+    trace_id: str = ""
+    """Trace of W3C that the request belongs to, from its `traceparent` or drawn for the export of traces."""
     content: ContentState = ""
     """Empty: not allowed to be kept. `dropped`: allowed, but the disk or the queue was full."""
 

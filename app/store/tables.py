@@ -40,6 +40,7 @@ class RequestRow(SQLModel, table=True):
     fingerprint: str = Field(default="", sa_column_kwargs={"server_default": ""})
     tier: str = Field(default="", sa_column_kwargs={"server_default": ""})
     content: str = Field(default="", sa_column_kwargs={"server_default": ""})
+    trace_id: str = Field(default="", sa_column_kwargs={"server_default": ""})
 
 
 class ContentRow(SQLModel, table=True):

@@ -80,6 +80,12 @@ def _slow(engine: EngineSnapshot) -> Alert:
 def _targets(engine: EngineSnapshot) -> Iterator[Alert]:
     """Alerts of latency targets that the last two minutes' requests missed."""
     model = shlex.quote(engine.model)
+    if engine.target_problem:
+        yield Alert(
+            level="warning",
+            text=f"{engine.model}: {engine.target_problem}",
+            fix=f"llmbox bench {model} --find, then usage.targets",
+        )
     for name, value, target, fix in (
         ("TTFT", engine.ttft_p95, engine.ttft_target, "send fewer or shorter prompts at once"),
         ("TPOT", engine.tpot_p95, engine.tpot_target, "run fewer requests at once"),

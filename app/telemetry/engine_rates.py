@@ -206,6 +206,7 @@ class EngineReader:
             tpot_p95=tpot.p95,
             ttft_target=NA if target is None else target.ttft,
             tpot_target=NA if target is None else target.tpot,
+            target_problem=supervisor.queue.never_met,
             draft_tokens=stats.draft_tokens,
             accepted_tokens=stats.accepted_tokens,
             draft_methods=stats.draft_methods,

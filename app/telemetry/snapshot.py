@@ -134,6 +134,8 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     ttft_target: Number = NA
     tpot_target: Number = NA
     """Latency target of the model (`usage.targets`), for its 95th percentiles."""
+    target_problem: str = ""
+    """Reason why requests cannot meet it even alone, found by `limits.admission`."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Draft tokens that were accepted."""

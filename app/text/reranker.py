@@ -1,4 +1,4 @@
-"""Rerank scores of documents for a query.
+"""Scores from single rows of weights: documents ranked for a query, and probabilities of classes.
 
 A classification model (`...ForSequenceClassification` with one label) multiplies its last hidden state with
 one row of weights; an encoder (BERT and its kin) reads query and document as a pair, and its head runs in
@@ -22,6 +22,7 @@ from llmbox.engine.model_config.config import parse_config
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..errors import ApiError
+from ..models.catalog import read_config
 from ..sandbox.pool import TemplatePool, job
 from .tokenizer.text_encoder import SpecialTokenMarkers
 from .tokenizer.tokenizer import TextModel
@@ -127,3 +128,65 @@ async def build_rerank_prompts(
         return [text.encode_marked(before + document + after, markers) for document in marked]
 
     return await text.off_loop(sum(map(len, documents)), encode)
+
+
+MOST_CLASSES: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    labels: Sequence[str]
+    rows: Sequence[Sequence[float]]
+    """Empty for an encoder, whose head has run in the engine."""
+    is_exclusive: bool
+    """One class a text, by softmax; otherwise each class by its own sigmoid."""
+
+    def probabilities(self, pooled: bytes) -> list[float]:
+        """Return the probability of each class. `pooled`: the last hidden state, or an encoder's logits,
+        little-endian float32.
+        """
+        states = array("f", pooled)
+        if sys.byteorder == "big":
+            states.byteswap()
+        logits = [math.fsum(map(float.__mul__, states, row)) for row in self.rows] or list(states)
+        if not self.is_exclusive:
+            return [_sigmoid(logit) for logit in logits]
+        highest = max(logits)
+        powers = [math.exp(logit - highest) for logit in logits]
+        total = math.fsum(powers)
+        return [power / total for power in powers]
+
+
+@lru_cache(maxsize=16)
+def read_classifier(folder: Path, loaded_at: float, labels: int = 0) -> Classifier | None:  # noqa: ARG001
+    """Read the classification head from a model's files, once each time it is loaded; None for a model
+    without classes. `labels`: those of a head that runs in the engine. Raises ModelError.
+    """
+    count = labels or count_rows(folder, "score")
+    if not 0 < count <= MOST_CLASSES:
+        return None
+    config = read_config(folder)
+    is_exclusive = count > 1 and config.get("problem_type") != "multi_label_classification"
+    rows = [] if labels else [read_row(folder, "score", i) for i in range(count)]
+    return Classifier(_labels(config, count), rows, is_exclusive)
+
+
+def not_a_classifier() -> ApiError:
+    return ApiError(
+        400,
+        "This model cannot classify texts: it has no row of scores for each class. Models whose config names "
+        "...ForSequenceClassification have. For scores of documents there is /v1/rerank, for vectors "
+        "/v1/embeddings.",
+        code="classification_not_supported",
+        param="model",
+    )
+
+
+def _labels(config: dict[str, Any], count: int) -> list[str]:
+    names = config.get("id2label")
+    names = names if isinstance(names, dict) else {}
+    return [str(names.get(str(i), f"LABEL_{i}")) for i in range(count)]
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))

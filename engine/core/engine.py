@@ -260,6 +260,8 @@ class Engine:
             preemptions=scheduler.active.preemptions,
             slots_used=scheduler.slots_used,
             step_seconds=self._step_seconds,
+            work=scheduler.ledger.work,
+            prefill_done=scheduler.active.prefill_done,
             adapters=[] if kv_cache.adapters is None else kv_cache.adapters.digests,
             **self._expert_stats(),
             **scheduler.drafting.stats(),

@@ -99,6 +99,15 @@ class RunningRequests:
         self._waiting = waiting
         self._policy = PreemptionPolicy(max_running, kv_cache, flows, waiting)
 
+    @property
+    def prefill_done(self) -> int:
+        """Tokens computed so far of prompts that are under way, without those found in a cache."""
+        return sum(
+            max(0, request.num_computed - (request.num_cached or 0))
+            for request in self.by_id.values()
+            if not request.first_output_sent
+        )
+
     def start(self, request: Request) -> None:
         """Add a request whose blocks were allocated."""
         self.by_id[request.request_id] = request

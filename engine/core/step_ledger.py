@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ..ipc.messages import StepWork
 from ..ipc.sequence_times import PhaseTimes, SequenceTimes
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class StepLedger:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.totals = ZERO
+        self.work = StepWork()
         self._ended: dict[str, SequenceTimes] = {}
 
     def advance(
@@ -138,6 +140,7 @@ class StepLedger:
         share = seconds / tokens
         step = StepTotals(seconds, share, share * prompts, 1, int(prompts > 0), len(rows) - 1)
         self.totals = StepTotals(*map(operator.add, self.totals, step))
+        self._count(seconds, prompts, len(rows) - sum(not row.drafts for row in chunks))
         for row in chunks:
             if row.admission == row.request.admissions:
                 _correct(row, share, prompts)
@@ -146,6 +149,17 @@ class StepLedger:
             for name, request in running.items():
                 if name not in present and request.clock is not None:
                     request.clock.miss(step)
+
+    def _count(self, seconds: float, prompts: int, decoding: int) -> None:
+        work, has_prompts = self.work, prompts > 0
+        self.work = StepWork(
+            steps=work.steps + 1,
+            seconds=work.seconds + seconds,
+            decode_rows=work.decode_rows + decoding,
+            prefill_steps=work.prefill_steps + has_prompts,
+            prefill_seconds=work.prefill_seconds + (seconds if has_prompts else 0.0),
+            prefill_tokens=work.prefill_tokens + prompts,
+        )
 
     def end(self, request: "Request") -> None:
         """Keep the times of a sequence that leaves the engine until `take`."""

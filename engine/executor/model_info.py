@@ -69,5 +69,6 @@ def model_info(
         vision_bytes=plan.vision_bytes,
         image_cache_bytes=plan.image_cache_bytes,
         disaggregate=config.disaggregate,
+        token_budget=plan.token_budget,
         prefill_bytes=plan.prefill_bytes,
     )

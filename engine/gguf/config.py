@@ -8,15 +8,18 @@ from functools import partial
 from math import isclose, tau
 from typing import Any, Final
 
-from llmbox.kernels.activation import UNGATED
-
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, shown
 from ..errors import ModelError, UnsupportedArchitecture
 from ..model_config.fields import is_number
 from .reader import FLOATS, GgufFile
 
-_OUTSIDE: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OUTSIDE: Final = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
 LAYER: Final = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -38,6 +41,23 @@ SANDWICH: Final = LAYER | {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 """Names in layers with sandwich norms."""
+SHORT_CONV: Final = {
+    "operator_norm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}
+"""Names in layers of LFM2."""
 _EXPERT: Final = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -115,6 +135,7 @@ ARCHITECTURES: Final = {
     "gemma3": GgufArchitecture(
         name="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH, norms_hold_one=True
     ),
+    "lfm2": GgufArchitecture(name="Lfm2ForCausalLM", model_type="lfm2", layer=SHORT_CONV),
 }
 """Architectures by GGUF's name. Mistral and Mixtral are called llama. Texts of a Qwen-VL are those of a Qwen:
 its file holds the language part, and positions in pictures are not used.
@@ -141,7 +162,7 @@ def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> di
         "intermediate_size": gguf.value("feed_forward_length") and _integer(gguf, "feed_forward_length"),
         "num_hidden_layers": _integer(gguf, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _integer(gguf, "attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(gguf, heads),
         "head_dim": head_dim,
         "max_position_embeddings": _integer(gguf, "context_length"),
         "rms_norm_eps": _number(gguf, "attention.layer_norm_rms_epsilon", 1e-5),
@@ -152,6 +173,8 @@ def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> di
     }
     if kind.norms_hold_one:
         return config | _gemma(gguf, config)
+    if gguf.architecture == "lfm2":
+        return config | _lfm2(gguf, config)
     fields = {"hidden_act": kind.activation} | _granite(gguf) | _window(gguf)
     return config | fields | _experts(gguf, config)
 
@@ -199,6 +222,32 @@ def _granite(gguf: GgufFile) -> dict[str, Any]:
     }
     is_granite = gguf.architecture == "granite"
     return {name: _number(gguf, key, 1.0) for name, key in names.items()} if is_granite else {}
+
+
+def _lfm2(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of an LFM2, whose layers without heads for keys are short convolutions."""
+    heads = gguf.value("attention.head_count_kv")
+    if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
+        raise ModelError(f"{gguf.path}: lfm2.attention.head_count_kv must have a number for each layer")
+    return {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": _integer(gguf, "shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in gguf.tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _kv_heads(gguf: GgufFile, heads: int) -> int:
+    """Return the number in layers that have some."""
+    counts = gguf.value("attention.head_count_kv", heads)
+    if gguf.architecture != "lfm2" or not isinstance(counts, list):
+        return _integer(gguf, "attention.head_count_kv", heads)
+    some = {count for count in counts if count != 0}
+    found = some.pop() if len(some) == 1 else None
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ModelError(f"{gguf.path}: lfm2.attention.head_count_kv must be one positive number, or 0")
+    return found
 
 
 def _head_dim(gguf: GgufFile, heads: int) -> int:
@@ -307,38 +356,6 @@ def name_of(gguf: GgufFile) -> str:
     name = gguf.metadata.get("general.name")
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") if isinstance(name, str) else ""
     return plain or f"{gguf.architecture}-from-gguf"
-
-
-def check_matrices(gguf: GgufFile) -> None:
-    """Raise ModelError for the first matrix that is missing or has another shape than the metadata say."""
-    config = config_of(gguf)
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = (config[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
-    wanted: dict[str, tuple[int, ...]] = {
-        "attn_q": (queries, hidden),
-        "attn_k": (keys, hidden),
-        "attn_v": (keys, hidden),
-        "attn_output": (hidden, queries),
-    }
-    experts = gguf.value("expert_count")
-    if not experts:
-        wanted |= {"ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
-        if config.get("hidden_act") not in UNGATED:
-            wanted["ffn_gate"] = (inner, hidden)
-    else:
-        inner = gguf.value("expert_feed_forward_length", inner)
-        wanted |= {"ffn_gate_exps": (experts, inner, hidden), "ffn_up_exps": (experts, inner, hidden)}
-        wanted |= {"ffn_down_exps": (experts, hidden, inner)}
-    for layer in range(config["num_hidden_layers"]):
-        for part, shape in wanted.items():
-            entry = gguf.tensors.get(name := f"blk.{layer}.{part}.weight")
-            if entry is None:
-                raise ModelError(f"{gguf.path}: tensor {shown(name)} is missing: it is no whole model")
-            if entry.shape != shape:
-                raise ModelError(
-                    f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, what the file says "
-                    f"of the model wants {list(shape)}"
-                )
 
 
 def is_quantized(gguf: GgufFile) -> bool:

@@ -4,7 +4,7 @@ Keys are those of llama.cpp's tools/mtmd/clip-impl.h. Torch-free.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,13 +123,15 @@ def _qwen3_vl(clip: ClipFields) -> Described:
 
 
 def _pixtral(clip: ClipFields) -> Described:
-    tower = clip.tower() | {"hidden_act": clip.activation("gelu")}
+    tower = clip.tower() | {"model_type": "pixtral", "hidden_act": clip.activation("gelu")}
     theta = clip.file.metadata.get("clip.rope.freq_base", clip.raw.get("rope.freq_base"))
     if theta is not None:
         tower["rope_theta"] = theta
     keys = {
         "spatial_merge_size": clip.integer("spatial_merge_size", 1),
         "multimodal_projector_bias": "mm.1.bias" in clip.file.tensors,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
     }
     return tower, keys, {"size": {"longest_edge": tower["image_size"]}}
 
@@ -140,6 +142,22 @@ def _idefics3(clip: ClipFields) -> Described:
     longest = clip.integer("preproc_image_size", 4 * tile)
     rules = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
     return tower, {"scale_factor": clip.integer("projector.scale_factor", 2)}, rules
+
+
+def _lfm2(clip: ClipFields) -> Described:
+    tensors = clip.file.tensors
+    table, first = tensors.get("v.position_embd.weight"), tensors.get("mm.1.weight")
+    tower = clip.tower() | ({} if table is None else {"num_patches": table.shape[0]})
+    keys = {
+        "downsample_factor": clip.integer("projector.scale_factor", 2),
+        "projector_bias": "mm.1.bias" in tensors,
+        "projector_use_layernorm": "mm.input_norm.weight" in tensors,
+    }
+    if first is not None:
+        keys["projector_hidden_size"] = first.shape[0]
+    filters = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
+    number = filters.get(clip.text("image_resize_algo", "bilinear"))
+    return tower, keys, {} if number is None else {"resample": number}
 
 
 def _width(clip: ClipFields) -> int:
@@ -209,8 +227,20 @@ PROJECTOR_FAMILIES: Final = {
         image_mark="<image>",
         describe=_idefics3,
     ),
+    "lfm2": ProjectorFamily(
+        name="Lfm2VlForConditionalGeneration",
+        model_type="lfm2_vl",
+        text_model_type="lfm2",
+        architectures=("lfm2",),
+        image_mark="<image>",
+        describe=_lfm2,
+    ),
 }
 """Families by `clip.projector_type`."""
+_PIXTRAL_12B: Final = replace(
+    PROJECTOR_FAMILIES["pixtral"], name="LlavaForConditionalGeneration", model_type="llava"
+)
+"""Family of such files without a merger of patches."""
 _MOE: Final = {
     "qwen3vlmoe": ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text"),
 }
@@ -240,6 +270,8 @@ def family_of(file: GgufFile) -> ProjectorFamily:
             f"{file.path}: projector {kind[:80]!r} is not supported; supported: "
             f"{', '.join(PROJECTOR_FAMILIES)}"
         )
+    if kind == "pixtral" and "mm.patch_merger.weight" not in file.tensors:
+        return _PIXTRAL_12B
     return PROJECTOR_FAMILIES[kind]
 
 

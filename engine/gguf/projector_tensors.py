@@ -14,9 +14,10 @@ from ..model_config.vision.config import TowerConfig, VisionConfig
 from ..model_config.vision.tensors import list_tower_tensors
 from .reader import GgufFile
 
-ProjectorLayout = Literal["", "stacked", "frames", "pairs", "adds_one"]
+ProjectorLayout = Literal["", "stacked", "frames", "pairs", "adds_one", "colors_first"]
 """Difference from a checkpoint's tensor: none; several tensors are the rows of one; a tensor for each frame
-of a patch; RoPE pairs of a head are interleaved; a norm is stored as 1 + w."""
+of a patch; RoPE pairs of a head are interleaved; a norm is stored as 1 + w; colors of a patch come before its
+pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,9 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
     names = tower.names
     if linear == names.patch and kind == "weight" and tower.frames == 2:
         return "frames"
-    if tower.projector == "mistral3" and linear.endswith((names.query, names.key)):
+    if linear == names.patch and kind == "weight" and tower.channels_last:
+        return "colors_first"
+    if tower.projector in {"mistral3", "llava"} and linear.endswith((names.query, names.key)):
         return "pairs"
     if tower.projector == "gemma3" and linear == names.projector[0]:
         return "adds_one"
@@ -132,6 +135,10 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
             theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
         case "pixel_shuffle":
             theirs = ("", "mm.model.fc", "")
+        case "llava":
+            theirs = ("", "mm.1", "mm.2")
+        case "lfm2_vl":
+            theirs = ("mm.input_norm", "mm.1", "mm.2")
         case _:
             yield "multi_modal_projector.patch_merger.merging_layer", ("mm.patch_merger",)
             theirs = ("mm.input_norm", "mm.1", "mm.2")

@@ -28,6 +28,8 @@ class GgufTensors:
         self._gguf = gguf
         self._kind = architecture_of(gguf)
         self._heads = {"attn_q": heads, "attn_k": kv_heads} if self._kind.has_pairs else {}
+        self._stacks: dict[str, tuple[str, int, int]] = {}
+        """Stacked tensor of a linear, and its rows there: first and number."""
         self._left = {name for name in gguf.tensors if not NOT_NEEDED.fullmatch(name)}
         self._progress = progress
         self._done = 0
@@ -43,7 +45,7 @@ class GgufTensors:
 
     def block_type(self, name: str) -> str | None:
         """Return the type of a tensor's blocks; None: it has floats, or is missing."""
-        entry = self._gguf.tensors.get(place_of(name, self._kind.layer).name)
+        entry = self._gguf.tensors.get(self._place(name).name)
         return None if entry is None or entry.dtype in FLOATS else entry.dtype
 
     def take_blocks(self, name: str, shape: tuple[int, int]) -> tuple[TensorEntry, Tensor]:
@@ -54,8 +56,13 @@ class GgufTensors:
         self._progress(self._done, self._total)
         return entry, self._in_order(entry, raw.view(shape[0], -1))
 
+    def _place(self, name: str) -> GgufTensorPlace:
+        linear, _, kind = name.rpartition(".")
+        stack = self._stacks.get(linear)
+        return place_of(name if stack is None else f"{stack[0]}.{kind}", self._kind.layer)
+
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
-        place = place_of(name, self._kind.layer)
+        place = self._place(name)
         entry = self._gguf.tensors.get(place.name)
         if entry is None:
             raise ModelError(
@@ -63,6 +70,10 @@ class GgufTensors:
             )
         self._left.discard(place.name)
         part = _part(entry, place)
+        if (stack := self._stacks.get(name.rpartition(".")[0])) is not None:
+            part = _rows(part, *stack[1:])
+        if len(shape) == 3 and shape[1] == 1:  # a convolution of each channel by itself
+            shape = shape[::2]
         if part.shape != shape:
             raise ModelError(
                 f"{entry.file}: tensor {shown(entry.name)} has shape {list(part.shape)}, what the file says "
@@ -77,7 +88,13 @@ class GgufTensors:
     floats = take
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        """Do nothing: no GGUF file of the supported architectures stacks these tensors."""
+        """Remember where the linears of short convolutions lie, which files stack as checkpoints do. They
+        have all others apart.
+        """
+        first = 0
+        for part, rows in parts.items() if name.endswith(".conv.in_proj") else ():
+            self._stacks[part] = name, first, rows
+            first += rows
 
     def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
         """Do nothing: `take` finds the experts of a stacked tensor."""
@@ -135,6 +152,15 @@ def _part(entry: TensorEntry, place: GgufTensorPlace) -> TensorEntry:
     nbytes = entry.nbytes // count
     offset = entry.offset + place.expert * nbytes
     return TensorEntry(entry.file, entry.name, entry.dtype, tuple(shape), offset, nbytes)
+
+
+def _rows(entry: TensorEntry, first: int, rows: int) -> TensorEntry:
+    """Return the entry of some rows of a tensor; of all where it has fewer, which its shape tells."""
+    if first + rows > entry.shape[0]:
+        return entry
+    each = entry.nbytes // entry.shape[0]
+    shape = (rows, *entry.shape[1:])
+    return TensorEntry(entry.file, entry.name, entry.dtype, shape, entry.offset + first * each, rows * each)
 
 
 def half_split_rope(rows: Tensor, heads: int) -> Tensor:

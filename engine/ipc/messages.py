@@ -218,6 +218,8 @@ class ModelInfo:
     """Size of the cache of encoded pictures, which `workspace_bytes` counts."""
     disaggregate: tuple[int, int] | None = None
     """Cores of the prefill engine and of the decode engine; None: one engine does both."""
+    token_budget: int = 0
+    """Maximum tokens computed in one step; 0: not known."""
     prefill_bytes: int = 0
     """Memory of the prefill engine and of the hand-over, which `workspace_bytes` counts."""
 
@@ -295,6 +297,22 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Counters of steps whose results were taken: differences of two tell the time of the steps between."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    decode_rows: int = 0
+    """Rows of one token."""
+    prefill_steps: int = 0
+    """Steps with prompts, in which decoding requests wait for them."""
+    prefill_seconds: float = 0.0
+    """Time of these steps, with that of their decoding requests."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed, without those found in a cache and with those computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Gauges of the current state, and counters since the engine process started."""
 
@@ -324,6 +342,9 @@ class EngineStats:
     """KV slots that hold a token; the rest of the `blocks_used * block_size` slots is waste."""
     step_seconds: float = 0.0
     """Time spent inside steps."""
+    work: StepWork = field(default_factory=StepWork)
+    prefill_done: int = 0
+    """Tokens computed so far of the prompts that are under way."""
     drafts: int = 0
     """Number of drafts that were verified (`engine/core/speculation/draft_scheduler.py`)."""
     draft_tokens: int = 0

@@ -111,7 +111,8 @@ class SparseMoE:
         if config.has_shared_gate:
             self.shared_gate = weights.router(f"{config.shared}_gate", ShardSlice.whole(1), whole)
         routers = [each for each in (self.router, self.shared_gate) if each is not None]
-        weights.note_experts("experts", self.mixture, routers)
+        turned = config.stacked is not None and config.stacked.turns_adapters
+        weights.note_experts("experts", self.mixture, routers, turned=turned)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""

@@ -71,6 +71,12 @@ def refuse_cohere_norms(fields: Fields) -> None:
         raise fields.error("use_qk_norm is not supported: LayerNorms of queries and keys")
 
 
+def refuse_other_texts(fields: Fields) -> None:
+    """Refuse language models of a LLaVA that are not among its `nested` ones; without a name it is Llama."""
+    if (name := fields.raw.get("model_type")) not in {None, "llava"}:
+        raise fields.error(f"a language model of {show(name)} is not supported, only of llama and mistral")
+
+
 def refuse_head_bias(fields: Fields) -> None:
     if fields.flag("lm_head_bias", default=False):
         raise fields.error("lm_head_bias is not supported")
@@ -79,6 +85,7 @@ def refuse_head_bias(fields: Fields) -> None:
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 """Default for a config.json without the key; null means no sliding window."""
 
+_LLAMA = Architecture(model_type="llama", attention_bias=True, mlp_bias=True)
 _MISTRAL = Architecture(model_type="mistral", defaults=SLIDING, windows=one_window)
 _OLMO2 = Architecture(
     model_type="olmo2",
@@ -152,7 +159,7 @@ _MINISTRAL3 = Architecture(
     windows=one_window,
 )
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(model_type="llama", attention_bias=True, mlp_bias=True),
+    "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": Architecture(
         model_type="qwen2", defaults=SLIDING, qkv_bias=True, windows=windows_of_later_layers
@@ -297,6 +304,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Mistral3ForConditionalGeneration": replace(
         _MISTRAL, defaults=MISTRAL3_TEXT, is_nested=True, nested=(_MISTRAL, _MINISTRAL3)
+    ),
+    "LlavaForConditionalGeneration": replace(
+        _LLAMA, is_nested=True, nested=(_MISTRAL, _LLAMA), refuse=refuse_other_texts
     ),
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss",

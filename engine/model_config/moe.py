@@ -36,6 +36,8 @@ class StackedExperts:
     """True if tensors are [experts, inputs, outputs]."""
     is_interleaved: bool = False
     """True if gate and up alternate, row by row; else the gates come first."""
+    turns_adapters: bool = False
+    """True if PEFT takes inputs for outputs: they are transposed, and transformers does not tell it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,8 +130,10 @@ def why_no_images(shape: ModelShape, config: EngineConfig) -> str:
     """Return why a model would read no pictures; empty if it would."""
     if shape.vision is None:
         return shape.image_problem
-    if config.batching == "static" or not config.chunked_prefill:
-        return "pictures need continuous batching and chunked prefill, and it was loaded without"
+    if config.batching == "static":
+        return "pictures need continuous batching: load it without --batching static"
+    if not config.chunked_prefill:
+        return "pictures need chunked prefill: load it without --no-chunked-prefill"
     return ""
 
 

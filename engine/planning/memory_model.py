@@ -49,8 +49,10 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
 
 LORA_STACK = 5
 """Adapted tensors of one stacked linear: the most, of recurrent layers."""
-LORA_TILE_ROWS, LORA_LAUNCH_TILES, LORA_SPLITS = 16, 128, 4
-"""Rows of a tile, tiles of a launch and parts of the inputs, as `kernels/triton/linear/lora.py` has them."""
+LORA_LOW_BYTES, LORA_EXPERT_ROW = 8 << 20, 100
+"""Products of a launch on a GPU, as `kernels/triton/linear/lora.py` has them; bytes of a row of an expert
+while rows are sorted: keys, places, a tile.
+"""
 
 
 def adapter_scratch(device: str, rows: int, per_token: int = 1) -> int:
@@ -60,8 +62,7 @@ def adapter_scratch(device: str, rows: int, per_token: int = 1) -> int:
     ranks = LORA_STACK * MAX_RANK
     if device == "cpu":
         return rows * per_token * ranks * 4
-    entries = LORA_TILE_ROWS * min(rows, LORA_LAUNCH_TILES)
-    return LORA_SPLITS * entries * ranks * 4
+    return LORA_LOW_BYTES + (LORA_EXPERT_ROW * rows * per_token if per_token > 1 else 0)
 
 
 def workspace_bytes(

@@ -126,7 +126,7 @@ class Quantizer:
     def _stacked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Stack the parts of a linear that the model's own files have as one, for other tools."""
         stack = self._stacks.get(next(iter(tensors), ""))
-        if stack is None or self._target is None:
+        if stack is None or (self._target is None and self._quant is not None):
             return tensors
         return {stack: torch.cat(list(tensors.values()))}
 

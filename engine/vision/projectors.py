@@ -46,7 +46,7 @@ class Mistral3Projector:
 
 
 class PixelShuffle:
-    """One or two linears over squares of patches (Idefics3, LFM2-VL)."""
+    """One or two linears over squares of patches (Idefics3, LFM2-VL), or over each (Pixtral 12B)."""
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
@@ -144,6 +144,7 @@ class GlmOcrProjector:
 
 PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Projector]]] = {
     "mistral3": Mistral3Projector,
+    "llava": PixelShuffle,
     "pixel_shuffle": PixelShuffle,
     "lfm2_vl": PixelShuffle,
     "gemma3": GemmaProjector,

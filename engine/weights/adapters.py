@@ -93,15 +93,16 @@ class AdapterLayers:
     def note_split(self, name: str, parts: Mapping[str, int]) -> None:
         self._stacks[plain_name(name)] = {plain_name(part): rows for part, rows in parts.items()}
 
-    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None:
+    def note_experts(
+        self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
+    ) -> None:
         """Remember a layer's experts and routers, of which `note` was told before."""
         for router in routers:
             asked, _ = self._apart[id(router)]
             linear = self._linears[id(router)] = AdaptedLinear(asked, router)
             self._outputs |= {plain_name(each): linear for each in asked.outputs}
-        if self._lora.load_experts is None:
-            return
-        found = AdaptedExperts.of(mixture, {key: asked for key, (asked, _) in self._apart.items()})
+        requests = {key: asked for key, (asked, _) in self._apart.items()}
+        found = AdaptedExperts.of(mixture, requests, turned=turned)
         self._experts[plain_name(name)] = self._mixtures[id(mixture)] = found
         self._stacks_of |= found.numbers
         for stack in (found.gate_ups, found.downs):
@@ -270,7 +271,6 @@ class AdapterLayers:
             taken += weights.nbytes
             self._lora.load(shares[0].linear.site, slot, weights)
         for stack, batches in by_stack.values():
-            assert self._lora.load_experts is not None
             taken += sum(batch.weights.nbytes for batch in batches)
             self._lora.load_experts(stack.site, slot, len(stack.linears), batches)
         for name, entry in adapter.saved.items():
@@ -364,15 +364,10 @@ class AdapterLayers:
         )
 
     def _unknown(self, name: str, entry: TensorEntry) -> AdapterError:
-        where = f"{entry.file}: tensor {shown(entry.name)}"
-        if self._lora.load_experts is None and ".experts." in f"{name}.":
-            return AdapterError(
-                f"{where}: adapters of experts are applied on a CPU alone: load the model with --device cpu, "
-                f"or leave experts out of the adapter; {MERGE_FIRST}"
-            )
         if name in self._fixed:
             return AdapterError(
-                f"{where}: adapters of absorbed linears are not applied beside a model: {MERGE_FIRST}"
+                f"{entry.file}: tensor {shown(entry.name)}: adapters of absorbed linears are not applied "
+                f"beside a model: {MERGE_FIRST}"
             )
         return unknown_module(name, entry)
 

@@ -3,8 +3,8 @@
 X experts, I inputs, O outputs, r ranks of one expert.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class ExpertStack:
     linears: tuple[AdaptedLinear, ...]
     """Linears of the experts that this rank has."""
     site: LoraSite
+    turned: bool
+    """True if adapters of all experts have inputs for outputs, as PEFT writes those of Llama 4."""
     count: int
     """Number of experts of the layer, on all ranks."""
     first: int = 0
@@ -36,13 +38,22 @@ class ExpertStack:
     def of(
         cls,
         parameter: str,
-        many: Iterable[PackedLinear],
-        asked: Mapping[int, WeightRequest],
+        many: Sequence[PackedLinear],
         mixture: Mixture,
+        asked: Mapping[int, WeightRequest],
+        *,
+        turned: bool,
     ) -> "ExpertStack":
+        """`many`: of each expert that this rank has, or one of all of these."""
         site = LoraSite()
-        linears = tuple(AdaptedLinear(asked[id(each)], each, site, site) for each in many)
-        return cls(parameter, linears, site, mixture.count, mixture.here.start)
+        held = len(mixture.here)
+        if len(many) == held:
+            each = ((asked[id(packed)], packed) for packed in many)
+        else:
+            requests = _of_each(asked[id(many[0])], held)
+            each = ((request, (many[0], number)) for number, request in enumerate(requests))
+        linears = tuple(AdaptedLinear(*pair, site, site) for pair in each)
+        return cls(parameter, linears, site, turned, mixture.count, mixture.here.start)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,13 +61,29 @@ class ExpertStack:
         asked = self.linears[0].asked
         return sum(rows.total for rows in asked.outputs.values()), asked.inputs.total
 
+    def is_of(self, target: AdapterTarget) -> bool:
+        """Return True if a target of all experts has the shape of these linears."""
+        return target.shape == self.shape or self._is_turned(target)
+
+    def _is_turned(self, target: AdapterTarget) -> bool:
+        """Return True if A has outputs and B inputs. Squares of a base that turns them are turned."""
+        return self.turned and target.shape == self.shape[::-1]
+
+    def factors(self, target: AdapterTarget, reader: AdapterReader) -> tuple[Tensor, Tensor]:
+        """Read what an adapter has for all experts, A [X r, I] and B [O, r X]. Return A [X, r, I] and
+        B [X, O, r] of those that this rank has.
+        """
+        here, (rank, _) = slice(self.first, self.first + len(self.linears)), target.parameters[self.parameter]
+        first_Xr = reader.read(target.a).view(self.count, rank, -1)[here]
+        second_rX = reader.read(target.b).view(-1, rank, self.count)[..., here]
+        if self._is_turned(target):
+            return second_rX.permute(2, 1, 0), first_Xr.transpose(1, 2)
+        return first_Xr, second_rX.permute(2, 0, 1)
+
     def read_all(self, target: AdapterTarget, reader: AdapterReader) -> ExpertLora:
-        """Read what an adapter has for all experts: A is [X r, I], B is [O, r X]."""
         count, asked = len(self.linears), self.linears[0].asked
         rank, scale = target.parameters[self.parameter]
-        a_XrI = reader.read(target.a).view(self.count, rank, -1).narrow(0, self.first, count)
-        b_XOr = reader.read(target.b).view(-1, rank, self.count).permute(2, 0, 1)
-        b_XOr = b_XOr.narrow(0, self.first, count)
+        a_XrI, b_XOr = self.factors(target, reader)
         parts, first = [], 0
         for rows in asked.outputs.values():
             parts.append(cut(b_XOr.narrow(1, first, rows.total), rows, 1))
@@ -85,7 +112,7 @@ class AdaptedExperts:
     gate_ups: ExpertStack
     downs: ExpertStack
     numbers: Mapping[int, tuple[ExpertStack, int]] = field(init=False)
-    """Stack and number of each expert's linears, by the id of the packed weights."""
+    """Stack and number of each expert's linears, by the id of `AdaptedLinear.packed`."""
 
     def __post_init__(self) -> None:
         numbers = {
@@ -96,15 +123,16 @@ class AdaptedExperts:
         object.__setattr__(self, "numbers", numbers)
 
     @classmethod
-    def of(cls, mixture: Mixture, asked: Mapping[int, WeightRequest]) -> "AdaptedExperts":
-        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, asked, mixture)
-        return cls(mixture, gate_ups, ExpertStack.of("down_proj", mixture.downs, asked, mixture))
+    def of(cls, mixture: Mixture, asked: Mapping[int, WeightRequest], *, turned: bool) -> "AdaptedExperts":
+        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, mixture, asked, turned=turned)
+        downs = ExpertStack.of("down_proj", mixture.downs, mixture, asked, turned=turned)
+        return cls(mixture, gate_ups, downs)
 
     def stack_of(self, target: AdapterTarget) -> ExpertStack | None:
         """Return the stack that a target of all experts adapts: shapes tell, for names do not. None: none has
         its shape. Raises AdapterError for another number of experts.
         """
-        stack = next((each for each in (self.gate_ups, self.downs) if each.shape == target.shape), None)
+        stack = next((each for each in (self.gate_ups, self.downs) if each.is_of(target)), None)
         if stack is None:
             return None
         (rank, _), count = target.parameters[stack.parameter], stack.count
@@ -124,6 +152,16 @@ def is_held_elsewhere(name: str, held: Mapping[str, range]) -> bool:
     layer, dot, linear = name.rpartition(".experts.")
     here, number = held.get(f"{layer}{dot}".removesuffix(".")), linear.partition(".")[0]
     return here is not None and number.isdecimal() and int(number) not in here
+
+
+def _of_each(asked: WeightRequest, count: int) -> Iterator[WeightRequest]:
+    """Divide the request for all experts in one linear, whose outputs lie one expert after the other."""
+    outputs = list(asked.outputs.items())
+    parts = len(outputs) // count
+    rows = sum(part.size for _, part in outputs[:parts])
+    order = None if asked.order is None else asked.order[:rows]
+    for first in range(0, len(outputs), parts):
+        yield replace(asked, outputs=dict(outputs[first : first + parts]), order=order)
 
 
 class ExpertAdditions:
@@ -149,9 +187,7 @@ class ExpertAdditions:
         if target.name not in self._read:
             if len(self._read) > 1:  # those of one layer are asked for by turns
                 self._read.clear()
-            reader = AdapterReader(torch.float32)
-            self._read[target.name] = reader.read(target.a), reader.read(target.b)
-        a_XrI, b_OrX = self._read[target.name]
-        rank, scale = target.parameters[stack.parameter]
-        count = len(stack.linears)
-        return scale * (b_OrX.view(-1, rank, count)[rows, :, number] @ a_XrI.view(count, rank, -1)[number])
+            self._read[target.name] = stack.factors(target, AdapterReader(torch.float32))
+        a_XrI, b_XOr = self._read[target.name]
+        _, scale = target.parameters[stack.parameter]
+        return scale * (b_XOr[number, rows] @ a_XrI[number])

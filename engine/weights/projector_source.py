@@ -52,6 +52,8 @@ class ProjectorSource(Checkpoint):
                 whole = torch.stack(by_color, 2).flatten(1)
             case "pairs":
                 whole = half_split_rope(found[0], self._heads)
+            case "colors_first":
+                whole = found[0].view(len(found[0]), 3, -1).transpose(1, 2).flatten(1)
             case "adds_one":
                 whole = found[0] - 1
             case _:

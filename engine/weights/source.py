@@ -182,13 +182,15 @@ class Weights:
         if self._listener is not None:
             self._listener.note_held(self._full(name), held)
 
-    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None:
+    def note_experts(
+        self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
+    ) -> None:
         """Keep a layer's experts, and tell the listener of them and of routers. The linears of experts were
-        requested below `name`.
+        requested below `name`. `turned`: adapters of all of them have inputs for outputs.
         """
         self.mixtures.append(mixture)
         if self._listener is not None:
-            self._listener.note_experts(self._full(name), mixture, routers)
+            self._listener.note_experts(self._full(name), mixture, routers, turned=turned)
 
     def embedding(self, name: str, vocab: ShardSlice, hidden: int, *, tied: bool) -> PackedLinear:
         outputs = {self._full(name): vocab}
@@ -264,4 +266,6 @@ class WeightListener(Protocol):
     def note_split(self, name: str, parts: Mapping[str, int]) -> None: ...
     def note_skip(self, name: str) -> None: ...
     def note_held(self, name: str, held: range) -> None: ...
-    def note_experts(self, name: str, mixture: Mixture, routers: Sequence[PackedLinear]) -> None: ...
+    def note_experts(
+        self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
+    ) -> None: ...

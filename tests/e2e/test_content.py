@@ -14,8 +14,8 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.inspect.detail import as_curl, as_python, find_logged
 from llmbox.app.inspect.replay import Replayed, replay
-from llmbox.app.security.identity import LOCAL, Identity
 from llmbox.app.security.keys import ApiKey, KeySpec
+from llmbox.app.security.security import LOCAL, Identity
 from llmbox.app.security.sessions import Session
 from support.cli_box import until
 from support.fake_engine import write_model

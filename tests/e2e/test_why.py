@@ -2,14 +2,17 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
 
+from llmbox.app.config.settings import Settings, TelemetrySettings
 from llmbox.app.inspect.why import request_time
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE, until
 from support.openai_server import serving
+from support.otlp_collector import collecting
 from support.tiny_models import make_tiny_model
 
 
@@ -17,16 +20,21 @@ from support.tiny_models import make_tiny_model
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("why")
     model = make_tiny_model(folder / "model", arch="llama")
-    with serving(folder / "data", Launch()) as server:
-        server.load(model, "tiny", device="cpu", threads=1, memory_bytes=256 << 20)
-        yield server
+    with collecting() as collector:
+        traces = TelemetrySettings(otlp_endpoint=collector.url)
+        settings = replace(Settings(), telemetry=traces)
+        with serving(folder / "data", Launch(), settings=settings) as server:
+            server.load(model, "tiny", device="cpu", threads=1, memory_bytes=256 << 20)
+            server.collector = collector
+            yield server
 
 
-def ask(server, words=8, **options):
+def ask(server, words=8, headers=None, **options):
     """The answer's id and the seconds that it took."""
     body = {"model": "tiny", "prompt": "fox " * words, "max_tokens": 32, "ignore_eos": True, **options}
     began = time.monotonic()
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE).json()
+    url = f"{server.url}/v1/completions"
+    answer = httpx.post(url, json=body, headers=headers, timeout=PATIENCE).json()
     return answer["id"], time.monotonic() - began
 
 
@@ -58,6 +66,24 @@ def test_choices_are_sequences_of_one_request(server):
     told = why(server, request_id)
     assert told.sequences == 3
     assert_adds_up(told)
+
+
+def test_its_phases_are_spans(server):
+    trace_id = "c" * 32
+    request_id, _ = ask(server, headers={"traceparent": f"00-{trace_id}-{'d' * 16}-01"})
+    told = why(server, request_id)
+    assert told.trace_id == trace_id
+
+    def found():
+        return {span["name"]: span for span in server.collector.spans if span["traceId"] == trace_id}
+
+    until(lambda: "text_completion tiny" in found() and "delivery" in found())
+    spans = found()
+    assert {"prefill", "decode"} <= spans.keys()
+    whole = spans.pop("text_completion tiny")
+    nanos = sum(int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]) for span in spans.values())
+    assert nanos == pytest.approx(1e9 * told.total_s, rel=0.02)
+    assert {span["parentSpanId"] for span in spans.values()} == {whole["spanId"]}
 
 
 def test_a_client_that_left(server):

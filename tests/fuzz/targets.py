@@ -17,7 +17,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from llmbox.app.config.loader import parse
-from llmbox.app.config.schema import SECTIONS
+from llmbox.app.config.settings import SECTIONS
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.server.request import load
 from llmbox.app.sandbox import grammar_worker, template_worker

@@ -1,14 +1,17 @@
 """LoRA adapters on a GPU: their kernels against exact results, compiled, and beside what they read."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from gpu.kernel_speed import BF16, Work
-from llmbox.kernels.lora import LoraOps, LoraPiece, LoraSite, LoraTiles, LoraWeights
+from llmbox.kernels.lora import ExpertLora, LoraOps, LoraPiece, LoraSite, LoraTiles, LoraWeights
 from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.linear.fused_moe import sort_experts
 
 
 def lora_ops(device: torch.device, dtype: torch.dtype) -> LoraOps:
@@ -67,8 +70,63 @@ def checks(setting: Setting, dtype: torch.dtype) -> Checks:
     )
 
 
+def checks_of_experts(setting: Setting, dtype: torch.dtype) -> Checks:
+    """Rows of experts with several adapters and none, of one that most choose; then each row alone."""
+    inputs, outputs, count, rows = (72, 96, 5, 20) if setting.tiny else (2048, 1536, 32, 300)
+    lora, site, device, per_row = lora_ops(setting.device, dtype), LoraSite(), setting.device, 3
+    adapters: dict[int, list[LoraWeights]] = {}
+    for slot, rank in ((0, 1), (7, 16), (63, 24)):
+        many = [weights(rank, inputs, outputs, dtype) for _ in range(count)]
+        adapters[slot] = [replace(each, scales_R=many[0].scales_R) for each in many]
+    for slot, many in adapters.items():
+        lora.load_experts(site, slot, count, [of_experts(many)])
+    slots = [(-1, 0, 7, 63, 5)[row % 5] for row in range(rows // 2)] + [7] * (rows - rows // 2)
+    x, y = setting.randn(rows, inputs, dtype=dtype), setting.randn(rows * per_row, outputs, dtype=dtype)
+    likely = setting.randn(rows, count)
+    likely[:, 2] += 3
+    chosen_TK = likely.topk(per_row).indices
+    exact = y.double().clone()
+    for row, slot in enumerate(slots):
+        for k, expert in enumerate(chosen_TK[row].tolist()):
+            if slot in adapters:
+                one, place = adapters[slot][expert], row * per_row + k
+                low = one.a_RI.to(device).double() @ x[row].double() * one.scales_R.to(device).double()
+                for piece in one.pieces:
+                    part = low[piece.first : piece.first + piece.b_Or.shape[1]]
+                    exact[place, piece.start : piece.stop] += piece.b_Or.to(device).double() @ part
+
+    def added_to(rows: slice) -> Tensor:
+        _, order_S, tiles = sort_experts(chosen_TK[rows], count, tiles_of(slots[rows], device))
+        got = y.view(-1, per_row, outputs)[rows].flatten(0, 1)[order_S]
+        lora.add(site, x[rows][order_S // per_row], got, tiles)
+        back = torch.empty_like(got)
+        back[order_S] = got
+        return back
+
+    got = added_to(slice(None))
+    yield Check(name_of("adapters of experts", dtype), distance(got, exact), LIMIT[dtype])
+    other = 0
+    for row in range(0, rows, 1 + rows // 12):
+        if slots[row] >= 0:
+            mine = got[row * per_row : (row + 1) * per_row]
+            other += not torch.equal(added_to(slice(row, row + 1)), mine)
+    yield Check(name_of("adapters of experts, rows alone", dtype), float(other), 0.0)
+
+
+def of_experts(many: list[LoraWeights]) -> ExpertLora:
+    """Stack those of each expert, which have the same ranks and scales."""
+    pieces = tuple(
+        LoraPiece(piece.start, piece.stop, piece.first, torch.stack([each.pieces[n].b_Or for each in many]))
+        for n, piece in enumerate(many[0].pieces)
+    )
+    a_XRI = torch.stack([each.a_RI for each in many])
+    return ExpertLora(tuple(range(len(many))), LoraWeights(a_XRI, many[0].scales_R, pieces))
+
+
 def compile_all(dtype: torch.dtype = BF16) -> None:
-    """Decoding and prompts have the same variants; results are of the model's dtype or float32."""
+    """Decoding and prompts have the same variants; results are of the model's dtype or float32. Experts have
+    kernels that sort their rows, beside those of linears.
+    """
     device = torch.device("cpu")
     lora, site = lora_ops(device, dtype), LoraSite()
     for inputs in (1024, 4096, 200):
@@ -80,11 +138,15 @@ def compile_all(dtype: torch.dtype = BF16) -> None:
     lora.embed(
         site, torch.zeros(8, dtype=torch.int64), torch.zeros(8, 256, dtype=dtype), 1.0, tiles_of([0], device)
     )
+    chosen_TK = torch.zeros(8, 8, dtype=torch.int64)
+    sort_experts(chosen_TK, 128, tiles_of([0] * 8, device))
 
 
 def all_work() -> Iterator[Callable[[], Work]]:
     for rows, adapters in ((8, 1), (8, 8), (64, 8), (4096, 1)):
         yield partial(added, rows, adapters)
+    for rows, adapters in ((8, 8), (64, 8), (2048, 1)):
+        yield partial(added_to_experts, rows, adapters)
 
 
 def added(rows: int, adapters: int, rank: int = 16, inputs: int = 4096, outputs: int = 6144) -> Work:
@@ -106,3 +168,31 @@ def added(rows: int, adapters: int, rank: int = 16, inputs: int = 4096, outputs:
     work = 2.0 * rows * rank * (2 * inputs + outputs)
     variants = {"ours": [partial(lora.add, site, x, y, tiles)], "eager": [eager]}
     return Work(f"adapters, {rows} rows, {adapters} of rank {rank}", 2 * numbers, work, "bf16", variants)
+
+
+def added_to_experts(
+    rows: int, adapters: int, rank: int = 16, inputs: int = 2048, outputs: int = 1536
+) -> Work:
+    """Ours, with the sorting of rows, beside one product of each matrix by all rows."""
+    device, count, per_row = torch.device("cuda"), 128, 8
+    lora, site = lora_ops(device, BF16), LoraSite()
+    one = weights(rank, inputs, outputs, BF16)
+    for slot in range(adapters):
+        lora.load_experts(site, slot, count, [of_experts([one] * count)])
+    chosen_TK = torch.randn(rows, count, device=device).topk(per_row).indices
+    x = torch.randn(rows * per_row, inputs, device=device).to(BF16)
+    y = torch.zeros(rows * per_row, outputs, device=device, dtype=BF16)
+    tiles = tiles_of([row * adapters // rows for row in range(rows)], device)
+    a, b = one.a_RI.to(device), torch.randn(outputs, 2 * rank, device=device).to(BF16)
+
+    def ours() -> None:
+        lora.add(site, x, y, sort_experts(chosen_TK, count, tiles)[2])
+
+    def eager() -> None:
+        y.addmm_(x @ a.T, b.T)
+
+    pairs = min(rows * per_row, adapters * count)
+    numbers = pairs * (2 * rank * inputs + rank * outputs) + rows * per_row * (inputs + 2 * outputs)
+    work = 2.0 * rows * per_row * rank * (2 * inputs + outputs)
+    name = f"adapters of experts, {rows} rows, {adapters} of rank {rank}"
+    return Work(name, 2 * numbers, work, "bf16", {"ours": [ours], "eager": [eager]})

@@ -57,6 +57,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         experts,
         experts_of_ranks,
         adapters.checks,
+        adapters.checks_of_experts,
         recurrent.checks,
         pictures.checks,
         sampling.drawn,

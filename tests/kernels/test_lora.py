@@ -4,17 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.lora import (
-    ExpertAdapters,
-    ExpertLora,
-    LoraPiece,
-    LoraRows,
-    LoraSite,
-    LoraWeights,
-)
-from llmbox.kernels.op_types import Mixture, Routing
+from llmbox.kernels.lora import LoraPiece, LoraRows, LoraSite, LoraWeights
+from llmbox.kernels.op_types import Routing
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.reference import REFERENCE
+from support.mixed_experts import COUNT, HIDDEN, MixedExperts
 from support.numbers import DTYPES, assert_near
 
 INPUTS, OUTPUTS = 123, 150
@@ -120,76 +114,8 @@ def test_embeddings_of_an_adapter(ops: Ops, dtype: torch.dtype) -> None:
     assert_near(x[[0, 2]], table[[4, 49]].double() * 2)
 
 
-HIDDEN, INNER, COUNT = 72, 40, 6
-SOME = {0: (0, 2, 3), 5: (0, 1, 2, 3, 4, 5), 63: (4,)}
-"""Experts that the adapter of each slot changes."""
-
-
-def expert_lora(experts: tuple[int, ...], rank: int, inputs: int, outputs: int, seed: int) -> ExpertLora:
-    """An adapter of two parts of the outputs; those between them are left."""
-    torch.manual_seed(seed)
-    count, half = len(experts), outputs // 2
-    pieces = (
-        LoraPiece(0, half - 1, 0, torch.randn(count, half - 1, rank)),
-        LoraPiece(half, outputs, rank, torch.randn(count, outputs - half, 2)),
-    )
-    a_XRI = torch.randn(count, rank + 2, inputs) / inputs**0.5
-    return ExpertLora(experts, LoraWeights(a_XRI, torch.rand(rank + 2), pieces))
-
-
-def in_dtype(lora: ExpertLora, dtype: torch.dtype) -> ExpertLora:
-    weights = lora.weights
-    pieces = tuple(LoraPiece(p.start, p.stop, p.first, p.b_Or.to(dtype)) for p in weights.pieces)
-    return ExpertLora(lora.experts, LoraWeights(weights.a_RI.to(dtype), weights.scales_R, pieces))
-
-
-def of_rank(lora: ExpertLora, held: range) -> ExpertLora:
-    """The adapter of the experts that a rank has, numbered from its first."""
-    here, weights = [place for place, expert in enumerate(lora.experts) if expert in held], lora.weights
-    pieces = tuple(LoraPiece(p.start, p.stop, p.first, p.b_Or[here]) for p in weights.pieces)
-    experts = tuple(lora.experts[place] - held.start for place in here)
-    return ExpertLora(experts, LoraWeights(weights.a_RI[here], weights.scales_R, pieces))
-
-
-class MixedExperts:
-    """A mixture with adapters in slots, on some kernels. `held`: of a rank that has these experts."""
-
-    def __init__(self, ops: Ops, dtype: torch.dtype, routing: Routing, held: range = range(COUNT)) -> None:
-        assert ops.lora is not None
-        assert ops.lora.load_experts is not None
-        self.ops = ops
-        torch.manual_seed(0)
-        gate_ups = [torch.randn(2 * INNER, HIDDEN) / HIDDEN**0.5 for _ in range(COUNT)]
-        downs = [torch.randn(HIDDEN, INNER) / INNER**0.5 for _ in range(COUNT)]
-        here = slice(held.start, held.stop)
-        packed = [[ops.pack_linear(w.to(dtype), None) for w in many[here]] for many in (gate_ups, downs)]
-        self.mixture = Mixture(packed[0], packed[1], COUNT, 3, True, routing, held=held)
-        self.sites = LoraSite(), LoraSite()
-        sizes = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
-        for slot, experts in SOME.items():
-            for site, (inputs, outputs) in zip(self.sites, sizes, strict=True):
-                many = [
-                    expert_lora(experts[:1], 2, inputs, outputs, slot),
-                    expert_lora(experts[1:], 9, inputs, outputs, slot + 1),
-                ]
-                mine = [of_rank(in_dtype(lora, dtype), held) for lora in many if lora.experts]
-                ops.lora.load_experts(site, slot, len(held), [lora for lora in mine if lora.experts])
-
-    def __call__(self, x: Tensor, logits: Tensor, slots: list[int]) -> Tensor:
-        if all(slot < 0 for slot in slots):
-            return self.ops.experts(self.mixture, x, logits).clone()
-        adapters = ExpertAdapters(*self.sites, rows_of(slots))
-        return self.ops.experts(self.mixture, x, logits, None, None, adapters).clone()
-
-
-def skip_without_experts(ops: Ops) -> None:
-    if ops.lora is None or ops.lora.load_experts is None:
-        pytest.skip("these kernels have no adapters of experts")
-
-
 @pytest.mark.parametrize("scales_inputs", [False, True])
 def test_adapters_of_experts(ops: Ops, scales_inputs: bool) -> None:
-    skip_without_experts(ops)
     routing = Routing(scoring="sigmoid", scales_inputs=scales_inputs)
     slots = [(-1, 0, 5, 63, 5, 9)[row % 6] for row in range(40)]
     torch.manual_seed(3)
@@ -204,7 +130,6 @@ def test_adapters_of_experts(ops: Ops, scales_inputs: bool) -> None:
 
 
 def test_adapters_of_ranks_with_some_experts_whole_add_up(ops: Ops) -> None:
-    skip_without_experts(ops)
     slots = [(-1, 0, 5, 63, 5, 9)[row % 6] for row in range(40)]
     torch.manual_seed(3)
     x, logits = torch.randn(40, HIDDEN), torch.randn(40, COUNT)
@@ -216,7 +141,6 @@ def test_adapters_of_ranks_with_some_experts_whole_add_up(ops: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_of_experts_do_not_depend_on_the_others(ops: Ops, dtype: torch.dtype) -> None:
-    skip_without_experts(ops)
     if not ops.row_invariant:
         pytest.skip("these kernels promise it of no operation")
     slots = [(-1, 0, 5, 63, 5, 9)[row % 6] for row in range(70)]
@@ -231,7 +155,6 @@ def test_bits_of_a_row_of_experts_do_not_depend_on_the_others(ops: Ops, dtype: t
 
 
 def test_adapters_of_experts_are_unloaded(ops: Ops) -> None:
-    skip_without_experts(ops)
     assert ops.lora is not None
     experts = MixedExperts(ops, torch.float32, Routing())
     x, logits = torch.randn(4, HIDDEN), torch.randn(4, COUNT)

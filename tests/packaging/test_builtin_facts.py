@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from llmbox.app.config.schema import schema
+from llmbox.app.config.settings import schema
 from llmbox.app.integrations.guides import GUIDES
 from llmbox.app.main import cli
 

@@ -30,6 +30,7 @@ from llmbox.engine.ipc.messages import (
     Progress,
     RequestOutput,
     StepOutputs,
+    StepWork,
     TokenLogprobs,
     Vocabulary,
 )
@@ -61,6 +62,8 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     generates: bool = True
     image_problem: str = "it has no vision tower"
     step_delay: float = 0.0
+    step_seconds: float = 0.0
+    """Time that it says a step took; 0 means that it says nothing of its steps."""
     hold_at: int | None = None
     """A request with this many output tokens gets no more until the model's folder holds the file `go`: for
     tests that look at something under way, however long they are kept from the processor."""
@@ -184,6 +187,7 @@ class FakeEngine:
         self._waiting: dict[str, Sequence_] = {}
         self._running: dict[str, Sequence_] = {}
         self._steps = self._prompt_tokens = self._output_tokens = 0
+        self._work = StepWork()
         self.info = _info(config, options, self._max_running)
 
     @property
@@ -227,8 +231,24 @@ class FakeEngine:
         if held == self._running.keys():
             time.sleep(0.02)
         free = [s for name, s in self._running.items() if name not in held]
+        before = self._prompt_tokens
+        rows = sum(not s.to_compute for s in free)
         outputs = [output for s in free if (output := self._advance(s))]
+        if free and self._options.step_seconds:
+            self._count(rows, self._prompt_tokens - before)
         return StepOutputs(outputs=outputs, stats=self.stats())
+
+    def _count(self, rows: int, prompts: int) -> None:
+        """As if each step took `step_seconds`."""
+        work, seconds = self._work, self._options.step_seconds
+        self._work = StepWork(
+            steps=work.steps + 1,
+            seconds=work.seconds + seconds,
+            decode_rows=work.decode_rows + rows,
+            prefill_steps=work.prefill_steps + bool(prompts),
+            prefill_seconds=work.prefill_seconds + seconds * bool(prompts),
+            prefill_tokens=work.prefill_tokens + prompts,
+        )
 
     def prepare(self) -> bool:
         return False
@@ -255,6 +275,7 @@ class FakeEngine:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             slots_used=sum(s.length for s in self._running.values()),
+            work=self._work,
         )
 
     def blocks(self) -> BlockMap:

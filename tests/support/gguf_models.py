@@ -14,7 +14,7 @@ from .tiny_models import EXPERT_LINEARS
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "smollm3": "smollm3", "granite": "granite", "arcee": "arcee"}
-ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}
+ARCHITECTURES |= {"lfm2": "lfm2", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 
 
 SCALES = {
@@ -103,12 +103,18 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(_inner_size(config))
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "conv_L_cache" in config:
+        heads = config["num_key_value_heads"]
+        writer.add_head_count_kv([heads * (kind == "full_attention") for kind in config["layer_types"]])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_layer_norm_rms_eps(config["norm_eps"])
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
     writer.add_rope_freq_base(rope["rope_theta"])
     if scale := config.get("attention_multiplier"):
@@ -128,6 +134,15 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(
             config.get("moe_intermediate_size") or config["intermediate_size"]
         )
+
+
+def _inner_size(config: dict[str, Any]) -> int:
+    """That of the tensors, as the converter of LFM2 computes it."""
+    inner = int(config.get("block_ff_dim") or config["intermediate_size"])
+    if config.get("block_auto_adjust_ff_dim"):
+        multiple = config["block_multiple_of"]
+        inner = -(-int(config["block_ffn_dim_multiplier"] * int(2 * inner / 3)) // multiple) * multiple
+    return inner
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, model: Path) -> None:
@@ -162,6 +177,8 @@ def named(model: Path, config: dict[str, Any], arch: str) -> Iterator[tuple[str,
         assert place is not None, name
         if arch in {"llama", "smollm3", "granite", "arcee"} and ("q_proj" in name or "k_proj" in name):
             array = side_by_side(array, heads if "q_proj" in name else kv_heads)  # noqa: PLW2901
+        if name.endswith("conv.conv.weight"):
+            array = array.squeeze(1)  # noqa: PLW2901
         yield place, array + 1 if arch.startswith("gemma") and name.endswith("norm.weight") else array
 
 

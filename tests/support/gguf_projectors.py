@@ -22,13 +22,16 @@ SEEING: dict[str, tuple[str, str, str]] = {
     "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger", "<|image_pad|>"),
     "qwen3_vl": ("qwen3vl", "qwen3vl_merger", "<|image_pad|>"),
     "mistral3": ("llama", "pixtral", "[IMG]"),
+    "llava": ("llama", "pixtral", "[IMG]"),
     "idefics3": ("llama", "idefics3", "<image>"),
+    "lfm2_vl": ("lfm2", "lfm2", "<image>"),
 }
 """Architecture, projector type and image token of families that llama.cpp has projectors for."""
 CHANGES: dict[str, dict[str, Any]] = {
     # Files cannot say that every second layer from the first on sees all of a picture, nor other windows.
     "qwen2_5_vl": {"window_size": 36, "fullatt_block_indexes": [1]},
     "mistral3": {"hidden_act": "silu"},
+    "llava": {"hidden_act": "silu"},
 }
 
 
@@ -41,6 +44,8 @@ def make_seeing_model(directory: Path, kind: str, **changes: Any) -> Any:
     write_tokenizer(directory)
     add_image_token(directory, kind)
     rules = json.loads((directory / "preprocessor_config.json").read_text())
+    if kind == "lfm2_vl":  # files do not say how many tokens a picture has: as of the published models
+        rules = {"image_processor_type": rules["image_processor_type"], "encoder_patch_size": 8}
     write_json(
         directory / "preprocessor_config.json", {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} | rules
     )
@@ -107,7 +112,7 @@ def write_mmproj(
     writer.add_vision_feed_forward_length(tower.get("intermediate_size", tower["hidden_size"]))
     writer.add_vision_block_count(layers)
     writer.add_vision_head_count(heads)
-    writer.add_vision_attention_layernorm_eps(1e-5 if kind == "mistral3" else 1e-6)
+    writer.add_vision_attention_layernorm_eps(1e-5 if kind in {"mistral3", "llava"} else 1e-6)
     writer.add_vision_image_mean(rules["image_mean"])
     writer.add_vision_image_std(rules["image_std"])
     _add_rules(writer, kind, config, rules)
@@ -152,9 +157,13 @@ def _add_rules(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], rules
             writer.add_vision_use_gelu(True)
             writer.add_vision_projector_scale_factor(config["scale_factor"])
             writer.add_vision_preproc_image_size(rules["size"]["longest_edge"])
-        case "mistral3":
+        case "lfm2_vl":
+            writer.add_vision_use_gelu(True)
+            writer.add_vision_projector_scale_factor(config["downsample_factor"])
+        case "mistral3" | "llava":
             writer.add_vision_use_silu(True)
-            writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
+            if kind == "mistral3":
+                writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
 
 
 def _tensors(
@@ -172,7 +181,13 @@ def _tensors(
             name = name.replace("_weight", ".weight")
             name = name.replace("vision_tower.", "vision_tower.vision_model.")
             array = array + 1 if "soft_emb_norm" in name else array  # noqa: PLW2901
-        if kind == "mistral3" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if kind == "lfm2_vl":
+            name = name.replace("vision_tower.", "vision_tower.vision_model.")
+            name = name.replace("vision_model.vision_model.", "vision_model.")
+            if name.endswith("patch_embedding.weight"):
+                side = round((array.shape[1] / 3) ** 0.5)
+                array = array.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)  # noqa: PLW2901
+        if kind in {"mistral3", "llava"} and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = side_by_side(array, heads)  # noqa: PLW2901
         if name == "visual.patch_embed.proj.weight":
             yield "v.patch_embd.weight", array[:, :, 0]

@@ -65,6 +65,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 96}, "patch_size": 12},
     ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": TEXT | {"model_type": "mistral"},
+            "vision_config": PIXTRAL | {"model_type": "pixtral"},
+            "image_token_index": 10,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 96}, "patch_size": 6},
+    ),
     "idefics3": (
         "Idefics3ForConditionalGeneration",
         {

@@ -8,7 +8,7 @@ from litestar import get
 from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
-from llmbox.app.http.auth.credentials import identity_of
+from llmbox.app.http.auth.guard import identity_of
 from llmbox.app.http.server.sse import EventStreamResponse, SseOptions
 
 from .pages.adapters import adapters_pieces

@@ -13,7 +13,7 @@ from litestar.datastructures import State
 
 from llmbox import __version__
 from llmbox.app.control.controller import DaemonController
-from llmbox.app.http.auth.credentials import csrf_token
+from llmbox.app.http.auth.guard import csrf_token
 from llmbox.app.services import Services
 from llmbox.app.telemetry.snapshot import NA, Number
 from llmbox.app.util import formatting

@@ -1,7 +1,8 @@
-"""`llmbox bench`: a load test of any OpenAI-compatible server, and comparisons of llmbox with itself."""
+"""`llmbox bench`: a load test of any OpenAI-compatible server, its operating point, and comparisons of llmbox
+with itself.
+"""
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +26,9 @@ from ...bench.measure import (
 )
 from ...bench.profile import LevelProfile, profiled
 from ...errors import CliError
-from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from .. import output
+from .bench_find import find_point, id_range, local_url, show_ms
 
 
 @click.command(cls=Command)
@@ -79,15 +80,42 @@ from .. import output
 @click.option(
     "--profile", is_flag=True, help="Show where the time of the engine's steps goes, level by level."
 )
+@click.option("--find", is_flag=True, help="Search the most streams whose latencies stay within the targets.")
+@click.option(
+    "--targets",
+    metavar="TTFT/TPOT",
+    help="Targets of --find in milliseconds, as 800/50; default is the model's entry in usage.targets.",
+)
+@click.option(
+    "--percentile",
+    type=click.Choice(["90", "95", "99"]),
+    default="95",
+    show_default=True,
+    help="Percentile of the requests of --find that must be within the targets.",
+)
+@click.option("--most", metavar="N", default=256, show_default=True, help="Most streams that --find tries.")
+@click.option(
+    "--time", "seconds", metavar="S", default=180.0, show_default=True, help="Most seconds of --find."
+)
+@click.option("--write", is_flag=True, help="Write what --find found to the configuration.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
-def bench(program: Program, /, scenario: str, earlier: Path | None, **options: Any) -> None:
+def bench(program: Program, /, scenario: str, earlier: Path | None, *, find: bool, **options: Any) -> None:
     """Measure MODEL on a server: time to first token, time per token, throughput.
 
     Scenarios other than `load` compare two settings of the local daemon: it loads MODEL once for each side,
     alternates between them round by round, and reports the ratio with its spread.
     """
-    if scenario == "load":
+    searching = {name: options.pop(name) for name in ("targets", "percentile", "most", "seconds", "write")}
+    if find:
+        if scenario != "load" or earlier or options["profile"]:
+            raise click.UsageError(
+                "--find searches by itself: --scenario, --compare and --profile are not for it"
+            )
+        find_point(program, **options, **searching)
+    elif searching["targets"] or searching["write"]:
+        raise click.UsageError("--targets and --write are for --find")
+    elif scenario == "load":
         _load(program, before=read_levels(earlier) if earlier else None, **options)
     elif earlier or options["profile"]:
         option = "--compare" if earlier else "--profile"
@@ -121,7 +149,7 @@ def _load(
             "another server does not tell its steps",
             "llmbox bench --profile",
         )
-    target = Target(url or _local_url(program), model, key)
+    target = Target(url or local_url(program), model, key)
     levels = [int(level) for level in options["concurrency"].split(",")]
     profiles: dict[int, LevelProfile] = {}
 
@@ -196,7 +224,7 @@ async def _levels(
 ) -> list[tuple[int, Summary, list[str]]]:
     rows = []
     # New prompts in every run: those of the last one may be in the server's prefix cache.
-    prompts = Prompts(token_hex(8), _id_range(options["ids"]))
+    prompts = Prompts(token_hex(8), id_range(options["ids"]))
     await run(target, uniform(prompts, 1, 1, options["prompt"], 8))  # the first request pays for warm-up
     for level in levels:
         count = options["per_level"] or max(8, 4 * level)
@@ -210,17 +238,13 @@ async def _levels(
 def _row(level: int, summary: Summary) -> tuple[object, ...]:
     gaps = (summary.inter_token_p99, summary.inter_token_max)
     times = (summary.ttft_p50, summary.ttft_p95, summary.tpot_p50, *gaps)
-    return (level, f"{summary.output_tokens_per_s:.1f}", *map(_ms, times), summary.errors)
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
+    return (level, f"{summary.output_tokens_per_s:.1f}", *map(show_ms, times), summary.errors)
 
 
 def _compare(program: Program, names: list[str], model: str, scale: str, rounds: int, **options: Any) -> None:
     from ...bench.ab_compare import compare
 
-    url = _local_url(program)
+    url = local_url(program)
     path = str(program.resolve(model).path)
     results = []
     for name in names:
@@ -233,7 +257,7 @@ def _compare(program: Program, names: list[str], model: str, scale: str, rounds:
                 scenario,
                 SCALES[scale],
                 rounds=rounds,
-                id_range=_id_range(options["ids"]),
+                id_range=id_range(options["ids"]),
                 say=output.say,
             )
         )
@@ -249,20 +273,3 @@ def _compare(program: Program, names: list[str], model: str, scale: str, rounds:
         output.write(f"{result.scenario}: {SCENARIOS[result.scenario].question}")
         rows = [(name, f"{a:.4g}", f"{b:.4g}", str(ratio)) for name, (a, b, ratio) in result.figures.items()]
         output.table(("FIGURE", first.upper(), second.upper(), f"{second}/{first}"), rows, right=(1, 2, 3))
-
-
-def _local_url(program: Program) -> str:
-    """URL of the local daemon, whose certificate this process then trusts."""
-    running = find_running(program.paths)
-    if running is not None and running.certificate:
-        os.environ.setdefault("SSL_CERT_FILE", running.certificate)
-    return str(program.client.get("/admin/api/status")["url"])
-
-
-def _id_range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
-        raise CliError(
-            f"--ids {text} is not a range", "two numbers are needed, the first one smaller", "--ids 300:1500"
-        )
-    return int(low), int(high)

@@ -9,7 +9,7 @@ from click.shell_completion import get_completion_class
 
 from ...config.entries import Scalar
 from ...config.loader import LoadedSettings, SettingOrigin, check_value, unknown_key
-from ...config.schema import SettingSpec, schema
+from ...config.settings import SettingSpec, schema
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program

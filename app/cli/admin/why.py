@@ -43,6 +43,8 @@ def _print(answer: Mapping[str, Any]) -> None:
     output.write(
         formatting.printable(f"{answer['id']}  {answer['model']}  {formatting.span(answer['total_s'])}")
     )
+    if answer["trace_id"]:
+        output.write(f"trace {answer['trace_id']}")
     if answer["sequences"] > 1:
         output.say(f"Of {answer['sequences']} sequences this is the one that ended last.")
     output.write("")

@@ -208,7 +208,7 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
                 formatting.size(info["kv_bytes"]) if info else "-",
                 f"{stats['running']}+{stats['waiting']}" if stats else "-",
                 _stay(model),
-                model["cause"] if model["state"] in {"loading", "failed", "restarting"} else _makes(info),
+                model["cause"] if model["state"] in {"loading", "failed", "restarting"} else _note(model),
             )
         )
     if rows:
@@ -241,6 +241,12 @@ def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
     if measured:
         text += f", measured {formatting.size(measured)} ({measured / predicted - 1:+.1%})"
     return text
+
+
+def _note(model: Mapping[str, Any]) -> str:
+    """Name what a model makes that makes no text, or targets that it cannot meet; empty for others."""
+    queue = model.get("queue")
+    return _makes(model["info"]) or (queue["problem"] if queue else "")
 
 
 def _makes(info: Mapping[str, Any] | None) -> str:
@@ -279,9 +285,32 @@ def _print_info(model: Mapping[str, Any]) -> None:
         ),
         "workspace": formatting.size(info["workspace_bytes"]),
         "restarts": f"{model['restarts']}, requests resumed {model['resumed']}",
+        **_latency(model.get("queue")),
     }
     for key, value in rows.items():
         output.write(f"{key:16} {value}")
+
+
+def _latency(queue: Mapping[str, Any] | None) -> dict[str, str]:
+    """Describe what the measured model of the queue says, and what became of requests by it."""
+    if queue is None:
+        return {}
+    first, each = formatting.span(queue["ttft"]), formatting.span(queue["tpot"])
+    rows = {"a request now": f"first token after {first}, a token every {each}"}
+    if queue["admitted"] or queue["refused"]:
+        rows["by targets"] = (
+            f"{queue['admitted']} admitted, {queue['missed']} of them late; {queue['refused']} refused"
+        )
+    if queue["problem"]:
+        rows["targets"] = queue["problem"]
+    if queue["prompt_ratio"] is not None:
+        rows["prompts"] = (
+            f"steps with a prompt in them take {queue['prompt_ratio']:.1f} times as long "
+            f"({queue['prompt_share']:.1%} of the steps)"
+        )
+    if queue["disaggregate"]:
+        rows["prompts"] += f"; --disaggregate {queue['disaggregate']} keeps them apart"
+    return rows
 
 
 def _loaded(program: Program) -> dict[str, str]:

@@ -21,15 +21,15 @@ import click
 
 from ...config.entries import Scalar
 from ...config.loader import load_settings, read_file, remove_value, set_value
-from ...config.schema import schema
+from ...config.settings import schema
 from ...errors import CliError, Exit
+from ...http.server.sockets import NetworkAddress, lan_addresses
 from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util.atomic_file import write_whole
 from .. import output
 from ..admin.key import forget_stored, revoke
 from ..output import require_consent
-from .lan import NetworkAddress, lan_addresses
 from .lifecycle import restart_daemon
 from .up import sign_in_link
 

@@ -6,16 +6,19 @@ from ..auth.guard import Access
 from .chat import (
     call_tool,
     change_server,
+    conversation,
+    conversations,
+    delete_conversation,
     delete_preset,
     delete_server,
     pdf_text,
     presets,
+    save_conversation,
     save_preset,
     save_server,
     server_tools,
     servers,
 )
-from .conversations import conversation, conversations, delete_conversation, save_conversation
 from .keys import add_key, change_key, keys, revoke_key, rotate_key, sign_in_link
 from .library import (
     cancel_download,

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ from litestar import Request, get, post
 from litestar.datastructures import State
 from litestar.params import JSONBody
 
+from llmbox.engine.hardware.machine import read_cpu
+
 from ...control.controller import DaemonController, Failure
 from ...engines.loaded_model import LoadedModel
+from ...engines.step_times import recommend_pair
 from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
 from ...models.catalog import BUILTIN, in_memory
@@ -23,6 +27,7 @@ from .schema import (
     ModelStatus,
     ModelStatusList,
     PinRequest,
+    QueueStatus,
     Setting,
     Stats,
     StatsTotals,
@@ -153,7 +158,33 @@ def _of(supervisor: Supervisor) -> ModelStatus:
         restarts=supervisor.restarts,
         resumed=supervisor.resumed,
         open_requests=supervisor.open_requests,
+        queue=_queue(supervisor) if supervisor.state == "ready" else None,
     )
+
+
+def _queue(supervisor: Supervisor) -> QueueStatus | None:
+    queue, info = supervisor.queue, supervisor.info
+    forecast = queue.forecast_shortest()
+    if forecast is None or info is None:
+        return None
+    cores = supervisor.config.threads or _cores()
+    counts, interference = queue.counts, queue.times.interference
+    return QueueStatus(
+        ttft=forecast.ttft,
+        tpot=forecast.tpot,
+        admitted=counts.admitted,
+        refused=counts.refused,
+        missed=counts.missed,
+        problem=queue.never_met,
+        prompt_ratio=interference.ratio,
+        prompt_share=interference.share,
+        disaggregate=recommend_pair(interference, supervisor.stats.work, info, cores),
+    )
+
+
+@cache
+def _cores() -> int:
+    return read_cpu().cores
 
 
 SUMMED = (

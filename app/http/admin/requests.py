@@ -15,7 +15,7 @@ from ...inspect.why import RequestTime, request_time
 from ...services import Services
 from ...store.record import RecordFilter, RequestRecord, StoreError
 from ...store.stored_answers import Kind
-from ..auth.credentials import identity_of
+from ..auth.guard import identity_of
 from ..server.sse import while_connected
 from .keys import erase_stored_of_gone_keys
 from .schema import Before, Cancelled, HttpStatus, Purged, PurgeRequest, RequestPage, Since

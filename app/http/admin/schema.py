@@ -15,6 +15,29 @@ from ...gateway.request_events import LiveRequest
 from ...telemetry.snapshot import ErrorRate
 
 
+class QueueStatus(Struct, kw_only=True):
+    """Measured times of a model's engine. Times in seconds."""
+
+    ttft: float
+    """Time to first token that a request with a short prompt would have now."""
+    tpot: float
+    """Time per output token that it would have."""
+    admitted: int
+    """Requests that `limits.admission` compared with latency targets and let in."""
+    refused: int
+    missed: int
+    """Admitted ones that missed a target."""
+    problem: str
+    """Reason why targets cannot be met at all; empty if they can."""
+    prompt_ratio: float | None
+    """Time of a step of running requests with prompts beside them, in times of a step without."""
+    prompt_share: float
+    """Share of the steps of running requests with prompts beside them."""
+    disaggregate: str
+    """Cores of `--disaggregate` by which prompts would no longer hold up running requests; empty where they
+    do not, or where it is not possible."""
+
+
 class ModelStatus(Struct, kw_only=True):
     name: str
     aliases: list[str]
@@ -49,6 +72,8 @@ class ModelStatus(Struct, kw_only=True):
     """Idle seconds after which it leaves memory."""
     expires_s: float | None = None
     """Seconds until then, if no request comes."""
+    queue: QueueStatus | None = None
+    """Null while no step was measured."""
 
 
 class ModelStatusList(Struct):

@@ -28,7 +28,7 @@ from ...telemetry.daemon_profile import DaemonTimes
 from ...telemetry.history import KEEP, is_series, resample, step_for
 from ...telemetry.kv_cache_map import Blocks
 from ...telemetry.snapshot import Tick
-from ..auth.credentials import identity_of
+from ..auth.guard import identity_of
 from ..server.sse import EventStreamResponse, SseOptions
 from .schema import Since
 

@@ -11,8 +11,14 @@ from ..openai.request_context import HttpRequest, RequestContext
 from ..server.sse import SseOptions
 from .batches import batches_router
 from .request_types import CountTokensRequest, MessagesRequest
-from .responder import complete_message, stream_message
-from .response_types import AnthropicMessage, TokenCount, error_event, named_event
+from .responder import (
+    AnthropicMessage,
+    TokenCount,
+    complete_message,
+    error_event,
+    named_event,
+    stream_message,
+)
 from .translate import count_prompt_tokens, prepare_message
 
 _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))

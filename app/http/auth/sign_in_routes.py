@@ -20,8 +20,7 @@ from ...security.sessions import PATH
 from ...services import Services
 from ..server.middleware import add_headers
 from ..server.request import form_of
-from .credentials import identity_of, no_cookie, session_cookie, session_identity
-from .guard import Access
+from .guard import Access, identity_of, no_cookie, session_cookie, session_identity
 
 log = logging.getLogger("llmbox.security")
 

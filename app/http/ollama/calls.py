@@ -12,7 +12,7 @@ from ...control.controller import DaemonController
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.generation import Generation
-from ...security.identity import Identity
+from ...security.security import Identity
 from ..openai.chat import ChatCall
 from ..openai.chat_messages import PLAIN, Parsing
 from ..openai.completions import CompletionCall

@@ -21,8 +21,7 @@ from ...hub.errors import HubError
 from ...lifecycle.drain import shutting_down
 from ...models.aliases import set_alias
 from ...models.catalog import HUB_ID, hub_cache
-from ..auth.credentials import identity_of
-from ..auth.guard import Access
+from ..auth.guard import Access, identity_of
 from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.routes import listed_models
 from ..openai.unsupported import unknown_fields

@@ -19,9 +19,9 @@ from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
-from .chat_messages import Parsing, build_chat, call_id, final_reason, reasoning_tokens
+from .chat_messages import Parsing, build_chat, call_id, final_reason, input_of, reasoning_tokens
 from .completions import check_prompts, truncate_prompts
-from .prepared_request import CheckedRequest, Deadlines
+from .generating import CheckedRequest, Deadlines
 from .request_context import ChunkHeader, RequestContext
 from .request_types import ChatCompletionRequest, Message
 from .response_types import (
@@ -50,7 +50,6 @@ from .sampling import (
 from .stored import NOT_STORED, Store
 from .structured_output import add_grammar, find_answer_constraint, find_call_constraint, unknown_inside
 from .thinking import budget_warnings, describe_thinking, thinking_budget, with_effort
-from .tools import input_of
 from .unsupported import refuse_unsupported, unknown_fields
 
 

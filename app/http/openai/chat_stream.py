@@ -14,7 +14,7 @@ from ...text.output.output_parser import ParsedOutput
 from ...util.threads import off_loop
 from ..server.sse import data_event
 from .chat import ChatCall, build_logprobs, build_prompt_logprobs, heading_of, store_answer, whole_answer
-from .chat_messages import call_id, final_reason, reasoning_tokens
+from .chat_messages import call_id, final_reason, input_of, reasoning_tokens
 from .response_types import (
     ChatChunk,
     ChatChunkChoice,
@@ -25,7 +25,6 @@ from .response_types import (
     ToolCallDelta,
 )
 from .stored import NOT_STORED, Store
-from .tools import input_of
 
 
 async def stream_chat(

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from litestar import Response
+from litestar.params import Body
 from msgspec import UNSET
 
 from llmbox.engine.errors import ModelError
@@ -21,8 +23,8 @@ from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, TokenUsage
 from ...util.threads import off_loop
 from .completions import prompt_ids, prompt_items, truncate_prompts
-from .prepared_request import Deadlines
-from .request_context import RequestContext
+from .generating import Deadlines, answer, inference_route
+from .request_context import HttpRequest, RequestContext
 from .request_types import EmbeddingRequest
 from .response_types import Embedding, EmbeddingList, EmbeddingUsage
 from .sampling import invalid, public_id
@@ -200,4 +202,16 @@ def _answer(pooled: Pooled, body: EmbeddingRequest, name: str, warnings: list[st
     tokens = pooled.usage.prompt_tokens
     return EmbeddingList(
         data=data, model=name, usage=EmbeddingUsage(tokens, tokens), warnings=warnings or UNSET
+    )
+
+
+@inference_route("/v1/embeddings", "embeddings", "createEmbedding")
+async def embeddings(
+    request: HttpRequest, data: Annotated[EmbeddingRequest, Body()]
+) -> Response[EmbeddingList]:
+    """Return a vector for each text."""
+    return await answer(
+        request,
+        lambda call: prepare_embeddings(call, data),
+        lambda call, made: embed(call.gateway, made, data, call.warnings(EmbeddingRequest)),
     )

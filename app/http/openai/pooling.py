@@ -3,9 +3,11 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from litestar import Response
+from litestar.params import Body
 from msgspec import UNSET, Struct, UnsetType
 
 from llmbox.engine.errors import ModelError
@@ -15,8 +17,7 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.generation import Generation
-from ...text.classifier import Classifier, not_a_classifier, read_classifier
-from ...text.reranker import Reranker, build_rerank_prompts
+from ...text.reranker import Classifier, Reranker, build_rerank_prompts, not_a_classifier, read_classifier
 from ...util.threads import off_loop
 from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
 from .embeddings import (
@@ -28,8 +29,8 @@ from .embeddings import (
     pooled,
     with_prompt,
 )
-from .prepared_request import Deadlines
-from .request_context import RequestContext
+from .generating import Deadlines, answer, inference_route
+from .request_context import HttpRequest, RequestContext
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
 from .rerank import encode_pairs, find_reranker, has_encoder_head
 from .response_types import EmbeddingUsage
@@ -241,13 +242,13 @@ async def run_pooling(
     result = await pool(call.gateway, generation)
 
     def encode() -> bytes:
-        answer = PoolingList(
+        found = PoolingList(
             **_common(call, body, generation, result),
             data=[
                 PooledData(index=i, data=_data(raw, body, classes)) for i, raw in enumerate(result.vectors)
             ],
         )
-        return msgspec.json.encode(answer)
+        return msgspec.json.encode(found)
 
     return await off_loop(sum(map(len, result.vectors)), encode)
 
@@ -322,4 +323,42 @@ async def _inputs(
         return pooled(call, model, prompts, pooling, id_, reservation, body.priority, salt, "input")
     return build_pooling_generation(
         call, model, prompts, id_=id_, reservation=reservation, priority=body.priority, cache_salt=salt
+    )
+
+
+@inference_route("/v1/score", "score", "createScore")
+async def score(request: HttpRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
+    """Score how well pairs of texts go together."""
+    return await _scored(request, data)
+
+
+@inference_route("/score", "score_plain")
+async def score_plain(request: HttpRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
+    return await _scored(request, data)
+
+
+async def _scored(request: HttpRequest, data: ScoreRequest) -> Response[ScoreList]:
+    return await answer(
+        request, lambda call: prepare_score(call, data), lambda call, made: run_score(call, data, made)
+    )
+
+
+@inference_route("/classify", "classify", "createClassification")
+async def classify_texts(
+    request: HttpRequest, data: Annotated[ClassifyRequest, Body()]
+) -> Response[ClassList]:
+    """Return the probability of each class, from a classification model."""
+
+    async def prepare(call: RequestContext) -> tuple[LoadedModel, Classifier]:
+        model = await call.find_model(data.model, Deadlines.of(call).next)
+        return model, await require_classifier(model)
+
+    return await answer(request, prepare, lambda call, made: classify(call, data, *made))
+
+
+@inference_route("/pooling", "pooling", "createPooling")
+async def pooling(request: HttpRequest, data: Annotated[PoolingRequest, Body()]) -> Response[PoolingList]:
+    """Return a vector, or class probabilities, for each text."""
+    return await answer(
+        request, lambda call: prepare_pooling(call, data), lambda call, made: run_pooling(call, data, made)
     )

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from litestar import Response
+from litestar.params import Body
 from msgspec import UNSET
 
 from llmbox.engine.errors import ModelError
@@ -14,7 +17,8 @@ from ...text.reranker import Reranker, answer_ids, build_rerank_prompts, not_a_r
 from ...util.threads import off_loop
 from .completions import check_prompts
 from .embeddings import check_inputs, pool, pooled
-from .request_context import RequestContext
+from .generating import answer, inference_route
+from .request_context import HttpRequest, RequestContext
 from .request_types import RerankRequest
 from .response_types import EmbeddingUsage, Ranked, RankedDocument, Ranking
 from .sampling import invalid, public_id
@@ -124,4 +128,33 @@ async def rank(gateway: Gateway, judged: CheckedRerank, body: RerankRequest, war
         results=results,
         usage=EmbeddingUsage(tokens, tokens),
         warnings=warnings or UNSET,
+    )
+
+
+@inference_route("/v1/rerank", "rerank", "createRerank")
+async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
+    """Rank documents by their relevance to a query, the most relevant first."""
+    return await _ranked(request, data, tells_documents=True)
+
+
+@inference_route("/rerank", "rerank_plain")
+async def rerank_plain(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
+    return await _ranked(request, data, tells_documents=True)
+
+
+@inference_route("/v2/rerank", "rerank_v2", "createRerankV2")
+async def rerank_v2(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
+    """Rank documents for Cohere's clients. Documents come back only where `return_documents` asks
+    for them.
+    """
+    return await _ranked(request, data, tells_documents=False)
+
+
+async def _ranked(request: HttpRequest, data: RerankRequest, *, tells_documents: bool) -> Response[Ranking]:
+    if data.return_documents is None:
+        data.return_documents = tells_documents
+    return await answer(
+        request,
+        lambda call: prepare_rerank(call, data),
+        lambda call, made: rank(call.gateway, made, data, call.warnings(RerankRequest) + made.warnings),
     )

@@ -13,19 +13,20 @@ from ...gateway.gateway import context_limit
 from ...text.tokenizer.tokenizer import read_tokenizer_config
 from ...util.formatting import hide_folders
 from ...util.threads import off_loop
-from ..auth.credentials import identity_of
-from ..auth.guard import Access
+from ..auth.guard import Access, identity_of
 from ..model_pages import AnthropicModel, AnthropicModelPage, is_anthropic_client, model_info, model_page
 from .batches import openai_batches_router
 from .chat import ChatCall, chat_ids, complete_chat, prepare_chat
 from .chat_messages import build_chat
 from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
+from .embeddings import embeddings
 from .files import files_router
 from .generating import answer, inference_route
-from .pooling_routes import pooling_router
+from .pooling import classify_texts, pooling, score, score_plain
 from .request_context import HttpRequest, RequestContext
 from .request_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .rerank import rerank, rerank_plain, rerank_v2
 from .response_types import (
     ChatCompletion,
     Completion,
@@ -218,7 +219,14 @@ openai_router = Router(
         tokenize,
         detokenize,
         tokenizer_info,
-        pooling_router,
+        embeddings,
+        rerank,
+        rerank_plain,
+        rerank_v2,
+        score,
+        score_plain,
+        classify_texts,
+        pooling,
         files_router,
         openai_batches_router,
         stored_chats_router,

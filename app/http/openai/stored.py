@@ -13,8 +13,7 @@ from msgspec import Struct
 from ...errors import ApiError
 from ...services import Services
 from ...store.stored_answers import Kind, StoredAnswer, StoredAnswers, StoredFilter
-from ..auth.credentials import identity_of
-from ..auth.guard import Access
+from ..auth.guard import Access, identity_of
 from .request_context import HttpRequest, RequestContext
 from .response_types import ChatCompletion
 from .sampling import invalid

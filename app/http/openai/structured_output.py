@@ -26,6 +26,7 @@ from ...text.grammar.grammars import (
 )
 from ...text.output.output_formats import ToolSyntax
 from ...util.threads import off_loop
+from .chat_messages import input_grammars
 from .request_types import (
     AllowedChoice,
     ChatCompletionRequest,
@@ -38,7 +39,6 @@ from .request_types import (
 )
 from .sampling import invalid
 from .thinking import within_grammar
-from .tools import input_grammars
 from .unsupported import refuse_unsupported, unknown_fields
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

@@ -1,7 +1,10 @@
-"""Known fields that are not supported are refused by name; unknown fields become warnings."""
+"""Fields that are not supported: known ones, and those of other servers, are refused by name; others become
+warnings.
+"""
 
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, Final, get_type_hints
 
 import msgspec
 
@@ -92,3 +95,97 @@ def _refusable(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 def _harmless(name: str, value: Any) -> bool:
     return any(type(value) is type(known) and value == known for known in HARMLESS.get(name, ()))
+
+
+_ADAPTER = "An adapter that was added (llmbox lora add) is named in 'model'."
+_SAMPLER = "This sampling method is not supported. Supported: 'temperature', 'top_k', 'top_p' and 'min_p'."
+_BEAMS = "Beam search is not supported."
+_PROCESSOR = "Custom logits processors are not run. Use 'logit_bias', 'bad_words' or 'allowed_token_ids'."
+_SHAPE = "Use 'response_format' or 'structured_outputs'."
+_MEDIA = "Only text input is supported."
+_ROUTER = "Fallback models are not supported: name the model to use."
+_LENGTH = "Use 'max_tokens' and 'min_tokens'."
+FOREIGN: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    **dict.fromkeys(("lora", "adapters"), (_ADAPTER, ([], {}))),
+    **dict.fromkeys(
+        ("lora_request", "lora_path", "adapter", "adapter_id", "adapter_name"), (_ADAPTER, ("", {}))
+    ),
+    **dict.fromkeys(
+        (
+            "mirostat",
+            "dynatemp_range",
+            "xtc_probability",
+            "dry_multiplier",
+            "top_a",
+            "smoothing_factor",
+            "epsilon_cutoff",
+            "eta_cutoff",
+        ),
+        (_SAMPLER, (0,)),
+    ),
+    **dict.fromkeys(("typical_p", "typical", "tfs_z", "tfs"), (_SAMPLER, (1,))),
+    "top_n_sigma": (_SAMPLER, (-1, 0)),
+    "samplers": (_SAMPLER, ()),
+    "sampler_seq": (_SAMPLER, ()),
+    "watermark": (_SAMPLER, (False,)),
+    "repeat_last_n": ("A penalty counts the whole context.", (-1,)),
+    "repetition_penalty_range": ("A penalty counts the whole context.", (-1,)),
+    "no_repeat_ngram_size": ("Use 'repetition_penalty'.", (0,)),
+    "beam_width": (_BEAMS, (1,)),
+    "num_beams": (_BEAMS, (1,)),
+    "early_stopping": (_BEAMS, (False,)),
+    "length_penalty": (_BEAMS, (0, 1)),
+    **dict.fromkeys(("logits_processors", "logits_processor", "custom_logit_processor"), (_PROCESSOR, ([],))),
+    **dict.fromkeys(("grammar", "ebnf", "regex", "json_schema", "structural_tag"), (_SHAPE, ("", {}))),
+    "stop_regex": ("Use 'stop'.", ("", [])),
+    "mm_processor_kwargs": (_MEDIA, ({},)),
+    "multi_modal_data": (_MEDIA, ({},)),
+    "prompt_embeds": (_MEDIA, ("", [])),
+    "input_embeds": (_MEDIA, ([],)),
+    "spaces_between_special_tokens": ("Tokens become text as the model's tokenizer has it.", (True,)),
+    "detokenize": ("Answers are text; 'return_token_ids' gives the ids beside it.", (True,)),
+    "max_new_tokens": (_LENGTH, ()),
+    "min_new_tokens": (_LENGTH, (0,)),
+    "models": (_ROUTER, ([],)),
+    "transforms": ("Prompts are never cut: one over the context gets an error instead.", ([],)),
+    "plugins": ("This server runs no tools of its own.", ([],)),
+}
+_ONLY_WITH: Final = {
+    "repeat_last_n": ("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "repetition_penalty_range": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+}
+"""Fields that change an answer only beside one of these."""
+_NO_PENALTY: Final = (None, 0, 1)
+
+
+def refuse_foreign(plain: Mapping[str, Any], places: tuple[str, ...] = ("options",)) -> None:
+    """Refuse fields of other servers. `places`: of further fields inside `plain`. Raises ApiError 400 with
+    `param`.
+    """
+    for at, fields in _tables(plain, places):
+        for name in FOREIGN.keys() & fields.keys():
+            reason, harmless = FOREIGN[name]
+            value = fields[name]
+            if value is None or any(_same(value, each) for each in harmless):
+                continue
+            if at and name in _ONLY_WITH:
+                continue  # Ollama's clients send its default, and are warned
+            if name in _ONLY_WITH and all(fields.get(each) in _NO_PENALTY for each in _ONLY_WITH[name]):
+                continue
+            raise ApiError(
+                400,
+                f"The value of '{at}{name}' is not supported. {reason}",
+                code="unsupported_parameter",
+                param=f"{at}{name}",
+            )
+
+
+def _tables(plain: Mapping[str, Any], places: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "", plain
+    for place in places:
+        if isinstance(inner := plain.get(place), dict):
+            yield f"{place}.", inner
+
+
+def _same(value: Any, harmless: Any) -> bool:
+    return type(value) in (type(harmless), float, int) and value == harmless

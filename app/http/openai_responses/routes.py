@@ -16,7 +16,6 @@ from ..openai.unsupported import refuse_unsupported
 from ..server.sse import EventStreamResponse, while_connected
 from .conversations import conversations_router
 from .items import InputTokens, ResponseObject, ResponseUsage, summary_item
-from .prepare import count_input_tokens, prepare_response
 from .request_types import CompactRequest, InputTokensRequest, ResponseRequest
 from .stored import (
     STREAM,
@@ -26,8 +25,7 @@ from .stored import (
     stored_responses_router,
     stream_response,
 )
-from .translate import items_of
-from .writer import PreparedResponse
+from .translate import PreparedResponse, count_input_tokens, items_of, prepare_response
 
 _INSTRUCTIONS = (
     "Summarize the conversation so far for whoever continues it: what was asked, what was done and found, "

@@ -31,7 +31,8 @@ from ..openai.stored import (
 from ..server.sse import EventStreamResponse, SseOptions
 from .items import ResponseObject
 from .request_types import ResponseRequest
-from .writer import CUTS, Event, PreparedResponse, Writer, replay, run
+from .translate import PreparedResponse
+from .writer import CUTS, Event, Writer, replay, run
 
 
 async def complete_response(gateway: Gateway, prepared: PreparedResponse) -> ResponseObject:

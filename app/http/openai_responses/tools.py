@@ -11,8 +11,8 @@ import msgspec
 
 from ...errors import ApiError
 from ...text.output.call_parsers import ParsedToolCall
+from ..openai.chat_messages import input_of
 from ..openai.sampling import invalid
-from ..openai.tools import input_of
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from .items import convert_item
 from .request_types import (

@@ -1,16 +1,15 @@
 """Event writer of one response: it builds the response while the chat is generated."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...gateway.generation import TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.output.output_parser import ParsedOutput
-from ..openai.chat import ChatCall, heading_of
+from ..openai.chat import heading_of
 from ..openai.chat_messages import call_id, reasoning_tokens
 from ..openai.sampling import chat_logprobs
-from ..openai.stored import NOT_STORED, Store
+from ..openai.stored import NOT_STORED
 from ..server.errors import to_api_error
 from .items import (
     ResponseObject,
@@ -22,9 +21,7 @@ from .items import (
     text_part,
     tools_of,
 )
-from .request_types import ResponseRequest
-from .tools import Toolbox
-from .translate import ConversationTarget
+from .translate import PreparedResponse
 
 Event = dict[str, Any]
 
@@ -137,17 +134,6 @@ def replay(response: dict[str, Any], cuts: Sequence[int]) -> Iterator[Event]:
             text, logprobs = text[size:], []
         yield from writer.close(whole=item.get("status") != "incomplete")
     yield writer.event(f"response.{response['status']}", response=response)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedResponse:
-    """A checked request: the chat that generates its answer, and where the answer is stored."""
-
-    request: ResponseRequest
-    chat: ChatCall
-    tools: Toolbox
-    store: Store | None = None
-    conversation: ConversationTarget | None = None
 
 
 CUTS = "_cuts"

@@ -106,7 +106,7 @@ def llama4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         shared_inner=inner,
         router="router",
         shared="shared_expert",
-        stacked=StackedExperts(is_transposed=True),
+        stacked=StackedExperts(is_transposed=True, turns_adapters=True),
     )
 
 

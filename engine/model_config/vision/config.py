@@ -11,7 +11,9 @@ one at its fraction of the picture, or a bilinear mean, or one with antialiasing
 one for its row."""
 VisionRope = Literal["", "axial", "alternating"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one."""
-ProjectorKind = Literal["mistral3", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "glm_ocr", "gemma4"]
+ProjectorKind = Literal[
+    "mistral3", "llava", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "glm_ocr", "gemma4"
+]
 ResizeKind = Literal["longest_edge", "tiles", "square", "pixels", "glm", "lfm2", "gemma4"]
 """Rule for the size of a picture (`layout.py`)."""
 

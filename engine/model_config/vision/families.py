@@ -13,11 +13,12 @@ from .config import VisionConfig
 from .fields import VisionFiles, VisionRule
 from .qwen import glm_ocr, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .shape import NO_TOWER
-from .siglip import gemma3, gemma4, idefics3, lfm2_vl, mistral3
+from .siglip import gemma3, gemma4, idefics3, lfm2_vl, llava, mistral3
 from .tensors import check_vision_tensors, list_tower_tensors
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
+    "llava": llava,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "gemma3": gemma3,

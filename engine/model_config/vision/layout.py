@@ -41,7 +41,7 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
     token = vision.image_text
-    if vision.tower.projector == "mistral3":
+    if vision.tower.projector in {"mistral3", "llava"}:
         lines = [token * columns] * rows
         text = "[IMG_BREAK]".join(lines) + "[IMG_END]"
     else:

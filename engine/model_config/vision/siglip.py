@@ -1,7 +1,9 @@
 """Families whose towers are SigLIP's or Pixtral's: pictures are cut into tiles, or pooled."""
 
+from dataclasses import replace
 from typing import Any, Final
 
+from ..fields import Fields, show
 from .config import ImageProcessorConfig, TowerConfig, TowerNames, VisionConfig
 from .fields import (
     CLIP_MEAN,
@@ -78,6 +80,32 @@ def mistral3(files: VisionFiles) -> VisionConfig:
         tower=tower,
         processor=processor,
     )
+
+
+def llava(files: VisionFiles) -> VisionConfig:
+    """Read Pixtral 12B as it was first published: the tower of Mistral 3, and each patch is an embedding."""
+    model, fields = files.model, files.tower
+    if (kind := fields.text("model_type", "clip_vision_model")) != "pixtral":
+        raise fields.error(f"a tower of {show(kind)} is not supported in LLaVA, only of pixtral")
+    if (strategy := model.text("vision_feature_select_strategy", "default")) != "full":
+        raise model.error(f"vision_feature_select_strategy {show(strategy)} is not supported, only full")
+    raw = {
+        "vision_feature_layer": -2,
+        "multimodal_projector_bias": True,
+        **model.raw,
+        "spatial_merge_size": 1,
+    }
+    rules = {"size": {"longest_edge": 1024}, **files.processor.raw}
+    found = mistral3(
+        replace(
+            files,
+            model=Fields(raw | {"spatial_merge_size": 1}, model.where),
+            processor=Fields(rules, files.processor.where),
+        )
+    )
+    names = replace(found.tower.names, projector=("", _FIRST, _SECOND))
+    tower = replace(found.tower, names=names, projector="llava", projector_norm=False)
+    return replace(found, family="Pixtral", tower=tower)
 
 
 def siglip_names(at: str, *projector: str) -> TowerNames:

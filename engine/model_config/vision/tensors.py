@@ -106,6 +106,9 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
             yield from _linear("multi_modal_projector.patch_merger.merging_layer", hidden, merged, bias=False)
             yield from _linear(first, inner, hidden, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
+        case "llava":
+            yield from _linear(first, inner, hidden, bias=bias)
+            yield from _linear(second, out, inner, bias=bias)
         case "pixel_shuffle":
             yield from _linear(first, out, merged, bias=False)
         case "gemma3":

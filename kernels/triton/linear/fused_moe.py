@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...lora import MAX_SLOTS, TILE_ROWS, ExpertAdapters, LoraTiles
 from ...op_types import Mixture
 from ...reference.moe import route, weigh
 from ..act_and_mul import gate_rows
@@ -29,6 +30,7 @@ from .linear import (
     WeightOnlyIntLinear,
     row_format_of,
 )
+from .lora import add
 from .quantize_activations import Rows8, quantize_rows
 from .tile_config import Tile
 
@@ -36,6 +38,8 @@ MANY = 64
 """Average rows of an expert above which tiles are tall and integer weights are dequantized before the
 product.
 """
+SORT_BLOCK = 2048
+"""Rows of one turn of `expert_tiles_kernel`."""
 GROUPED, INT8, FP8 = 0, 1, 2
 """Values of KIND: the inner loop that multiplies."""
 WITH_INT8 = tl.constexpr(INT8)
@@ -233,17 +237,22 @@ def experts(
     logits_TX: Tensor,
     shared_TE: Tensor | None = None,
     gate_T1: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
     *,
     fixed: bool = False,
 ) -> Tensor:
     """Implement `Ops.experts`. `fixed`: a row's bits never depend on its neighbors."""
     chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
     here, count = mixture.here, mixture.count
-    chosen_S = chosen_TK.flatten()
+    numbers_TK, adapted = chosen_TK, None
     if mixture.held is not None:  # rows of experts that are not here come last
-        chosen_S = chosen_S - here.start
-        chosen_S = chosen_S.masked_fill((chosen_S < 0) | (chosen_S >= len(here)), len(here))
-    sorted_S, order_S = chosen_S.sort(stable=True)
+        numbers_TK = chosen_TK - here.start
+        numbers_TK = numbers_TK.masked_fill((numbers_TK < 0) | (numbers_TK >= len(here)), len(here))
+    if adapters is not None and _has_some(adapters):
+        assert isinstance(adapters.rows, LoraTiles)
+        sorted_S, order_S, adapted = sort_experts(numbers_TK, len(here), adapters.rows)
+    else:
+        sorted_S, order_S = numbers_TK.flatten().sort(stable=True)
     limits = torch.arange(len(here) + 1, device=x_TE.device)
     starts_X1 = torch.searchsorted(sorted_S, limits).int()
     gate_up, down = single_linear(mixture.gate_ups), single_linear(mixture.downs)
@@ -253,14 +262,22 @@ def experts(
         shares_TK = torch.ones_like(shares_TK)
     gates_S2F = experts_product(rows_SE, gate_up, starts_X1, fixed=fixed, count=count)
     gates_S2F = with_biases(gates_S2F, gate_up, sorted_S)
+    if adapters is not None and adapted is not None:
+        add(adapters.gate_ups, rows_SE, gates_S2F, adapted)
     inner_SF, eight = gate_rows(gates_S2F, mixture.activation, row_format_of(down))
     results_SE = experts_product(inner_SF, down, starts_X1, eight=eight, fixed=fixed, count=count)
-    rows_TKE = x_TE.new_empty(*chosen_TK.shape, x_TE.shape[1])
     results_SE = with_biases(results_SE, down, sorted_S)
+    if adapters is not None and adapted is not None:
+        add(adapters.downs, inner_SF, results_SE, adapted)
+    rows_TKE = x_TE.new_empty(*chosen_TK.shape, x_TE.shape[1])
     if mixture.held is not None:
         results_SE.masked_fill_((sorted_S == len(here)).unsqueeze(1), 0.0)
     rows_TKE.view(-1, x_TE.shape[1])[order_S] = results_SE
     return weigh(rows_TKE, shares_TK, shared_TE, gate_T1)
+
+
+def _has_some(adapters: ExpertAdapters) -> bool:
+    return adapters.gate_ups.on_device is not None or adapters.downs.on_device is not None
 
 
 def with_biases(rows_SO: Tensor, packed: Linear, experts_S: Tensor) -> Tensor:
@@ -275,3 +292,79 @@ def single_linear(linears: Sequence[Linear]) -> Linear:
     """Return the one linear that holds all experts."""
     (packed,) = linears
     return packed
+
+
+def sort_experts(chosen_TK: Tensor, experts: int, rows: LoraTiles) -> tuple[Tensor, Tensor, LoraTiles]:
+    """Sort rows by expert and those of one expert by adapter. Return the expert of each, its number in
+    `chosen_TK`, both [S], and tiles of sorted rows with an adapter, whose slot is that of a pair. Rows of
+    number `experts` have none.
+    """
+    count, per_row = chosen_TK.numel(), chosen_TK.shape[1]
+    kinds = 1 + MAX_SLOTS
+    keys_TK = chosen_TK * kinds
+    mark_adapters_kernel[(len(rows.tiles),)](
+        keys_TK, rows.tiles, PER_ROW=per_row, ROWS=TILE_ROWS, num_warps=1
+    )
+    sorted_S, order_S = keys_TK.flatten().clamp(max=experts * kinds).sort(stable=True)
+    starts_S = torch.searchsorted(sorted_S, sorted_S)
+    most = most_expert_tiles(rows, count, per_row, experts)
+    tiles = torch.full((most, 1 + TILE_ROWS), -1, dtype=torch.int32, device=chosen_TK.device)
+    expert_tiles_kernel[(1,)](
+        tiles, sorted_S, starts_S, count, experts, KINDS=kinds, ROWS=TILE_ROWS, BLOCK=SORT_BLOCK, num_warps=8
+    )
+    return sorted_S // kinds, order_S, LoraTiles(tiles)
+
+
+def most_expert_tiles(rows: LoraTiles, count: int, per_row: int, experts: int) -> int:
+    """Return the most tiles that rows of adapters can have, sorted by expert and adapter; without asking the
+    device. `count`: rows of all experts.
+    """
+    slots = len(rows.tiles) if rows.host is None else len(set(rows.host[:: 1 + TILE_ROWS]))
+    count = min(count, len(rows.tiles) * TILE_ROWS * per_row)
+    return min(count, min(slots, MAX_SLOTS) * experts + count // TILE_ROWS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["keys", "tiles"])
+def mark_adapters_kernel(
+    keys: tl.tensor, tiles: tl.tensor, PER_ROW: tl.constexpr, ROWS: tl.constexpr
+) -> None:
+    """Add 1 + slot to the keys of rows that have an adapter.
+
+    Reference: `add_expert` in `kernels/lora.py`.
+    """
+    at = tiles + tl.program_id(0) * (ROWS + 1)
+    slot = tl.load(at)
+    row = tl.load(at + 1 + tl.arange(0, ROWS)).to(tl.int64)
+    for k in range(PER_ROW):
+        key = keys + row * PER_ROW + k
+        tl.store(key, tl.load(key, mask=row >= 0, other=0) + slot + 1, mask=row >= 0)
+
+
+@triton.jit(do_not_specialize=["count", "experts"], do_not_specialize_on_alignment=["keys", "starts"])
+def expert_tiles_kernel(
+    tiles: tl.tensor,
+    keys: tl.tensor,
+    starts: tl.tensor,
+    count: tl.tensor,
+    experts: tl.tensor,
+    KINDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write tiles of sorted rows: runs of one key, cut after `ROWS` rows. One program, as they are numbered.
+
+    Reference: `add_expert` in `kernels/lora.py`.
+    """
+    done = 0
+    for first in range(0, count, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        real = row < count
+        key = tl.load(keys + row, mask=real, other=0).to(tl.int32)
+        entry = (row - tl.load(starts + row, mask=real, other=0).to(tl.int32)) % ROWS
+        slot = key % KINDS - 1
+        real = real & (slot >= 0)
+        begins = (real & (entry == 0)).to(tl.int32)
+        at = tiles + (done + tl.cumsum(begins, 0) - 1) * (ROWS + 1)
+        tl.store(at + 1 + entry, row, mask=real)
+        tl.store(at, slot * experts + key // KINDS, mask=begins > 0)
+        done += tl.sum(begins, 0)

@@ -2,21 +2,22 @@
 
 Programs take tiles of rows with one adapter (`LoraTiles`) and find its weights by addresses in device memory,
 so a graph serves adapters that are loaded later. All sums are float32, in one order for each row: tiles have
-one shape, and inputs are split by their number alone.
+one shape, and inputs are split by their number alone. A pair of adapter and expert is to them an adapter
+(`fused_moe.py`).
 
 Chen et al., "Punica: Multi-Tenant LoRA Serving", 2023.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...lora import MAX_SLOTS, TILE_ROWS, LoraOps, LoraSite, LoraTiles, LoraWeights
+from ...lora import MAX_SLOTS, TILE_ROWS, ExpertLora, LoraOps, LoraSite, LoraTiles, LoraWeights
 from .tile_config import power_of_two
 
 RANKS = 16
@@ -28,8 +29,8 @@ DEPTH = 64
 SPLIT = 1024
 """Inputs of a program; at most `SPLITS` programs share the inputs of a linear."""
 SPLITS = 4
-TILES = 128
-"""Tiles of a launch, which bounds the memory of `low`."""
+LOW_BYTES = 8 << 20
+"""Memory of `low`: more tiles are more launches."""
 EMBED_BLOCK = 1024
 _ALIGNMENT = 16
 
@@ -49,56 +50,85 @@ class TritonLora:
             unload,
             add,
             embed,
+            self.load_experts,
             takes_tiles=True,
             device=self._device,
             launches=launches,
         )
 
     def load(self, site: LoraSite, slot: int, weights: LoraWeights) -> None:
-        """Copy the weights in one piece, behind a header of 64-bit integers: addresses of A and of scales,
-        ranks, number of pieces; outputs, first rank, ranks and address of B of each.
-        """
-        many_b = [piece.b_Or for piece in weights.pieces]
-        parts = [weights.scales_R, weights.a_RI, *many_b]
-        ends, end = [], _aligned(8 * (4 + 5 * len(many_b)))
-        for part in parts:
-            ends.append(end)
-            end += _aligned(part.nbytes)
-        buffer = torch.empty(end, dtype=torch.uint8, device=self._device)
-        scales, a, *places = (buffer.data_ptr() + start for start in ends)
-        header = [a, scales, len(weights.a_RI), len(many_b)]
-        each = zip(weights.pieces, places, strict=True)
-        header += chain.from_iterable((p.start, p.stop, p.first, p.b_Or.shape[1], b) for p, b in each)
-        host = torch.zeros(end, dtype=torch.uint8)
-        told = torch.tensor(header, dtype=torch.int64)
-        for start, part in zip((0, *ends), (told, *parts), strict=True):
-            host[start : start + part.nbytes] = part.contiguous().flatten().view(torch.uint8)
-        buffer.copy_(host)
+        pieces = tuple(replace(piece, b_Or=piece.b_Or.unsqueeze(0)) for piece in weights.pieces)
+        one = ExpertLora((0,), replace(weights, a_RI=weights.a_RI.unsqueeze(0), pieces=pieces))
+        buffer, address_1 = self._packed([one], 1)
         site.weights[slot] = replace(weights, a_RI=weights.a_RI[:0], pieces=(), packed=buffer)
-        self._point(site, slot, buffer, -(-len(weights.a_RI) // RANKS) * RANKS)
+        self._point(site, slot, address_1, len(weights.a_RI))
 
     def load_table(self, site: LoraSite, slot: int, table_VE: Tensor) -> None:
         site.tables[slot] = table_VE.to(self._device)
-        self._point(site, slot, site.tables[slot], RANKS)
+        self._point(site, slot, torch.tensor([site.tables[slot].data_ptr()]), 1)
 
-    def _point(self, site: LoraSite, slot: int, to: Tensor, ranks: int) -> None:
+    def load_experts(self, site: LoraSite, slot: int, count: int, batches: Sequence[ExpertLora]) -> None:
+        site.experts[slot], addresses_X = self._packed(batches, count)
+        self._point(site, slot, addresses_X, max(batch.weights.a_RI.shape[1] for batch in batches))
+
+    def _packed(self, batches: Sequence[ExpertLora], count: int) -> tuple[Tensor, Tensor]:
+        """Copy weights in one piece. Return it and the address of each expert's header, 0 where it has none.
+
+        A header has 64-bit integers: addresses of A and of scales, ranks, number of pieces; outputs, first
+        rank, ranks and address of B of each.
+        """
+        end, many = 0, []
+        for batch in batches:
+            weights = batch.weights
+            headers = torch.zeros(len(batch.experts), 4 + 5 * len(weights.pieces), dtype=torch.int64)
+            parts = [headers, weights.a_RI, weights.scales_R.unsqueeze(0)]
+            parts += [piece.b_Or for piece in weights.pieces]
+            places = []
+            for part in parts:
+                step = _aligned(part[0].nbytes)
+                places.append((part, end, step))
+                end += step * len(part)
+            many.append(places)
+        buffer = torch.empty(end, dtype=torch.uint8, device=self._device)
+        host, addresses_X = torch.zeros(end, dtype=torch.uint8), torch.zeros(count, dtype=torch.int64)
+        for batch, places in zip(batches, many, strict=True):
+            weights = batch.weights
+            own, a, scales, *many_b = (
+                buffer.data_ptr() + start + step * torch.arange(len(part)) for part, start, step in places
+            )
+            columns: list[Tensor | int] = [a, scales, weights.a_RI.shape[1], len(many_b)]
+            for piece, b in zip(weights.pieces, many_b, strict=True):
+                columns += [piece.start, piece.stop, piece.first, piece.b_Or.shape[2], b]
+            for column, value in enumerate(columns):
+                places[0][0][:, column] = value
+            for part, start, step in places:
+                numbers = part.flatten(1).contiguous().view(torch.uint8)
+                host[start : start + step * len(part)].view(-1, step)[:, : numbers.shape[1]] = numbers
+            addresses_X[list(batch.experts)] = own
+        buffer.copy_(host)
+        return buffer, addresses_X
+
+    def _point(self, site: LoraSite, slot: int, addresses_X: Tensor, ranks: int) -> None:
         if site.on_device is None:
-            site.on_device = torch.zeros(MAX_SLOTS, dtype=torch.int64, device=self._device)
+            slots = MAX_SLOTS * len(addresses_X)
+            site.on_device = torch.zeros(slots, dtype=torch.int64, device=self._device)
+        ranks = -(-ranks // RANKS) * RANKS
         if ranks > site.ranks:
             site.ranks = ranks
             self._launches += 1
-        site.on_device[slot : slot + 1].fill_(to.data_ptr())
+        site.on_device.view(MAX_SLOTS, -1)[slot].copy_(addresses_X)
 
 
 def unload(site: LoraSite, slot: int) -> None:
     """Clear the address in the order of steps: those launched before still read the weights, whose memory
     is only given to work that is queued later.
     """
-    is_here = slot in site.weights or slot in site.tables
+    is_here = slot in site.weights or slot in site.tables or slot in site.experts
     if is_here and site.on_device is not None:
-        site.on_device[slot : slot + 1].zero_()
+        site.on_device.view(MAX_SLOTS, -1)[slot].zero_()
     site.weights.pop(slot, None)
     site.tables.pop(slot, None)
+    site.experts.pop(slot, None)
 
 
 def add(site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: LoraTiles) -> None:
@@ -110,7 +140,8 @@ def add(site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: LoraTiles) -> None:
     splits = min(SPLITS, triton.cdiv(inputs, SPLIT))
     part = triton.cdiv(triton.cdiv(inputs, splits), DEPTH) * DEPTH
     exact = x_TI.dtype == torch.float32
-    for tiles in torch.split(rows.tiles, TILES):
+    bytes_each = 4 * splits * TILE_ROWS * site.ranks
+    for tiles in torch.split(rows.tiles, max(1, LOW_BYTES // bytes_each)):
         entries = len(tiles) * TILE_ROWS
         low = torch.empty((splits, entries, site.ranks), dtype=torch.float32, device=x_TI.device)
         shrink_kernel[(len(tiles), site.ranks // RANKS, splits)](

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.config.entries import is_collector
 from llmbox.app.config.loader import check_value, load_settings, parse, set_value, template
 from llmbox.app.config.paths import Paths, find_paths
-from llmbox.app.config.schema import SECTIONS, schema
-from llmbox.app.config.settings import Settings
+from llmbox.app.config.settings import SECTIONS, Settings, schema
 from llmbox.app.errors import CliError, Exit
 
 
@@ -90,6 +90,12 @@ def test_settings_do_not_change():
             ":2",
         ),
         ('[server]\ncors_origins = ["null"]\n', "bad value for server.cors_origins", "'null'", ":2"),
+        (
+            '[telemetry]\notlp_endpoint = "collector:4318"\n',
+            "bad value for telemetry.otlp_endpoint",
+            "such as http://127.0.0.1:4318",
+            ":2",
+        ),
         ("[server]\nallowed_hosts = [1]\n", "bad value for server.allowed_hosts", "list of text", ":2"),
         ("[server\n", "is not valid TOML", "line 1", ""),
     ],
@@ -172,3 +178,28 @@ def test_the_template_names_every_key_and_is_valid_with_comments_removed():
     assert {name: value for name, (value, _) in found.items()} == {
         name: row.default for name, row in schema().items()
     }
+
+
+@pytest.mark.parametrize(
+    ("url", "is_good"),
+    [
+        ("", True),
+        ("http://127.0.0.1:4318", True),
+        ("https://otel.example/otlp/", True),
+        ("http://[::1]:4318", True),
+        ("grpc://otel.example:4317", False),
+        ("file:///etc/passwd", False),
+        ("http://", False),
+        ("http://:4318", False),
+        ("http://host:99999", False),
+        ("http://host:0", False),
+        ("http://user:secret@host", False),
+        ("http://host/?a=b", False),
+        ("http://host/#a", False),
+        ("http://host /a", False),
+        ("http://host\r\nX: y", False),
+        ("http://[::1", False),
+    ],
+)
+def test_urls_of_collectors(url: str, is_good: bool):
+    assert is_collector(url) is is_good

@@ -5,7 +5,7 @@ import pytest
 
 from llmbox.app.config.paths import find_paths
 from llmbox.app.config.settings import ServerSettings
-from llmbox.app.daemon.listen import check_bind, open_sockets
+from llmbox.app.daemon.run import check_bind, open_sockets
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import KeySpec

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.config.schema import schema
+from llmbox.app.config.settings import schema
 from llmbox.app.diagnostics.systemd import UnitSpec, quote_argument, unit_text
 from llmbox.app.errors import Exit
 from support.cli_call import Call, call, home

@@ -24,6 +24,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "patch_size": {"height": 28, "width": 28},
         },
     },
+    "llava": {
+        "model": {
+            "vision_config": {"model_type": "pixtral", "patch_size": 16},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        "processor": {
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 1024},
+            "patch_size": {"height": 16, "width": 16},
+        },
+    },
     "idefics3": {
         "model": {"vision_config": {"patch_size": 16, "image_size": 512}, "scale_factor": 4},
         "processor": {

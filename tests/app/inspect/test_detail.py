@@ -4,8 +4,7 @@ import typing
 
 import pytest
 
-from llmbox.app.inspect.detail import content_note
-from llmbox.app.inspect.prefix_note import describe_difference, prefix_note
+from llmbox.app.inspect.detail import content_note, describe_difference, prefix_note
 from llmbox.app.store.record import Content, RequestRecord
 from llmbox.engine.ipc.messages import PrefixMissReason
 

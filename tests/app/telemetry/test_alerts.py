@@ -73,3 +73,10 @@ def test_kernels_that_are_not_the_fast_ones():
     assert told(kernels="onednn", dtype="float16") == [(slow, "load it with --dtype bfloat16")]
     assert told(kernels="cpu avx2", dtype="bfloat16") == []
     assert told(kernels="cpu amx, int8 weights", dtype="bfloat16") == []
+
+
+def test_targets_that_no_request_can_meet():
+    engine = EngineSnapshot(model="m", state="ready", target_problem="too slow")
+    told = find_alerts(Tick(time=0.0, engines=(engine,)))
+    assert [(each.level, each.text) for each in told] == [("warning", "m: too slow")]
+    assert "llmbox bench m --find" in told[0].fix

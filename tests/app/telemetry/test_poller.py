@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 
 from llmbox.app.engines.loaded_model import Readiness
+from llmbox.app.engines.queue_model import QueueModel
 from llmbox.app.events import Events
 from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.store.record import RequestRecord
@@ -34,7 +35,7 @@ class FakeEngines:
     def __init__(self) -> None:
         self.supervisor = SimpleNamespace(
             name="m", state="ready", problem="", info=None, stats=EngineStats(), pid=None, pids=[],
-            restarts=0, resumed=0,
+            restarts=0, resumed=0, queue=QueueModel(),
             config=SimpleNamespace(model_path="/nowhere"),
         )  # fmt: skip
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from llmbox.app.inspect.detail import detail_of
-from llmbox.app.security.identity import LOCAL
 from llmbox.app.security.keys import KeySpec
+from llmbox.app.security.security import LOCAL
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import until

@@ -7,8 +7,7 @@ import pytest
 from llmbox.app.http.anthropic import request_types as anthropic
 from llmbox.app.http.ollama import request_types as ollama
 from llmbox.app.http.openai import request_types as openai
-from llmbox.app.http.openai.request_context import _FIELDS
-from llmbox.app.http.openai.unsupported import _refusable
+from llmbox.app.http.openai.unsupported import FOREIGN, _refusable
 from llmbox.app.http.openai_responses import request_types as responses
 from support.openai_server import serving
 
@@ -91,4 +90,4 @@ def test_no_field_that_is_known_somewhere_is_foreign():
     kinds.append(ollama.Options)
     known = {name for kind in kinds for name in set(kind.__struct_fields__) - set(_refusable(kind))}
     assert len(kinds) > 8
-    assert known & _FIELDS.keys() == {"repeat_last_n"}  # Ollama's option, which is answered by a warning
+    assert known & FOREIGN.keys() == {"repeat_last_n"}  # Ollama's option, which is answered by a warning

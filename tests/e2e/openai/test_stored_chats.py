@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from llmbox.app.security.identity import LOCAL, NOBODY, Identity
+from llmbox.app.security.security import LOCAL, NOBODY, Identity
 from llmbox.app.security.sessions import Session
 from support.cli_box import until
 from support.openai_server import serving

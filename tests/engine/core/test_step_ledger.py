@@ -75,6 +75,25 @@ def test_one_sequence_alone():
     assert_adds_up(engine)
 
 
+def test_counters_of_steps_with_and_without_prompts():
+    engine = TimedEngine(token_budget=8)
+    engine.add(make_request("a", 4, max_tokens=6))
+    engine.step()
+    engine.add(make_request("b", 20, max_tokens=2))
+    engine.step()
+    stats = engine.engine.stats()
+    assert stats.prefill_done == 7
+    assert (stats.work.steps, stats.work.prefill_steps) == (2, 2)
+    assert (stats.work.decode_rows, stats.work.prefill_tokens) == (1, 4 + 7)
+    engine.run()
+    stats = engine.engine.stats()
+    assert stats.prefill_done == 0
+    assert stats.work.prefill_tokens == 24
+    assert stats.work.decode_rows == stats.output_tokens - 2
+    assert stats.work.seconds == engine.steps
+    assert stats.work.prefill_seconds == stats.work.prefill_steps * STEP + TOKEN * (24 + 3)
+
+
 def test_a_prompt_in_the_steps_of_an_answer():
     engine = TimedEngine(token_budget=8)
     engine.add(make_request("a", 4, max_tokens=6))

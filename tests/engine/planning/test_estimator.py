@@ -24,7 +24,7 @@ from llmbox.engine.planning.memory_model import (
     workspace_bytes,
 )
 from llmbox.engine.planning.roofline import decode_tokens_per_second
-from llmbox.kernels.lora import TILE_ROWS, LoraTiles
+from llmbox.kernels.lora import TILE_ROWS
 from support.shapes import LLAMA_3_8B, MISTRAL_7B, QWEN_2_500M, QWEN_3_600M
 
 GB = 10**9
@@ -138,8 +138,9 @@ def test_scratch_of_adapters_is_what_the_kernels_take():
     """Query, key and value of rank 256 each, for the rows of a step."""
     assert adapter_scratch("cpu", 8192) >= 8192 * 3 * 256 * 4
     triton = pytest.importorskip("llmbox.kernels.triton.linear.lora")
-    launch = min(LoraTiles.most(8192), triton.TILES)
-    assert adapter_scratch("cuda", 8192) >= triton.SPLITS * launch * TILE_ROWS * 3 * 256 * 4
+    assert adapter_scratch("cuda", 8192) == triton.LOW_BYTES
+    assert triton.LOW_BYTES >= triton.SPLITS * TILE_ROWS * 5 * 256 * 4, "a launch has one tile or more"
+    assert adapter_scratch("cuda", 8192, 8) > triton.LOW_BYTES + 8192 * 8 * 4 * (1 + TILE_ROWS)
 
 
 def test_the_cpp_kernels_keep_a_tile_of_scores_a_thread():

@@ -67,7 +67,7 @@ def test_linears_of_a_stored_stack_are_merged_apart(tmp_path: Path) -> None:
         torch.testing.assert_close(out[f"{stack}.weight"], expected)
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "llama4_text"])
 def test_all_experts_of_a_layer_are_merged_as_by_peft(tmp_path: Path, arch: str) -> None:
     """A tensor for each expert, and of all: transposed, with gates and ups that alternate."""
     base = make_tiny_model(tmp_path / "base", arch=arch, tokenizer=False)

@@ -13,6 +13,7 @@ from llmbox.engine.ipc.messages import AddRequest
 from llmbox.kernels.lora import LoraTiles
 from support.adapters import make_adapter, plain_tensors, write_adapter
 from support.fake_cuda import Card, fake_cuda
+from support.lanes import nightly
 from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, hf_model, load, run, tokens
 from support.tiny_models import make_tiny_model
@@ -152,14 +153,58 @@ def test_memory_of_a_gpu_that_is_full_fails_the_request(
     assert found["base"][-1].finish_reason == "length"
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """A mixture, and adapters of all its linears and of experts alone."""
+    home = tmp_path_factory.mktemp("experts")
+    model = make_tiny_model(
+        home / "model", arch="qwen3_moe", tokenizer=False, num_hidden_layers=1, vocab_size=99
+    )
+    fused = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    for number, kind in enumerate(({"r": 4}, {"r": 20, **fused}, {"r": 3, **fused})):
+        make_adapter(hf_model(model), home / str(number), seed=number, **kind)
+    return model, [home / str(number) for number in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+def test_experts_tokens_are_those_of_the_cpu_runner(
+    experts: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = experts
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    expected = tokens(load(model, **SIZES), requests(adapters))
+    base = tokens(load(model, **SIZES), [ask("b", [7, 8, 9], 4, temperature=0.8, seed=3)])
+    assert base["b"] != expected["b"]
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    capture = FakeCapture()
+    engine = on_device(model, capture=capture)
+    answers: dict[str, list[int]] = {}
+    for one in requests(adapters):  # one after another: the second makes graphs anew
+        answers |= tokens(engine, [one])
+        while engine.prepare():
+            pass
+    assert answers == expected
+    replays = capture.replays
+    assert tokens(engine, requests(adapters)) == expected
+    assert capture.replays > replays
+    engine._scheduler.check()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in")
+@pytest.mark.parametrize("kind", ["dense", nightly("experts")])
 def test_a_loaded_gpu_serves_adapters(
-    model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """From the loader on, over the stand-in for CUDA: weights and rows lie there, and a graph serves an
     adapter that was loaded after it.
     """
+    model, adapters = (
+        request.getfixturevalue("experts")
+        if kind == "experts"
+        else (request.getfixturevalue("model"), request.getfixturevalue("adapters"))
+    )
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     options = {**SIZES, "max_running": 2, "context": 40, "speculate": "off"}

@@ -78,10 +78,19 @@ def test_chunks_caches_and_batches_change_no_token(tmp_path: Path, kind: str) ->
     assert tokens(fresh(token_budget=7, max_running=4), [resumed])["b"] == alone["b"][3:]
 
 
-def test_a_model_without_chunks_says_why_it_reads_no_pictures(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"chunked_prefill": False}, "load it without --no-chunked-prefill"),
+        ({"batching": "static"}, "load it without --batching static"),
+    ],
+)
+def test_a_model_without_chunks_says_why_it_reads_no_pictures(
+    tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
     make_vision_model(tmp_path, "qwen3_vl")
-    engine = load(tmp_path, dtype="float32", context=512, chunked_prefill=False)
-    assert "chunked prefill" in engine.info.image_problem
+    engine = load(tmp_path, dtype="float32", context=512, **options)
+    assert reason in engine.info.image_problem
     refusal = run(engine, [seeing(tmp_path)])["a"][0]
     assert refusal.error_code == "invalid_request"
     assert "reads no pictures" in refusal.error_message

@@ -13,6 +13,7 @@ from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model.registry import build_model
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.quantize.merge_adapter import ShapeSource, check_adapter
+from llmbox.engine.weights.adapter_weights import AdapterReader
 from llmbox.engine.weights.adapters import AdapterLayers
 from llmbox.kernels.reference import REFERENCE
 from support.adapters import make_adapter, plain_tensors, write_adapter
@@ -177,20 +178,29 @@ def test_an_adapter_of_another_number_of_experts(qwen: Path, tmp_path: Path) -> 
         layers.match(read_adapter(folder))
 
 
-def test_kernels_without_adapters_of_experts_refuse_them(
-    qwen: Path, three: list[Path], tmp_path: Path
-) -> None:
-    """Routers are served."""
-    assert REFERENCE.lora is not None
-    source: Any = ShapeSource()
-    source.ops = replace(REFERENCE, lora=replace(REFERENCE.lora, load_experts=None))
-    model: Any = build_model(parse_config(qwen), source)
-    single = write_adapter(tmp_path / "a", plain_tensors(name="model.layers.0.mlp.experts.0.up_proj"))
-    for folder in (three[1], single):
-        with pytest.raises(AdapterError, match=r"of experts are applied on a CPU alone.*llmbox lora merge"):
-            model.adapters.match(read_adapter(folder))
-    make_adapter(hf_model(qwen), tmp_path / "router", **KINDS["routers"])
-    model.adapters.match(read_adapter(tmp_path / "router"))
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_experts_in_one_linear_are_those_apart(tmp_path: Path, arch: str) -> None:
+    """Kernels of GPUs have one linear for all experts of a layer; also with gates and ups that alternate, and
+    without gates.
+    """
+    config = parse_config(make_tiny_model(tmp_path, arch=arch, tokenizer=False))
+    found = []
+    for pack_experts in (None, lambda *_: None):
+        source: Any = ShapeSource()
+        source.ops = replace(REFERENCE, pack_experts=pack_experts)
+        layers: Any = build_model(config, source)
+        found.append(layers.adapters._experts)
+    apart, together = found
+    assert apart
+    assert apart.keys() == together.keys()
+    for name, experts in apart.items():
+        for one, other in (
+            (experts.gate_ups, together[name].gate_ups),
+            (experts.downs, together[name].downs),
+        ):
+            assert [each.asked.outputs for each in one.linears] == [e.asked.outputs for e in other.linears]
+            assert [each.asked.order for each in one.linears] == [e.asked.order for e in other.linears]
+        assert len(together[name].mixture.gate_ups) == 1
 
 
 def test_adapters_of_all_experts_are_checked_before_a_request(qwen: Path, three: list[Path]) -> None:
@@ -200,9 +210,11 @@ def test_adapters_of_all_experts_are_checked_before_a_request(qwen: Path, three:
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.mark.parametrize("arch", ["gpt_oss", *map(nightly, ("qwen2_moe", "deepseek_v3"))])
+@pytest.mark.parametrize("arch", ["gpt_oss", "llama4_text", *map(nightly, ("qwen2_moe", "deepseek_v3"))])
 def test_experts_of_other_architectures(tmp_path: Path, arch: str) -> None:
-    """Gates and ups that alternate, inputs that are scaled, corrected choices."""
+    """Gates and ups that alternate; inputs that are scaled, with inputs and outputs of an adapter in each
+    other's place, also of square ones; corrected choices.
+    """
     model = make_tiny_model(tmp_path / "base", arch=arch, tokenizer=False)
     peft = make_adapter(
         hf_model(model), tmp_path / "a", r=4, target_modules=["q_proj"], target_parameters=EXPERTS
@@ -212,10 +224,29 @@ def test_experts_of_other_architectures(tmp_path: Path, arch: str) -> None:
     assert found["with"] == hf_tokens(peft, PROMPT, NEW) != found["without"]
 
 
-def test_all_experts_of_llama4_are_refused(tmp_path: Path) -> None:
-    """PEFT takes the inputs of its experts for outputs."""
-    model = make_tiny_model(tmp_path / "base", arch="llama4_text", tokenizer=False)
-    kind: dict[str, Any] = {"r": 4, "target_modules": [], "target_parameters": EXPERTS[1:]}
-    make_adapter(hf_model(model), tmp_path / "a", **kind)
-    with pytest.raises(AdapterError, match=r"it adapts a .*experts of 32 x 64"):
-        check_adapter(model, tmp_path / "a")
+@pytest.mark.parametrize("turned", [False, True])
+def test_shapes_tell_which_way_round_an_adapter_of_llama4_is(tmp_path: Path, turned: bool) -> None:
+    """Versions of PEFT differ, and squares are as the newest has them. Other bases take one way alone."""
+    for arch, is_taken in (("llama4_text", True), ("qwen3_moe", not turned)):
+        model = make_tiny_model(tmp_path / arch, arch=arch, tokenizer=False)
+        layers = layers_of(model)
+        name = next(iter(layers._experts))
+        stack = layers._experts[name].downs
+        count, (hidden, inner) = len(stack.linears), stack.shape
+        sizes = (hidden, inner) if turned else (inner, hidden)
+        tensors = plain_tensors(*sizes, 4 * count, name)
+        config = {"target_parameters": ["experts.down_proj"]}
+        adapter = read_adapter(write_adapter(tmp_path / "a", tensors, **config))
+        if not is_taken:
+            with pytest.raises(AdapterError, match="the adapter is of another base"):
+                layers.match(adapter)
+            continue
+        found = stack.read_all(adapter.targets[name], AdapterReader(torch.float32))
+        assert (found.weights.a_RI.shape, found.weights.pieces[0].b_Or.shape) == (
+            (count, 4, inner),
+            (count, hidden, 4),
+        )
+        delta = found.weights.pieces[0].b_Or @ found.weights.a_RI
+        a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        wanted = torch.einsum("ore,eri->eoi", b.view(-1, 4, count), a.view(count, 4, -1))
+        torch.testing.assert_close(delta, wanted.transpose(1, 2) if turned else wanted)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmbox.app.config.schema import SECTIONS, schema
+from llmbox.app.config.settings import SECTIONS, schema
 from llmbox.app.telemetry.snapshot import NA, Totals
 from llmbox.engine.ipc.messages import DraftCounts
 from llmbox.ui.web.pages.settings import SECTION_TITLES, TITLES

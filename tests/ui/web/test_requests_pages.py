@@ -9,7 +9,7 @@ import click
 import httpx
 import pytest
 
-from llmbox.app.config.schema import schema
+from llmbox.app.config.settings import schema
 from llmbox.app.http.admin.schema import ModelStatus
 from llmbox.app.main import cli
 from llmbox.app.models.catalog import BUILTIN_DIR

@@ -12,7 +12,7 @@ from litestar.params import FromQuery
 
 from llmbox.app.config.entries import Scalar
 from llmbox.app.config.loader import check_value
-from llmbox.app.config.schema import schema
+from llmbox.app.config.settings import schema
 from llmbox.app.control.kv_cache import limit_bytes
 from llmbox.app.control.memory_estimate import read_loads
 from llmbox.app.engines.eviction import total_budget

@@ -15,7 +15,7 @@ from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.admin.requests import readable
-from llmbox.app.http.auth.credentials import identity_of
+from llmbox.app.http.auth.guard import identity_of
 from llmbox.app.http.server.sse import while_connected
 from llmbox.app.inspect.detail import detail_of
 from llmbox.app.inspect.replay import replay

@@ -9,7 +9,7 @@ from litestar import Response, get, post
 
 from llmbox.app.config.entries import Scalar
 from llmbox.app.config.loader import SettingOrigin, check_value, set_value
-from llmbox.app.config.schema import SettingSpec, schema
+from llmbox.app.config.settings import SettingSpec, schema
 from llmbox.app.control.controller import DaemonController
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.server.request import form_of
@@ -30,6 +30,7 @@ SECTION_TITLES = {
     "memory": ("Memory", "How much models may take, and how long they stay"),
     "hub": ("Downloads", "Bandwidth, and models that requests may fetch"),
     "requests": ("Request log and kept data", "What is kept, and for how long"),
+    "telemetry": ("Traces", "A collector of yours that gets the spans of requests; none by default"),
     "limits": ("Limits of requests", "Sizes, time limits, connections and queues"),
     "log": ("Daemon log", "Level, size and number of files"),
     "cache": ("Packed weights on disk", "Disk that loads are sped up with"),
@@ -55,6 +56,10 @@ TITLES = {
     "usage.prices": "Token prices",
     "usage.currency": "Currency",
     "usage.targets": "Latency targets",
+    "telemetry.otlp_endpoint": "Collector (OTLP over HTTP)",
+    "telemetry.otlp_headers_file": "File with its headers",
+    "telemetry.otlp_service_name": "Service name",
+    "telemetry.trace_share": "Share of requests traced",
     "limits.body_bytes": "Request body",
     "limits.file_bytes": "Uploaded file",
     "limits.image_body_bytes": "Request body with pictures",

@@ -20,7 +20,7 @@ from llmbox.app.diagnostics.checks import run_checks
 from llmbox.app.diagnostics.systemd import read_status
 from llmbox.app.diagnostics.updates import check_for_update
 from llmbox.app.errors import ApiError, CliError
-from llmbox.app.http.auth.credentials import identity_of
+from llmbox.app.http.auth.guard import identity_of
 from llmbox.app.http.server.request import form_of
 from llmbox.app.lifecycle.program import Program
 from llmbox.app.logging.setup import LEVEL_NAMES, tail

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from litestar import Request, get, post
 from litestar.datastructures import State
 
-from llmbox.app.http.auth.credentials import identity_of
-from llmbox.app.http.auth.guard import Access
-from llmbox.app.security.identity import LOCAL, NOBODY, Identity
+from llmbox.app.http.auth.guard import Access, identity_of
 from llmbox.app.security.keys import PREFIX, ApiKey, KeySpec
+from llmbox.app.security.security import LOCAL, NOBODY, Identity
 from support.clock import Clock
 from support.http_app import FakeServices, client, guarded, make_app, over_unix
 from support.lanes import examples

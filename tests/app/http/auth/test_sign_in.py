@@ -13,8 +13,7 @@ from litestar import Request, get, post
 from litestar.datastructures import State
 
 from llmbox.app.http.app import App
-from llmbox.app.http.auth.credentials import csrf_token, identity_of
-from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.auth.guard import Access, csrf_token, identity_of
 from llmbox.app.http.server.request import form_of
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.security.security import Security

@@ -4,8 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.lora import LoraPiece, LoraSite, LoraTiles, LoraWeights, reference_lora
+from llmbox.kernels.lora import (
+    TILE_ROWS,
+    LoraPiece,
+    LoraSite,
+    LoraTiles,
+    LoraWeights,
+    reference_lora,
+)
+from llmbox.kernels.op_types import Routing
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.linear import fused_moe
+from llmbox.kernels.triton.linear.fused_moe import sort_experts
 from llmbox.kernels.triton.linear.lora import SPLIT, TritonLora
+from support.mixed_experts import COUNT, HIDDEN, MixedExperts
 
 CPU = torch.device("cpu")
 INPUTS, OUTPUTS = 123, 150
@@ -91,7 +105,7 @@ def test_many_tiles_are_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     site, tiles = loaded(adapters), tiles_of([0, 1, 2, 3, 4])
     x, y = torch.randn(5, INPUTS), torch.randn(5, OUTPUTS)
     together = added(site, x, y, tiles)
-    monkeypatch.setattr("llmbox.kernels.triton.linear.lora.TILES", 2)
+    monkeypatch.setattr("llmbox.kernels.triton.linear.lora.LOW_BYTES", 2 * 16 * 16 * 4)
     assert torch.equal(added(site, x, y, tiles), together)
 
 
@@ -134,3 +148,104 @@ def test_no_rows_have_more_tiles_than_a_graph_has_room_for() -> None:
         for adapters in (1, 2, 63, 64):
             slots = [min(row, adapters - 1) for row in range(rows)]
             assert len(tiles_of(slots).tiles) <= LoraTiles.most(rows)
+
+
+def slots_of_many(rows: int) -> list[int]:
+    """Rows of adapters of some experts and of all, of one that is not here, and of none."""
+    return [(-1, 0, 5, 63, 5, 9)[row % 6] for row in range(rows)]
+
+
+@pytest.mark.parametrize("scales_inputs", [False, True])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.float16, 6e-3)])
+def test_adapters_of_experts(dtype: torch.dtype, near: float, scales_inputs: bool) -> None:
+    routing = Routing(scoring="sigmoid", scales_inputs=scales_inputs)
+    slots = slots_of_many(40)
+    torch.manual_seed(3)
+    x, logits = torch.randn(40, HIDDEN).to(dtype), torch.randn(40, COUNT)
+    mixed = MixedExperts(triton_ops(CPU, dtype), dtype, routing)
+    got, plain = mixed(x, logits, slots), mixed(x, logits, [-1] * 40)
+    expected = MixedExperts(REFERENCE, dtype, routing)(x, logits, slots)
+    torch.testing.assert_close(got, expected, atol=near, rtol=near)
+    changed = (got != plain).any(1)
+    assert all(changed[row] for row, slot in enumerate(slots) if slot == 5)
+    assert not any(changed[row] for row, slot in enumerate(slots) if slot in {-1, 9})
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "w8a8"])
+def test_bits_of_a_row_of_experts_do_not_depend_on_the_others(quant: str | None) -> None:
+    """Runs of more rows than a tile has; base weights and inputs in eight bits too."""
+    ops = triton_ops(CPU, torch.float16, QUANTS.get(quant or ""), deterministic=True)
+    mixed = MixedExperts(ops, torch.float16, Routing())
+    slots = slots_of_many(70)
+    torch.manual_seed(3)
+    x, logits = torch.randn(70, HIDDEN).half(), torch.randn(70, COUNT)
+    logits[:, 2] += 3  # one expert that nearly all choose
+    together = mixed(x, logits, slots)
+    for row in range(0, 70, 11):
+        alone = mixed(x[row : row + 1], logits[row : row + 1], slots[row : row + 1])
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("held", [range(2), range(2, COUNT)])
+def test_adapters_of_some_experts(held: range) -> None:
+    """Rows of other ranks' experts get nothing, whatever adapter they have."""
+    slots = slots_of_many(40)
+    torch.manual_seed(3)
+    x, logits = torch.randn(40, HIDDEN), torch.randn(40, COUNT)
+    logits[:4, held.start : held.stop] -= 20
+    got = MixedExperts(triton_ops(CPU, torch.float32), torch.float32, Routing(), held)(x, logits, slots)
+    expected = MixedExperts(REFERENCE, torch.float32, Routing(), held)(x, logits, slots)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert held.start or not got[:4].any()
+
+
+def test_adapters_of_experts_come_and_go() -> None:
+    """What an expert has nothing of is left, and so is all of a slot that was emptied."""
+    ops = triton_ops(CPU, torch.float32)
+    assert ops.lora is not None
+    mixed = MixedExperts(ops, torch.float32, Routing())
+    x, logits = torch.randn(4, HIDDEN), torch.zeros(4, COUNT)
+    logits[:, [1, 3, 5]] = 1  # the adapter of slot 63 changes expert 4 alone
+    plain = mixed(x, logits, [-1] * 4)
+    assert torch.equal(mixed(x, logits, [63] * 4), plain)
+    assert not torch.equal(mixed(x, logits, [5] * 4), plain)
+    addresses = [site.on_device for site in mixed.sites]
+    for site in mixed.sites:
+        ops.lora.unload(site, 5)
+    assert torch.equal(mixed(x, logits, [5] * 4), plain)
+    pairs = zip(mixed.sites, addresses, strict=True)
+    assert all(site.on_device is address for site, address in pairs), "graphs hold them"
+
+
+@pytest.mark.parametrize("block", [16, 64, fused_moe.SORT_BLOCK])
+def test_tiles_of_experts_hold_each_row_once(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(fused_moe, "SORT_BLOCK", block)
+    torch.manual_seed(0)
+    slots = slots_of_many(50)
+    chosen_TK = torch.stack([torch.randperm(COUNT)[:3] for _ in slots])
+    chosen_TK[:20, 0] = 2
+    rows = tiles_of(slots, padding=2)
+    sorted_S, order_S, tiles = sort_experts(chosen_TK, COUNT, rows)
+    assert torch.equal(sorted_S, chosen_TK.flatten()[order_S])
+    assert torch.equal(sorted_S, sorted_S.sort().values)
+    seen: list[int] = []
+    for slot, places in tiles.runs():
+        assert 0 < len(places) <= TILE_ROWS
+        for place in places.tolist():
+            assert slot == slots[int(order_S[place]) // 3] * COUNT + int(sorted_S[place])
+            seen.append(place)
+    wanted = [place for place, row in enumerate((order_S // 3).tolist()) if slots[row] >= 0]
+    assert sorted(seen) == wanted
+
+
+def test_tiles_of_experts_have_room_for_any_choice() -> None:
+    for rows, adapters, per_row in ((1, 1, 2), (16, 1, 4), (40, 3, 2), (130, 64, 3)):
+        slots = [min(row, adapters - 1) for row in range(rows)]
+        for seed in range(3):
+            torch.manual_seed(seed)
+            chosen_TK = torch.stack([torch.randperm(7)[:per_row] for _ in slots])
+            numbers = LoraTiles.numbers((slot, range(row, row + 1)) for row, slot in enumerate(slots))
+            on_device = tiles_of(slots)
+            for known in (on_device, LoraTiles(on_device.tiles, numbers)):
+                _, _, tiles = sort_experts(chosen_TK, 7, known)
+                assert sum(len(places) for _, places in tiles.runs()) == rows * per_row

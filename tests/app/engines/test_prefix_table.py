@@ -1,6 +1,6 @@
 """Choice of a replica, without Ray."""
 
-from llmbox.app.ray.prefix_table import PrefixTable, block_hashes
+from llmbox.app.engines.prefix_table import PrefixTable, block_hashes
 from llmbox.app.ray.scaling import wanted_replicas
 from llmbox.engine.core.kv_cache.prefix_cache import extend_hashes
 from llmbox.engine.core.request import Request

@@ -1,4 +1,6 @@
-"""Choice of a replica: the one that computed most of a prompt's front, unless its load is much more."""
+"""Table of prompt fronts that engines computed: how much of a prompt one of them has in its prefix cache, and
+which of several has most.
+"""
 
 from array import array
 from collections import OrderedDict
@@ -9,17 +11,17 @@ from typing import Final
 from llmbox.engine.ipc.messages import AddRequest
 
 MOST_BLOCKS: Final = 256
-"""Blocks of a prompt that are hashed: longer fronts decide nothing more."""
+"""Blocks of a prompt that are hashed: longer fronts decide no choice."""
 
 
-def block_hashes(request: AddRequest, block_size: int) -> list[bytes]:
-    """Hash the whole blocks of a prompt's front as the engine's prefix cache does.
+def block_hashes(request: AddRequest, block_size: int, most: int = MOST_BLOCKS) -> list[bytes]:
+    """Hash the whole blocks of a prompt's front, at most `most`, as the engine's prefix cache does.
 
     An adapter starts a chain of its own. Pictures are not hashed: prompts that differ in them alone go to the
     same replica, which is no error.
     """
     parent = sha256((request.cache_namespace + request.adapter).encode()).digest()
-    whole = min(len(request.prompt_ids) // block_size, MOST_BLOCKS)
+    whole = min(len(request.prompt_ids) // block_size, most)
     hashes = []
     for block in range(whole):
         ids = request.prompt_ids[block * block_size : (block + 1) * block_size]
@@ -51,6 +53,10 @@ class PrefixTable:
         else:
             best = [name for name, load in loads.items() if load == least]
         return min(best, key=lambda name: (loads[name], self._sizes.get(name, 0), name))
+
+    def count_known(self, replica: str, hashes: Sequence[bytes]) -> int:
+        """Return the blocks of a front that a replica was sent before."""
+        return self._matched(hashes, {replica: 0}).get(replica, 0)
 
     def record(self, replica: str, hashes: Sequence[bytes]) -> None:
         """Note that a replica computes these blocks."""

@@ -1,0 +1,345 @@
+"""Measured model of one engine's queue: when a new request would have its first token, and how far apart its
+tokens would be.
+
+Prompts are computed in the order of their priority and arrival, in steps that running requests share. All
+numbers were measured on this engine: step times, lengths of answers, the error of earlier forecasts. Times
+are seconds, sizes are tokens.
+"""
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Final
+
+from llmbox.engine.ipc.messages import AddRequest, EngineStats, ModelInfo
+
+from ..config.entries import LatencyTarget
+from .prefix_table import PrefixTable, block_hashes
+from .step_times import LEAST_WEIGHT, MeasuredSteps
+
+USUAL_ANSWER: Final = 512
+"""Tokens of an answer before any has ended; fewer where a request asks for fewer."""
+LOWEST_BAND: Final = 8
+"""Priorities beyond it are one, as in the engine's scheduler."""
+_FEW: Final = 8
+"""Forecasts whose error says nothing yet."""
+_MOST_FACTOR: Final = 3.0
+_LONGEST_WAIT: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Prediction for one request, made when it came."""
+
+    ttft: float
+    """Time to its first token."""
+    tpot: float
+    """Time per output token, of it and of the requests beside it."""
+    idle_ttft: float
+    idle_tpot: float
+    """Both on an engine without other requests."""
+    ends_every: float
+    """Time between the ends of two running requests."""
+    is_first: bool
+    """No request of its class or a better one is open."""
+    measured_ttft: float
+    measured_tpot: float
+    """`ttft` and `tpot` as the times of steps give them, without the factors of earlier errors."""
+
+    def missed(self, target: LatencyTarget) -> list[str]:
+        """Return which targets it would miss: `ttft`, `tpot`."""
+        return missed_targets(self.ttft, self.tpot, target)
+
+    def never_met(self, target: LatencyTarget) -> list[str]:
+        """Return which targets it would miss on an idle engine too."""
+        return missed_targets(self.idle_ttft, self.idle_tpot, target)
+
+    def seconds_to_try(self, target: LatencyTarget) -> int:
+        """Return when the queue is short enough, if nothing else comes."""
+        wait = self.ttft - target.ttft
+        if self.tpot > target.tpot:
+            wait = max(wait, self.ends_every)
+        return min(_LONGEST_WAIT, max(1, math.ceil(wait)))
+
+
+def missed_targets(ttft: float | None, tpot: float | None, target: LatencyTarget) -> list[str]:
+    """Return which targets these times miss: `ttft`, `tpot`."""
+    pairs = {"ttft": (ttft, target.ttft), "tpot": (tpot, target.tpot)}
+    return [name for name, (value, most) in pairs.items() if value is not None and value > most]
+
+
+class ForecastError:
+    """Factor for forecasts: nine of ten recent requests took no longer than it makes of theirs."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=64)
+
+    def add(self, predicted: float, actual: float) -> None:
+        """Learn from one request; `predicted` without a factor."""
+        if predicted > 0:
+            self._ratios.append(actual / predicted)
+
+    @property
+    def factor(self) -> float:
+        if len(self._ratios) < _FEW:
+            return 1.0
+        ninth = sorted(self._ratios)[math.ceil(0.9 * len(self._ratios)) - 1]
+        return min(_MOST_FACTOR, max(1.0, ninth))
+
+
+@dataclass(slots=True)
+class AdmissionCounts:
+    """Requests by what became of them, since the model was loaded."""
+
+    admitted: int = 0
+    refused: int = 0
+    missed: int = 0
+    """Admitted ones that missed a target."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    band: int
+    tokens: int
+    """Prompt tokens that are to be computed; 0 once a token came."""
+    hashes: Sequence[bytes] = ()
+    most: int = 1
+    """Most tokens of its answer."""
+    output: Sequence[int] = ()
+    """Tokens of its answer so far."""
+
+
+class QueueModel:
+    """Model of one engine. It is told of each request and each step, and outlasts restarts of the engine."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._info: ModelInfo | None = None
+        self._stats = EngineStats()
+        self.times = MeasuredSteps(clock)
+        self.counts = AdmissionCounts()
+        self.ttft_error, self.tpot_error = ForecastError(), ForecastError()
+        self.never_met = ""
+        """Targets that the newest request missed although it waited for no other, in words; empty if none."""
+        self.warned_of: LatencyTarget | None = None
+        """Target of which the log says so."""
+        self._serial: float | None = None
+        """Seconds a prompt token where another engine computes prompts (`--disaggregate`)."""
+        self._first_at = -math.inf
+        self._answer: float | None = None
+        """Mean output tokens of ended requests."""
+        self._open: dict[str, _Entry] = {}
+        self._estimates: dict[str, _Entry] = {}
+        self._requests: Counter[int] = Counter()
+        """Open requests by band."""
+        self._prompts: Counter[int] = Counter()
+        """Prompt tokens of those without a token, by band."""
+        self._prefixes = PrefixTable()
+
+    # ------------------------------------------------------------------ what happens
+
+    def begin(self, info: ModelInfo) -> None:
+        """Note that an engine is ready: its counters and its prefix cache are empty."""
+        self._info, self._stats = info, EngineStats()
+        self._prefixes = PrefixTable(most_blocks=max(1, info.num_blocks))
+
+    def observe(self, stats: EngineStats) -> None:
+        """Learn from the step that came with these counters."""
+        self.times.observe(self._stats, stats)
+        self._stats = stats
+
+    def enter(self, request: AddRequest, output: Sequence[int]) -> None:
+        """Note a request that was submitted. `output` grows as its tokens come."""
+        entry = self._estimates.pop(request.request_id, None)
+        if entry is None:
+            entry = _Entry(_band(request), 0 if request.fork_of else len(request.prompt_ids))
+        entry.most, entry.output = request.params.max_tokens, output
+        if entry.hashes:
+            self._prefixes.record("", entry.hashes)
+        self._open[request.request_id] = entry
+        self._requests[entry.band] += 1
+        self._prompts[entry.band] += entry.tokens
+
+    def note_first(self, request: AddRequest, sent_at: float, cached: int) -> None:
+        """Note a request's first token. `cached`: prompt tokens found in a cache."""
+        now, entry = self._clock(), self._open.get(request.request_id)
+        if entry is None:
+            return
+        self._prompts[entry.band] -= entry.tokens
+        entry.tokens = 0
+        if computed := len(request.prompt_ids) - cached:
+            # The prefill engine computes one prompt after another.
+            seconds = (now - max(sent_at, self._first_at)) / computed
+            before = seconds if self._serial is None else self._serial
+            self._serial = before + LEAST_WEIGHT * (seconds - before)
+        self._first_at = now
+
+    def leave(self, request_id: str, answered: int | None) -> None:
+        """Note the end of a request. `answered`: its output tokens, where the engine finished it."""
+        if (entry := self._open.pop(request_id, None)) is None:
+            return
+        self._requests[entry.band] -= 1
+        self._prompts[entry.band] -= entry.tokens
+        if answered:
+            before = answered if self._answer is None else self._answer
+            self._answer = before + LEAST_WEIGHT * (answered - before)
+        if not self._open:
+            self.times.extra = 0.0
+
+    def settle(
+        self, forecast: Forecast, target: LatencyTarget, ttft: float | None, tpot: float | None
+    ) -> list[str]:
+        """Compare an admitted request's times with its forecast, and learn from the error. Returns the
+        targets that it missed.
+
+        Forecasts far below their target are not learned from: their error decides nothing.
+        """
+        if ttft is not None and 4 * forecast.ttft > target.ttft:
+            self.ttft_error.add(forecast.measured_ttft, ttft)
+        if tpot is not None and 4 * forecast.tpot > target.tpot:
+            self.tpot_error.add(forecast.measured_tpot, tpot)
+        missed = missed_targets(ttft, tpot, target)
+        self.counts.missed += bool(missed)
+        return missed
+
+    # ------------------------------------------------------------------ forecasts
+
+    def forecast(self, requests: Sequence[AddRequest]) -> Forecast | None:
+        """Predict the times of requests that come together, the choices of one call. None where no step was
+        measured, as with engines that do not tell theirs.
+        """
+        if (info := self._known) is None:
+            return None
+        own = sum(self._estimate(request, info) for request in requests)
+        return self._forecast(_band(requests[0]), own, len(requests), requests[0].params.max_tokens, info)
+
+    def forecast_shortest(self) -> Forecast | None:
+        """Predict the times of a standard request with a prompt of one token; None as `forecast`."""
+        return None if (info := self._known) is None else self._forecast(0, 1, 1, USUAL_ANSWER, info)
+
+    @property
+    def _known(self) -> ModelInfo | None:
+        """Return the engine's facts, once its steps are known."""
+        info = self._info
+        if info is None or not self.times.is_measured or (info.disaggregate and self._serial is None):
+            return None
+        return info
+
+    def _forecast(self, band: int, own: int, rows: int, most: int, info: ModelInfo) -> Forecast:
+        open_requests = self._requests.total()
+        beside = min(info.max_running, open_requests + rows)
+        answer = self._answer or min(USUAL_ANSWER, most)
+        tpot = self._tpot(beside, self._prompts.total() + own, answer, info)
+        ends_every = answer * tpot / max(1, min(info.max_running, open_requests))
+        better = sum(count for each, count in self._requests.items() if _class(each) <= _class(band))
+        wait = self._places_wait(band, rows, answer, info) * tpot
+        wait = max(wait, self._block_ends(own, info) * ends_every)
+        ttft = wait + self._in_flight(beside, info) + self._prefill(self._ahead(band) + own, beside - 1, info)
+        ttft_factor, tpot_factor = self.ttft_error.factor, self.tpot_error.factor
+        return Forecast(
+            ttft=ttft * ttft_factor,
+            tpot=tpot * tpot_factor,
+            idle_ttft=self._prefill(own, rows - 1, info) * ttft_factor,
+            idle_tpot=self.times.predict_decode(rows) / self.times.tokens_per_row * tpot_factor,
+            ends_every=ends_every,
+            is_first=not better,
+            measured_ttft=ttft,
+            measured_tpot=tpot,
+        )
+
+    def forget(self, requests: Sequence[AddRequest]) -> None:
+        """Drop what `forecast` kept of requests that are refused."""
+        for request in requests:
+            self._estimates.pop(request.request_id, None)
+
+    def _estimate(self, request: AddRequest, info: ModelInfo) -> int:
+        """Return the prompt tokens of a request that are to be computed, kept until it is submitted."""
+        if request.fork_of:
+            entry = _Entry(_band(request), 0)
+        else:
+            hashes = block_hashes(request, info.block_size, len(request.prompt_ids))
+            has_cache = self._stats.prefix_queries > 0
+            known = self._prefixes.count_known("", hashes) * info.block_size if has_cache else 0
+            # The last token is computed in any case: its logits are needed.
+            entry = _Entry(_band(request), max(1, len(request.prompt_ids) - known), hashes)
+        self._estimates[request.request_id] = entry
+        return entry.tokens
+
+    def _ahead(self, band: int) -> int:
+        """Return the prompt tokens to be computed before a new request of a band.
+
+        What was computed of prompts under way counts for worse bands first, of which it may be.
+        """
+        total = self._prompts.total()
+        ahead = sum(tokens for each, tokens in self._prompts.items() if each <= band)
+        done = max(0, self._stats.prefill_done - (total - ahead))
+        return max(0, ahead - done)
+
+    def _places_wait(self, band: int, rows: int, answer: float, info: ModelInfo) -> float:
+        """Return after how many tokens of running requests the last of `rows` new ones has a place, behind
+        those of its class and better ones.
+        """
+        before = [entry for entry in self._open.values() if _class(entry.band) <= _class(band)]
+        if len(before) + rows <= info.max_running:
+            return 0.0
+        ends: list[float] = []
+        start = 0.0
+        for entry in sorted(before, key=lambda entry: not entry.output):
+            whole = min(entry.most, answer)
+            if len(ends) < info.max_running:
+                heappush(ends, max(1.0, whole - len(entry.output)))
+            else:
+                heappush(ends, heappop(ends) + whole)
+        for _ in range(rows):
+            start = heappop(ends) if len(ends) >= info.max_running else start
+            heappush(ends, start + answer)
+        return start
+
+    def _block_ends(self, own: int, info: ModelInfo) -> int:
+        """Return how many running requests must end until there are blocks for the prompts that wait."""
+        stats = self._stats
+        needed = (self._prompts.total() - stats.prefill_done + own) / info.block_size
+        lacking = needed - (stats.blocks_total - stats.blocks_used)
+        if not stats.blocks_total or lacking <= 0 or not stats.running:
+            return 0
+        return math.ceil(lacking * stats.running / max(1, stats.blocks_used))
+
+    def _in_flight(self, rows: int, info: ModelInfo) -> float:
+        """Return the time of the step under way, which a new request waits for."""
+        if not self._open:
+            return 0.0
+        waiting = 0 if info.disaggregate else self._prompts.total()
+        return self.times.predict_mixed(rows, min(waiting, _chunk(info, rows, waiting)))
+
+    def _prefill(self, tokens: int, rows: int, info: ModelInfo) -> float:
+        if info.disaggregate:
+            return tokens * (self._serial or 0.0) + self.times.predict_decode(rows + 1)
+        return self.times.predict_prompts(tokens, rows, info.token_budget or tokens + rows)
+
+    def _tpot(self, rows: int, prompts: int, answer: float, info: ModelInfo) -> float:
+        """Predict the time per token of `rows` requests while `prompts` tokens of prompts are computed."""
+        times = self.times
+        step = times.predict_decode(rows)
+        extra = times.extra
+        if not info.disaggregate:
+            chunk = _chunk(info, rows, prompts)
+            mixed = min(1.0, math.ceil(prompts / chunk) / max(1.0, answer))
+            extra = max(extra, mixed * (times.predict_mixed(rows, min(chunk, prompts)) - step))
+        return (step + extra) / times.tokens_per_row
+
+
+def _chunk(info: ModelInfo, rows: int, tokens: int) -> int:
+    """Return the prompt tokens of a step beside `rows` running requests."""
+    return max(1, (info.token_budget or tokens + rows) - rows)
+
+
+def _band(request: AddRequest) -> int:
+    return max(-LOWEST_BAND, min(LOWEST_BAND, request.priority))
+
+
+def _class(band: int) -> int:
+    """Return the class of a band: premium, standard, background. A better one displaces worse ones."""
+    return (band > 0) - (band < 0)

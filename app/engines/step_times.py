@@ -1,0 +1,190 @@
+"""Time of an engine's steps by what is in them, learned from the counters that come with each step.
+
+Nothing is assumed of the model or the machine. Times are seconds, sizes are tokens.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from llmbox.engine.ipc.messages import EngineStats, ModelInfo, StepWork
+
+STALE_S: Final = 120.0
+"""Seconds after which a measured time begins to count for less, down to half: a machine that was busy when it
+was measured must not have requests refused for ever."""
+LEAST_WEIGHT: Final = 0.1
+"""Weight of a new measurement in a running mean."""
+_SLOW_WEIGHT: Final = 1 / 64
+"""Weight of a step in means over many steps."""
+
+
+@dataclass(slots=True)
+class _Point:
+    size: float
+    seconds: float
+    at: float
+    count: int = 0
+
+
+class StepCurve:
+    """Time of a step by its size, learned from steps of many sizes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._points: dict[int, _Point] = {}
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._points)
+
+    def add(self, size: int, seconds: float) -> None:
+        """Learn from one step. Steps of about the same size share a running mean."""
+        now = self._clock()
+        point = self._points.setdefault(_bucket(size), _Point(size, seconds, now))
+        point.count += 1
+        weight = max(LEAST_WEIGHT, 1 / point.count)
+        point.size += weight * (size - point.size)
+        point.seconds += weight * (seconds - point.seconds)
+        point.at = now
+
+    def predict(self, size: float) -> float:
+        """Predict the time of a step. One step at least must have been measured.
+
+        Between measured sizes the curve is a line; below the smallest one it is that one's time. Above the
+        largest one it goes on as steeply as from half of that size. Where nothing tells how steep that is, it
+        stays flat up to twice the size and is proportional from there on.
+        """
+        now = self._clock()
+        known: list[tuple[float, float]] = []
+        for point in sorted(self._points.values(), key=lambda point: point.size):
+            seconds = point.seconds * max(0.5, min(1.0, 2.0 - (now - point.at) / STALE_S))
+            known.append((point.size, max(seconds, known[-1][1] if known else 0.0)))
+        below = known[0]
+        if size <= below[0]:
+            return below[1]
+        for above in known[1:]:
+            if size <= above[0]:
+                return below[1] + (size - below[0]) * (above[1] - below[1]) / (above[0] - below[0])
+            below = above
+        most, at_most = known[-1]
+        half = next((point for point in reversed(known) if point[0] <= most / 2), None)
+        if half is None:
+            return at_most * max(1.0, size / (2 * most))
+        return at_most + (size - most) * (at_most - half[1]) / (most - half[0])
+
+
+def _bucket(size: int) -> int:
+    """Return one number for sizes that differ by less than a quarter of an octave."""
+    return size if size < 8 else 8 + int(4 * math.log2(size / 8))
+
+
+_FEW_STEPS: Final = (500, 20)
+"""Steps of running requests without and with prompts, below which nothing is recommended."""
+EVEN: Final = 1.2
+"""Times that a step with prompts may take of one without: at most that is even enough."""
+_RARE: Final = 0.01
+"""Share of steps with prompts that a 99th percentile does not show."""
+
+
+@dataclass(slots=True)
+class Interference:
+    """Steps of running requests, with prompts beside them (mixed) and without."""
+
+    mixed_steps: int = 0
+    mixed_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """Mean time of a mixed step in times of one without prompts; None before both were measured."""
+        if not (self.mixed_steps and self.decode_seconds):
+            return None
+        return self.mixed_seconds / self.mixed_steps * self.decode_steps / self.decode_seconds
+
+    @property
+    def share(self) -> float:
+        """Share of the steps of running requests that were mixed."""
+        steps = self.mixed_steps + self.decode_steps
+        return self.mixed_steps / steps if steps else 0.0
+
+
+def recommend_pair(measured: Interference, work: StepWork, info: ModelInfo, cores: int) -> str:
+    """Return the `P:D` of `--disaggregate` that keeps prompts out of the steps of running requests; empty
+    where they are even without, too little was measured, or the model cannot run as a pair of engines.
+
+    The cores of a CPU are divided as its time was: P has the share that steps with prompts took.
+    """
+    steps = measured.decode_steps, measured.mixed_steps
+    is_known = all(count >= few for count, few in zip(steps, _FEW_STEPS, strict=True))
+    if not is_known or (measured.ratio or 0.0) <= EVEN or measured.share < _RARE:
+        return ""
+    if info.device != "cpu" or info.disaggregate or info.tp * info.pp > 1 or not info.generates or cores < 2:
+        return ""
+    prompts = round(cores * work.prefill_seconds / work.seconds) if work.seconds else 1
+    prompts = min(cores - 1, max(1, prompts))
+    return f"{prompts}:{cores - prompts}"
+
+
+class MeasuredSteps:
+    """Times of one engine's steps."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.decode = StepCurve(clock)
+        """Steps of running requests alone, by their number."""
+        self.mixed = StepCurve(clock)
+        """Steps with prompts, by all tokens."""
+        self.interference = Interference()
+        self.tokens_per_row = 1.0
+        """Tokens that a running request gets in a step: more than 1 where drafts are accepted."""
+        self.extra = 0.0
+        """Time that prompts add to a step of running requests, in the mean over steps with and without."""
+
+    @property
+    def is_measured(self) -> bool:
+        return self.decode.is_measured or self.mixed.is_measured
+
+    def observe(self, before: EngineStats, now: EngineStats) -> None:
+        """Learn from the step between two readings; nothing where there was none, or several."""
+        old, new = before.work, now.work
+        if new.steps != old.steps + 1:
+            return
+        seconds, rows = new.seconds - old.seconds, new.decode_rows - old.decode_rows
+        prompts = new.prefill_tokens - old.prefill_tokens
+        told, extra = self.interference, 0.0
+        if prompts > 0:
+            if rows:
+                told.mixed_steps += 1
+                told.mixed_seconds += seconds
+                extra = max(0.0, seconds - self.predict_decode(rows)) if self.is_measured else 0.0
+            self.mixed.add(rows + prompts, seconds)
+        elif rows:
+            told.decode_steps += 1
+            told.decode_seconds += seconds
+            self.decode.add(rows, seconds)
+            drawn = (now.output_tokens - before.output_tokens) / rows
+            self.tokens_per_row += _SLOW_WEIGHT * (max(1.0, drawn) - self.tokens_per_row)
+        if rows:
+            self.extra += _SLOW_WEIGHT * (extra - self.extra)
+
+    def predict_decode(self, rows: int) -> float:
+        """Predict a step of so many running requests."""
+        return (self.decode if self.decode.is_measured else self.mixed).predict(rows)
+
+    def predict_mixed(self, rows: int, prompt_tokens: int) -> float:
+        """Predict a step of running requests and prompt tokens; at least that without the prompts."""
+        size = rows + prompt_tokens
+        if not self.mixed.is_measured:
+            return self.decode.predict(size)
+        least = self.decode.predict(rows) if rows and self.decode.is_measured else 0.0
+        return max(self.mixed.predict(size), least)
+
+    def predict_prompts(self, tokens: int, rows: int, budget: int) -> float:
+        """Predict the steps in which `tokens` of prompts are computed beside `rows` running requests.
+        `budget`: most tokens of a step.
+        """
+        chunk = max(1, budget - rows)
+        full, rest = divmod(tokens, chunk)
+        seconds = full * self.predict_mixed(rows, chunk) if full else 0.0
+        return seconds + (self.predict_mixed(rows, rest) if rest else 0.0)

@@ -1,0 +1,136 @@
+"""Admission by latency targets: requests that would come too late are refused while it is early.
+
+With `limits.admission = "slo"` each request is forecast by the measured queue of its model
+(`engines/queue_model.py`) and compared with the model's entry in `usage.targets`.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from llmbox.engine.ipc.messages import AddRequest
+
+from ..config.entries import LatencyTarget, find_target
+from ..config.settings import Settings
+from ..engines.queue_model import Forecast, QueueModel, missed_targets
+from ..errors import ApiError
+from ..metrics.metrics import Metrics
+from ..security.keys import tier_of
+from ..security.security import BACKGROUND_PRIORITY
+from ..store.record import RequestRecord
+from ..util.formatting import span
+from .generation import Generation
+
+log = logging.getLogger("llmbox.gateway")
+
+
+class TargetAdmission:
+    """Check of requests before they are submitted, and of its forecasts when they have ended."""
+
+    def __init__(self, metrics: Metrics, settings: Settings) -> None:
+        self._metrics = metrics
+        self.forecasts: dict[str, tuple[QueueModel, Forecast, LatencyTarget]] = {}
+        """Forecasts of open requests, by the request's id."""
+        self.apply(settings)
+
+    def apply(self, settings: Settings) -> None:
+        """Take settings that were reloaded."""
+        self.targets = settings.usage.targets if settings.limits.admission == "slo" else ()
+        """Targets that requests are admitted by; empty: all are."""
+
+    def check(self, generation: Generation, requests: Sequence[AddRequest]) -> None:
+        """Raise ApiError 429 for a request that would miss its targets.
+
+        Embeddings have none, and models whose engines do not tell their steps are left to the queue's limit.
+        """
+        name, queue = generation.model.name, generation.model.supervisor.queue
+        target = find_target(self.targets, name)
+        if target is None or generation.params.pooling is not None:
+            return
+        is_awaited, tier = generation.priority < BACKGROUND_PRIORITY, tier_of(generation.priority)
+        try:
+            forecast = check_targets(name, queue, requests, target, is_awaited=is_awaited)
+        except ApiError:
+            self._metrics.record_admission(name, tier, "refused")
+            raise
+        if forecast is not None:
+            self._metrics.record_admission(name, tier, "admitted")
+            self.forecasts[generation.id] = queue, forecast, target
+
+    def settle(self, record: RequestRecord) -> None:
+        """Compare a request that has ended with its forecast."""
+        if (admitted := self.forecasts.pop(record.id, None)) is None:
+            return
+        queue, forecast, target = admitted
+        _note_never_met(queue, forecast, target, record)
+        if queue.settle(forecast, target, record.ttft_s, record.tpot_s):
+            self._metrics.record_admission(record.model, record.tier, "missed")
+        self._metrics.record_forecast(record, forecast.ttft, forecast.tpot)
+
+
+def check_targets(
+    name: str,
+    queue: QueueModel,
+    requests: Sequence[AddRequest],
+    target: LatencyTarget,
+    *,
+    is_awaited: bool = True,
+) -> Forecast | None:
+    """Raise ApiError 429 if requests that come together would miss the targets. Returns their forecast; None
+    where no step was measured.
+
+    The first request of its class is always admitted: targets that cannot be met are then served one by one.
+    `is_awaited`: somebody waits for the first token; a batch has the target of tokens alone.
+    """
+    forecast = queue.forecast(requests)
+    if forecast is None:
+        return None
+    missed = [each for each in forecast.missed(target) if is_awaited or each != "ttft"]
+    if not missed or forecast.is_first:
+        queue.counts.admitted += 1
+        return forecast
+    queue.forget(requests)
+    queue.counts.refused += 1
+    raise _too_late(name, forecast, target, missed)
+
+
+def _too_late(name: str, forecast: Forecast, target: LatencyTarget, missed: Sequence[str]) -> ApiError:
+    """Error 429 of a request that would miss these targets."""
+    told = {
+        "ttft": f"its first token after {span(forecast.ttft)} (target {span(target.ttft)})",
+        "tpot": f"a token every {span(forecast.tpot)} (target {span(target.tpot)})",
+    }
+    seconds = forecast.seconds_to_try(target)
+    return ApiError(
+        429,
+        f"{name} is too busy for its latency targets: a request now would have "
+        f"{' and '.join(told[each] for each in missed)}. Try again in {seconds} s.",
+        code="latency_target_missed",
+        type="rate_limit_error",
+        headers={"Retry-After": str(seconds)},
+    )
+
+
+def _note_never_met(
+    queue: QueueModel, forecast: Forecast, target: LatencyTarget, record: RequestRecord
+) -> None:
+    """Keep, and log once for each target, that a request missed it which nothing kept waiting.
+
+    Forecasts alone prove nothing: those of a size that no step had yet are too long.
+    """
+    missed = missed_targets(record.ttft_s, record.tpot_s, target)
+    if not missed:
+        queue.never_met = ""
+    late = [each for each in missed if each in forecast.never_met(target)]
+    if not forecast.is_first or not late:
+        return
+    told = {
+        "ttft": f"its first token came after {span(record.ttft_s)} (target {span(target.ttft)})",
+        "tpot": f"a token came every {span(record.tpot_s)} (target {span(target.tpot)})",
+    }
+    queue.never_met = (
+        f"the latency targets cannot be met: of a prompt of {record.prompt_tokens} tokens that waited for no "
+        f"other {' and '.join(told[each] for each in late)}; such requests are served one at a time"
+    )
+    if queue.warned_of != target:
+        queue.warned_of = target
+        log.warning("%s: %s (usage.targets)", record.model, queue.never_met)

@@ -1,0 +1,309 @@
+"""Forecasts over the real scheduler, with steps that take a known time by a clock of the test's own."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from llmbox.app.config.entries import LatencyTarget
+from llmbox.app.engines.queue_model import ForecastError, QueueModel
+from llmbox.engine.ipc.messages import AddRequest, EngineStats, StepWork
+from llmbox.engine.sampling_params import SamplingParams
+from support.clock import Clock
+from support.scheduling import INFO, FakeEngine, unique_prompt
+
+STEP, TOKEN = 0.010, 0.0005
+"""Seconds of a step, and of each of its tokens."""
+BUDGET, RUNNING = 64, 8
+
+
+@dataclass
+class Sent:
+    request: AddRequest
+    at: float
+    forecast: object
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.at
+
+    @property
+    def tpot(self) -> float:
+        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
+
+
+class Box:
+    """An engine, and the queue model that a daemon keeps of it."""
+
+    def __init__(self, **options) -> None:
+        self.clock = Clock()
+        settings = {"token_budget": BUDGET, "max_running": RUNNING, "num_blocks": 4000, **options}
+        self.fake = FakeEngine(clock=self.clock, **settings)
+        self.fake.engine._clock = self.clock
+        execute = self.fake.runner.execute
+
+        def timed(plan):
+            self.clock.now += STEP + TOKEN * plan.num_tokens
+            return execute(plan)
+
+        self.fake.runner.execute = timed
+        self.queue = QueueModel(self.clock)
+        self.queue.begin(
+            replace(
+                INFO,
+                block_size=4,
+                num_blocks=settings["num_blocks"],
+                max_running=settings["max_running"],
+                token_budget=settings["token_budget"],
+            )
+        )
+        self.sent: dict[str, Sent] = {}
+
+    def forecast(self, prompt, output=16, *, at=None, **changes):
+        name = f"r{len(self.sent)}"
+        ids = unique_prompt(name, prompt) if isinstance(prompt, int) else prompt
+        params = SamplingParams(max_tokens=output, min_tokens=output)
+        request = AddRequest(request_id=name, prompt_ids=ids, params=params, **changes)
+        return Sent(request, at or self.clock.now, self.queue.forecast([request]))
+
+    def send(self, prompt, output=16, **changes) -> Sent:
+        sent = self.forecast(prompt, output, **changes)
+        self.submit(sent)
+        return sent
+
+    def submit(self, sent: Sent) -> None:
+        self.sent[sent.request.request_id] = sent
+        self.queue.enter(sent.request, sent.tokens)
+        assert self.fake.engine.add(sent.request) is None
+
+    def step(self, arrive=lambda: None) -> None:
+        """Run a step. `arrive` is called when it is over, before the daemon knows what came of it."""
+        made = self.fake.engine.step()
+        arrive()
+        self.queue.observe(made.stats)
+        for output in made.outputs:
+            sent = self.sent[output.request_id]
+            if output.cached_tokens is not None:
+                self.queue.note_first(sent.request, sent.at, output.cached_tokens)
+            sent.tokens += [self.clock.now] * len(output.token_ids)
+            if output.finish_reason:
+                self.queue.leave(output.request_id, len(sent.tokens))
+
+    def run(self) -> None:
+        while self.fake.engine.has_work:
+            self.step()
+
+    def learn(self) -> None:
+        """Steps of all sizes, with answers of the usual length."""
+        for together in (1, 2, 4, RUNNING):
+            for prompt in (1, 5, 20, 200):
+                for _ in range(together):
+                    self.send(prompt)
+                self.run()
+
+
+@pytest.fixture
+def box():
+    box = Box()
+    box.learn()
+    return box
+
+
+def test_nothing_is_forecast_before_a_step_was_measured():
+    box = Box()
+    assert box.forecast(10).forecast is None
+    box.send(10)
+    box.run()
+    assert box.forecast(10).forecast is not None
+
+
+@pytest.mark.parametrize("prompt", [1, 40, 64, 65, 500])
+def test_a_request_alone_takes_what_was_forecast(box, prompt):
+    sent = box.send(prompt)
+    box.run()
+    assert 0.99 * sent.ttft <= sent.forecast.ttft <= 1.25 * sent.ttft
+    assert sent.forecast.tpot >= sent.tpot * 0.99
+    assert sent.forecast.is_first
+
+
+def test_prompts_ahead_are_waited_for(box):
+    alone = box.forecast(100).forecast.ttft
+    for _ in range(3):
+        box.send(200)
+    waiting = box.send(100)
+    box.run()
+    assert waiting.forecast.ttft > alone + 600 * TOKEN
+    assert waiting.ttft <= waiting.forecast.ttft <= 1.5 * waiting.ttft
+
+
+def test_what_is_computed_of_a_prompt_is_no_longer_waited_for(box):
+    box.send(600)
+    before = box.forecast(10).forecast.ttft
+    for _ in range(5):
+        box.step()
+    after = box.forecast(10).forecast.ttft
+    assert before - after == pytest.approx(5 * (STEP + BUDGET * TOKEN), rel=0.1)
+
+
+def test_a_premium_request_waits_for_none_of_a_worse_class(box):
+    for _ in range(5):
+        box.send(300)
+    premium = box.forecast(20, priority=-1)
+    standard = box.forecast(20)
+    background = box.forecast(20, priority=5)
+    assert premium.forecast.ttft < standard.forecast.ttft / 4
+    assert background.forecast.ttft == pytest.approx(standard.forecast.ttft)
+    assert premium.forecast.is_first
+    assert not standard.forecast.is_first
+    box.submit(premium)
+    box.run()
+    assert premium.ttft <= premium.forecast.ttft
+
+
+def test_running_requests_make_tokens_slower(box):
+    alone = box.forecast(5).forecast.tpot
+    for _ in range(RUNNING - 1):
+        box.send(5, 200)
+    for _ in range(10):
+        box.step()
+    crowded = box.forecast(5).forecast.tpot
+    assert crowded - alone >= (RUNNING - 2) * TOKEN
+    assert crowded == pytest.approx(STEP + RUNNING * TOKEN, rel=0.15)
+
+
+def test_a_place_is_waited_for(box):
+    for _ in range(RUNNING):
+        box.send(5)
+    for _ in range(3):
+        box.step()
+    waiting = box.send(5)
+    box.run()
+    assert waiting.forecast.ttft > 0.02
+    assert waiting.ttft == pytest.approx(waiting.forecast.ttft, rel=1.0)
+
+
+def test_blocks_are_waited_for():
+    box = Box(num_blocks=110)
+    box.send(5)
+    box.run()
+    few = box.forecast(60).forecast.ttft
+    box.send(390, 24)
+    while not box.sent["r1"].tokens:
+        box.step()
+    assert box.forecast(60).forecast.ttft > few + 0.05
+
+
+def test_a_prompt_that_was_computed_before_is_short(box):
+    ids = list(range(5_000_000, 5_000_400))
+    first = box.forecast(ids).forecast.ttft
+    box.send(ids)
+    box.run()
+    again = box.send([*ids, 1, 2, 3])
+    box.run()
+    assert again.forecast.ttft < first / 4
+    assert again.ttft <= again.forecast.ttft
+    other = box.forecast(ids, cache_namespace="another key")
+    assert other.forecast.ttft == pytest.approx(first)
+
+
+def test_choices_of_one_call_share_a_prompt(box):
+    params = SamplingParams(max_tokens=16)
+    ids = unique_prompt("n", 200)
+    calls = [
+        AddRequest(request_id=f"n{i}", prompt_ids=ids, params=params, fork_of="n0" if i else None)
+        for i in range(4)
+    ]
+    assert box.queue.forecast(calls).ttft < 1.2 * box.queue.forecast(calls[:1]).ttft
+    assert box.queue.forecast(calls).tpot > box.queue.forecast(calls[:1]).tpot
+
+
+def test_nothing_is_left_of_requests_that_ended(box):
+    box.queue.forget([box.forecast(50).request])
+    box.send(50)
+    box.run()
+    aborted = box.send(50)
+    box.fake.engine.abort(aborted.request.request_id)
+    box.queue.leave(aborted.request.request_id, 0)
+    assert not box.queue._open
+    assert not box.queue._estimates
+    assert box.queue._prompts.total() == box.queue._requests.total() == 0
+
+
+def test_a_restarted_engine_counts_from_zero(box):
+    before = box.forecast(50).forecast
+    box.queue.begin(box.queue._info)
+    box.queue.observe(EngineStats(work=StepWork(steps=1, seconds=5.0, decode_rows=1)))
+    after = box.forecast(50).forecast
+    assert after.idle_ttft == before.idle_ttft
+    assert after.tpot > before.tpot  # that first step counts
+
+
+def test_another_engines_prompts_are_timed_by_their_first_tokens():
+    """With `--disaggregate` no step of the engine has the prompts."""
+    clock = Clock()
+    queue = QueueModel(clock)
+    queue.begin(replace(INFO, block_size=4, max_running=8, disaggregate=(1, 1), token_budget=64))
+    params = SamplingParams(max_tokens=4)
+    requests = [
+        AddRequest(request_id=f"r{i}", prompt_ids=unique_prompt(str(i), 100), params=params) for i in range(4)
+    ]
+    queue.observe(EngineStats(work=StepWork(steps=1, seconds=0.01, decode_rows=1)))
+    assert queue.forecast(requests[:1]) is None
+    began = clock.now
+    for each in requests[:3]:
+        queue.enter(each, [])
+    for each in requests[:2]:
+        clock.now += 1.0  # one after another
+        queue.note_first(each, began, 0)
+    assert queue.forecast(requests[3:]).ttft == pytest.approx(2.0, rel=0.05)
+
+
+TARGET = LatencyTarget(0.25, 0.040)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_admitted_request_misses_a_target_where_steps_take_what_they_took(seed):
+    """Arrivals in bursts, at more than the engine's rate: many are refused, and no other one is late."""
+    box, draw = Box(), random.Random(seed)
+    box.learn()
+    admitted, refused = [], 0
+
+    def arrive() -> None:
+        nonlocal refused
+        if draw.random() < 0.2:
+            for _ in range(draw.choice((1, 1, 2, 10))):
+                sent = box.forecast(draw.choice((3, 20, 60, 200)), at=box.clock.now - STEP * draw.random())
+                if sent.forecast.missed(TARGET) and not sent.forecast.is_first:
+                    box.queue.forget([sent.request])
+                    refused += 1
+                else:
+                    box.submit(sent)
+                    admitted.append(sent)
+
+    for _ in range(1500):
+        if not box.fake.engine.has_work:
+            box.clock.now += 0.01
+            arrive()
+        else:
+            box.step(arrive)
+    box.run()
+    assert len(admitted) > 100
+    assert refused > 100
+    late = [each for each in admitted if each.ttft > TARGET.ttft or each.tpot > TARGET.tpot]
+    assert not late, [(each.forecast, each.ttft, each.tpot) for each in late]
+
+
+def test_errors_of_forecasts_widen_the_next_ones():
+    error = ForecastError()
+    for _ in range(7):
+        error.add(1.0, 2.0)
+    assert error.factor == 1.0  # too few say nothing
+    error.add(1.0, 2.0)
+    assert error.factor == 2.0
+    for _ in range(64):
+        error.add(1.0, 0.5)
+    assert error.factor == 1.0
+    for _ in range(64):
+        error.add(1.0, 50.0)
+    assert error.factor == 3.0
