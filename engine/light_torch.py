@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Self, cast
 
+from .hardware.proc import NVIDIA_FILES
+
 log = logging.getLogger(__name__)
 
 
@@ -193,8 +195,6 @@ enters the cycles here."""
 WHOLE: Final = "LLMBOX_WHOLE_TORCH"
 """Environment variable that forces the full import; set after the fast import failed."""
 _NUMPY: Final = "numpy"
-_NVIDIA: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Device files that exist where CUDA may find a GPU: the Linux driver's, and that of WSL 2."""
 
 
 def import_torch() -> None:
@@ -203,7 +203,7 @@ def import_torch() -> None:
 
     After any exception torch is not imported and cannot be imported in this process.
     """
-    if "torch" in sys.modules or any(map(Path.exists, _NVIDIA)) or WHOLE in os.environ:
+    if "torch" in sys.modules or any(map(Path.exists, NVIDIA_FILES)) or WHOLE in os.environ:
         return
     collects = gc.isenabled()
     gc.disable()  # fifty thousand objects are made, and all of them stay

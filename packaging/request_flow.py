@@ -162,6 +162,7 @@ def _daemon(folder: Path) -> Iterator[int]:
     environment = {
         "LLMBOX_KERNEL_CACHE": str(kernels),
         **os.environ,
+        "LLMBOX_MEMORY_SPARE_ENGINE": "false",  # the recorder begins with an interpreter, not with a fork
         "PYTHONPATH": os.pathsep.join([str(hook), str(ROOT / "packaging/tree")]),
     }
     command = [sys.executable, "-P", "-m", "llmbox", "--data-dir", str(folder / "data")]

@@ -154,7 +154,8 @@ class MemorySettings:
     )
     spare_engine: bool = key(
         True,
-        "Keep an engine process ready, so that loads and restarts do not wait for its imports (0.15 GB).",
+        "Keep a process ready that has imported the engine, so that loads and restarts do not wait for that: "
+        "on a CPU engines are forked from it (0.1 GB), with a GPU one takes it (0.15 GB).",
     )
     load_on_request: bool = key(
         True, "Load a model that is on disk when a request names it; nothing is downloaded.", live=True

@@ -103,7 +103,15 @@ class ModelScheduler:
         if name is None:
             return self._engines.get(None)
         alias = self._alias(name)
-        model = self._engines.get(await self._ensure(name))
+        real = await self._ensure(name)
+        if alias is not None and alias.adapter and real == name:
+            raise ApiError(
+                404,
+                f"The base of the adapter {name!r} is not on this machine; llmbox lora list names it.",
+                code="model_not_found",
+                param="model",
+            )
+        model = self._engines.get(real)
         if alias is None:
             return model
         variant = model.with_alias_defaults(alias.sampling, alias.system, alias.context)

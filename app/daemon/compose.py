@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmbox import __version__
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.ipc.spawn import Launch, SpawnedProcess
+from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
 
 from ..batches import BatchRunner
 from ..config.paths import Paths
@@ -54,7 +54,7 @@ def compose(
     settings: Settings,
     paths: Paths,
     parts: DaemonParts,
-    first: SpawnedProcess | None = None,
+    first: SpawnedProcess | ForkServer | None = None,
     on_model_change: Callable[[EngineManager], None] = lambda _: None,
 ) -> Services:
     """Build the services without starting them.

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from setproctitle import setproctitle
 
 from llmbox import __version__
-from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
+from llmbox.engine.hardware.proc import can_fork
+from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
 from llmbox.engine.weights.packed_cache import environment
 from llmbox.kernels.cpu.isa import KERNEL_CACHE
 
@@ -174,7 +175,7 @@ def _serve(
     running: RunningDaemon,
     sockets: Sequence[socket.socket],
     tls: ssl.SSLContext | None,
-    first: SpawnedProcess | None,
+    first: SpawnedProcess | ForkServer | None,
 ) -> None:
     gc.disable()  # imported objects live until the end
     try:
@@ -187,11 +188,13 @@ def _serve(
     asyncio.run(serve_until_stopped(plan, running, sockets, tls, first))
 
 
-def _first_engine(plan: DaemonOptions) -> SpawnedProcess | None:
+def _first_engine(plan: DaemonOptions) -> SpawnedProcess | ForkServer | None:
     if plan.parts is not None or not plan.models:
         return None
+    settings = plan.loaded.settings
+    launch = with_caches(Launch(env=plan.kv_cache), plan.paths, settings.cache)
     try:
-        return spawn(with_caches(Launch(env=plan.kv_cache), plan.paths, plan.loaded.settings.cache))
+        return ForkServer(launch) if settings.memory.spare_engine and can_fork() else spawn(launch)
     except OSError:
         return None  # the load tries again and reports the reason
 

@@ -18,7 +18,7 @@ from typing import Final
 import psutil
 from litestar.types import ControllerRouterHandler
 
-from llmbox.engine.ipc.spawn import SpawnedProcess
+from llmbox.engine.ipc.spawn import ForkServer, SpawnedProcess
 
 from ..control.controller import DaemonController, Failure
 from ..engines.loaded_model import Readiness
@@ -124,7 +124,7 @@ async def serve_until_stopped(
     running: RunningDaemon,
     sockets: Sequence[socket.socket],
     tls: ssl.SSLContext | None = None,
-    first: SpawnedProcess | None = None,
+    first: SpawnedProcess | ForkServer | None = None,
 ) -> None:
     """Serve, and return once everything is closed. Raises CliError when none of the models could be served.
 

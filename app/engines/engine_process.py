@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import RankLost
+from llmbox.engine.hardware.proc import can_fork
 from llmbox.engine.ipc.client import EngineClient, EngineExit
 from llmbox.engine.ipc.messages import LoadFailed, ToDaemon, ToEngine
-from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
+from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
 from .restart_policy import is_stopped, oom_kills
@@ -73,14 +75,17 @@ class EngineProcess:
         log.log(level, "%s | %s", self._name, message)
 
     async def run(
-        self, spawn: Callable[[], SpawnedProcess], config: EngineConfig, launched: Callable[[], None]
+        self,
+        spawn: Callable[[], Awaitable[SpawnedProcess]],
+        config: EngineConfig,
+        launched: Callable[[], None],
     ) -> ProcessExit:
         """Spawn the engine and return when it has ended and everything that it sent was received.
 
         `launched` is called once the engine has been sent its configuration.
         """
         try:
-            await self._client.adopt(spawn(), config)
+            await self._client.adopt(await spawn(), config)
         except OSError as error:
             return ProcessExit(cause=f"cannot be started: {error}", from_outside=True)
         launched()
@@ -164,7 +169,11 @@ _PATIENCE: Final = 20
 
 
 class PrewarmedProcess:
-    """Source of engine processes. Use it only from the event loop that first used it."""
+    """Source of engine processes. Use it only from the event loop that first used it.
+
+    On a CPU it keeps a fork server, from which each process is forked; with a GPU a process that has imported
+    the engine, which the next model takes.
+    """
 
     def __init__(
         self,
@@ -172,17 +181,24 @@ class PrewarmedProcess:
         *,
         keep: bool,
         busy: Callable[[], bool] = lambda: False,
-        first: SpawnedProcess | None = None,
+        first: SpawnedProcess | ForkServer | None = None,
     ) -> None:
         """`keep`: have one ready; `first` was started already; `busy` tells when to start none."""
         self._launch = launch
         self._keep = keep
         self._busy = busy
         self._spare = first
+        self._forks = can_fork()
         self._timer: asyncio.TimerHandle | None = None
+        self._watched: int | None = None
+        """File descriptor by which the end of the fork server is noticed."""
 
-    def take(self) -> SpawnedProcess:
-        """Take the spare, or spawn a process. Raises OSError."""
+    async def take(self) -> SpawnedProcess:
+        """Fork a process, take the spare, or spawn one. Raises OSError."""
+        if self._spare is None and self._keep and self._forks:
+            self._spare = ForkServer(self._launch)
+        if isinstance(self._spare, ForkServer):
+            return await self._fork(self._spare)
         spare, self._spare = self._spare, None
         if self._keep:
             self._later(_PATIENCE)
@@ -197,9 +213,44 @@ class PrewarmedProcess:
         self._keep = False
         if self._timer is not None:
             self._timer.cancel()
-        if self._spare is not None:
+        if isinstance(self._spare, ForkServer):
+            self._end_server(self._spare)
+        elif self._spare is not None:
             self._spare.discard()
             self._spare = None
+
+    async def _fork(self, server: ForkServer) -> SpawnedProcess:
+        """Fork in a thread; a process that nobody waits for any more is ended. Spawn one where the server
+        fails. Raises OSError.
+        """
+        if self._watched is None:
+            self._watched = os.pidfd_open(server.pid)
+            asyncio.get_running_loop().add_reader(self._watched, self._end_server, server)
+        forking = asyncio.ensure_future(asyncio.to_thread(server.fork))
+        try:
+            return await asyncio.shield(forking)
+        except asyncio.CancelledError:
+            forking.add_done_callback(_discard)
+            raise
+        except OSError as error:
+            log.warning("no engine process was forked: %s", error)
+            self._end_server(server)
+            return spawn(self._launch)
+
+    def _end_server(self, server: ForkServer) -> None:
+        """End the fork server, or notice its end. Another one follows, unless this one never worked."""
+        if self._spare is not server:
+            return
+        self._spare = None
+        self._forks = server.has_forked
+        if self._watched is not None:
+            asyncio.get_running_loop().remove_reader(self._watched)
+            os.close(self._watched)
+            self._watched = None
+        server.close()
+        if self._keep:
+            log.warning("the fork server of engines has ended: another one is started when it is quiet")
+            self._later(_PATIENCE)
 
     def _later(self, patience: int) -> None:
         if self._timer is not None:
@@ -212,6 +263,11 @@ class PrewarmedProcess:
             self._later(patience - 1)
         elif self._keep and self._spare is None:
             try:
-                self._spare = spawn(self._launch)
+                self._spare = ForkServer(self._launch) if self._forks else spawn(self._launch)
             except OSError as error:
                 log.warning("no spare engine process: %s", error)
+
+
+def _discard(forking: "asyncio.Future[SpawnedProcess]") -> None:
+    if not forking.cancelled() and forking.exception() is None:
+        forking.result().discard()

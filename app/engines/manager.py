@@ -9,9 +9,10 @@ from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.ipc.spawn import Launch, SpawnedProcess
+from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
 
 from ..errors import ApiError
+from ..text.tokenizer.text_cache import TextCache
 from ..text.tokenizer.tokenizer import TextModel, load_model_text
 from .admission import draining, load_failed, model_loading, model_not_found, require_same
 from .engine_process import PrewarmedProcess
@@ -20,6 +21,11 @@ from .restart_policy import RestartLimits, WatchLimits
 from .supervisor import Supervisor, SupervisorOptions
 
 log = logging.getLogger("llmbox.engines")
+
+_TEXT_S = 600.0
+"""Seconds for which the tokenizers of unloaded models are kept at most."""
+_FREE_S = 1.0
+"""Seconds until one that is not kept is freed: that takes tens of milliseconds, and a swap is under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,15 +51,16 @@ class EngineManager:
         watch: WatchLimits | None = None,
         on_change: Callable[[Supervisor], None] = lambda _: None,
         keep_spare: bool = False,
-        first: SpawnedProcess | None = None,
+        first: SpawnedProcess | ForkServer | None = None,
         supervise: Callable[[EngineConfig, SupervisorOptions], Supervisor] = Supervisor,
     ) -> None:
         """`on_change` is called on the loop after each change of a model's `Supervisor.state`.
 
-        `first` is an engine process that was started already; `keep_spare` keeps one ready for the next model
-        or restart. `supervise` makes the supervisor of a model.
+        `first` is an engine process or fork server that was started already; `keep_spare` keeps one ready for
+        the next model or restart. `supervise` makes the supervisor of a model.
         """
-        self._load_text = load_text
+        self._texts = TextCache(load_text)
+        self._forgetting: asyncio.TimerHandle | None = None
         self._supervise = supervise
         self._spares = PrewarmedProcess(launch or Launch(), keep=keep_spare, busy=self._busy, first=first)
         self._options = SupervisorOptions(
@@ -107,7 +114,7 @@ class EngineManager:
                 done.set_result(loaded)
                 return done
             loaded.supervisor.retire()  # its process is gone already
-            self._loaded.pop(config.name).text.close()
+            self._release_text(self._loaded.pop(config.name))
         if (loading := self._loading.get(config.name)) is not None:
             require_same(loading.config, config)
             loading.aliases |= aliases
@@ -130,7 +137,17 @@ class EngineManager:
             raise model_not_found(name)
         del self._loaded[model.name]
         await model.supervisor.stop()
+        self._release_text(model)
+
+    def _release_text(self, model: LoadedModel) -> None:
+        """Keep the tokenizer for a while: models may be used by turns."""
         model.text.close()
+        freed = self._texts.release(model.path)
+        loop = asyncio.get_running_loop()
+        loop.call_later(_FREE_S, freed.clear)
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = loop.call_later(_TEXT_S, self._texts.clear)
 
     def _start_load(
         self, config: EngineConfig, aliases: frozenset[str], *, on_request: bool
@@ -151,6 +168,7 @@ class EngineManager:
                 group.create_task(self._start(loading))
                 text = group.create_task(self._load_text_beside(supervisor, path))
         except BaseExceptionGroup as failures:
+            self._texts.release(path)
             error = _as_api_error(failures.exceptions[0])
             await supervisor.stop(error.code or "load_failed", error.message)  # nobody unloaded it
             self._failures[config.name] = error.message
@@ -158,6 +176,7 @@ class EngineManager:
             raise error from failures
         except asyncio.CancelledError:
             await supervisor.stop()
+            self._texts.release(path)
             raise
         finally:
             del self._loading[config.name]
@@ -189,7 +208,7 @@ class EngineManager:
 
     async def _load_text_beside(self, supervisor: Supervisor, path: Path) -> TextModel:
         await supervisor.launched()  # a large tokenizer keeps the interpreter for half a second
-        return await asyncio.to_thread(self._load_text, path)
+        return await asyncio.to_thread(self._texts.load, path)
 
     async def _cancel_load(self, loading: _Loading) -> None:
         loading.task.cancel()

@@ -260,7 +260,9 @@ class QueueModel:
         if request.fork_of:
             entry = _Entry(_band(request), 0)
         else:
-            hashes = block_hashes(request, info.block_size, len(request.prompt_ids))
+            # Hashes do not tell pictures apart, and log-probabilities of a prompt need all of it computed.
+            is_cached = not request.images and request.params.prompt_logprobs is None
+            hashes = block_hashes(request, info.block_size, len(request.prompt_ids)) if is_cached else ()
             has_cache = self._stats.prefix_queries > 0
             known = self._prefixes.count_known("", hashes) * info.block_size if has_cache else 0
             # The last token is computed in any case: its logits are needed.

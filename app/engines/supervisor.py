@@ -297,9 +297,9 @@ class Supervisor:
     async def _keep_admitted(self) -> EngineConfig:
         return self.admitted
 
-    def _spawn(self) -> SpawnedProcess:
+    async def _spawn(self) -> SpawnedProcess:
         spares = self._options.spares
-        return spawn(self._options.launch) if spares is None else spares.take()
+        return spawn(self._options.launch) if spares is None else await spares.take()
 
     def _died(self, death: ProcessExit) -> None:
         log.error("engine %s died: %s", self.name, death.cause)

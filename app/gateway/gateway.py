@@ -188,6 +188,7 @@ class Gateway:
             sequences = list(islice(submitted, at_once))
         except ApiError:
             supervisor.queue.forget(messages)
+            self.admission.forecasts.pop(generation.id, None)
             if reservation is not None:
                 reservation.cancel(sum(map(len, generation.prompts)))
             raise

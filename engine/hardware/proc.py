@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import logging
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable
@@ -82,6 +83,41 @@ def bind_to_parent(parent: int) -> None:
             log.debug("oom_score_adj stays as it is: %s", error)
     if os.getppid() != parent:  # it died before prctl could watch it
         raise SystemExit(0)
+
+
+_CLONE_PARENT: Final = 0x8000
+_SYS_CLONE: Final = {"x86_64": 56, "aarch64": 220}
+_PINS: Final = frozenset({"OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"})
+NVIDIA_FILES: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Device files that exist where CUDA may find a GPU: the Linux driver's, and that of WSL 2."""
+
+
+def can_fork() -> bool:
+    """Tell whether engine processes may be forked (`fork_sibling`). Not where there may be a GPU: CUDA does
+    not outlive a fork. Nor where OpenMP pins threads: it would pin the process that was forked from.
+    """
+    is_known = sys.platform == "linux" and platform.machine() in _SYS_CLONE
+    return is_known and not any(map(Path.exists, NVIDIA_FILES)) and not _PINS & os.environ.keys()
+
+
+def fork_sibling() -> int:
+    """Fork as `os.fork` does, but as a child of the parent of this process: that one can wait for it, and
+    its end is noticed by `bind_to_parent`. This process must have no other threads: the C library is not told
+    of the fork, so that locks of other threads would stay taken. Raises OSError.
+    """
+    libc = ctypes.PyDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    numbers = (_SYS_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid: int = libc.syscall(*map(ctypes.c_long, numbers))
+    if not pid:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return pid
 
 
 def log_to_stderr() -> None:

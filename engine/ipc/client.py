@@ -16,7 +16,7 @@ from typing import Final
 from ..config import EngineConfig
 from .codec import FrameReader, TransportError, encode
 from .messages import LoadFailed, Shutdown, Start, ToDaemon, ToEngine
-from .spawn import Launch, SpawnedProcess, spawn
+from .spawn import ForkedProcess, Launch, SpawnedProcess, kill_group, spawn
 
 _KEPT_LINES: Final = 20
 _LONGEST_LINE: Final = 8192
@@ -53,7 +53,7 @@ class EngineClient:
     def __init__(self, on_message: Callable[[ToDaemon], None], on_log: Callable[[str], None]) -> None:
         self.on_message = on_message
         self._on_log = on_log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._transport: asyncio.Transport | None = None
         self._exit: asyncio.Future[EngineExit] | None = None
         self._killed = False
@@ -123,10 +123,7 @@ class EngineClient:
     def _signal_group(self) -> None:
         if self._process is not None and self._process.returncode is None:
             # The process leads its own group, and its number is not reused until it is reaped.
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._process.kill()
+            kill_group(self._process)
 
     def _broken(self, error: TransportError) -> None:
         if self._transport_error is None and not self._killed:

@@ -1,13 +1,13 @@
-"""Spawning of engine processes, before it is known what model they load. No event loop."""
+"""Spawning and forking of engine processes, before it is known what model they load. No event loop."""
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 # Secrets stay in the daemon: the engine inherits only variables for paths, hardware and math libraries.
@@ -40,11 +40,38 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+class ForkedProcess:
+    """Child of this process that a fork server made, with the methods of `subprocess.Popen` that are used."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        self._reap(0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
 @dataclass(frozen=True, slots=True)
 class SpawnedProcess:
     """Engine process that imports its modules and then waits for `Start` on `channel`."""
 
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | ForkedProcess"
     channel: socket.socket
     log: int
     """File descriptor to read its standard output and error from."""
@@ -58,9 +85,16 @@ class SpawnedProcess:
         self.channel.close()
         os.close(self.log)
         if self.alive:  # not reaped, so the number is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process)
             self.process.wait()
+
+
+def kill_group(process: "subprocess.Popen[bytes] | ForkedProcess") -> None:
+    """Kill a process that was not reaped yet, and its group, which it leads soon after it has begun."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
 
 
 def spawn(launch: Launch) -> SpawnedProcess:
@@ -89,6 +123,66 @@ def spawn(launch: Launch) -> SpawnedProcess:
     finally:
         os.close(write_end)
     return SpawnedProcess(process, ours, read_end)
+
+
+PID_BYTES: Final = 4
+_ANSWER_S: Final = 30.0
+"""Seconds to wait for a fork: the first one waits for the imports."""
+
+
+class ForkServer:
+    """Process that imports the engine once and forks engine processes: `process/engine_main.py --forks`."""
+
+    def __init__(self, launch: Launch) -> None:
+        """Start the server. Raises OSError."""
+        self._server = spawn(replace(launch, command=(*launch.command, "--forks")))
+        self._lock = threading.Lock()
+        self.has_forked = False
+
+    def fork(self) -> SpawnedProcess:
+        """Fork an engine process. Blocks for milliseconds, the first time until the imports are done. Raises
+        OSError; then the server is of no more use.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        read_end, write_end = os.pipe()
+        try:
+            with self._lock, theirs:
+                pid = self._ask(theirs.fileno(), write_end)
+        except BaseException:
+            ours.close()
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        self.has_forked = True
+        return SpawnedProcess(ForkedProcess(pid), ours, read_end)
+
+    @property
+    def pid(self) -> int:
+        return self._server.process.pid
+
+    def close(self) -> None:
+        """End the server. The processes that it forked go on."""
+        self._server.process.kill()  # first, so that a thread in `fork` reads the end
+        with self._lock:
+            self._server.discard()
+
+    def _ask(self, *files: int) -> int:
+        channel = self._server.channel
+        channel.settimeout(_ANSWER_S)
+        socket.send_fds(channel, [b"\0"], files)
+        try:
+            answer = channel.recv(PID_BYTES)
+        except TimeoutError:
+            self._server.process.kill()
+            self._server.process.wait()
+            answer = channel.recv(PID_BYTES)  # it may have forked at the last moment
+        pid = int.from_bytes(answer, "little", signed=True)
+        if not pid:
+            raise OSError("the fork server has ended")
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,10 @@ kernels have to be compiled and receives `Start`; it sends `Progress` while load
 `LoadFailed`; then `serve` runs. The process ends with its daemon: a closed socket ends it between two steps,
 and the kernel kills it when the daemon's thread that started it ends, even during a step. An exception in a
 step ends the process: the daemon starts another one and resubmits the open requests.
+
+With `--forks` it is a fork server (`serve_forks`; `ipc.spawn.ForkServer` is the daemon's side): it imports
+everything and forks processes that share the memory of the imports. Each is a child of the daemon, for which
+the rest holds as if the daemon had started it.
 """
 
 import argparse
@@ -15,6 +19,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from typing import Final, Protocol
 
 from setproctitle import setproctitle
@@ -22,7 +28,7 @@ from setproctitle import setproctitle
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..hardware.machine import name_gpus
-from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
+from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr
 from ..ipc.block_map import BlockMap
 from ..ipc.engine_channel import Channel, DaemonGone
 from ..ipc.handover_messages import Prefill, TakenSlots
@@ -47,6 +53,7 @@ from ..ipc.messages import (
 )
 from ..ipc.profile_messages import AskProfile
 from ..ipc.sequence_times import SequenceTimes
+from ..ipc.spawn import PID_BYTES
 from ..light_torch import import_torch_or_restart
 from .step_profile import StepProfiler
 
@@ -84,6 +91,7 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     parser = argparse.ArgumentParser(prog="llmbox engine")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the daemon")
     parser.add_argument("--parent", type=int, required=True, help="process id of the daemon")
+    parser.add_argument("--forks", action="store_true", help="fork an engine for each request on the socket")
     options = parser.parse_args(argv)
     log_to_stderr()
     bind_to_parent(options.parent)
@@ -91,13 +99,57 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     try:
         if load is None:
             _import_torch()
-        channel = _adopt(options.fd)
+        os.set_inheritable(options.fd, False)  # not before: torch may have to be imported in a second try
+        connection = socket.socket(fileno=options.fd)
+        if options.forks:
+            if load is None:
+                import_module("llmbox.engine.executor.build")
+            connection = serve_forks(connection)
+            bind_to_parent(options.parent)
+        channel = Channel(connection)
         return _run(channel, load or _import_engine(channel))
     except DaemonGone:
         return EXIT_OK
     except Exception:
         log.exception("the engine stops after an error")
         return EXIT_CRASHED
+
+
+def serve_forks(control: socket.socket) -> socket.socket:
+    """Fork a process for each request until the daemon is gone, which raises DaemonGone.
+
+    Returns in the forked processes, with the socket to the daemon. A request is a byte with two file
+    descriptors, that socket and standard output; the answer is a pid, or an error number below zero.
+    """
+    if (threads := num_threads()) > 1:
+        raise RuntimeError(f"a process with {threads} threads cannot be forked")
+    setproctitle("llmbox: engine fork server")
+    gc.collect()
+    gc.freeze()  # a collection writes to the objects that it visits, and their pages are shared
+    while True:
+        request, files, _, _ = socket.recv_fds(control, 1, 2)
+        if not request:
+            raise DaemonGone
+        channel, log = files
+        try:
+            pid = fork_sibling()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if not pid:
+            control.close()
+            os.setsid()
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.close(log)
+            return socket.socket(fileno=channel)
+        os.close(channel)
+        os.close(log)
+        control.sendall(pid.to_bytes(PID_BYTES, "little", signed=True))
+
+
+def num_threads() -> int:
+    """Return the number of threads of this process, those of libraries included."""
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def serve(engine: EngineProtocol, channel: Channel) -> None:
@@ -215,11 +267,6 @@ def _import_engine(channel: Channel) -> Load:
 
     open_kernels(channel.send)
     return load_engine
-
-
-def _adopt(fd: int) -> Channel:
-    os.set_inheritable(fd, False)
-    return Channel(socket.socket(fileno=fd))
 
 
 if __name__ == "__main__":

@@ -28,32 +28,32 @@ class ExpertStack:
     linears: tuple[AdaptedLinear, ...]
     """Linears of the experts that this rank has."""
     site: LoraSite
-    turned: bool
-    """True if adapters of all experts have inputs for outputs, as PEFT writes those of Llama 4."""
     count: int
     """Number of experts of the layer, on all ranks."""
-    first: int = 0
+    first: int
+    """First of them that this rank has."""
+    turned: bool
+    """True if adapters of all experts have inputs for outputs, as PEFT writes those of Llama 4."""
 
     @classmethod
     def of(
         cls,
         parameter: str,
         many: Sequence[PackedLinear],
-        mixture: Mixture,
         asked: Mapping[int, WeightRequest],
+        mixture: Mixture,
         *,
         turned: bool,
     ) -> "ExpertStack":
-        """`many`: of each expert that this rank has, or one of all of these."""
-        site = LoraSite()
-        held = len(mixture.here)
-        if len(many) == held:
+        """`many`: of each expert that is here, or one of all of these."""
+        site, here = LoraSite(), mixture.here
+        if len(many) == len(here):
             each = ((asked[id(packed)], packed) for packed in many)
         else:
-            requests = _of_each(asked[id(many[0])], held)
+            requests = _of_each(asked[id(many[0])], len(here))
             each = ((request, (many[0], number)) for number, request in enumerate(requests))
         linears = tuple(AdaptedLinear(*pair, site, site) for pair in each)
-        return cls(parameter, linears, site, turned, mixture.count, mixture.here.start)
+        return cls(parameter, linears, site, mixture.count, here.start, turned)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,11 +71,11 @@ class ExpertStack:
 
     def factors(self, target: AdapterTarget, reader: AdapterReader) -> tuple[Tensor, Tensor]:
         """Read what an adapter has for all experts, A [X r, I] and B [O, r X]. Return A [X, r, I] and
-        B [X, O, r] of those that this rank has.
+        B [X, O, r].
         """
-        here, (rank, _) = slice(self.first, self.first + len(self.linears)), target.parameters[self.parameter]
-        first_Xr = reader.read(target.a).view(self.count, rank, -1)[here]
-        second_rX = reader.read(target.b).view(-1, rank, self.count)[..., here]
+        rank, _ = target.parameters[self.parameter]
+        first_Xr = reader.read(target.a).view(self.count, rank, -1)
+        second_rX = reader.read(target.b).view(-1, rank, self.count)
         if self._is_turned(target):
             return second_rX.permute(2, 1, 0), first_Xr.transpose(1, 2)
         return first_Xr, second_rX.permute(2, 0, 1)
@@ -83,7 +83,7 @@ class ExpertStack:
     def read_all(self, target: AdapterTarget, reader: AdapterReader) -> ExpertLora:
         count, asked = len(self.linears), self.linears[0].asked
         rank, scale = target.parameters[self.parameter]
-        a_XrI, b_XOr = self.factors(target, reader)
+        a_XrI, b_XOr = (each.narrow(0, self.first, count) for each in self.factors(target, reader))
         parts, first = [], 0
         for rows in asked.outputs.values():
             parts.append(cut(b_XOr.narrow(1, first, rows.total), rows, 1))
@@ -124,8 +124,8 @@ class AdaptedExperts:
 
     @classmethod
     def of(cls, mixture: Mixture, asked: Mapping[int, WeightRequest], *, turned: bool) -> "AdaptedExperts":
-        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, mixture, asked, turned=turned)
-        downs = ExpertStack.of("down_proj", mixture.downs, mixture, asked, turned=turned)
+        gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, asked, mixture, turned=turned)
+        downs = ExpertStack.of("down_proj", mixture.downs, asked, mixture, turned=turned)
         return cls(mixture, gate_ups, downs)
 
     def stack_of(self, target: AdapterTarget) -> ExpertStack | None:
@@ -145,15 +145,6 @@ class AdaptedExperts:
         return stack
 
 
-def is_held_elsewhere(name: str, held: Mapping[str, range]) -> bool:
-    """Return whether `name` is below an expert that another rank has. `held`: experts of this rank, by the
-    name that holds all experts of their layer.
-    """
-    layer, dot, linear = name.rpartition(".experts.")
-    here, number = held.get(f"{layer}{dot}".removesuffix(".")), linear.partition(".")[0]
-    return here is not None and number.isdecimal() and int(number) not in here
-
-
 def _of_each(asked: WeightRequest, count: int) -> Iterator[WeightRequest]:
     """Divide the request for all experts in one linear, whose outputs lie one expert after the other."""
     outputs = list(asked.outputs.items())
@@ -162,6 +153,15 @@ def _of_each(asked: WeightRequest, count: int) -> Iterator[WeightRequest]:
     order = None if asked.order is None else asked.order[:rows]
     for first in range(0, len(outputs), parts):
         yield replace(asked, outputs=dict(outputs[first : first + parts]), order=order)
+
+
+def is_held_elsewhere(name: str, held: Mapping[str, range]) -> bool:
+    """Return whether `name` is below an expert that another rank has. `held`: experts of this rank, by the
+    name that holds all experts of their layer.
+    """
+    layer, dot, linear = name.rpartition(".experts.")
+    here, number = held.get(f"{layer}{dot}".removesuffix(".")), linear.partition(".")[0]
+    return here is not None and number.isdecimal() and int(number) not in here
 
 
 class ExpertAdditions:

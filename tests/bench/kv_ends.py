@@ -7,10 +7,13 @@ ends   Seconds to the first token of a chat's next turn, from disk and computed 
        after another model took its place, and after an unload where the request itself loads the model.
 keys   Key A asks prompts, key B asks these and prompts that nobody asked. Area under the ROC curve of B's
        times to the first token, 0.5 where they tell nothing: A's blocks in memory, and on disk alone.
-swaps  Two models by turns, of which one fits in memory, each going on with its conversation. Seconds that
-       this adds to the first token of a turn on a model that stays.
-many   Ten models by turns, where two fit in memory beside the built-in one. Memory of the daemon and its
-       engines (PSS: a shared page counts once), failed requests and changed answers.
+swaps  Two models by turns, of which one fits in memory, each going on with its conversation: a turn for which
+       the model is loaded, then one on the model that stays. Seconds by which the first token of the first is
+       later, and whether the last answers are those of a conversation computed anew.
+many   Ten models by turns, where two fit in memory beside the built-in one. Memory of the engines beside what
+       was planned for them (PSS: a shared page counts once), failed requests and changed answers.
+
+The last two wait until the weights of all models are packed, as they are after a model's first minutes.
 """
 
 import argparse
@@ -151,9 +154,16 @@ def twins(model: Path, folder: Path, count: int = 2) -> list[str]:
         place = folder / "hf" / "hub" / f"models--bench--{name}"
         (place / "refs").mkdir(parents=True)
         (place / "refs" / "main").write_text("0" * 40)
-        shutil.copytree(model, place / "snapshots" / ("0" * 40))
+        shutil.copytree(model, place / "snapshots" / ("0" * 40), copy_function=link_or_copy)
         made.append(f"bench/{name}")
     return made
+
+
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
 
 
 def numbers(seed: int, count: int) -> list[int]:
@@ -271,76 +281,116 @@ def keys(options: argparse.Namespace, folder: Path) -> None:
 def swaps(options: argparse.Namespace, folder: Path) -> None:
     models = twins(options.model, folder / "data")
     told: dict[str, object] = {"model_quant": "int8", "model_ctx": 4096, "model_kv_tokens": 8192}
-    box = Box(folder / "data", **told, memory_budget=1.25 * box_bytes(folder / "data", told, models) / 1e9)
-    box.up(models[0])
+    box = Box(folder / "data", **told, memory_budget=1.25 * pack_weights(folder / "data", told, models) / 1e9)
+    box.up("builtin")
     try:
-        box.llmbox(
-            "unload", models[0]
-        )  # it was loaded by the owner, so requests for others would not evict it
+        box.llmbox("unload", "builtin")  # it would stay, as the owner's model
         chats = {name: small_numbers(number, 512) for number, name in enumerate(models)}
 
-        def turn(name: str) -> float:
-            chats[name] += small_numbers(len(chats[name]), 32)
-            return box.ask(name, chats[name])[1]
+        def turn(name: str, salt: str = "") -> tuple[str, float]:
+            if not salt:
+                chats[name] = chats[name][-3000:] + small_numbers(len(chats[name]), 32)
+            return box.ask(name, chats[name], salt=salt)
 
-        for name in chats:
+        for name in models:
             turn(name)
-        resident = [turn(name) for name in chats for _ in range(options.rounds // 2 + 1)][1:]
-        stays = statistics.median(sorted(resident)[: options.rounds])
-        assert len(box.loaded()) == 1, box.loaded()
-        added = sorted(turn(name) - stays for _ in range(options.rounds) for name in chats)
-        middle, late = statistics.median(added), added[int(len(added) * 0.95)]
+        loads, stays = list[float](), list[float]()
+        for number in range(options.rounds):
+            for name in models:
+                loads.append(turn(name)[1])
+                require(box.loaded() == [name], f"the models in memory are {box.loaded()}, not {name}")
+                text, seconds = turn(name)
+                stays.append(seconds)
+                if number == options.rounds - 1:
+                    computed, _ = turn(name, salt="anew")
+                    print(f"{name}: the conversation is intact: {text == computed}")
+        added = sorted(load - stay for load, stay in zip(loads, stays, strict=True))
+        print(f"first token on a model that stays {statistics.median(stays) * 1e3:.0f} ms (median), ", end="")
         print(
-            f"a turn on a model that stays {stays * 1e3:.0f} ms; by turns {middle * 1e3:.0f} ms more, ",
+            f"on one that is loaded {statistics.median(loads) * 1e3:.0f} ms; added, {len(added)} swaps: ",
             end="",
         )
-        print(f"p95 {late * 1e3:.0f} ms, least {added[0] * 1e3:.0f} ms")
+        print(f"median {statistics.median(added) * 1e3:.0f} ms, p95 {late(added) * 1e3:.0f} ms, ", end="")
+        print(f"{added[0] * 1e3:.0f} to {added[-1] * 1e3:.0f} ms")
+        for pid in box.pids():
+            print(f"  {title_of(pid):36} {pss(pid) / 1e6:5.0f} MB PSS")
     finally:
         box.down()
 
 
-def box_bytes(folder: Path, told: dict[str, object], models: list[str]) -> int:
-    """Return the bytes that the plan of a model has with these settings; pack the weights of all."""
+def require(condition: object, otherwise: str) -> None:
+    """Raise where a run would not show what it is for."""
+    if not condition:
+        raise RuntimeError(otherwise)
+
+
+def late(ordered: list[float]) -> float:
+    """Return the 95th percentile of sorted values."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
+
+
+def pack_weights(folder: Path, told: dict[str, object], models: list[str]) -> int:
+    """Load all models, until the weights of each are packed. Returns the bytes that one has in the plan."""
     box, found = Box(folder, **told), 0
     box.up(models[0])
+
+    def packed() -> int:
+        return sum(1 for _ in folder.glob("cache/repacked/*.weights"))
+
     try:
-        for name in models:
+        for number, name in enumerate(models, start=1):
             box.ask(name, small_numbers(0, 20), 1)
-            (info,) = [each["info"] for each in box.llmbox("ps", "--json")["models"]]
-            found = max(found, sum(info[part] for part in ("weights_bytes", "kv_bytes", "workspace_bytes")))
+            box.until(lambda wanted=number: packed() >= wanted)
+            found = max(found, planned(box)[name])
             box.llmbox("unload", name)
     finally:
         box.down()
     return found
 
 
+def planned(box: Box) -> dict[str, int]:
+    """Return the bytes of each model in memory as they were planned."""
+    parts = ("weights_bytes", "kv_bytes", "workspace_bytes")
+    models = box.llmbox("ps", "--json")["models"]
+    return {each["name"]: sum(each["info"][part] for part in parts) for each in models}
+
+
 def many(options: argparse.Namespace, folder: Path) -> None:
     models = twins(options.model, folder / "data", 10)
-    told: dict[str, object] = {"model_ctx": 1024, "model_kv_tokens": 4096}
-    budget = 3.5 * box_bytes(folder / "data", told, models[:1]) / 1e9
-    box = Box(folder / "data", **told, memory_budget=budget)
-    box.up()
+    told: dict[str, object] = {"model_quant": "int8", "model_ctx": 1024, "model_kv_tokens": 4096}
+    one = pack_weights(folder / "data", told, models)
+    box = Box(folder / "data", **told, memory_budget=2.5 * one / 1e9)
+    box.up("builtin")
     try:
+        box.llmbox("unload", "builtin")
+        box.ask(models[0], small_numbers(0, 20), 1)
         (daemon,) = box.pids("llmbox: daemon")
-        memory, texts, failed = list[int](), dict[str, str](), 0
+        whole, beyond, texts, failed = list[int](), list[float](), dict[str, str](), 0
+        most, times = 0, list[float]()
         for number in range(options.rounds):
             name = models[number % 10]
             try:
-                text, _ = box.ask(name, small_numbers(number % 10, 64))
+                text, seconds = box.ask(name, small_numbers(number % 10, 64))
+                times.append(seconds)
                 failed += texts.setdefault(name, text) != text
             except (OSError, RuntimeError) as error:
                 failed += 1
                 print(error)
-            memory.append(sum(pss(pid) for pid in (daemon, *children(daemon))))
-        half = len(memory) // 2
-        print(
-            f"{options.rounds} turns of ten models, {failed} failed or changed; memory of all processes ",
-            end="",
-        )
-        print(f"{statistics.median(memory[:half]) / 1e6:.0f} MB in the first half (median), ", end="")
-        print(
-            f"{statistics.median(memory[half:]) / 1e6:.0f} MB in the second, most {max(memory) / 1e6:.0f} MB"
-        )
+            whole.append(sum(pss(pid) for pid in (daemon, *children(daemon))))
+            if number % 10 == 0 or number == options.rounds - 1:
+                plan = planned(box)
+                most = max(most, len(plan))
+                beyond += [
+                    pss(pid) / plan[title_of(pid).removeprefix("llmbox: engine ")]
+                    for pid in box.pids("llmbox: engine bench/")
+                ]
+        require(most == 2, f"{most} models were in memory at once, not two")
+        half = len(whole) // 2
+        print(f"{options.rounds} turns of ten models, {failed} failed or changed; first token ", end="")
+        print(f"median {statistics.median(times):.2f} s, p95 {late(sorted(times)):.2f} s; ", end="")
+        print(f"an engine takes {min(beyond):.2f} to {max(beyond):.2f} of its plan; all processes ", end="")
+        print(f"{statistics.median(whole[:half]) / 1e6:.0f} MB in the first half (median), ", end="")
+        print(f"{statistics.median(whole[half:]) / 1e6:.0f} MB in the second, most {max(whole) / 1e6:.0f} MB")
     finally:
         box.down()
 

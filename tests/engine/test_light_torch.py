@@ -97,7 +97,7 @@ def test_numpy_is_left_out_without_a_word_and_can_still_be_imported() -> None:
     "before",
     [
         "import torch\n",
-        "light_torch._NVIDIA = (light_torch.Path('/none'), light_torch.Path('/'))\n",
+        "light_torch.NVIDIA_FILES = (light_torch.Path('/none'), light_torch.Path('/'))\n",
         "light_torch.os.environ[light_torch.WHOLE] = '1'\n",
     ],
 )

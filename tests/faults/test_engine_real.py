@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from llmbox.app.engines.engine_process import PrewarmedProcess
 from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, Vocabulary
+from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.sampling_params import SamplingParams
 from support.engines import kill, read_all, request, until
 from support.tiny_models import make_tiny_model
@@ -60,10 +62,14 @@ async def test_killed_in_mid_stream_the_tokens_are_the_same(tmp_path, quant):
     config = EngineConfig(
         model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=256 << 20, threads=1, quant=quant
     )
-    supervisor = Supervisor(config, SupervisorOptions(deaths=RestartLimits(pauses=(0.0,))))
+    spares = PrewarmedProcess(Launch(), keep=quant != "none")  # forked, or both started as usual
+    options = SupervisorOptions(spares=spares, deaths=RestartLimits(pauses=(0.0,)))
+    supervisor = Supervisor(config, options)
+    apart = Supervisor(config)
     try:
         await supervisor.start()
-        undisturbed = await read_all([supervisor.submit(asked(i, "a")) for i in range(8)])
+        await apart.start()
+        undisturbed = await read_all([apart.submit(asked(i, "a")) for i in range(8)])
         streams = [supervisor.submit(asked(i, "b")) for i in range(8)]
         reading = asyncio.create_task(read_all(streams))
         await until(lambda: len(streams[0].output_ids) > 20)
@@ -78,3 +84,5 @@ async def test_killed_in_mid_stream_the_tokens_are_the_same(tmp_path, quant):
         await until(lambda: supervisor.stats.blocks_used == 0)
     finally:
         await supervisor.stop()
+        await apart.stop()
+        spares.close()

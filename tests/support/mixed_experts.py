@@ -51,17 +51,14 @@ def of_rank(lora: ExpertLora, held: range) -> ExpertLora:
 class MixedExperts:
     """A mixture with adapters in slots, on some kernels. `held`: of a rank that has these experts."""
 
-    def __init__(self, ops: Ops, dtype: torch.dtype, routing: Routing, held: range | None = None) -> None:
+    def __init__(self, ops: Ops, dtype: torch.dtype, routing: Routing, held: range = range(COUNT)) -> None:
         assert ops.lora is not None
         self.ops = ops
         torch.manual_seed(0)
         gate_ups = [torch.randn(2 * INNER, HIDDEN) / HIDDEN**0.5 for _ in range(COUNT)]
         downs = [torch.randn(HIDDEN, INNER) / INNER**0.5 for _ in range(COUNT)]
-        here = range(COUNT) if held is None else held
-        packed = [
-            self._packed([weight.to(dtype) for weight in many[here.start : here.stop]])
-            for many in (gate_ups, downs)
-        ]
+        here = slice(held.start, held.stop)
+        packed = [self._packed([weight.to(dtype) for weight in many[here]]) for many in (gate_ups, downs)]
         self.mixture = Mixture(packed[0], packed[1], COUNT, 3, True, routing, held=held)
         self.sites = LoraSite(), LoraSite()
         sizes = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
@@ -71,9 +68,8 @@ class MixedExperts:
                     expert_lora(experts[:1], 2, inputs, outputs, slot),
                     expert_lora(experts[1:], 9, inputs, outputs, slot + 1),
                 ]
-                batches = [of_rank(in_dtype(lora, dtype), here) for lora in many if lora.experts]
-                if batches := [lora for lora in batches if lora.experts]:
-                    ops.lora.load_experts(site, slot, len(here), batches)
+                mine = [of_rank(in_dtype(lora, dtype), held) for lora in many if lora.experts]
+                ops.lora.load_experts(site, slot, len(held), [lora for lora in mine if lora.experts])
 
     def _packed(self, weights: list[Tensor]) -> list[object]:
         if self.ops.pack_experts is not None:

@@ -21,7 +21,6 @@ from ...config.settings import schema
 from ...errors import CliError
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Program
-from ...util.formatting import span
 from .. import output
 
 
@@ -150,8 +149,8 @@ def _print_found(found: LoadPoint, spec: PointSpec, result: OperatingPointSearch
 
 
 def _describe(spec: PointSpec) -> str:
-    ttft, tpot = span(spec.target.ttft), span(spec.target.tpot)
-    return f"{ttft} to the first token and {tpot} a token for {spec.percent} % of the requests"
+    ttft, tpot = spec.target.ttft * 1000, spec.target.tpot * 1000
+    return f"{ttft:g} ms to the first token and {tpot:g} ms a token for {spec.percent} % of the requests"
 
 
 def _nothing_within(server: Target, spec: PointSpec, result: OperatingPointSearch) -> CliError:

@@ -20,6 +20,7 @@ from ...models.adapters import (
     require_base,
     resolve_base,
 )
+from ...models.catalog import ModelRef, resolve
 from ...util import formatting
 from .. import output
 from ..root import CommandGroup
@@ -98,13 +99,23 @@ def list_(program: Program, *, as_json: bool, quiet: bool) -> None:
         for each in found:
             output.write(each.name)
     elif found:
+        memory = program.in_memory()
+        bases = {each.base: _base_shown(program, each.base, memory) for each in found}
         rows = [
-            (each.name, each.base, each.problem or str(each.rank), formatting.size(each.nbytes))
+            (each.name, bases[each.base], each.problem or str(each.rank), formatting.size(each.nbytes))
             for each in found
         ]
         output.table(("NAME", "BASE", "RANK", "SIZE"), rows)
     else:
         output.say("No adapters. Add one: llmbox lora add NAME DIR --base MODEL")
+
+
+def _base_shown(program: Program, base: str, memory: Mapping[str, ModelRef]) -> str:
+    try:
+        resolve(base, program.environ, program.names, memory)
+    except CliError:
+        return f"{base} (not here)"
+    return base
 
 
 @lora.command("rm", cls=Command)

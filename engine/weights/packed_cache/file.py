@@ -197,6 +197,7 @@ class MappedWeights:
     def __init__(self, file: BinaryIO, index: PackedIndex) -> None:
         """Map and verify the file. Raises DamagedPackedFile, or OSError when memory is short."""
         self.index = index
+        self.path = Path(file.name)
         self._items = {item.name: item for item in index.items}
         memory = mmap.mmap(file.fileno(), index.data_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         with contextlib.suppress(OSError):  # a file system without huge pages

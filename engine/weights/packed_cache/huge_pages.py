@@ -5,11 +5,14 @@ was written in large pieces: then the mapping is used directly, which costs noth
 Otherwise the data is copied once into anonymous huge pages.
 
 Huge pages of the page cache can still be slow: they stay where they were allocated when the file was written,
-perhaps in another socket's memory, or in memory that a hypervisor backs with small pages. So both are timed.
+perhaps in another socket's memory, or in memory that a hypervisor backs with small pages. So both are timed,
+until they have been found fast once since the machine started.
 """
 
+import contextlib
 import logging
 import mmap
+import os
 import statistics
 import threading
 import time
@@ -32,20 +35,38 @@ _PIECES = 16
 _PIECE = 4 << 20
 _HUGE = 2 << 20
 _SMAPS = Path("/proc/self/smaps")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_FOUND_FAST = "user.llmbox.found_fast"
 
 log = logging.getLogger(__name__)
 
 
-def in_huge_pages(mapped: Tensor) -> Tensor:
-    """Return a whole mapping that was read once, or a copy of it in huge pages. Raises OSError."""
+def in_huge_pages(mapped: Tensor, file: Path) -> Tensor:
+    """Return a whole mapping of `file` that was read once, or a copy of it in huge pages. Raises OSError."""
     if mapped.nbytes < SMALL:
         return mapped
     if huge_share(mapped.data_ptr()) < ENOUGH:
         return copy_to_huge_pages(mapped)
+    if was_fast(file):
+        return mapped
     if (speed := relative_speed(mapped)) < SPEED_ENOUGH:
         log.info("packed weights are copied: their pages are read at %.2f times the speed of new ones", speed)
         return copy_to_huge_pages(mapped)
+    note_fast(file)
     return mapped
+
+
+def was_fast(file: Path) -> bool:
+    """Return whether the pages of a file were found fast since the machine started."""
+    with contextlib.suppress(OSError, AttributeError):  # no such attribute, or a system without them
+        return os.getxattr(file, _FOUND_FAST) == _BOOT.read_bytes()
+    return False
+
+
+def note_fast(file: Path) -> None:
+    """Note beside a file that its pages were found fast. Where that fails they are timed again."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setxattr(file, _FOUND_FAST, _BOOT.read_bytes())
 
 
 def relative_speed(mapped: Tensor) -> float:

@@ -48,7 +48,7 @@ class PackedWeightSource:
         self.device = torch.device("cpu")
         self._file = file
         mapped = read_only(file.memory)
-        self._bytes = in_huge_pages(mapped)
+        self._bytes = in_huge_pages(mapped, file.path)
         self.mapped = mapped.nbytes if self._bytes is mapped else 0
         """Bytes of the file that stay mapped; 0 where they were copied."""
 

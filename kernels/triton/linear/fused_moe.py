@@ -244,15 +244,15 @@ def experts(
     """Implement `Ops.experts`. `fixed`: a row's bits never depend on its neighbors."""
     chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
     here, count = mixture.here, mixture.count
-    numbers_TK, adapted = chosen_TK, None
     if mixture.held is not None:  # rows of experts that are not here come last
-        numbers_TK = chosen_TK - here.start
-        numbers_TK = numbers_TK.masked_fill((numbers_TK < 0) | (numbers_TK >= len(here)), len(here))
+        chosen_TK = chosen_TK - here.start
+        chosen_TK = chosen_TK.masked_fill((chosen_TK < 0) | (chosen_TK >= len(here)), len(here))
+    adapted = None
     if adapters is not None and _has_some(adapters):
         assert isinstance(adapters.rows, LoraTiles)
-        sorted_S, order_S, adapted = sort_experts(numbers_TK, len(here), adapters.rows)
+        sorted_S, order_S, adapted = sort_experts(chosen_TK, len(here), adapters.rows)
     else:
-        sorted_S, order_S = numbers_TK.flatten().sort(stable=True)
+        sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
     limits = torch.arange(len(here) + 1, device=x_TE.device)
     starts_X1 = torch.searchsorted(sorted_S, limits).int()
     gate_up, down = single_linear(mixture.gate_ups), single_linear(mixture.downs)
@@ -296,8 +296,7 @@ def single_linear(linears: Sequence[Linear]) -> Linear:
 
 def sort_experts(chosen_TK: Tensor, experts: int, rows: LoraTiles) -> tuple[Tensor, Tensor, LoraTiles]:
     """Sort rows by expert and those of one expert by adapter. Return the expert of each, its number in
-    `chosen_TK`, both [S], and tiles of sorted rows with an adapter, whose slot is that of a pair. Rows of
-    number `experts` have none.
+    `chosen_TK`, both [S], and tiles of sorted rows with an adapter, whose slot is that of a pair.
     """
     count, per_row = chosen_TK.numel(), chosen_TK.shape[1]
     kinds = 1 + MAX_SLOTS
@@ -305,7 +304,7 @@ def sort_experts(chosen_TK: Tensor, experts: int, rows: LoraTiles) -> tuple[Tens
     mark_adapters_kernel[(len(rows.tiles),)](
         keys_TK, rows.tiles, PER_ROW=per_row, ROWS=TILE_ROWS, num_warps=1
     )
-    sorted_S, order_S = keys_TK.flatten().clamp(max=experts * kinds).sort(stable=True)
+    sorted_S, order_S = keys_TK.flatten().sort(stable=True)
     starts_S = torch.searchsorted(sorted_S, sorted_S)
     most = most_expert_tiles(rows, count, per_row, experts)
     tiles = torch.full((most, 1 + TILE_ROWS), -1, dtype=torch.int32, device=chosen_TK.device)
@@ -362,7 +361,7 @@ def expert_tiles_kernel(
         key = tl.load(keys + row, mask=real, other=0).to(tl.int32)
         entry = (row - tl.load(starts + row, mask=real, other=0).to(tl.int32)) % ROWS
         slot = key % KINDS - 1
-        real = real & (slot >= 0)
+        real = real & (slot >= 0) & (key // KINDS < experts)  # other ranks have the last ones
         begins = (real & (entry == 0)).to(tl.int32)
         at = tiles + (done + tl.cumsum(begins, 0) - 1) * (ROWS + 1)
         tl.store(at + 1 + entry, row, mask=real)

@@ -69,7 +69,8 @@ class TritonLora:
 
     def load_experts(self, site: LoraSite, slot: int, count: int, batches: Sequence[ExpertLora]) -> None:
         site.experts[slot], addresses_X = self._packed(batches, count)
-        self._point(site, slot, addresses_X, max(batch.weights.a_RI.shape[1] for batch in batches))
+        ranks = (batch.weights.a_RI.shape[1] for batch in batches)
+        self._point(site, slot, addresses_X, max(ranks, default=0))  # other ranks may have all of them
 
     def _packed(self, batches: Sequence[ExpertLora], count: int) -> tuple[Tensor, Tensor]:
         """Copy weights in one piece. Return it and the address of each expert's header, 0 where it has none.

@@ -54,7 +54,7 @@ def test_the_most_streams_within_the_targets(call):
     assert rows[4][-1] == "within"
     assert done.out.splitlines()[5].endswith("TPOT missed")
     assert (
-        "6 streams, 12.00 requests/s, are within 5.0 s to the first token and 65 ms a token for 95 %"
+        "6 streams, 12.00 requests/s, are within 5000 ms to the first token and 65 ms a token for 95 %"
         in done.out
     )
 

@@ -17,6 +17,7 @@ from support.fake_engine import FakeOptions, fake_launch
 
 class FakeText:
     warnings = ()
+    encoder = None
 
     def __init__(self) -> None:
         self.closed = False
@@ -52,6 +53,22 @@ def refusal(manager: EngineManager, model: str | None) -> tuple[int, str | None,
     with pytest.raises(ApiError) as refused:
         manager.get(model)
     return refused.value.status, refused.value.code, refused.value.param
+
+
+async def test_a_model_that_comes_back_finds_its_tokenizer(tmp_path):
+    loads: list[Path] = []
+
+    def load_text(path: Path) -> FakeText:
+        loads.append(path)
+        return FakeText()
+
+    models = [config(tmp_path, name) for name in "ab"]
+    async with managing(load_text) as manager:
+        for _ in range(3):
+            for model in models:
+                await manager.load(model)
+                await manager.unload(model.name)
+        assert loads == [tmp_path / "a", tmp_path / "b"]
 
 
 async def test_load_find_unload(tmp_path):

@@ -205,6 +205,8 @@ def test_a_prompt_that_was_computed_before_is_short(box):
     assert again.ttft <= again.forecast.ttft
     other = box.forecast(ids, cache_namespace="another key")
     assert other.forecast.ttft == pytest.approx(first)
+    told = replace(other.request, cache_namespace="", params=replace(other.request.params, prompt_logprobs=1))
+    assert box.queue.forecast([told]).ttft == pytest.approx(first)
 
 
 def test_choices_of_one_call_share_a_prompt(box):

@@ -2,6 +2,7 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,18 @@ def test_an_adapter_whose_files_are_gone_is_told_without_paths(server, adapters)
     assert "was removed while the request waited" in answer.text
     assert str(registry.adapters_home) not in answer.text
     assert post(server, "/v1/unload_lora_adapter", lora_name="lost").status_code == 200
+
+
+def test_an_adapter_whose_base_is_gone_is_told_without_paths(server, tmp_path):
+    registry = server.control.library.registry
+    alias = registry.read().aliases["pirate"]
+    registry.change(
+        lambda names: replace(
+            names, aliases=names.aliases | {"orphan": replace(alias, model=str(tmp_path / "gone"))}
+        )
+    )
+    answer = post(server, "/v1/completions", model="orphan", prompt="x")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert "base of the adapter 'orphan' is not on this machine" in answer.text
+    assert str(tmp_path) not in answer.text
+    assert post(server, "/v1/unload_lora_adapter", lora_name="orphan").status_code == 200

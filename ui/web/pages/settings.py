@@ -85,6 +85,7 @@ TITLES = {
     "limits.request_timeout": "Time limit of an answer",
     "limits.first_token_timeout": "Time limit of the first token",
     "limits.queue": "Queue of a model",
+    "limits.admission": "Admission of requests",
     "limits.queue_per_key": "Queue places of a key",
     "limits.stream_buffer_bytes": "Buffer of a slow stream",
     "limits.stream_timeout": "Time limit of a slow stream",

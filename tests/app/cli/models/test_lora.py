@@ -27,6 +27,10 @@ def test_an_adapter_from_its_folder_to_a_merged_model(call: Call, tmp_path: Path
     assert call("alias", "set", "pirate", "builtin").code == Exit.CONFLICT
     (row,) = json.loads(call("lora", "list", "--json").out)["adapters"]
     assert (row["name"], row["base"], row["rank"]) == ("pirate", str(base), 4)
+    assert "(not here)" not in call("lora", "list").out
+    base.rename(tmp_path / "away")
+    assert f"{base} (not here)" in call("lora", "list").out
+    (tmp_path / "away").rename(base)
     # The copy is used: the folder it came from may go.
     (folder / "adapter_model.safetensors").unlink()
     merged = call("lora", "merge", "pirate", "--out", tmp_path / "merged", "--json")

@@ -130,7 +130,7 @@ def test_small_pages_are_copied_into_huge_ones(
 
 @pytest.mark.parametrize(("read_at", "copies"), [(0.7, True), (0.95, False), (1.2, False)])
 def test_huge_pages_that_are_read_slowly_are_copied(
-    monkeypatch: pytest.MonkeyPatch, read_at: float, copies: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_at: float, copies: bool
 ) -> None:
     def read_seconds(piece: torch.Tensor) -> float:
         old = begin <= piece.data_ptr() < begin + mapped.nbytes
@@ -140,9 +140,36 @@ def test_huge_pages_that_are_read_slowly_are_copied(
     begin = mapped.data_ptr()
     monkeypatch.setattr(huge, "huge_share", lambda _: 1.0)
     monkeypatch.setattr(huge, "_read_seconds", read_seconds)
-    used = huge.in_huge_pages(mapped)
+    used = huge.in_huge_pages(mapped, tmp_path / "none")
     assert (used.data_ptr() != begin) == copies
     assert torch.equal(used, mapped)
+
+
+def test_pages_that_were_found_fast_are_not_timed_again_until_the_machine_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: dict[tuple[Path, str], bytes] = {}
+
+    def read(file: Path, name: str) -> bytes:
+        if (file, name) not in notes:
+            raise OSError
+        return notes[file, name]
+
+    speeds = [0.5, 0.95, 0.95]
+    mapped = torch.zeros(70 << 20, dtype=torch.uint8)
+    boot = tmp_path / "boot_id"
+    boot.write_text("first")
+    monkeypatch.setattr(huge, "_BOOT", boot)
+    monkeypatch.setattr(huge, "huge_share", lambda _: 1.0)
+    monkeypatch.setattr(huge, "relative_speed", lambda _: speeds.pop(0))
+    monkeypatch.setattr(huge.os, "getxattr", read)
+    monkeypatch.setattr(huge.os, "setxattr", lambda file, name, value: notes.update({(file, name): value}))
+    used = [huge.in_huge_pages(mapped, tmp_path / "a").data_ptr() == mapped.data_ptr() for _ in range(3)]
+    assert used == [False, True, True]
+    assert speeds == [0.95]
+    boot.write_text("second")
+    huge.in_huge_pages(mapped, tmp_path / "a")
+    assert speeds == []
 
 
 def test_pieces_from_all_over_a_mapping_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,17 @@ def test_adapters_of_experts(dtype: torch.dtype, near: float, scales_inputs: boo
     assert not any(changed[row] for row, slot in enumerate(slots) if slot in {-1, 9})
 
 
+def test_adapters_of_ranks_with_some_experts_whole_add_up():
+    slots = [(-1, 0, 5, 63, 5, 9)[row % 6] for row in range(20)]
+    torch.manual_seed(3)
+    x, logits = torch.randn(20, HIDDEN), torch.randn(20, COUNT)
+    ops = triton_ops(CPU, torch.float32)
+    whole = MixedExperts(ops, torch.float32, Routing())(x, logits, slots)
+    halves = [range(2), range(2, COUNT)]
+    found = [MixedExperts(ops, torch.float32, Routing(), held)(x, logits, slots) for held in halves]
+    torch.testing.assert_close(found[0] + found[1], whole, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("quant", [None, "int8", "w8a8"])
 def test_bits_of_a_row_of_experts_do_not_depend_on_the_others(quant: str | None) -> None:
     """Runs of more rows than a tile has; base weights and inputs in eight bits too."""
