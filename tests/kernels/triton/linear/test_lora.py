@@ -197,19 +197,6 @@ def test_bits_of_a_row_of_experts_do_not_depend_on_the_others(quant: str | None)
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.parametrize("held", [range(2), range(2, COUNT)])
-def test_adapters_of_some_experts(held: range) -> None:
-    """Rows of other ranks' experts get nothing, whatever adapter they have."""
-    slots = slots_of_many(40)
-    torch.manual_seed(3)
-    x, logits = torch.randn(40, HIDDEN), torch.randn(40, COUNT)
-    logits[:4, held.start : held.stop] -= 20
-    got = MixedExperts(triton_ops(CPU, torch.float32), torch.float32, Routing(), held)(x, logits, slots)
-    expected = MixedExperts(REFERENCE, torch.float32, Routing(), held)(x, logits, slots)
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-    assert held.start or not got[:4].any()
-
-
 def test_adapters_of_experts_come_and_go() -> None:
     """What an expert has nothing of is left, and so is all of a slot that was emptied."""
     ops = triton_ops(CPU, torch.float32)
