@@ -26,8 +26,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("app/", "engine/", "kernels/", "ui/")
-BACKGROUND = ("app/telemetry/", "app/tracing/", "app/lifecycle/", "app/logging/", "app/daemon/")
-"""Files of tasks that run beside requests. Calls below such a task are not the request's."""
+BACKGROUND = (
+    "app/telemetry/", "app/tracing/", "app/lifecycle/", "app/logging/", "app/daemon/", "engine/weights/packed_cache/",
+)  # fmt: skip
+"""Files of tasks and threads that run beside requests. Calls below such a task are not the request's."""
 PATIENCE_S = 120.0
 MAX_TOKENS = 24
 
@@ -96,7 +98,7 @@ class Recorder:
         return self._known[code]
 
     def _is_background(self, frame: FrameType) -> bool:
-        """Tell whether the outermost frame of the task belongs to a background task."""
+        """Tell whether the outermost frame of the task or thread belongs to the background."""
         outermost, above = self._call_of(frame), frame.f_back
         while above is not None and above.f_code.co_qualname != "Handle._run":
             outermost = self._call_of(above) or outermost

@@ -1,5 +1,6 @@
 """Limits of the code's size and shape (`make metrics`); a number beyond its aim is held at today's value."""
 
+import gc
 import importlib.util
 import sys
 from pathlib import Path
@@ -19,13 +20,22 @@ def load(name):
 metrics = load("code_metrics")
 request_flow = load("request_flow")
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_collections():
+    """The trees of all modules stay: each collection would go through them."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 FLAT = 15
 
 MODULE_LINES = 400
 
-MODULES_TODAY = 598
+MODULES_TODAY = 583
 DUPLICATED_TODAY = 12
-FLOW_FILES_TODAY = 111
+FLOW_FILES_TODAY = 108
 
 
 def test_no_folder_but_a_dialect_has_many_files_flat():

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -27,11 +28,14 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@cache
 def imported_by(file: Path) -> set[str]:
     """Top names of absolute imports, those for type checkers left out."""
     names: set[str] = set()
 
     def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.expr):  # holds no statement: most nodes of a file are these
+            return
         if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
             return
         if isinstance(node, ast.Import):

@@ -5,14 +5,19 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from support.lanes import nightly
+from support.lanes import NIGHTLY, nightly
 
 ROOT = Path(__file__).parents[3]
+CACHE = Path(tempfile.gettempdir()) / f"llmbox-test-triton-{os.geteuid()}"
+"""Compiled kernels of earlier runs. Triton finds one by its source, its arguments and the compiler's version:
+only kernels that have changed are compiled again. A night begins with none.
+"""
 MOST_SPILLED = 64
 """Bytes a thread. A few registers' worth goes to the first cache; more is a tile that is too large."""
 
@@ -30,7 +35,7 @@ def test_every_kernel_compiles_and_fits(tmp_path: Path, target: int, choice: str
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join([f"{ROOT}/packaging/tree", f"{ROOT}/tests"])
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path if NIGHTLY else CACHE), "PYTHONPATH": paths}
     command = [sys.executable, "-P", "-m", "gpu.compile", choice, "--json", "--jobs", "1"]
     command += ["--targets", str(target)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)

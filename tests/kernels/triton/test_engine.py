@@ -17,6 +17,7 @@ from llmbox.kernels.triton.linear import tile_config as tiles
 from llmbox.kernels.triton.linear.linear import W8A8Linear, WeightOnlyIntLinear
 from support.fake_quantized import fake_quantized_ops
 from support.fp8_checkpoint import compressed, round_by_output, round_to_blocks, spread
+from support.lanes import nightly
 from support.real_engines import ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
@@ -29,9 +30,8 @@ PROMPTS = {"a": range(3, 22), "b": [5, 9, 11]}
         ("qwen3", {"dtype": "float32"}),
         ("llama", {"dtype": "float32", "deterministic": True}),
         ("qwen3_moe", {"dtype": "float32"}),
-        ("smollm3", {"dtype": "float32"}),
-        ("olmo2", {"dtype": "float32"}),
-        ("granite", {"dtype": "float32"}),
+        # Kernels of those above, in another order or with multipliers.
+        *(nightly(arch, {"dtype": "float32"}) for arch in ("smollm3", "olmo2", "granite")),
         ("gemma2", {"dtype": "float32"}),
         ("gemma3_text", {"dtype": "float32", "deterministic": True}),
         ("gpt_oss", {"dtype": "float32"}),

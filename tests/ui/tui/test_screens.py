@@ -11,10 +11,12 @@ import pytest
 from rich.style import Style
 
 from llmbox.ui.tui.app import SCREENS
+from support.lanes import nightly
 from support.snapshots import erring_tick, failing_tick, idle_tick, tick
 
 FOLDER = Path(__file__).parent / "screens"
-SIZES = ((80, 24), (120, 40), (200, 60))
+SIZES = ((80, 24), nightly((120, 40)), (200, 60))
+"""The middle one each night: other tests draw screens of that size too."""
 
 
 def told(style: Style | None) -> str:

@@ -402,9 +402,11 @@ def test_a_buffer_that_cannot_be_made_fails_no_step(tmp_path, engines, monkeypat
 
 def test_a_close_waits_for_no_copy_beyond_its_time(tmp_path, engines, monkeypatch):
     """A rank that stands still would hold the engine for half a minute."""
-    engine = engines(tmp_path)
-    engine.tiers.blocks.memory.polls = 1_000_000
-    serve(engine, [make_request("a", range(100, 132), max_tokens=1)])
+    engine = engines(tmp_path, polls=1_000_000)
+    engine.add(make_request("a", range(100, 132), max_tokens=1))
+    for _ in range(5):
+        engine.step()
+    assert engine.tiers.writes._copies
 
     def refuse(_):
         raise AssertionError("waited")
