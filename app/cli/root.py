@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "key": (".admin.key:key", "API keys: make, list, rotate, revoke."),
     "requests": (".admin.requests:requests", "Read the request log, follow it, cancel a request."),
     "why": (".admin.why:why", "Show where the time of one request went."),
+    "replay": (".admin.replay:replay", "Compute past scheduling again, also with other limits."),
     "logs": (".server.logs:logs", "Read the daemon's log."),
     "stats": (".admin.stats:stats", "Show current load and throughput."),
     "top": ("llmbox.ui.tui.command:top", "Watch devices, requests, models and memory in the terminal."),
@@ -72,7 +73,7 @@ SECTIONS: Final = {
         *("adopt", "import", "quantize", "rm", "df"),
     ),
     "Daemon": ("status", "restart", "serve", "service", "ray", "logs", "stats", "dash"),
-    "Requests and access": ("share", "key", "connect", "mcp", "requests", "why", "batch", "bench"),
+    "Requests and access": ("share", "key", "connect", "mcp", "requests", "why", "replay", "batch", "bench"),
 }
 """Commands by group, in the order of `llmbox --help`. The others stand in a group at the end."""
 

@@ -66,6 +66,7 @@ def sequence_records(request: "OpenRequest", ended: float) -> list[bytes]:
             prompt_tokens=len(stream.request.prompt_ids),
             cached_tokens=cached,
             output_tokens=len(stream.output_ids),
+            schedule=stream.times.schedule if stream.times else b"",
             **values,
             **_phases(stream.times, end),
         )

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 
 import llmbox.migrations
+from llmbox.engine.ipc.schedule_record import decode_schedule
 
 from ..errors import CliError, Exit
 from .conversations import ChatToolServer
+from .sequence_record import decode_sequence
 from .tool_secrets import without_values
 
 BUSY_S = 10.0
@@ -51,6 +53,28 @@ def examine(path: Path) -> DatabaseState:
         rows=rows,
         findings=[] if sound else findings,
     )
+
+
+def read_schedules(
+    path: Path, since: float, until: float, model: str | None
+) -> tuple[list[bytes], dict[int, list[str]]]:
+    """Read the encoded `ScheduleRecord`s of requests that came in this time (Unix seconds), and the models of
+    each engine by its `run`. `model`: engines that answered for it, with all their sequences.
+    """
+    statement = (
+        "SELECT request.model, sequence_times.data FROM sequence_times JOIN request USING (seq)"
+        " WHERE request.created BETWEEN ? AND ?"
+    )
+    found, models = list[tuple[int, bytes]](), dict[int, set[str]]()
+    with open_file(path) as connection:
+        for name, data in connection.execute(statement, (since, until)):
+            times = decode_sequence(data)
+            schedule = None if times is None else decode_schedule(times.schedule)
+            if times is not None and schedule is not None:
+                found.append((schedule.run, times.schedule))
+                models.setdefault(schedule.run, set()).add(name)
+    kept = {run: sorted(names) for run, names in models.items() if model is None or model in names}
+    return [data for run, data in found if run in kept], kept
 
 
 def back_up(path: Path, target: Path) -> None:

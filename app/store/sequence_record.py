@@ -58,6 +58,8 @@ class SequenceRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    schedule: bytes = b""
+    """`ScheduleRecord` of the engine, encoded: at most 200 bytes more."""
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -44,7 +44,7 @@ class RequestTracer:
 
         `traceparents`: values of its headers of this name. `server`: ASGI's (address, port).
         """
-        caller = parse_traceparent(traceparents)
+        caller = parse_traceparent(traceparents) if traceparents else None
         is_on = self._exporter is not None
         if caller is None and not (is_on and random.random() < self._share):  # noqa: S311 - no secret
             return None

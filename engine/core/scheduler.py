@@ -26,10 +26,11 @@ from .outputs import add_up, finish_reason, make_failure_output, make_pooling_ou
 from .preemption import RunningRequests
 from .request import Request
 from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue
+from .schedule_recorder import ScheduleRecorder
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
-from .step_ledger import SequenceClock, StepLedger
+from .step_ledger import StepLedger
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -52,7 +53,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager(config, pool)
         self.drafting = DraftScheduler(config, self.kv_cache, proposers, clock)
         self._clock = clock
-        self.ledger = StepLedger(clock)
+        self.ledger = StepLedger(clock, ScheduleRecorder(config, self.kv_cache))
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}
         self._flows = Flows()
@@ -98,8 +99,8 @@ class Scheduler:
         # Unique, so that "newest" and "first come" are decided even when the clock does not advance.
         self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
         request.arrived_at = self._last_arrival
-        request.clock = SequenceClock(self.ledger, request.arrived_at)
         sibling = self._sibling(request)
+        self.ledger.begin(request, sibling)
         self._requests[request.request_id] = request
         self._flows.enter(request)
         if sibling is not None and not sibling.has_computed_prompt and self.config.batching != "static":
@@ -150,6 +151,7 @@ class Scheduler:
         second one.
         """
         plan = StepPlan()
+        self.ledger.note_step(pipeline)
         for request in self.kv_cache.take_in(is_decoding=bool(self._running)):
             self._waiting.release(request)
         if self.images is not None:

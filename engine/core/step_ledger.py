@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..ipc.messages import StepWork
 from ..ipc.sequence_times import PhaseTimes, SequenceTimes
+from .microbatching import PipelineDepth
+from .schedule_recorder import ScheduleRecorder
 
 if TYPE_CHECKING:
     from .request import Request
@@ -67,9 +69,11 @@ class SequenceClock:
         self._close()
         self._phase = self._phases.setdefault("decode", PhaseTimes())
 
-    def end(self) -> SequenceTimes:
+    def end(self, schedule: bytes) -> SequenceTimes:
+        """End the sequence. `schedule`: its encoded `ScheduleRecord`."""
         self._close()
         return SequenceTimes(
+            schedule=schedule,
             arrived_at=self._arrived_at,
             ended_at=self._since,
             preemptions=self._preemptions,
@@ -124,8 +128,10 @@ class SequenceClock:
 class StepLedger:
     """Totals of all steps of one engine. Written by the engine, read by the clocks of its sequences."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], recorder: ScheduleRecorder) -> None:
         self.clock = clock
+        self.recorder: ScheduleRecorder | None = recorder
+        """None: nothing is recorded, as when a record is replayed."""
         self.totals = ZERO
         self.work = StepWork()
         self._ended: dict[str, SequenceTimes] = {}
@@ -161,10 +167,22 @@ class StepLedger:
             prefill_tokens=work.prefill_tokens + prompts,
         )
 
+    def begin(self, request: "Request", sibling: "Request | None") -> None:
+        """Begin the times of a sequence that arrives. `sibling`: the choice whose prompt it shares."""
+        request.clock = SequenceClock(self, request.arrived_at)
+        if self.recorder is not None:
+            self.recorder.begin(request, sibling)
+
+    def note_step(self, pipeline: PipelineDepth) -> None:
+        """Count a step that is about to be scheduled."""
+        if self.recorder is not None:
+            self.recorder.note_step(pipeline)
+
     def end(self, request: "Request") -> None:
         """Keep the times of a sequence that leaves the engine until `take`."""
         if request.clock is not None:
-            self._ended[request.request_id] = request.clock.end()
+            schedule = b"" if self.recorder is None else self.recorder.end(request, self.clock())
+            self._ended[request.request_id] = request.clock.end(schedule)
 
     def take(self) -> dict[str, SequenceTimes]:
         """Return the times of sequences that ended since the last call."""

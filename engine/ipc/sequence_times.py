@@ -44,3 +44,5 @@ class SequenceTimes:
     recompute: PhaseTimes = field(default_factory=PhaseTimes)
     """Phase of tokens that were computed again after a preemption."""
     decode: PhaseTimes = field(default_factory=PhaseTimes)
+    schedule: bytes = b""
+    """Encoded `ScheduleRecord`; empty: none was made."""

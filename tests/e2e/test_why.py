@@ -9,7 +9,11 @@ import pytest
 
 from llmbox.app.config.settings import Settings, TelemetrySettings
 from llmbox.app.inspect.why import request_time
+from llmbox.app.store.database_file import read_schedules
+from llmbox.engine.core.replay.schedule_replay import WhatIf
+from llmbox.engine.ipc.schedule_record import decode_schedule
 from llmbox.engine.ipc.spawn import Launch
+from llmbox.engine.process.replay_job import replay_records
 from support.cli_box import PATIENCE, until
 from support.openai_server import serving
 from support.otlp_collector import collecting
@@ -25,7 +29,7 @@ def server(tmp_path_factory):
         settings = replace(Settings(), telemetry=traces)
         with serving(folder / "data", Launch(), settings=settings) as server:
             server.load(model, "tiny", device="cpu", threads=1, memory_bytes=256 << 20)
-            server.collector = collector
+            server.collector, server.model = collector, model
             yield server
 
 
@@ -84,6 +88,23 @@ def test_its_phases_are_spans(server):
     nanos = sum(int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]) for span in spans.values())
     assert nanos == pytest.approx(1e9 * told.total_s, rel=0.02)
     assert {span["parentSpanId"] for span in spans.values()} == {whole["spanId"]}
+
+
+def test_the_steps_of_all_requests_are_replayed(server):
+    server.load(server.model, "plain", device="cpu", threads=1, memory_bytes=256 << 20, speculate="off")
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask, server, words, model="plain") for words in (8, 16, 32, 64, 16, 8)]
+        assert all(each.result() for each in asked)
+    log = server.services.request_log
+    server.call(log.get_times("none"))
+    encoded, models = read_schedules(log.path, 0.0, time.time(), "plain")
+    report = replay_records([decode_schedule(each) for each in encoded], WhatIf(), lambda _: None)
+    (run,) = report.runs
+    assert models == {run.run: ["plain"]}
+    assert (run.missing, run.begun_before, run.inexact) == (0, 0, {})
+    assert run.recorded.requests == run.ends == run.same_ends == 6
+    assert run.recorded.prefix_hits > 0
+    assert run.recorded.output_tokens == 6 * 32
 
 
 def test_a_client_that_left(server):

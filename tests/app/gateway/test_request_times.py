@@ -3,12 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from llmbox.app.engines.request_journal import RequestJournal, TokenStream
 from llmbox.app.gateway.request_times import ExchangeClock, call_after_times, sequence_records
 from llmbox.app.inspect.why import split
 from llmbox.app.store.sequence_record import decode_sequence, encode_sequence
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
+from llmbox.engine.ipc.schedule_record import MOST_BYTES
 from llmbox.engine.ipc.sequence_times import PhaseTimes, SequenceTimes
 from llmbox.engine.sampling_params import SamplingParams
 
@@ -119,6 +121,9 @@ def test_a_record_is_at_most_200_bytes():
         stream(times=times, sent_at=-9.0, lost_s=70.0), ended=HOUR + 9, stalls=[(HOUR + 8, 3.0)]
     )
     assert len(encode_sequence(record)) <= 200
+    told = replace(record, schedule=b"x" * MOST_BYTES)
+    assert len(encode_sequence(told)) <= 200 + MOST_BYTES + 2
+    assert decode_sequence(encode_sequence(told)) == told
     assert decode_sequence(b"\xc1") is None
 
 

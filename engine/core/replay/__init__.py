@@ -1,0 +1,1 @@
+"""Replay of recorded scheduling, and what its steps cost."""

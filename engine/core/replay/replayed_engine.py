@@ -1,0 +1,207 @@
+"""Scheduler and KV cache without a model: what the records say stands for the tokens."""
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ...config import SchedulerConfig
+from ...errors import DoesNotFit
+from ...ipc.schedule_record import POOLED, POOLED_LAST, PROMPT_LOGPROBS, EngineFacts, ScheduleRecord
+from ...sampling_params import SamplingParams
+from ..kv_cache.block_pool import BlockPool
+from ..microbatching import PipelineDepth
+from ..request import Request
+from ..scheduler import Scheduler
+from ..step import SampledToken, StepPlan, StepResult
+
+GOING_ON: Final = SampledToken(0)
+LAST: Final = SampledToken(1)
+OnPlan = Callable[[StepPlan], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduleOutcome:
+    """Outcome of one replay. Times are in seconds."""
+
+    requests: int = 0
+    refused: int = 0
+    """Sequences that can never fit into these limits."""
+    steps: int = 0
+    rows: int = 0
+    """Sequences in each step, summed."""
+    tokens: int = 0
+    """Tokens computed: of prompts, answers, and again after preemptions."""
+    output_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    most_running: int = 0
+    most_waiting: int = 0
+    most_blocks: int = 0
+    """Blocks in use at most, without those that only the prefix cache held."""
+    span_s: float = 0.0
+    """From the first arrival to the last end."""
+    queue_s: list[float] = field(default_factory=list)
+    """Waits for the first admission: the 50th, 95th and 99th percentile, and the longest; as the next two."""
+    first_token_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+
+
+class ReplayedEngine:
+    """A scheduler with its cache, driven as `Engine` drives them; the tokens come from the records."""
+
+    def __init__(self, facts: EngineFacts, clock: Callable[[], float], on_plan: OnPlan | None = None) -> None:
+        config = SchedulerConfig(
+            context=facts.context,
+            max_running=facts.max_running,
+            token_budget=facts.token_budget,
+            batching="static" if facts.static else "continuous",
+            chunked_prefill=facts.chunked,
+            premium_share=facts.premium_share,
+            ageing_seconds=facts.ageing,
+            watermark=facts.watermark,
+            state_slots=facts.state_slots,
+            window=facts.window,
+            window_blocks=facts.window_blocks,
+        )
+        pool = BlockPool(facts.num_blocks, facts.block_size, enable_prefix_cache=facts.caching)
+        self.scheduler = Scheduler(config, pool, clock)
+        self.scheduler.ledger.recorder = None
+        self.outcome = ScheduleOutcome()
+        self._depth = facts.depth
+        self._pipeline = PipelineDepth(facts.stages, facts.depth + 1 - facts.stages)
+        self._launched: deque[StepPlan] = deque()
+        self._is_stuck = False
+        self._clock, self._on_plan = clock, on_plan
+        self._outputs: dict[str, float] = {}
+        """Output of each sequence at its end; infinite for one that is aborted."""
+        self._open: dict[str, Request] = {}
+        self._queue_s: list[float] = []
+        self._first_s: list[float] = []
+        self._end_s: list[float] = []
+        self._last_end = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._launched)
+
+    def add(self, record: ScheduleRecord, names: list[bytes], priority: int, output: float) -> None:
+        """Queue a sequence, as it was when it came. It ends with `output` tokens."""
+        name, known = str(record.number), record.prompt + record.resumed
+        request = Request(
+            request_id=name,
+            prompt_ids=[0] * record.prompt,
+            params=_params(record),
+            priority=priority,
+            tenant=str(record.tenant),
+            fork_of=str(record.fork) if record.fork >= 0 else None,
+            token_ids=[0] * known,
+            block_hashes=names,
+        )
+        self.outcome.requests += 1
+        try:
+            self.scheduler.add(request)
+        except DoesNotFit:
+            self.outcome.refused += 1
+            return
+        self._outputs[name] = output
+        self._open[name] = request
+
+    def abort(self, number: int) -> bool:
+        """Remove a sequence. False if it is not there."""
+        name = str(number)
+        if not self.scheduler.abort(name):
+            return False
+        self._note_end(name)
+        return True
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if no step can be planned before another sequence comes or is aborted."""
+        return self._is_stuck
+
+    def schedule(self) -> StepPlan:
+        """Plan one step and launch it."""
+        plan = self.scheduler.schedule(self._pipeline)
+        self._is_stuck = not (plan.rows or self._launched)
+        outcome = self.outcome
+        if plan.rows:
+            self._launched.append(plan)
+            outcome.steps += 1
+            outcome.rows += len(plan.rows)
+            outcome.tokens += plan.num_tokens
+            if self._on_plan is not None:
+                self._on_plan(plan)
+        outcome.most_running = max(outcome.most_running, self.scheduler.num_running)
+        outcome.most_waiting = max(outcome.most_waiting, self.scheduler.num_waiting)
+        outcome.most_blocks = max(outcome.most_blocks, self.scheduler.pool.num_used)
+        return plan
+
+    def collect(self, plan: StepPlan) -> list[int]:
+        """Apply the oldest launched step, if it is due. Returns the numbers of sequences that ended."""
+        if not self._launched or (plan.rows and len(self._launched) <= self._depth):
+            return []
+        oldest, ended, now = self._launched.popleft(), [], self._clock()
+        for output in self.scheduler.update(oldest, self._result(oldest)):
+            request = self._open[output.request_id]
+            if request.num_output == 1 and output.token_ids:
+                self._first_s.append(now - request.arrived_at)
+            self.outcome.output_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                self._note_end(output.request_id)
+                ended.append(int(output.request_id))
+        return ended
+
+    def finish(self, began: float) -> ScheduleOutcome:
+        """Return the outcome. `began`: the clock at the first arrival."""
+        outcome, scheduler = self.outcome, self.scheduler
+        outcome.preemptions = scheduler.active.preemptions
+        outcome.evictions = scheduler.pool.evictions
+        outcome.prefix_queries = scheduler.kv_cache.prefix_queries
+        outcome.prefix_hits = scheduler.kv_cache.prefix_hits
+        outcome.span_s = max(0.0, self._last_end - began)
+        outcome.queue_s = percentiles(self._queue_s)
+        outcome.first_token_s = percentiles(self._first_s)
+        outcome.end_s = percentiles(self._end_s)
+        return outcome
+
+    def _note_end(self, name: str) -> None:
+        request, now = self._open.pop(name), self._clock()
+        del self._outputs[name]
+        scheduled = now if request.scheduled_at is None else request.scheduled_at
+        self._queue_s.append(scheduled - request.arrived_at)
+        self._end_s.append(now - request.arrived_at)
+        self._last_end = now
+        self.scheduler.ledger.take()
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        outputs, tokens, pooled = self._outputs, dict[str, SampledToken](), dict[str, "array[int]"]()
+        for row in plan.rows:
+            request = row.request
+            name = request.request_id
+            if row.samples:
+                is_last = row.end - request.num_prompt + 1 >= outputs.get(name, math.inf)
+                tokens[name] = LAST if is_last else GOING_ON
+            elif request.pools:
+                pooled[name] = array("q")
+        return StepResult(tokens=tokens, pooled=pooled)
+
+
+def _params(record: ScheduleRecord) -> SamplingParams:
+    flags = record.flags
+    params = SamplingParams(max_tokens=record.limit, stop_token_ids=(LAST.token_id,))
+    if flags & POOLED:
+        return replace(params, pooling="last" if flags & POOLED_LAST else "mean")
+    return replace(params, prompt_logprobs=0) if flags & PROMPT_LOGPROBS else params
+
+
+def percentiles(values: list[float]) -> list[float]:
+    """Return the 50th, 95th and 99th percentile by nearest rank, and the largest; none of no values."""
+    ordered = sorted(values)
+    ranks = [math.ceil(share * len(ordered)) - 1 for share in (0.5, 0.95, 0.99, 1.0)]
+    return [ordered[rank] for rank in ranks] if ordered else []

@@ -1,0 +1,201 @@
+"""Replay of scheduling: the real `Scheduler` and KV cache over recorded sequences, without a model.
+
+`ScheduleReplay.follow` puts every arrival and abort between the same two steps as it was, so the steps are
+the same, and fits what a step costs from the recorded times. `ScheduleReplay.simulate` then has arrivals at
+their times and steps that take what they cost, also with other limits than the recorded ones.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ...errors import EngineError
+from ...ipc.schedule_record import ABORTED, EngineFacts, ScheduleRecord
+from .replayed_engine import OnPlan, ReplayedEngine, ScheduleOutcome
+from .step_cost import StepCost, StepWork, fit_cost
+
+_BLOCK_BITS: Final = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """Limits to replay with in place of the recorded ones; None: as recorded."""
+
+    num_blocks: int | None = None
+    block_factor: float | None = None
+    """Multiple of the recorded blocks, in place of a number."""
+    max_running: int | None = None
+    token_budget: int | None = None
+    caching: bool | None = None
+    ignore_priorities: bool = False
+
+    @property
+    def changes(self) -> bool:
+        return self != WhatIf()
+
+    def apply(self, facts: EngineFacts) -> EngineFacts:
+        """Return facts with these limits. A budget below the running sequences is raised to them, unless both
+        are given, which `SchedulerConfig` refuses.
+        """
+        running = facts.max_running if self.max_running is None else self.max_running
+        budget = self.token_budget
+        if budget is None:
+            budget = max(facts.token_budget, running)
+        elif self.max_running is None:
+            running = min(running, budget)
+        values = {name: getattr(facts, name) for name in facts.__struct_fields__}
+        values |= {"max_running": running, "token_budget": budget}
+        if self.num_blocks is not None:
+            values |= {"num_blocks": self.num_blocks}
+        elif self.block_factor is not None:
+            values |= {"num_blocks": max(1, round(self.block_factor * facts.num_blocks))}
+        if self.caching is not None:
+            values |= {"caching": self.caching}
+        return EngineFacts(**values)
+
+
+class RecordedBlocks:
+    """Names of the blocks of recorded sequences: equal where their tokens were equal."""
+
+    def __init__(self, records: Iterable[ScheduleRecord]) -> None:
+        self._links = {record.number: (record.owner, record.shared) for record in records}
+
+    def names_of(self, record: ScheduleRecord, block_size: int) -> list[bytes]:
+        """Return the names of all full blocks of a sequence, in order."""
+        number, end = record.number, (record.prompt + record.output) // block_size
+        parts = []
+        while end > 0:
+            owner, shared = self._links.get(number, (-1, 0))
+            first = number << _BLOCK_BITS
+            parts.append([(first + place).to_bytes(16, "big") for place in range(min(shared, end), end)])
+            number, end = owner, min(end, shared)
+        return [name for part in reversed(parts) for name in part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedSchedule:
+    """Replay of the steps as they were."""
+
+    outcome: ScheduleOutcome
+    cost: StepCost
+    same_ends: int
+    """Sequences that ended in the same step as recorded."""
+    ends: int
+    """Sequences that ended by their tokens."""
+
+
+class ScheduleReplay:
+    """Sequences of one engine, to be replayed. Those that are missing leave holes."""
+
+    def __init__(self, records: Sequence[ScheduleRecord]) -> None:
+        """`records`: at least one, all of one engine, in any order."""
+        self.records = sorted(records, key=lambda record: record.number)
+        self.facts = records[0].facts
+        self._blocks = RecordedBlocks(records)
+
+    def follow(self, on_plan: OnPlan | None = None) -> FollowedSchedule:
+        """Replay with arrivals and aborts between the same steps as recorded."""
+        clock = _RecordedClock(self.records)
+        engine = ReplayedEngine(self.facts, clock, on_plan)
+        work, samples = StepWork(), list[tuple[list[float], float]]()
+        ends, same = {record.number: record.end_call for record in self.records}, 0
+        natural, is_busy, since, earlier = 0, False, 0.0, StepWork()
+        began = clock.now = self.records[0].arrived / 1e6
+        for call, now, record, arrives in _events(self.records):
+            while clock.calls < call and engine.has_work:
+                clock.calls += 1
+                plan = engine.schedule()
+                work.add(plan)
+                clock.now = clock.time_at(clock.calls)
+                for number in engine.collect(plan):
+                    natural += 1
+                    same += ends[number] == clock.calls
+            if is_busy and clock.calls == call:
+                samples.append((work.since(earlier), now - since))
+            clock.calls, clock.now = call, now
+            if arrives:
+                output = math.inf if record.flags & ABORTED else record.output
+                engine.add(record, self._names(record), record.priority, output)
+            elif record.flags & ABORTED:
+                engine.abort(record.number)
+            since, earlier, is_busy = now, work.copy(), engine.has_work
+        while engine.has_work:  # what ends later than recorded
+            natural += len(engine.collect(engine.schedule()))
+            _refuse_stuck(engine)
+        return FollowedSchedule(
+            outcome=engine.finish(began), cost=fit_cost(samples), same_ends=same, ends=natural
+        )
+
+    def simulate(
+        self, cost: StepCost, what_if: WhatIf | None = None, on_plan: OnPlan | None = None
+    ) -> ScheduleOutcome:
+        """Replay with arrivals at their recorded times and steps that take what they cost.
+
+        A sequence that was aborted ends with as many tokens as it had; without any, at the time of its abort.
+        """
+        what_if = what_if or WhatIf()
+        clock = _RecordedClock()
+        engine = ReplayedEngine(what_if.apply(self.facts), clock, on_plan)
+        began = clock.now = self.records[0].arrived / 1e6
+        events = deque(sorted(_events(self.records), key=lambda event: event[1]))
+        while events or engine.has_work:
+            while events and events[0][1] <= clock.now:
+                _, _, record, arrives = events.popleft()
+                gives_up = bool(record.flags & ABORTED) and record.output == record.resumed
+                if arrives:
+                    priority = 0 if what_if.ignore_priorities else record.priority
+                    output = math.inf if gives_up else record.output
+                    engine.add(record, self._names(record), priority, output)
+                elif gives_up:
+                    engine.abort(record.number)
+            if engine.has_work:
+                plan = engine.schedule()
+                clock.now += cost.seconds(plan)
+                engine.collect(plan)
+            if events and (engine.is_stuck or not engine.has_work):
+                clock.now = max(clock.now, events[0][1])
+            elif engine.has_work:
+                _refuse_stuck(engine)
+        return engine.finish(began)
+
+    def _names(self, record: ScheduleRecord) -> list[bytes]:
+        return self._blocks.names_of(record, self.facts.block_size)
+
+
+class _RecordedClock:
+    """Clock between recorded moments: steps between two of them took equally long."""
+
+    def __init__(self, records: Sequence[ScheduleRecord] = ()) -> None:
+        self.now = 0.0
+        self.calls = 0
+        self._moments = sorted((call, at) for call, at, _, _ in _events(records))
+        self._place = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def time_at(self, calls: int) -> float:
+        """Return when that many steps had been scheduled and applied."""
+        moments = self._moments
+        while self._place < len(moments) and moments[self._place][0] < calls:
+            self._place += 1
+        if self._place == len(moments):
+            return self.now
+        call, at = moments[self._place]
+        before, since = moments[self._place - 1] if self._place else (0, self.now)
+        part = (calls - before) / (call - before) if call > before else 1.0
+        return max(self.now, since + part * (at - since))
+
+
+def _events(records: Sequence[ScheduleRecord]) -> list[tuple[int, float, ScheduleRecord, bool]]:
+    """Return (steps scheduled before, time, record, whether it arrives) of arrivals and ends, in order."""
+    found = [(each.call, each.arrived / 1e6, each, True) for each in records]
+    found += [(each.end_call, each.ended / 1e6, each, False) for each in records]
+    return sorted(found, key=lambda event: (event[0], event[1], event[2].number, not event[3]))
+
+
+def _refuse_stuck(engine: ReplayedEngine) -> None:
+    if engine.is_stuck:
+        raise EngineError("the recorded sequences cannot be replayed: no step can be planned any more")

@@ -1,0 +1,123 @@
+"""What is recorded of a sequence: small, with places in place of hashes, and bounded in memory."""
+
+import msgspec
+import pytest
+
+from llmbox.engine.core.schedule_recorder import ScheduleRecorder
+from llmbox.engine.ipc.schedule_record import (
+    ABORTED,
+    MOST_BYTES,
+    EngineFacts,
+    ScheduleRecord,
+    decode_schedule,
+    encode_schedule,
+)
+from support.clock import Clock
+from support.scheduling import make_request, make_scheduler, step
+
+MOST = 2**31
+
+
+def run(scheduler, *requests):
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        step(scheduler)
+    return [decode_schedule(times.schedule) for times in scheduler.ledger.take().values()]
+
+
+def test_a_record_of_a_day_s_largest_numbers_is_small():
+    day = 86_400 * 10**6
+    facts = EngineFacts(
+        context=10**6,
+        max_running=4096,
+        token_budget=65_536,
+        num_blocks=10**6,
+        block_size=16,
+        premium_share=0.25,
+        watermark=0.01,
+        depth=4,
+        stages=4,
+        state_slots=70_000,
+        window=70_000,
+        window_blocks=10**6,
+    )
+    record = ScheduleRecord(
+        run=2**32 - 1,
+        facts=facts,
+        number=10**7,
+        call=10**8,
+        arrived=day,
+        prompt=10**6,
+        resumed=10**6,
+        output=10**6,
+        limit=10**6,
+        end_call=10**8,
+        ended=day,
+        flags=255,
+        priority=-(2**31),
+        tenant=10_000,
+        fork=10**7,
+        owner=10**7,
+        shared=10**5,
+    )
+    data = encode_schedule(record)
+    assert decode_schedule(data) == record
+    assert len(data) <= MOST_BYTES <= 200
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode([1])])
+def test_records_of_other_versions_are_none(data):
+    assert decode_schedule(data) is None
+
+
+def test_places_of_a_chat_and_its_next_turn():
+    scheduler = make_scheduler(clock=Clock())
+    first = make_request("a", range(10), max_tokens=7)
+    (told,) = run(scheduler, first)
+    assert (told.number, told.call, told.owner, told.shared) == (0, 0, -1, 0)
+    assert (told.prompt, told.output, told.limit, told.flags) == (10, 7, 7, 0)
+    assert told.end_call == 7
+    (second,) = run(scheduler, make_request("b", [*first.token_ids, 1, 2, 3], max_tokens=1))
+    assert (second.number, second.owner, second.shared) == (1, 0, 4)
+    (third,) = run(scheduler, make_request("c", [*range(8), 99, 98, 97, 96, 95], max_tokens=1))
+    assert (third.owner, third.shared) == (0, 2)
+
+
+def test_other_namespaces_share_nothing():
+    scheduler = make_scheduler(clock=Clock())
+    run(scheduler, make_request("a", range(10)))
+    (told,) = run(scheduler, make_request("b", range(10), namespace="salt"))
+    assert (told.owner, told.shared) == (-1, 0)
+
+
+def test_ends_from_outside_are_told():
+    scheduler = make_scheduler(clock=Clock())
+    scheduler.add(make_request("a", 10))
+    step(scheduler)
+    scheduler.abort("a")
+    (told,) = scheduler.ledger.take().values()
+    assert decode_schedule(told.schedule).flags == ABORTED
+
+
+def test_memory_is_bounded_and_beginnings_are_kept_longest():
+    recorder = ScheduleRecorder.__new__(ScheduleRecorder)
+    scheduler = make_scheduler(clock=Clock())
+    recorder.__init__(scheduler.config, scheduler.kv_cache)
+    recorder._most_blocks = 10
+    chain = [b"chain%03d" % place for place in range(8)]
+    assert recorder._link(0, chain) == (-1, 0)
+    assert recorder._link(1, [b"other%03d" % place for place in range(4)]) == (-1, 0)
+    assert len(recorder._owners) == 10
+    assert recorder._link(2, chain) == (0, 6), "the last two were forgotten"
+
+
+def test_texts_and_hashes_are_not_in_a_record():
+    scheduler = make_scheduler(clock=Clock())
+    request = make_request("secret-request", range(100, 140), tenant="secret-key", namespace="secret-salt")
+    scheduler.add(request)
+    while scheduler.has_work:
+        step(scheduler)
+    (told,) = scheduler.ledger.take().values()
+    assert b"secret" not in told.schedule
+    assert not any(block[:4] in told.schedule for block in request.block_hashes)
