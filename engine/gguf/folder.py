@@ -11,11 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmbox.kernels.activation import UNGATED
 from llmbox.kernels.quant_formats import GGUF_QUANTS
 
-from ..checkpoint.safetensors import TensorEntry, shown
-from ..errors import ModelError
+from ..checkpoint.safetensors import TensorEntry
 from ..model_config.shape import DTYPE_BYTES
 from ..model_config.vision.families import IMAGE_PROBLEM
 from .config import RopeFactors, config_of, dtype_of, generation_of, rope_factors
@@ -101,43 +99,6 @@ def config_json(
     if not problem and gguf.architecture in _SEEING:
         problem = "no projector file (mmproj*.gguf), which has its vision tower, lies beside its GGUF file"
     return {"config.json": config | {IMAGE_PROBLEM: problem} if problem else config}
-
-
-def check_matrices(gguf: GgufFile) -> None:
-    """Raise ModelError for the first matrix that is missing or has another shape than the metadata say."""
-    config = config_of(gguf)
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = (config[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
-    wanted: dict[str, tuple[int, ...]] = {
-        "attn_q": (queries, hidden),
-        "attn_k": (keys, hidden),
-        "attn_v": (keys, hidden),
-        "attn_output": (hidden, queries),
-    }
-    experts = gguf.value("expert_count")
-    if not experts:
-        wanted |= {"ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
-        if config.get("hidden_act") not in UNGATED:
-            wanted["ffn_gate"] = (inner, hidden)
-    else:
-        inner = gguf.value("expert_feed_forward_length", inner)
-        wanted |= {"ffn_gate_exps": (experts, inner, hidden), "ffn_up_exps": (experts, inner, hidden)}
-        wanted |= {"ffn_down_exps": (experts, hidden, inner)}
-    types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
-    for layer, kind in enumerate(types):
-        parts = wanted
-        if kind == "conv":
-            parts = {part: shape for part, shape in wanted.items() if not part.startswith("attn")}
-            parts |= {"shortconv.in_proj": (3 * hidden, hidden), "shortconv.out_proj": (hidden, hidden)}
-        for part, shape in parts.items():
-            entry = gguf.tensors.get(name := f"blk.{layer}.{part}.weight")
-            if entry is None:
-                raise ModelError(f"{gguf.path}: tensor {shown(name)} is missing: it is no whole model")
-            if entry.shape != shape:
-                raise ModelError(
-                    f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, what the file says "
-                    f"of the model wants {list(shape)}"
-                )
 
 
 def write_folder(gguf: GgufFile, folder: Path, projector: Path | None = None, problem: str = "") -> None:

@@ -35,13 +35,16 @@ def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
         found |= _latent(gguf, config) if config.get("kv_lora_rank") else _attention(gguf, config, layer)
     elif kind == "linear_attention":
         found |= _delta(config) if "linear_num_key_heads" in config else _mamba(gguf, config)
+    elif kind == "conv":
+        hidden = config["hidden_size"]
+        found |= {"shortconv.in_proj": (3 * hidden, hidden), "shortconv.out_proj": (hidden, hidden)}
     if "layers_block_type" not in config or kind in ("mlp", "moe"):
         found |= _mlp(gguf, config, layer)
     return found
 
 
 def kind_of(config: dict[str, Any], layer: int) -> str:
-    """Return what a layer has: full_attention (with a window or not), linear_attention, mlp or moe."""
+    """Return what a layer has: full_attention (with a window or not), linear_attention, conv, mlp or moe."""
     types = config.get("layers_block_type") or config.get("layer_types")
     if "num_attention_heads" not in config:
         return "linear_attention"

@@ -1,12 +1,13 @@
 """Spawning and forking of engine processes, before it is known what model they load. No event loop."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -103,26 +104,35 @@ def spawn(launch: Launch) -> SpawnedProcess:
     Blocks for the milliseconds of vfork + exec; never forks a threaded Python. The kernel kills the process
     when the calling thread ends.
     """
+    with _open_ends() as (ours, theirs, read_end, write_end):
+        process = subprocess.Popen(  # noqa: S603 - the command is ours
+            [*launch.command, "--fd", str(theirs), "--parent", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=write_end,
+            stderr=write_end,
+            pass_fds=(theirs,),
+            env=_environment(launch.env),
+            start_new_session=True,
+        )
+    return SpawnedProcess(process, ours, read_end)
+
+
+@contextlib.contextmanager
+def _open_ends() -> Iterator[tuple[socket.socket, int, int, int]]:
+    """Open a socket pair and the pipe of a log: our end, that of a new process, where we read and it writes.
+    Its ends are closed behind the block; ours where the block fails.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     read_end, write_end = os.pipe()
     try:
         with theirs:
-            process = subprocess.Popen(  # noqa: S603 - the command is ours
-                [*launch.command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=write_end,
-                pass_fds=(theirs.fileno(),),
-                env=_environment(launch.env),
-                start_new_session=True,
-            )
+            yield ours, theirs.fileno(), read_end, write_end
     except BaseException:
         ours.close()
         os.close(read_end)
         raise
     finally:
         os.close(write_end)
-    return SpawnedProcess(process, ours, read_end)
 
 
 PID_BYTES: Final = 4
@@ -144,17 +154,8 @@ class ForkServer:
         """Fork an engine process. Blocks for milliseconds, the first time until the imports are done. Raises
         OSError; then the server is of no more use.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        read_end, write_end = os.pipe()
-        try:
-            with self._lock, theirs:
-                pid = self._ask(theirs.fileno(), write_end)
-        except BaseException:
-            ours.close()
-            os.close(read_end)
-            raise
-        finally:
-            os.close(write_end)
+        with _open_ends() as (ours, theirs, read_end, write_end), self._lock:
+            pid = self._ask(theirs, write_end)
         self.has_forked = True
         return SpawnedProcess(ForkedProcess(pid), ours, read_end)
 
