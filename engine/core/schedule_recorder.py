@@ -75,7 +75,7 @@ class ScheduleRecorder:
         arrival = self._arrivals.pop(request.request_id)
         owner, shared = self._link(arrival.number, request.block_hashes) if self._pool.caching else (-1, 0)
         if len(self._tenants) > _MOST_TENANTS:
-            self._tenants.clear()
+            self._tenants.clear()  # callers may then have numbers of earlier ones: a replay shares otherwise
         return ScheduleRecord(
             run=self._run,
             facts=self._facts_now(),

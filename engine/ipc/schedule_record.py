@@ -22,7 +22,7 @@ LIMITED: Final = 64
 DRAFTED: Final = 128
 """It had draft tokens."""
 MOST_BYTES: Final = 200
-"""Of an encoded record; a usual one has 110."""
+"""Bound of an encoded record; a usual one has 110."""
 
 
 class EngineFacts(NamedTuple):

@@ -37,7 +37,7 @@ class ReplayedRun:
     ends: int
     """Sequences that ended by their tokens."""
     same_ends: int
-    """Those of them that ended in the same step as recorded."""
+    """Part of `ends`: in the same step as recorded."""
     recorded: ScheduleOutcome
     """Steps as they were."""
     cost: LinearStepCost

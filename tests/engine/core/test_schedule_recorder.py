@@ -101,9 +101,8 @@ def test_ends_from_outside_are_told():
 
 
 def test_memory_is_bounded_and_beginnings_are_kept_longest():
-    recorder = ScheduleRecorder.__new__(ScheduleRecorder)
     scheduler = make_scheduler(clock=Clock())
-    recorder.__init__(scheduler.config, scheduler.kv_cache)
+    recorder = ScheduleRecorder(scheduler.config, scheduler.kv_cache)
     recorder._most_blocks = 10
     chain = [b"chain%03d" % place for place in range(8)]
     assert recorder._link(0, chain) == (-1, 0)
