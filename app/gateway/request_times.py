@@ -14,6 +14,7 @@ from ..store.sequence_record import (
     NO_PHASE,
     PhaseRecord,
     SequenceRecord,
+    encode_schedule,
     encode_sequence,
 )
 from ..tracing.trace_context import TraceContext
@@ -66,7 +67,7 @@ def sequence_records(request: "OpenRequest", ended: float) -> list[bytes]:
             prompt_tokens=len(stream.request.prompt_ids),
             cached_tokens=cached,
             output_tokens=len(stream.output_ids),
-            schedule=stream.times.schedule if stream.times else b"",
+            schedule=encode_schedule(stream.times.schedule if stream.times else None),
             **values,
             **_phases(stream.times, end),
         )

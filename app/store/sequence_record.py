@@ -7,6 +7,8 @@ from typing import Final
 
 import msgspec
 
+from llmbox.engine.ipc.schedule_record import ScheduleRecord
+
 MOST_SEQUENCES: Final = 128
 """Sequences of a request whose times are kept: those that ended last."""
 
@@ -68,6 +70,11 @@ _decode: Final = msgspec.msgpack.Decoder(SequenceRecord).decode
 
 def encode_sequence(record: SequenceRecord) -> bytes:
     return _encode(record)
+
+
+def encode_schedule(record: ScheduleRecord | None) -> bytes:
+    """Encode it for `SequenceRecord.schedule`; nothing for none."""
+    return b"" if record is None else _encode(record)
 
 
 def decode_sequence(data: bytes) -> SequenceRecord | None:

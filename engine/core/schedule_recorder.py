@@ -20,7 +20,6 @@ from ..ipc.schedule_record import (
     PROMPT_LOGPROBS,
     EngineFacts,
     ScheduleRecord,
-    encode_schedule,
 )
 from .microbatching import ONE_STAGE, PipelineDepth
 from .outputs import finish_reason
@@ -71,32 +70,30 @@ class ScheduleRecorder:
         self._arrivals[request.request_id] = _Arrival(self._count, self._calls, request.num_output, fork)
         self._count += 1
 
-    def end(self, request: "Request", now: float) -> bytes:
-        """Return the encoded record of a sequence that leaves, with whatever end."""
+    def end(self, request: "Request", now: float) -> ScheduleRecord:
+        """Return the record of a sequence that leaves, with whatever end."""
         arrival = self._arrivals.pop(request.request_id)
         owner, shared = self._link(arrival.number, request.block_hashes) if self._pool.caching else (-1, 0)
         if len(self._tenants) > _MOST_TENANTS:
-            self._tenants.clear()
-        return encode_schedule(
-            ScheduleRecord(
-                run=self._run,
-                facts=self._facts_now(),
-                number=arrival.number,
-                call=arrival.call,
-                arrived=self._micros(request.arrived_at),
-                prompt=request.num_prompt,
-                resumed=arrival.resumed,
-                output=request.num_output,
-                limit=request.params.max_tokens,
-                end_call=self._calls,
-                ended=self._micros(now),
-                flags=_flags(request),
-                priority=request.priority,
-                tenant=self._tenants.setdefault(request.tenant, len(self._tenants)),
-                fork=arrival.fork,
-                owner=owner,
-                shared=shared,
-            )
+            self._tenants.clear()  # callers may then have numbers of earlier ones: a replay shares otherwise
+        return ScheduleRecord(
+            run=self._run,
+            facts=self._facts_now(),
+            number=arrival.number,
+            call=arrival.call,
+            arrived=self._micros(request.arrived_at),
+            prompt=request.num_prompt,
+            resumed=arrival.resumed,
+            output=request.num_output,
+            limit=request.params.max_tokens,
+            end_call=self._calls,
+            ended=self._micros(now),
+            flags=_flags(request),
+            priority=request.priority,
+            tenant=self._tenants.setdefault(request.tenant, len(self._tenants)),
+            fork=arrival.fork,
+            owner=owner,
+            shared=shared,
         )
 
     def _micros(self, at: float) -> int:

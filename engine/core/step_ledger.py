@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..ipc.messages import StepWork
+from ..ipc.schedule_record import ScheduleRecord
 from ..ipc.sequence_times import PhaseTimes, SequenceTimes
 from .microbatching import PipelineDepth
 from .schedule_recorder import ScheduleRecorder
@@ -69,8 +70,8 @@ class SequenceClock:
         self._close()
         self._phase = self._phases.setdefault("decode", PhaseTimes())
 
-    def end(self, schedule: bytes) -> SequenceTimes:
-        """End the sequence. `schedule`: its encoded `ScheduleRecord`."""
+    def end(self, schedule: ScheduleRecord | None) -> SequenceTimes:
+        """End the sequence and return its times, with the record of its scheduling."""
         self._close()
         return SequenceTimes(
             schedule=schedule,
@@ -181,7 +182,7 @@ class StepLedger:
     def end(self, request: "Request") -> None:
         """Keep the times of a sequence that leaves the engine until `take`."""
         if request.clock is not None:
-            schedule = b"" if self.recorder is None else self.recorder.end(request, self.clock())
+            schedule = None if self.recorder is None else self.recorder.end(request, self.clock())
             self._ended[request.request_id] = request.clock.end(schedule)
 
     def take(self) -> dict[str, SequenceTimes]:

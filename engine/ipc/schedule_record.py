@@ -4,9 +4,11 @@ token, no text, no hash.
 Written by position: new fields go to the end, with a default.
 """
 
-from typing import Final
+from functools import cache
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import msgspec
+if TYPE_CHECKING:
+    import msgspec
 
 ABORTED: Final = 1
 """Ended from outside or by an error, not by its tokens."""
@@ -20,10 +22,10 @@ LIMITED: Final = 64
 DRAFTED: Final = 128
 """It had draft tokens."""
 MOST_BYTES: Final = 200
-"""Of an encoded record; a usual one has 110."""
+"""Bound of an encoded record; a usual one has 110."""
 
 
-class EngineFacts(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class EngineFacts(NamedTuple):
     """Facts of the engine that scheduled it: of `SchedulerConfig`, of the block pool and of the executor."""
 
     context: int
@@ -48,7 +50,7 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Blocks come from disk, or from a prefill engine."""
 
 
-class ScheduleRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class ScheduleRecord(NamedTuple):
     """One sequence. Times are in microseconds since the engine's first sequence, lengths in tokens."""
 
     run: int
@@ -80,13 +82,16 @@ class ScheduleRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     """Number of blocks from its beginning on that earlier sequences had."""
 
 
-encode_schedule: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(ScheduleRecord).decode
+@cache
+def _decoder() -> "msgspec.msgpack.Decoder[ScheduleRecord]":
+    import msgspec  # noqa: PLC0415 - the engine's core, which makes records, runs without it
+
+    return msgspec.msgpack.Decoder(ScheduleRecord)
 
 
 def decode_schedule(data: bytes) -> ScheduleRecord | None:
     """Return None for a record that is empty or of another version."""
     try:
-        return _decode(data)
-    except msgspec.MsgspecError:
+        return _decoder().decode(data)
+    except ValueError:  # msgspec's errors are such
         return None

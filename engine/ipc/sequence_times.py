@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from .schedule_record import ScheduleRecord
+
 
 @dataclass(slots=True, kw_only=True)
 class PhaseTimes:
@@ -44,5 +46,5 @@ class SequenceTimes:
     recompute: PhaseTimes = field(default_factory=PhaseTimes)
     """Phase of tokens that were computed again after a preemption."""
     decode: PhaseTimes = field(default_factory=PhaseTimes)
-    schedule: bytes = b""
-    """Encoded `ScheduleRecord`; empty: none was made."""
+    schedule: ScheduleRecord | None = None
+    """None: none was made."""

@@ -15,7 +15,7 @@ import msgspec
 
 from ..core.replay.replayed_engine import ScheduleOutcome
 from ..core.replay.schedule_replay import ScheduleReplay, WhatIf
-from ..core.replay.step_cost import StepCost
+from ..core.replay.step_cost import LinearStepCost
 from ..errors import EngineError
 from ..ipc.schedule_record import ADAPTER, DRAFTED, IMAGES, LIMITED, ScheduleRecord, decode_schedule
 from ..ipc.subprocess_job import ReportProgress, run_job
@@ -37,10 +37,10 @@ class ReplayedRun:
     ends: int
     """Sequences that ended by their tokens."""
     same_ends: int
-    """Those of them that ended in the same step as recorded."""
+    """Part of `ends`: in the same step as recorded."""
     recorded: ScheduleOutcome
     """Steps as they were."""
-    cost: StepCost
+    cost: LinearStepCost
     as_it_was: ScheduleOutcome
     """Simulation with the recorded limits, which `what_if` compares with."""
     what_if: ScheduleOutcome | None
@@ -82,7 +82,7 @@ def _replay(records: Sequence[ScheduleRecord], what_if: WhatIf) -> ReplayedRun:
             inexact[name] = len(records)
     return ReplayedRun(
         run=records[0].run,
-        limits={name: getattr(facts, name) for name in facts.__struct_fields__},
+        limits=facts._asdict(),
         missing=max(numbers) - min(numbers) + 1 - len(numbers),
         begun_before=min(numbers),
         inexact=inexact,

@@ -9,12 +9,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ...errors import EngineError
 from ...ipc.schedule_record import ABORTED, EngineFacts, ScheduleRecord
 from .replayed_engine import OnPlan, ReplayedEngine, ScheduleOutcome
-from .step_cost import StepCost, StepWork, fit_cost
+from .step_cost import LinearStepCost, StepWork, fit_cost
 
 _BLOCK_BITS: Final = 24
 
@@ -45,15 +45,14 @@ class WhatIf:
             budget = max(facts.token_budget, running)
         elif self.max_running is None:
             running = min(running, budget)
-        values = {name: getattr(facts, name) for name in facts.__struct_fields__}
-        values |= {"max_running": running, "token_budget": budget}
+        values: dict[str, Any] = {"max_running": running, "token_budget": budget}
         if self.num_blocks is not None:
             values |= {"num_blocks": self.num_blocks}
         elif self.block_factor is not None:
             values |= {"num_blocks": max(1, round(self.block_factor * facts.num_blocks))}
         if self.caching is not None:
             values |= {"caching": self.caching}
-        return EngineFacts(**values)
+        return facts._replace(**values)
 
 
 class RecordedBlocks:
@@ -79,7 +78,7 @@ class FollowedSchedule:
     """Replay of the steps as they were."""
 
     outcome: ScheduleOutcome
-    cost: StepCost
+    cost: LinearStepCost
     same_ends: int
     """Sequences that ended in the same step as recorded."""
     ends: int
@@ -129,7 +128,7 @@ class ScheduleReplay:
         )
 
     def simulate(
-        self, cost: StepCost, what_if: WhatIf | None = None, on_plan: OnPlan | None = None
+        self, cost: LinearStepCost, what_if: WhatIf | None = None, on_plan: OnPlan | None = None
     ) -> ScheduleOutcome:
         """Replay with arrivals at their recorded times and steps that take what they cost.
 

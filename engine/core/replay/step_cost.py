@@ -10,7 +10,7 @@ TERMS: Final = 4
 
 
 class StepWork:
-    """What steps computed, summed: their number, tokens of prompts, rows of one token, and tokens of KV that
+    """Sums of what steps computed: their number, tokens of prompts, rows of one token, and tokens of KV that
     were read.
     """
 
@@ -37,7 +37,7 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
+class LinearStepCost:
     """Seconds of a step, linear in its work."""
 
     step_s: float
@@ -57,13 +57,13 @@ class StepCost:
         return steps * self.step_s + prompts * self.prompt_token_s + rows * self.row_s + kv * self.kv_token_s
 
 
-def fit_cost(samples: Sequence[tuple[Sequence[float], float]]) -> StepCost:
+def fit_cost(samples: Sequence[tuple[Sequence[float], float]]) -> LinearStepCost:
     """Fit the cost to (work, seconds) by least squares; no term is negative. Without a sample of any step a
     step takes a millisecond.
     """
     used = [(work, seconds) for work, seconds in samples if work[0] > 0]
     if not used:
-        return StepCost(step_s=0.001, prompt_token_s=0.0, row_s=0.0, kv_token_s=0.0)
+        return LinearStepCost(step_s=0.001, prompt_token_s=0.0, row_s=0.0, kv_token_s=0.0)
     kept = [term for term in range(TERMS) if any(work[term] for work, _ in used)]
     while True:
         found = _solve(used, kept)
@@ -79,7 +79,7 @@ def fit_cost(samples: Sequence[tuple[Sequence[float], float]]) -> StepCost:
         terms[term] = value
     wrong = sum(abs(sum(a * b for a, b in zip(terms, work, strict=True)) - took) for work, took in used)
     total = sum(took for _, took in used)
-    return StepCost(
+    return LinearStepCost(
         step_s=terms[0],
         prompt_token_s=terms[1],
         row_s=terms[2],

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from llmbox.app.store.sequence_record import encode_schedule
 from llmbox.engine.core.schedule_recorder import ScheduleRecorder
 from llmbox.engine.ipc.schedule_record import (
     ABORTED,
@@ -10,7 +11,6 @@ from llmbox.engine.ipc.schedule_record import (
     EngineFacts,
     ScheduleRecord,
     decode_schedule,
-    encode_schedule,
 )
 from support.clock import Clock
 from support.scheduling import make_request, make_scheduler, step
@@ -23,7 +23,7 @@ def run(scheduler, *requests):
         scheduler.add(request)
     while scheduler.has_work:
         step(scheduler)
-    return [decode_schedule(times.schedule) for times in scheduler.ledger.take().values()]
+    return [times.schedule for times in scheduler.ledger.take().values()]
 
 
 def test_a_record_of_a_day_s_largest_numbers_is_small():
@@ -97,13 +97,12 @@ def test_ends_from_outside_are_told():
     step(scheduler)
     scheduler.abort("a")
     (told,) = scheduler.ledger.take().values()
-    assert decode_schedule(told.schedule).flags == ABORTED
+    assert told.schedule.flags == ABORTED
 
 
 def test_memory_is_bounded_and_beginnings_are_kept_longest():
-    recorder = ScheduleRecorder.__new__(ScheduleRecorder)
     scheduler = make_scheduler(clock=Clock())
-    recorder.__init__(scheduler.config, scheduler.kv_cache)
+    recorder = ScheduleRecorder(scheduler.config, scheduler.kv_cache)
     recorder._most_blocks = 10
     chain = [b"chain%03d" % place for place in range(8)]
     assert recorder._link(0, chain) == (-1, 0)
@@ -119,5 +118,6 @@ def test_texts_and_hashes_are_not_in_a_record():
     while scheduler.has_work:
         step(scheduler)
     (told,) = scheduler.ledger.take().values()
-    assert b"secret" not in told.schedule
-    assert not any(block[:4] in told.schedule for block in request.block_hashes)
+    data = encode_schedule(told.schedule)
+    assert b"secret" not in data
+    assert not any(block[:4] in data for block in request.block_hashes)

@@ -9,15 +9,14 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.replay.replayed_engine import percentiles
 from llmbox.engine.core.replay.schedule_replay import ScheduleReplay, WhatIf
-from llmbox.engine.core.replay.step_cost import StepCost
+from llmbox.engine.core.replay.step_cost import LinearStepCost
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.ipc.schedule_record import decode_schedule
 from llmbox.engine.sampling_params import SamplingParams
 from support.clock import Clock
 from support.fake_runner import FakeOverlappingRunner, FakeRunner
 from support.scheduling import INFO, make_scheduler
 
-COST = StepCost(step_s=0.01, prompt_token_s=0.001, row_s=0.002, kv_token_s=0.00001)
+COST = LinearStepCost(step_s=0.01, prompt_token_s=0.001, row_s=0.002, kv_token_s=0.00001)
 
 
 def described(plan, number_of):
@@ -32,7 +31,7 @@ class RecordedEngine:
 
     config: dict = field(default_factory=dict)
     depth: int = 0
-    cost: StepCost = COST
+    cost: LinearStepCost = COST
 
     def __post_init__(self):
         self.clock = Clock()
@@ -79,7 +78,7 @@ class RecordedEngine:
         self.take(told.times)
 
     def take(self, times):
-        self.records += [decode_schedule(each.schedule) for each in times.values()]
+        self.records += [each.schedule for each in times.values()]
 
     def finish(self):
         while self.engine.has_work:
@@ -163,7 +162,7 @@ def test_the_traffic_of_these_tests_evicts_preempts_and_shares():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_aged_requests_overtake_as_they_did(seed):
-    slow = StepCost(step_s=0.5, prompt_token_s=0.01, row_s=0.0, kv_token_s=0.0)
+    slow = LinearStepCost(step_s=0.5, prompt_token_s=0.01, row_s=0.0, kv_token_s=0.0)
     engine = RecordedEngine({"max_running": 2, "token_budget": 8, "ageing_seconds": 4.0}, cost=slow)
     records = play(engine, seed, priorities=(0, 1, 2), tenants=("a", "b"), aborts=0.0)
     plans, _, _ = replayed(records)
