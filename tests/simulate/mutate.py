@@ -54,7 +54,7 @@ UNIT_TESTS = {
     "engine/core/kv_cache/block_pool.py": (*_BLOCKS, "engine/core/test_scheduler"),
     "engine/core/kv_cache/prefix_cache.py": (*_BLOCKS, "engine/core/test_scheduler"),
     "engine/core/kv_cache/manager.py": ("engine/core/test_scheduler", "engine/core/test_liveness"),
-    "engine/core/engine.py": ("engine/core/test_engine", "engine/core/test_overlapped_steps"),
+    "engine/core/engine.py": ("engine/core/test_overlapped_steps", "engine/core/test_scheduler_machine"),
     "app/engines/request_journal.py": ("app/engines/test_poison_detector", "app/engines/test_supervisor"),
     "app/engines/poison_detector.py": ("app/engines/test_poison_detector",),
     "app/engines/supervisor.py": ("app/engines/test_cooldown", "app/engines/test_reservation"),
