@@ -70,6 +70,9 @@ class Clients:
             outcome.ended = self._loop.time()
             if timer is not None:
                 timer.cancel()
+        opened = self._opened.get(request.id)
+        if opened is not None and not all(each.stream.finished for each in opened.sequences):
+            raise BrokenRuleError(f"{request.id} runs on although its client has {outcome.status}")
         told = "" if outcome.error is None else outcome.error.code
         self._world.note(f"{request.id} {outcome.status} {told} {outcome.tokens} {outcome.reasons}")
 

@@ -54,13 +54,17 @@ UNIT_TESTS = {
     "engine/core/kv_cache/block_pool.py": (*_BLOCKS, "engine/core/test_scheduler"),
     "engine/core/kv_cache/prefix_cache.py": (*_BLOCKS, "engine/core/test_scheduler"),
     "engine/core/kv_cache/manager.py": ("engine/core/test_scheduler", "engine/core/test_liveness"),
-    "engine/core/engine.py": ("engine/core/test_engine", "engine/core/test_overlapped_steps"),
+    "engine/core/engine.py": ("engine/core/test_overlapped_steps", "engine/core/test_scheduler_machine"),
     "app/engines/request_journal.py": ("app/engines/test_poison_detector", "app/engines/test_supervisor"),
     "app/engines/poison_detector.py": ("app/engines/test_poison_detector",),
-    "app/engines/supervisor.py": ("app/engines/test_cooldown", "app/engines/test_reservation"),
+    "app/engines/supervisor.py": (
+        "simulate/test_simulate",
+        "app/engines/test_reservation",
+        "app/engines/test_cooldown",
+    ),
     "app/engines/restart_policy.py": ("app/engines/test_restart_policy", "app/engines/test_watchdog"),
     "app/engines/admission.py": ("app/engines/test_reservation",),
-    "app/engines/engine_process.py": ("app/engines/test_engine_process",),
+    "app/engines/engine_process.py": ("simulate/test_simulate", "app/engines/test_engine_process"),
     "app/engines/manager.py": ("app/engines/test_manager",),
 }
 """Unit tests of a file with mistakes, below `tests`; the simulator alone looks for those in other files."""

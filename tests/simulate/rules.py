@@ -102,7 +102,8 @@ def refusal_problem(world: "World", outcome: "Outcome") -> str:
         case "engine_failed":
             is_right = any(name == request.model for name, _ in world.failed_at)
         case "engine_error":
-            is_right = request.is_poison or not world.blames_nobody or _load_failed(world)
+            accused = "repeatedly" in error.message
+            is_right = request.is_poison or not world.blames_nobody if accused else _load_failed(world)
         case "invalid_logits":
             is_right = "nan" in world.fault_kinds
         case "model_unloaded" | "model_not_found":

@@ -41,6 +41,7 @@ def main() -> int:
     lines, broken = run_many(options)
     if options.write:
         command = f"python -P -m simulate.run --first {options.first} --seeds {options.seeds}"
+        command += f" --minutes {options.minutes:g}" if options.minutes else ""
         head = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {platform.machine()}, one process: `{command}`"
         renew("simulate", "\n".join([head, "", "```text", *lines, "```"]))
     return 1 if broken else 0

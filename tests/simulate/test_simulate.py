@@ -103,6 +103,14 @@ def test_requests_that_kill_their_engine_fail_alone(kind):
     assert (report.broken, report.outcomes) == ("", {"done": 6, "engine_error": 2})
 
 
+@pytest.mark.parametrize(("kind", "times"), [("kill", (1.0, 3.5, 6.5)), ("stop", (1.0, 20.0))])
+def test_deaths_from_outside_accuse_nobody(kind, times):
+    """Not even the only request there, each time."""
+    events = [MachineEvent(at=at, kind=kind, model="m0", value=1e6) for at in times]
+    report = run([make_request(0, max_tokens=30)], events, model=make_model(step_seconds=0.5))
+    assert (report.broken, report.outcomes, report.deaths) == ("", {"done": 2}, len(times))
+
+
 def test_a_wall_clock_that_jumps_changes_nothing():
     def answers(jumps):
         requests = [make_request(n, at=0.5 * n, max_tokens=20, finish_after=60.0) for n in range(4)]

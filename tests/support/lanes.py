@@ -24,18 +24,8 @@ HEAVY = {
 }  # fmt: skip
 """Files that `make test-fast` leaves out import one of these, or a helper or a conftest.py that does."""
 OUTSIDE = (
-    "bench",
-    "clients",
-    "e2e",
-    "faults",
-    "fuzz",
-    "gpu",
-    "installed",
-    "kernels",
-    "simulate",
-    "soak",
-    "ui",
-)
+    "bench", "clients", "e2e", "faults", "fuzz", "gpu", "installed", "kernels", "simulate", "soak", "ui",
+)  # fmt: skip
 """Folders of other lanes, of kernels (a compiler may have to run first) and of screens."""
 
 

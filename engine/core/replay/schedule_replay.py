@@ -14,7 +14,7 @@ from typing import Any, Final
 from ...errors import EngineError
 from ...ipc.schedule_record import ABORTED, EngineFacts, ScheduleRecord
 from .replayed_engine import OnPlan, ReplayedEngine, ScheduleOutcome
-from .step_cost import LinearStepCost, StepWork, fit_cost
+from .step_cost import LinearStepCost, WorkTerms, fit_cost
 
 _BLOCK_BITS: Final = 24
 
@@ -98,9 +98,9 @@ class ScheduleReplay:
         """Replay with arrivals and aborts between the same steps as recorded."""
         clock = _RecordedClock(self.records)
         engine = ReplayedEngine(self.facts, clock, on_plan)
-        work, samples = StepWork(), list[tuple[list[float], float]]()
+        work, samples = WorkTerms(), list[tuple[list[float], float]]()
         ends, same = {record.number: record.end_call for record in self.records}, 0
-        natural, is_busy, since, earlier = 0, False, 0.0, StepWork()
+        natural, is_busy, since, earlier = 0, False, 0.0, WorkTerms()
         began = clock.now = self.records[0].arrived / 1e6
         for call, now, record, arrives in _events(self.records):
             while clock.calls < call and engine.has_work:

@@ -9,7 +9,7 @@ from ..step import StepPlan
 TERMS: Final = 4
 
 
-class StepWork:
+class WorkTerms:
     """Sums of what steps computed: their number, tokens of prompts, rows of one token, and tokens of KV that
     were read.
     """
@@ -28,10 +28,10 @@ class StepWork:
             terms[1 if row.num_tokens > 1 else 2] += row.num_tokens
             terms[3] += row.end
 
-    def copy(self) -> "StepWork":
-        return StepWork(self.terms)
+    def copy(self) -> "WorkTerms":
+        return WorkTerms(self.terms)
 
-    def since(self, earlier: "StepWork") -> list[float]:
+    def since(self, earlier: "WorkTerms") -> list[float]:
         """Return the work that has been added since."""
         return [now - then for now, then in zip(self.terms, earlier.terms, strict=True)]
 
@@ -51,7 +51,7 @@ class LinearStepCost:
 
     def seconds(self, plan: StepPlan) -> float:
         """Return what a step takes; nothing for an empty one."""
-        work = StepWork()
+        work = WorkTerms()
         work.add(plan)
         steps, prompts, rows, kv = work.terms
         return steps * self.step_s + prompts * self.prompt_token_s + rows * self.row_s + kv * self.kv_token_s

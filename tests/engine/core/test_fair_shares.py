@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbox.engine.core.fair_shares import LOWEST_BAND, Flows, band_of
+from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
 from llmbox.engine.core.preemption import MAX_DISPLACEMENTS
 from llmbox.engine.core.request_queue import LIFTED_TOKENS
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.core.step import ScheduledRequest
 from support.clock import Clock
 from support.lanes import examples
-from support.scheduling import make_request, make_scheduler, play_model, step
+from support.scheduling import make_request, make_scheduler, play_model, scheduled, step
 
 SIZES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=6)
 """Of a caller's requests, again and again: tokens of prompt and answer."""
@@ -302,3 +303,27 @@ def test_priorities_beyond_the_last_bands_are_those():
     priorities = (-1000, -LOWEST_BAND, -1, 0, LOWEST_BAND, 1000)
     bands = [band_of(make_request(priority=priority)) for priority in priorities]
     assert bands == [-LOWEST_BAND, -LOWEST_BAND, -1, 0, LOWEST_BAND, LOWEST_BAND]
+
+
+def test_who_runs_something_displaces_nobody_of_his_band():
+    scheduler = make_scheduler(max_running=4)
+    scheduler.add(make_request("a0", 4, tenant="ann", max_tokens=50))
+    for number in range(3):
+        scheduler.add(make_request(f"b{number}", 40, tenant="bob", max_tokens=50))
+    for _ in range(6):
+        step(scheduler)
+    assert scheduler.num_running == 4
+    scheduler.add(make_request("a1", 4, tenant="ann"))
+    step(scheduler)
+    assert scheduler.active.preemptions == 0
+
+
+def test_a_pinned_request_is_displaced_by_nobody():
+    scheduler = make_scheduler(max_running=1)
+    pinned = make_request("pinned", 4, priority=5)
+    pinned.preemptions = MAX_PREEMPTIONS
+    scheduler.add(pinned)
+    step(scheduler)
+    scheduler.add(make_request("premium", 4, priority=-5))
+    step(scheduler)
+    assert "pinned" in scheduled(scheduler.schedule())
