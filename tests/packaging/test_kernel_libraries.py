@@ -75,6 +75,7 @@ def test_a_cross_compiler_makes_the_levels_of_another_machine(libraries, tmp_pat
     assert re.fullmatch(r"py3-none-manylinux_2_\d+_aarch64", libraries.wheel_tag(made))
 
 
+@pytest.mark.process
 def test_a_compiler_has_the_time_that_the_build_allows(libraries, tmp_path, monkeypatch):
     slow = tmp_path / "slow-compiler"
     slow.write_text("#!/bin/sh\nexec sleep 30\n")

@@ -62,6 +62,7 @@ def test_a_system_that_cannot_is_asked_once():
     assert ops.blocks == [0]
 
 
+@pytest.mark.process  # a compiler, where the kernels are not in the cache
 def test_a_block_keeps_what_it_holds():
     ops = load_backend("cpu").ops()
     assert ops.populate_block is not None
