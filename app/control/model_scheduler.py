@@ -35,7 +35,7 @@ from ..engines.eviction import (
     next_look,
 )
 from ..engines.loaded_model import LoadedModel
-from ..engines.manager import EngineManager
+from ..engines.manager import EngineManager, wait_for_load
 from ..errors import ApiError
 from ..events import Events
 from ..models.catalog import ModelRef
@@ -148,7 +148,7 @@ class ModelScheduler:
         """Load the model if needed. Returns the name to look it up by, which may still not be found."""
         real = self.real_name(name)
         if (loading := self._wanted.get(real)) is not None:
-            await _wait_for(loading)
+            await wait_for_load(loading, draining())
         if self._engines.knows(real):
             return real
         load_on_request = self._deps.settings().memory.load_on_request
@@ -183,7 +183,7 @@ class ModelScheduler:
             loading = asyncio.create_task(load(), name=f"request loads {name}")
             self._wanted[name] = loading
             loading.add_done_callback(lambda task: self._loaded(name, task))
-        await _wait_for(loading)
+        await wait_for_load(loading, draining())
         return name
 
     async def _load(self, ref: ModelRef) -> LoadedModel:
@@ -378,14 +378,3 @@ class ModelScheduler:
             await asyncio.wait(tasks)
         if self._timer is not None:
             self._timer.cancel()
-
-
-async def _wait_for(loading: "asyncio.Task[LoadedModel]") -> None:
-    """Wait for a shared load. Raises ApiError, also where the end of the daemon ended it."""
-    try:
-        await asyncio.shield(loading)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if loading.cancelled() and (task is None or not task.cancelling()):
-            raise draining() from None
-        raise

@@ -100,7 +100,8 @@ class EngineManager:
 
         Concurrent loads of one name share one engine. The load goes on when a caller gives up waiting.
         """
-        return await asyncio.shield(self.begin_load(config, alias=alias, on_request=on_request))
+        loading = self.begin_load(config, alias=alias, on_request=on_request)
+        return await wait_for_load(loading, model_unloaded(config.name))
 
     def begin_load(
         self, config: EngineConfig, *, alias: str | None = None, on_request: bool = False
@@ -184,8 +185,7 @@ class EngineManager:
         except asyncio.CancelledError:
             await supervisor.stop()
             self._texts.release(path)
-            # Those who wait for this load have not left: a cancellation would end them without an answer.
-            raise model_unloaded(config.name) from None
+            raise
         finally:
             del self._loading[config.name]
         now = time.time()
@@ -340,6 +340,19 @@ class EngineManager:
     async def _stop(self, model: LoadedModel) -> None:
         await model.supervisor.stop("server_shutdown", "The server is shutting down.")
         model.text.close()
+
+
+async def wait_for_load(loading: "asyncio.Future[LoadedModel]", ended: ApiError) -> LoadedModel:
+    """Wait for a shared load. Raises `ended` where the load is cancelled, and not the one who waits: a
+    cancellation would leave him without an answer.
+    """
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if loading.cancelled() and (task is None or not task.cancelling()):
+            raise ended from None
+        raise
 
 
 async def _keep_config(config: EngineConfig, _on_request: bool) -> EngineConfig:
