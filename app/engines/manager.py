@@ -330,6 +330,8 @@ class EngineManager:
         """Stop every engine."""
         self._draining = True
         self._spares.close()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         await asyncio.gather(*(self._cancel_load(loading) for loading in list(self._loading.values())))
         await asyncio.gather(*(self._stop(model) for model in self._loaded.values()))
         self._loaded.clear()

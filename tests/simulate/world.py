@@ -57,6 +57,7 @@ class StubText:
     """Text side of a model: each token is one letter."""
 
     warnings = ()
+    encoder = None
     generation_defaults: ClassVar[dict[str, float]] = {}
 
     def beside_embedding(self, _: int) -> "StubText":
@@ -150,6 +151,7 @@ class World:
                 (client, "os", machine.os),
                 (spawn_module, "os", machine.os),
                 (engine_process, "spawn", machine.spawn),
+                (engine_process, "can_fork", lambda: False),  # a spare process is kept, as with a GPU
                 (engine_process, "oom_kills", lambda: machine.oom_kills),
                 (restart_policy, "read_state", machine.read_state),
                 (restart_policy, "thread_states", machine.thread_states),
