@@ -20,7 +20,7 @@ async def test_a_model_is_ready_when_it_takes_requests(tmp_path: Path) -> None:
 
     def slow_text(_: Path) -> object:
         go.wait(15)
-        text = SimpleNamespace(chat_template=None, warnings=(), close=lambda: None)
+        text = SimpleNamespace(chat_template=None, encoder=None, warnings=(), close=lambda: None)
         text.beside_embedding = lambda _rows: text
         return text
 
