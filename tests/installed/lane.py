@@ -316,6 +316,7 @@ def test_the_request_log(box: InstalledBox):
     box.run("requests", "cancel", "nothing", code=4)
     box.run("requests", "stored")
     box.run("why", one)
+    assert "SIMULATED" in box.run("replay", "--kv-blocks", "2x").out
     box.run("requests", "purge", "--yes")
     for command in ("check", "backup", "vacuum"):
         box.run("db", command)
