@@ -28,11 +28,11 @@ from ...bench.profile import LevelProfile, profiled
 from ...errors import CliError
 from ...lifecycle.program import Command, Program, pass_program
 from .. import output
-from .bench_find import find_point, id_range, local_url, show_ms
+from .bench_find import default_model, find_point, id_range, local_url, show_ms
 
 
 @click.command(cls=Command)
-@click.argument("model", default="builtin")
+@click.argument("model", required=False)
 @click.option(
     "--url", metavar="URL", help="Another server, as http://host:port; default is the local daemon."
 )
@@ -103,9 +103,12 @@ from .bench_find import find_point, id_range, local_url, show_ms
 def bench(program: Program, /, scenario: str, earlier: Path | None, *, find: bool, **options: Any) -> None:
     """Measure MODEL on a server: time to first token, time per token, throughput.
 
+    Without MODEL, the one in the local daemon's memory if there is just one, else the built-in one.
+
     Scenarios other than `load` compare two settings of the local daemon: it loads MODEL once for each side,
     alternates between them round by round, and reports the ratio with its spread.
     """
+    options["model"] = options["model"] or default_model(program, options["url"])
     searching = {name: options.pop(name) for name in ("targets", "percentile", "most", "seconds", "write")}
     if find:
         if scenario != "load" or earlier or options["profile"]:

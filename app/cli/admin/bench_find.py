@@ -202,6 +202,12 @@ def _write(program: Program, name: str, target: LatencyTarget, found: LoadPoint)
         output.say(f"Apply them: kill -HUP {running.pid}, then load the model again")
 
 
+def default_model(program: Program, url: str | None) -> str:
+    """Return the only model in the local daemon's memory, else the built-in one."""
+    models = [] if url else program.client.get("/admin/api/models")["models"]
+    return str(models[0]["name"]) if len(models) == 1 else "builtin"
+
+
 def local_url(program: Program) -> str:
     """URL of the local daemon, whose certificate this process then trusts."""
     running = find_running(program.paths)

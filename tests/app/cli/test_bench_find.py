@@ -59,6 +59,14 @@ def test_the_most_streams_within_the_targets(call):
     )
 
 
+def test_the_only_model_in_memory_is_measured_unless_another_is_named(call):
+    found = call("bench", "--find", "--targets", "800/50", "--json", client=DAEMON)
+    assert json.loads(found.out)["model"] == "org/one"
+    idle = FakeClient({**DAEMON.answers, "/admin/api/models": {"models": []}})
+    found = call("bench", "--find", "--targets", "800/50", "--json", client=idle)
+    assert json.loads(found.out)["model"] == "builtin"
+
+
 def test_as_json(call):
     done = find(call, "--targets", "350/1000", "--percentile", "99", "--json")
     told = json.loads(done.out)
