@@ -8,6 +8,7 @@ and its first answer come first.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -46,6 +47,8 @@ _ROW_BYTES = 400  # of a row without content, roughly
 _OPEN_AFTER_S = 3.0  # unless a read comes first: importing SQLAlchemy blocks other threads
 _OPENS_WITHIN_S = 15.0  # from then on, on a busy machine
 _ASK_S = 60.0
+_CATCH_UP_S = 0.5
+"""Limit of the wait of a search for rows that were queued before it."""
 _SAY_DROPPED_EVERY_S = 60.0
 T = TypeVar("T")
 _Item = tuple[RequestRecord, ContentDraft | None, Sequence[bytes]]
@@ -127,8 +130,11 @@ class RequestLog:
         return await self.ask(get)
 
     async def query(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
-        """Return (sequence number, record), newest first. Raises StoreError."""
-        return await asyncio.to_thread(self._read, lambda queries, engine: queries.find(engine, want))
+        """Return (sequence number, record), newest first. Raises StoreError.
+
+        Rows queued before are among them, unless the writer is held up.
+        """
+        return await asyncio.to_thread(self._find, want)
 
     async def get(self, request_id: str) -> RequestRecord | None:
         """Get one record. Raises StoreError."""
@@ -237,6 +243,12 @@ class RequestLog:
             self._wanted.set()
             self._queue.put(None)
             self._thread.join(timeout)
+
+    def _find(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
+        if self._is_open() and self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self.flush(_CATCH_UP_S)
+        return self._read(lambda queries, engine: queries.find(engine, want))
 
     def _is_open(self) -> bool:
         self._wanted.set()

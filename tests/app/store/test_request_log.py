@@ -3,7 +3,7 @@ import subprocess
 import sys
 import time
 
-from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention
+from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention, writer
 
 
 def record(number: int, **changes) -> RequestRecord:
@@ -19,6 +19,13 @@ async def test_rows_come_back_newest_first_and_whole(log):
     assert [row for _, row in await log.query(RecordFilter())] == rows[::-1]
     assert await log.get("req-1") == rows[1]
     assert await log.get("nobody") is None
+
+
+async def test_a_search_finds_what_was_written_a_moment_before(log, monkeypatch):
+    monkeypatch.setattr(writer, "_CATCH_UP_S", 60.0)
+    for i in range(50):
+        log.write(record(i))
+        assert (await log.query(RecordFilter(limit=1)))[0][1].id == f"req-{i}"
 
 
 def test_sqlalchemy_waits_until_somebody_reads_or_the_start_is_over(tmp_path):
