@@ -1,13 +1,18 @@
 """Requests in detail and the playground, in a real browser."""
 
+import json
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from support.browser import Window, misfits, needs_browser, serious_problems
-from support.cli_box import PATIENCE, until
+from support.cli_box import until
 from support.panel_box import Panel
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Route
 
 pytestmark = needs_browser
 SAID = "what-was-said"
@@ -131,7 +136,7 @@ def test_two_models_answer_side_by_side(window: Window, second: str, kind: str):
     page = window.page
     if kind == "completion":
         page.get_by_label("Kind").select_option(kind)
-    page.get_by_label("Most tokens").fill("6")
+    page.get_by_label("Max tokens").fill("6")
     page.get_by_label("Seed").fill("5")
     page.get_by_label("Prompt", exact=True).fill("hello there")
     page.keyboard.press("Control+Enter")
@@ -175,15 +180,65 @@ def test_an_answer_is_stopped_by_button_and_by_key(window: Window, second: str):
     until(lambda: statuses() == [499, 499])
 
 
-def test_what_is_not_there_is_said_in_the_page(window: Window):
+def stub_answers(page: "Page", *deltas: dict[str, Any]) -> list[dict[str, Any]]:
+    """Answer each chat completion of the page with the next delta. Returns the list of bodies."""
+    bodies: list[dict[str, Any]] = []
+
+    def handle(route: "Route") -> None:
+        bodies.append(route.request.post_data_json)
+        event = {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": deltas[len(bodies) - 1]}]}
+        body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
+        route.fulfill(status=200, headers={"Content-Type": "text/event-stream"}, body=body)
+
+    page.route("**/v1/chat/completions", handle)
+    return bodies
+
+
+def test_a_tool_s_result_goes_with_the_next_message(window: Window):
+    window.open("/admin/playground?model=tiny")
+    page = window.page
+    call = {
+        "index": 0,
+        "id": "call_7",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city":"Bern"}'},
+    }
+    bodies = stub_answers(page, {"content": "I ask.", "tool_calls": [call]}, {"content": "It rains."})
+    page.get_by_label("JSON schema").fill('{"type": "object"}')
+    page.get_by_label("Tools").fill('[{"name": "weather", "parameters": {"type": "object"}}]')
+    page.get_by_label("Prompt", exact=True).fill("How is it?")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_label("Result of weather").fill("rain")
+    assert page.locator(".tool-call code").text_content() == 'weather({"city":"Bern"})'
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("It rains.", exact=True).wait_for()
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    assert bodies[0]["tools"] == [{"type": "function", "function": function}]
+    assert bodies[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert [each["role"] for each in bodies[1]["messages"]] == ["user", "assistant", "tool"]
+    assert bodies[1]["messages"][1]["tool_calls"][0]["function"]["name"] == "weather"
+    assert bodies[1]["messages"][2] == {"role": "tool", "tool_call_id": "call_7", "content": "rain"}
+    assert page.get_by_label("Result of weather").get_attribute("readonly") is not None
+    assert "response_format={" in page.locator("#python").text_content()
+
+
+def test_a_field_that_is_no_json_keeps_the_form(window: Window):
+    window.open("/admin/playground?model=tiny")
+    page = window.page
+    bodies = stub_answers(page)
+    page.get_by_label("Prompt", exact=True).fill("x")
+    page.get_by_label("JSON schema").fill("{type")
+    page.get_by_role("button", name="Send").click()
+    said = page.get_by_label("JSON schema").evaluate("field => field.validationMessage")
+    assert "not JSON" in said
+    assert not bodies
+    page.get_by_label("JSON schema").fill("")
+    assert page.get_by_label("JSON schema").evaluate("field => field.checkValidity()")
+
+
+def test_what_the_api_refuses_is_said_in_the_page(window: Window):
     window.open("/admin/playground")
     page = window.page
-    field, value = "response_format", {"type": "json_schema"}
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], field: value}
-    refused = httpx.post(f"{window.panel.url}/v1/chat/completions", json=body, timeout=PATIENCE)
-    assert refused.json()["error"]["param"] == field
-    assert page.get_by_text(f"the API takes {field}").is_visible()
-    assert page.get_by_text("the API takes them").is_visible()
     page.get_by_label("Top p").fill("7")
     page.get_by_label("Prompt", exact=True).fill("x")
     page.get_by_role("button", name="Send").click()

@@ -37,7 +37,7 @@ def test_texts_are_compared_by_their_vectors(window: Window, axe: str):
     window.open("/admin/playground?model=tiny")
     page = window.page
     page.get_by_label("Kind").select_option("embeddings")
-    assert page.get_by_label("Most tokens").is_hidden()
+    assert page.get_by_label("Max tokens").is_hidden()
     send(window, *TEXTS)
     page.locator(".measure").wait_for()
     known = vectors(window.panel)
@@ -73,7 +73,7 @@ def test_what_a_model_cannot_do_is_not_offered(window: Window, only_text: str):
     page.locator("select[name=model]").select_option(only_text)
     assert page.locator("option[value=embeddings]").is_disabled()
     assert page.get_by_label("Kind").input_value() != "embeddings"
-    assert page.get_by_label("Most tokens").is_visible()
+    assert page.get_by_label("Max tokens").is_visible()
 
 
 def test_a_text_that_is_refused_is_not_lost(window: Window):

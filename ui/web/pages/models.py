@@ -172,7 +172,7 @@ def downloads_of(panel: Panel) -> list[dict[str, object]]:
 
 
 PARAMETERS: Final = (
-    ("max_tokens", "Most tokens", "512"),
+    ("max_tokens", "Max tokens", "512"),
     ("temperature", "Temperature", ""),
     ("top_p", "Top p", ""),
     ("top_k", "Top k", ""),
@@ -183,11 +183,6 @@ PARAMETERS: Final = (
     ("seed", "Seed", ""),
 )
 """(API field, label, initial value) of each number. Empty fields are left to the model."""
-MISSING: Final = (
-    ("JSON schemas", "not available on this page; the API takes response_format"),
-    ("Tools", "not available on this page; the API takes them"),
-)
-"""(name, reason) of features that this page lacks."""
 
 
 @get("/playground", sync_to_thread=False, name="panel_playground")
@@ -204,6 +199,5 @@ def playground_page(
         chosen=model,
         other=other,
         parameters=PARAMETERS,
-        missing=MISSING,
         url=panel.control.running.url,
     )

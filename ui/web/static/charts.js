@@ -18,7 +18,7 @@ const write = {
   count: (value) => (Math.round(value * 10) / 10).toLocaleString("en"),
   megahertz: (value) => `${Math.round(value)} MHz`,
   degrees: (value) => `${Math.round(value)} °C`,
-  seconds: (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`),
+  seconds: (value) => (value < 1 ? `${value < 0.01 ? Math.round(value * 1e5) / 100 : Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`),
   share: (value) => `${Math.round(value * 100)} %`,
   bytes: (value) => {
     const [unit, name] = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([size]) => value >= size) ?? [1, "B"];
@@ -129,7 +129,7 @@ function draw(figure) {
       cursor: { sync: { key: "telemetry" }, y: false },
       legend: { live: true },
       hooks: { drawAxes: [(drawn) => drawLines(drawn, lines)], setCursor: [(drawn) => drawn.cursor.left < 0 && rest(drawn)] },
-      scales: { x: { range: () => [Date.now() / 1000 - range, Date.now() / 1000] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), figure.dataset.unit === "share" ? 1 : top(high) || 1] } },
+      scales: { x: { range: () => [Date.now() / 1000 - range, Date.now() / 1000] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), figure.dataset.unit === "share" ? 1 : figure.dataset.unit === "count" ? Math.max(1, top(high)) : top(high) || 1] } },
       axes: [{ ...axis, space: 80, size: 30, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 64, values: (_, ticks) => ticks.map(text), ...(figure.dataset.unit === "count" && { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5] }) }],
       series: [{ label: stacked ? "from" : "at", value: at }, ...seriesOf(stacked, wanted, figure.dataset.labels.split(","), text)],
     },

@@ -84,10 +84,12 @@ export async function streamAnswer(request, seen, say, think) {
 }
 
 // The same for a page that shows each answer with a line about its speed, which `told` takes however it ends.
+// Returns the text and the tool calls.
 export async function answerOf(request, say, told, think = () => {}) {
   const seen = begun();
   try {
-    return await streamAnswer(request, seen, say, think);
+    const text = await streamAnswer(request, seen, say, think);
+    return { text, calls: seen.calls.filter(Boolean) };
   } finally {
     if (seen.answered) told(measureLine(seen));
   }

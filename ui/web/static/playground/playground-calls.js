@@ -1,7 +1,7 @@
 // The form's request for a terminal and for a program.
 
 const ofTheClient = new Set([
-  "model", "messages", "prompt", "input", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop",
+  "model", "messages", "prompt", "input", "response_format", "tools", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop",
 ]);
 
 // Numbers, texts and lists are the same in Python; these three words are not.

@@ -21,7 +21,15 @@ class Pane {
 
   clear() {
     this.messages = [];
+    this.called = []; // tool calls of the last answer, each with the field for its result
     this.talk.innerHTML = '<p class="empty">Nothing asked yet.</p>';
+  }
+
+  keep(turn, said, content, calls) {
+    const made = calls.map(({ id, ...called }) => ({ id, type: "function", function: called }));
+    this.messages = [...said, { role: "assistant", content, ...(made.length && { tool_calls: made }) }];
+    for (const { field } of this.called) field.readOnly = true;
+    this.called = calls.map((call) => this.drawCall(turn, call));
   }
 
   // The conversation so far belongs to the model that had it.
@@ -40,20 +48,42 @@ class Pane {
     return turn;
   }
 
+  // The conversation with a question; after tool calls their results come first, and may be all that is sent.
+  said(question) {
+    const results = this.called.map(({ id, field }) => ({ role: "tool", tool_call_id: id, content: field.value }));
+    const asks = question || !results.length ? [{ role: "user", content: question }] : [];
+    return [...this.messages, ...results, ...asks];
+  }
+
   body(question) {
     if (form.elements.kind.value === "embeddings") return [VECTORS, { model: this.model, input: textsOf(question) }];
     const made = { model: this.model, ...parameters() };
     if (form.elements.kind.value === "completion") return ["/v1/completions", { ...made, prompt: question }];
     const system = form.elements.system.value.trim();
-    const said = [...this.messages, { role: "user", content: question }];
-    if (system) said.unshift({ role: "system", content: system });
-    return ["/v1/chat/completions", { ...made, messages: said }];
+    const messages = [...(system ? [{ role: "system", content: system }] : []), ...this.said(question)];
+    return ["/v1/chat/completions", { ...made, ...structure(), messages }];
+  }
+
+  // Shows a tool call with a field for its result.
+  drawCall(turn, { id, name, arguments: given }) {
+    const made = document.createElement("div");
+    made.className = "tool-call";
+    const code = document.createElement("code");
+    code.textContent = `${name}(${given})`;
+    const label = document.createElement("label");
+    const field = document.createElement("textarea");
+    field.rows = 2;
+    label.append(`Result of ${name}, sent with the next message`, field);
+    made.append(code, label);
+    turn.append(made);
+    return { id, field };
   }
 
   async ask(question, signal) {
     this.forget(this.model);
     const [path, body] = this.body(question);
-    this.turn("user", question);
+    const said = this.said(question);
+    if (question) this.turn("user", question);
     const turn = this.turn("answer", "");
     this.talk.setAttribute("aria-busy", "true");
     try {
@@ -68,10 +98,10 @@ class Pane {
         if (following) this.talk.scrollTop = this.talk.scrollHeight;
       };
       const what = turn.querySelector(".what");
-      const said = into(() => what);
-      const thought = into(() => thoughts(turn, what));
-      const answer = await answerOf(request, said, (line) => turn.append(line), thought);
-      if (body.messages) this.messages.push({ role: "user", content: question }, { role: "assistant", content: answer });
+      const say = into(() => what);
+      const think = into(() => thoughts(turn, what));
+      const { text, calls } = await answerOf(request, say, (line) => turn.append(line), think);
+      if (body.messages) this.keep(turn, said, text, calls);
       return true;
     } catch (error) {
       const stopped = error.name === "AbortError";
@@ -117,6 +147,28 @@ function parameters() {
   return stop.length ? { ...made, stop } : made;
 }
 
+// A field's JSON; undefined where it is empty or is none, which the field then says.
+function jsonOf(field) {
+  field.setCustomValidity("");
+  if (!field.value.trim()) return undefined;
+  try {
+    return JSON.parse(field.value);
+  } catch (error) {
+    field.setCustomValidity(`This is not JSON: ${error.message}`);
+    return undefined;
+  }
+}
+
+// What the answer must look like, and the tools that it may call. A bare function is one of OpenAI's tools too.
+function structure() {
+  const schema = jsonOf(form.elements.schema);
+  const tools = jsonOf(form.elements.tools);
+  const made = {};
+  if (schema !== undefined) made.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
+  if (tools !== undefined) made.tools = [tools].flat().map((each) => (each?.function || each?.type ? each : { type: "function", function: each }));
+  return made;
+}
+
 function busy(is) {
   document.getElementById("send").hidden = is;
   document.getElementById("stop").hidden = !is;
@@ -137,7 +189,9 @@ function show(panes) {
   panes[1].element.hidden = !other;
   document.getElementById("panes").classList.toggle("two", other);
   const kind = allowedKind(panes[0].select.selectedOptions[0].dataset);
-  form.querySelector(".system").hidden = kind === "completion";
+  for (const each of form.querySelectorAll(".chat-only")) each.hidden = kind === "completion";
+  if (kind !== "chat") for (const each of form.querySelectorAll("[data-json]")) each.setCustomValidity("");
+  form.elements.prompt.required = !panes.some((pane) => pane.called.length);
   form.querySelector(".parameters").hidden = kind === "embeddings";
   form.elements.prompt.placeholder = kind === "embeddings" ? "Texts to compare, one a line" : "Ask something";
   const [path, body] = panes[0].body(form.elements.prompt.value || "Hello");
