@@ -54,6 +54,10 @@ class Communicator(Protocol):
         """All-to-all of rows: from shards [R, V] of every rank to this rank's rows, whole: [rows, tp V]."""
         ...
 
+    def exchange_rows(self, rows_TKE: Tensor, owners_TK: Tensor) -> None:
+        """Fill in the rows [T K, E] that other ranks of the stage own; they are zeros before."""
+        ...
+
     def send(self, *tensors: Tensor) -> None:
         """Send to the same TP rank of the next stage."""
         ...

@@ -29,6 +29,8 @@ from .torch_communicator import add_in_order
 
 SLOT = 1 << 20
 """Bytes of a slot. Larger tensors are exchanged in pieces."""
+ADD_UP_TO = 128 << 10
+"""Bytes of expert results up to which they are added up, with the zeros of other ranks."""
 _PLACES = 64
 # Entries of the cache of slot views, by tensor size and dtype.
 
@@ -119,6 +121,26 @@ class ShmCommunicator:
                     into[: len(part), peer, : part.shape[1]].copy_(piece.view(part.shape))
         return out.flatten(1)
 
+    def exchange_rows(self, rows_TKE: Tensor, owners_TK: Tensor) -> None:
+        """Send each row once. Few rows are added up: that is one exchange, and nothing to sort."""
+        if rows_TKE.nbytes <= ADD_UP_TO:
+            self.all_reduce(rows_TKE)
+            return
+        layout, owners = self._layout, owners_TK.flatten()
+        rows_SE = rows_TKE.view(len(owners), -1)
+        of_rank = [torch.nonzero(owners == rank).flatten() for rank in range(layout.tp)]
+        most, width = max(map(len, of_rank)), rows_SE.shape[1]
+        at_once = max(1, SLOT // (width * rows_SE.element_size()))
+        columns = min(width, SLOT // rows_SE.element_size())
+        for start, first in product(range(0, most, at_once), range(0, width, columns)):
+            part = rows_SE[:, first : first + columns]
+            pieces = [rows[start : start + at_once] for rows in of_rank]
+            sizes = [len(piece) * part.shape[1] for piece in pieces]
+            received = self._exchange(part[pieces[layout.tp_rank]].flatten(), max(sizes))
+            for rank, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
+                if rank != layout.tp_rank and size:
+                    part[piece] = received[rank][:size].view(-1, part.shape[1])
+
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             self._send(tensor, self._layout.rank + self._layout.tp)
@@ -180,13 +202,14 @@ class ShmCommunicator:
                 raise RankLost("another stage is gone")
             rest = rest[count:]
 
-    def _exchange(self, piece: Tensor) -> list[Tensor]:
+    def _exchange(self, piece: Tensor, most: int | None = None) -> list[Tensor]:
         """Exchange one piece; return all ranks' pieces in the order of ranks: views valid until the next
-        call.
+        call. `most`: numbers of the longest piece, where they differ in length; views have that many.
         """
         self._turn = 1 - self._turn
-        places = self._places(self._turn, piece.nbytes, piece.dtype)
-        places[self._layout.tp_rank].copy_(piece)
+        nbytes = piece.nbytes if most is None else most * piece.element_size()
+        places = self._places(self._turn, nbytes, piece.dtype)
+        places[self._layout.tp_rank][: len(piece)].copy_(piece)
         try:
             for peer in self._stage:
                 peer.send(b"\0")

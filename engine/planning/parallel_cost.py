@@ -14,15 +14,18 @@ from ..model_config.shape import (
 from .roofline import decode_tokens_per_second
 
 
-def rank_shape(shape: ModelShape, tp: int, pp: int, *, expert_parallel: bool = False) -> ModelShape:
+def rank_shape(
+    shape: ModelShape, tp: int, pp: int, *, expert_parallel: bool = False, redundant_experts: int = 0
+) -> ModelShape:
     """Return the shape of the rank that holds most, as if it were a model. `vocab` does not change: logits
     are gathered whole.
     """
     if tp == pp == 1:
         return shape
+    layers = -(-shape.layers // pp)
     part = replace(
         shape,
-        layers=-(-shape.layers // pp),
+        layers=layers,
         heads=shape.heads // tp,
         kv_heads=max(1, shape.kv_heads // tp),
         ffn=shape.ffn // tp,
@@ -33,8 +36,9 @@ def rank_shape(shape: ModelShape, tp: int, pp: int, *, expert_parallel: bool = F
         no_head=pp > 1 and not shape.tied,
         exact_params=None,
         latent=shape.latent and _latent_share(shape.latent, tp),
-        experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp, expert_parallel),
-        mlp_layers=shape.mlp_layers and min(-(-shape.layers // pp), shape.mlp_layers),
+        experts=shape.experts
+        and _expert_share(shape.experts, layers, tp, expert_parallel, redundant_experts),
+        mlp_layers=shape.mlp_layers and min(layers, shape.mlp_layers),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
         sliding=shape.sliding and _sliding_share(shape.sliding, tp, pp),
         linear_params=shape.linear_params and -(-shape.linear_params // (tp * pp)),
@@ -54,12 +58,16 @@ def _latent_share(latent: LatentShape, tp: int) -> LatentShape:
     return replace(latent, split=split, absorbed=absorbed, inner=inner)
 
 
-def _expert_share(experts: ExpertShape, layers: int, tp: int, expert_parallel: bool) -> ExpertShape:
+def _expert_share(
+    experts: ExpertShape, layers: int, tp: int, expert_parallel: bool, redundant: int
+) -> ExpertShape:
     """Return the experts of a stage of `layers` layers, all of which may have experts. Each expert is sharded
-    as an MLP is, or a rank has some of them whole.
+    as an MLP is, or a rank has some of them whole, with its share of `redundant` copies.
     """
     part = replace(experts, layers=min(layers, experts.layers), shared=experts.shared // tp)
-    return replace(part, ranks=tp) if expert_parallel else replace(part, inner=experts.inner // tp)
+    if expert_parallel:
+        return replace(part, ranks=tp, redundant=redundant)
+    return replace(part, inner=experts.inner // tp)
 
 
 def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentShape:
