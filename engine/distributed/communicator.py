@@ -137,6 +137,14 @@ class TensorParallel:
             ops.host_callback(self.communicator.all_reduce, (out_TE,))
         return out_TE
 
+    def as_partial(self, out_TE: Tensor) -> Tensor:
+        """Return a sum that every rank has whole as what `add_rms_norm` takes: where an all-reduce follows,
+        ranks but the first add zeros.
+        """
+        if self.layout.tp_rank and self._defers_all_reduce(len(out_TE), out_TE.shape[1], out_TE.dtype):
+            return torch.zeros_like(out_TE)
+        return out_TE
+
     def add_rms_norm(
         self, ops: Ops, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
     ) -> Tensor:

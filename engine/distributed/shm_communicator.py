@@ -135,11 +135,14 @@ class ShmCommunicator:
         for start, first in product(range(0, most, at_once), range(0, width, columns)):
             part = rows_SE[:, first : first + columns]
             pieces = [rows[start : start + at_once] for rows in of_rank]
-            sizes = [len(piece) * part.shape[1] for piece in pieces]
-            received = self._exchange(part[pieces[layout.tp_rank]].flatten(), max(sizes))
-            for rank, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
-                if rank != layout.tp_rank and size:
-                    part[piece] = received[rank][:size].view(-1, part.shape[1])
+            places = self._slots(at_once * part.shape[1] * part.element_size(), part.dtype)
+            slots = [place[: len(piece) * part.shape[1]] for place, piece in zip(places, pieces, strict=True)]
+            views = [slot.view(-1, part.shape[1]) for slot in slots]
+            torch.index_select(part, 0, pieces[layout.tp_rank], out=views[layout.tp_rank])
+            self._signal()
+            for rank, piece in enumerate(pieces):
+                if rank != layout.tp_rank and len(piece):
+                    part.index_copy_(0, piece, views[rank])
 
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:
@@ -202,14 +205,22 @@ class ShmCommunicator:
                 raise RankLost("another stage is gone")
             rest = rest[count:]
 
-    def _exchange(self, piece: Tensor, most: int | None = None) -> list[Tensor]:
+    def _exchange(self, piece: Tensor) -> list[Tensor]:
         """Exchange one piece; return all ranks' pieces in the order of ranks: views valid until the next
-        call. `most`: numbers of the longest piece, where they differ in length; views have that many.
+        call.
         """
+        places = self._slots(piece.nbytes, piece.dtype)
+        places[self._layout.tp_rank].copy_(piece)
+        self._signal()
+        return places
+
+    def _slots(self, nbytes: int, dtype: torch.dtype) -> list[Tensor]:
+        """Begin an exchange: return what all ranks' slots hold after `_signal`, in the order of ranks."""
         self._turn = 1 - self._turn
-        nbytes = piece.nbytes if most is None else most * piece.element_size()
-        places = self._places(self._turn, nbytes, piece.dtype)
-        places[self._layout.tp_rank][: len(piece)].copy_(piece)
+        return self._places(self._turn, nbytes, dtype)
+
+    def _signal(self) -> None:
+        """Tell that this rank's slot is written, and wait for those of the others. Raises RankLost."""
         try:
             for peer in self._stage:
                 peer.send(b"\0")
@@ -218,7 +229,6 @@ class ShmCommunicator:
             raise RankLost("another rank is gone") from error
         if not all(signals):
             raise RankLost("another rank is gone")
-        return places
 
 
 def find_places(

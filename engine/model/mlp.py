@@ -167,7 +167,7 @@ class SparseMoE:
         combine = self.ops.combine_experts
         assert combine is not None
         if shared_TE is None:
-            return combine(results)
+            return self.rank.as_partial(combine(results))
         is_first = self.rank.layout.tp_rank == 0
         out_TE = combine(results if is_first else None, shared_TE, gate_T1)
         return self.rank.reduce_partial(self.ops, out_TE)

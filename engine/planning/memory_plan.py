@@ -156,6 +156,11 @@ class MemoryPlan:
         return ParallelLayout(self.tp, self.pp, rank, self.expert_parallel, placement)
 
     @property
+    def exchanges_results(self) -> bool:
+        """Return whether ranks exchange the results of single experts (`kernels/ops.py::expert_results`)."""
+        return self.expert_parallel and self.device == "cpu"
+
+    @property
     def ranks(self) -> int:
         return self.tp * self.pp
 
