@@ -134,8 +134,8 @@ class ExpertLoad:
         clock: Callable[[], float] = time.monotonic,
         history: LoadHistory | None = None,
     ) -> None:
-        """`mixtures`: of each layer with experts. Their counters are set to 0, as steps before the first
-        request do not count. `history` gets the counts.
+        """`mixtures`: of each layer with experts, of which some have counters. These are set to 0, as steps
+        before the first request do not count. `history` gets the counts.
         """
         counted = [mixture for mixture in mixtures if mixture.load_X is not None]
         self._loads = [mixture.load_X for mixture in counted if mixture.load_X is not None]
@@ -146,15 +146,10 @@ class ExpertLoad:
         self._saved_at = clock()
         self._stats = ExpertStats()
         self._history = history
-        self._earlier: list[list[int]] = []
-        self._without_copies: ExpertPlacement = ()
-        if counted:
-            count = counted[0].count
-            alone = replace(layout, placement=()).holders(count)
-            self._without_copies = [alone] * len(counted)
-            if history is not None:
-                earlier = history.counts(len(counted), count)
-                self._earlier = [[rows // 2 for rows in load] for load in earlier]
+        layers, count = len(counted), counted[0].count
+        self._without_copies = [replace(layout, placement=()).holders(count)] * layers
+        earlier = [] if history is None else history.counts(layers, count)
+        self._earlier = [[rows // 2 for rows in load] for load in earlier]
         for counter in (*self._loads, *self._rank_loads):
             counter.zero_()
 
@@ -186,12 +181,14 @@ class ExpertLoad:
         return found
 
 
-def count_experts(runner: object, layout: ParallelLayout, directory: Path) -> ExpertLoad:
+def count_experts(runner: object, layout: ParallelLayout, directory: Path) -> ExpertLoad | None:
     """Return the counters of rank 0, which see the rows of its whole stage. A model without experts has none,
     nor has one on a GPU, where nobody counts.
     """
     mixtures = runner.mixtures if isinstance(runner, CPUModelRunner) else []
-    history = LoadHistory.of_model(directory) if mixtures and layout.pp == 1 else None
+    if not any(mixture.load_X is not None for mixture in mixtures):
+        return None
+    history = LoadHistory.of_model(directory) if layout.pp == 1 else None
     return ExpertLoad(mixtures, layout, history=history)
 
 

@@ -361,7 +361,7 @@ class EngineStats:
     expert_rank_imbalance: float = 0.0
     """The same of ranks, where each has some experts whole (`--expert-parallel`)."""
     expert_rank_imbalance_without_copies: float = 0.0
-    """What it would be for the same rows without copies of hot experts (`--redundant-experts`)."""
+    """The same of these rows without copies of hot experts (`--redundant-experts`)."""
     adapters: list[str] = field(default_factory=list)
     """Digests of the LoRA adapters in memory."""
     handed_tokens: int = 0

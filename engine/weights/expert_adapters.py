@@ -31,7 +31,7 @@ class ExpertStack:
     count: int
     """Number of experts of the layer, on all ranks."""
     here: Sequence[int]
-    """Those that this rank has."""
+    """Experts that this rank has."""
     turned: bool
     """True if adapters of all experts have inputs for outputs, as PEFT writes those of Llama 4."""
 
