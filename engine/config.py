@@ -73,6 +73,8 @@ class EngineConfig:
     """Pipeline-parallel size: number of stages, each on `tp` ranks. None as for `tp`."""
     expert_parallel: bool = False
     """Divide the experts of a mixture among the ranks of `tp`, whole, instead of a part of each."""
+    redundant_experts: int = 0
+    """Copies of experts in each layer beyond one of each, on all ranks together, with `expert_parallel`."""
     gpus: tuple[int, ...] | None = None
     """Indices of visible GPUs that the daemon chose, next to other models; None: chosen at load."""
     disaggregate: tuple[int, int] | None = None

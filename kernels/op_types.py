@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .activation import Activation
-from .lora import AdaptedRows
+from .lora import AdaptedRows, ExpertAdapters
 
 Scoring = Literal["softmax", "sigmoid"]
 """Function that turns a row's router logits into scores."""
@@ -47,6 +47,32 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertOwners:
+    """Ranks that hold the experts of a layer, several of them the busiest ones. Which of them computes a row
+    is decided in each step, alike on all ranks.
+    """
+
+    holders: Sequence[Sequence[int]]
+    """Ranks that hold each expert, ascending."""
+    rank: int
+    """This rank."""
+    ranks: int
+    load_R: Tensor | None = None
+    """int64, to which each step adds the rows that each rank computes; None: nobody counts them."""
+
+
+class ExpertResults(NamedTuple):
+    """Results of a row's experts before they are added up. Rows that other ranks compute are zeros."""
+
+    rows_TKE: Tensor
+    """[T, K E], the best expert first."""
+    shares_TK: Tensor
+    """float32, by which the results are multiplied."""
+    owners_TK: Tensor
+    """int32: the rank that computes each."""
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """Experts of one MoE layer: one packed linear for each expert that is here, or one for all of these
     (`Ops.pack_experts`).
@@ -62,14 +88,61 @@ class Mixture:
     """True if the routing weights of the chosen experts are normalized to sum to one."""
     routing: Routing = field(default_factory=Routing)
     activation: Activation = "silu"
-    held: range | None = None
-    """Experts whose linears are here; None: all. A row's result lacks what it chose among the others."""
+    held: Sequence[int] | None = None
+    """Experts whose linears are here, ascending; None: all. A row's result lacks what it chose among the
+    others."""
     load_X: Tensor | None = None
     """int64, to which each step adds the rows that chose each expert; None: nobody counts them."""
+    owners: ExpertOwners | None = None
+    """Ranks among which the rows of `Ops.expert_results` are divided; `Ops.experts` needs none."""
 
     @property
-    def here(self) -> range:
+    def here(self) -> Sequence[int]:
         return range(self.count) if self.held is None else self.held
+
+
+class Experts(Protocol):
+    def __call__(
+        self,
+        mixture: Mixture,
+        x_TE: Tensor,
+        logits_TX: Tensor,
+        shared_TE: Tensor | None = None,
+        gate_T1: Tensor | None = None,
+        adapters: ExpertAdapters | None = None,
+    ) -> Tensor:
+        """Fused MoE: (mixture, x_TE, logits_TX of its router) -> new tensor [T, E]. `adapters`: of
+        experts, where `lora` is set.
+
+        A row's result is the sum of down(activation(gate(x)) * up(x)) over its `per_token` best experts, each
+        times its weight (`Routing`, `reference/moe.py`), plus its row of `shared_TE`, which is multiplied by
+        the sigmoid of `gate_T1` where that is given.
+
+        Each expert's result is computed as by `linear` and `gate_mul`. A row's results are summed in float32,
+        the best expert first (of equally good ones the lower number) and the shared row last, and rounded
+        once.
+        """
+        ...
+
+
+class ComputeResults(Protocol):
+    def __call__(
+        self, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, adapters: ExpertAdapters | None = None
+    ) -> ExpertResults:
+        """Compute what `Experts` adds up: this rank's share (`Mixture.owners`), new tensors. An expert's
+        result has the same bits on each rank that holds it.
+        """
+        ...
+
+
+class CombineResults(Protocol):
+    def __call__(
+        self, results: ExpertResults | None, shared_TE: Tensor | None = None, gate_T1: Tensor | None = None
+    ) -> Tensor:
+        """Add up results as `Experts` does, once rows of other ranks are filled in: new tensor [T, E]. None:
+        only the shared row.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,15 @@ from torch import Tensor
 
 from .activation import XIELU, Activation
 from .altup import AltUpOps
-from .lora import ExpertAdapters, LoraOps
-from .op_types import BatchLayout, KernelProfiler, KVShape, Mixture
+from .lora import LoraOps
+from .op_types import (
+    BatchLayout,
+    CombineResults,
+    ComputeResults,
+    Experts,
+    KernelProfiler,
+    KVShape,
+)
 from .recurrent import RecurrentOps
 from .sampling_types import (
     CandidateRanks,
@@ -68,30 +75,6 @@ class Embed(Protocol):
     def __call__(self, table: PackedLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         """Look up rows of the table for int64 ids, times `scale`: x_TE, new tensor. Results of different
         tables share no memory.
-        """
-        ...
-
-
-class Experts(Protocol):
-    def __call__(
-        self,
-        mixture: Mixture,
-        x_TE: Tensor,
-        logits_TX: Tensor,
-        shared_TE: Tensor | None = None,
-        gate_T1: Tensor | None = None,
-        adapters: ExpertAdapters | None = None,
-    ) -> Tensor:
-        """Fused MoE: (mixture, x_TE, logits_TX of its router) -> new tensor [T, E]. `adapters`: of
-        experts, where `lora` is set.
-
-        A row's result is the sum of down(activation(gate(x)) * up(x)) over its `per_token` best experts, each
-        times its weight (`Routing`, `reference/moe.py`), plus its row of `shared_TE`, which is multiplied by
-        the sigmoid of `gate_T1` where that is given.
-
-        Each expert's result is computed as by `linear` and `gate_mul`. A row's results are summed in float32,
-        the best expert first (of equally good ones the lower number) and the shared row last, and rounded
-        once.
         """
         ...
 
@@ -303,6 +286,13 @@ class Ops:
     row_invariant: bool = False
     """True if a row's bits depend neither on the rows beside it nor on how its sequence was cut into steps.
     """
+
+    expert_results: ComputeResults | None = None
+    """First half of `experts`, before the exchange of rows between ranks with whole experts; None: each rank
+    adds up its own, and the sums of ranks are added."""
+
+    combine_experts: CombineResults | None = None
+    """Second half; set where `expert_results` is."""
 
     recurrent: RecurrentOps | None = None
     """Operations of recurrent layers; None: models that have some cannot run."""

@@ -80,6 +80,14 @@ class ModelSettings:
         "Give each rank of --tp some experts of a mixture whole, not a part of each (expert parallelism).",
         live=True,
     )
+    redundant_experts: int = key(
+        0,
+        "Copies of hot experts in each layer, on other ranks, with --expert-parallel: their rows are divided "
+        "(expert parallel load balancing).",
+        low=0,
+        high=16384,
+        live=True,
+    )
     disaggregate: str = key(
         "",
         "Cores of an engine for prompts and of one for tokens, as P:D (1:1): streams stay even while long "

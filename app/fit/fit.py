@@ -288,7 +288,7 @@ def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: B
         all_streams=rates(streams),
         streams=streams,
         scaling=_scaling(shape, plan, machine, bandwidth.best, 1, context),
-        sums_bytes=traffic(shape, plan.tp, plan.pp, plan.dtype).sums,
+        sums_bytes=traffic(shape, plan.tp, plan.pp, plan.dtype, results=plan.exchanges_results).sums,
     )
 
 
@@ -311,6 +311,7 @@ def _scaling(
         rows=rows,
         context=context,
         expert_parallel=plan.expert_parallel,
+        results=plan.exchanges_results,
     )
     return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from llmbox.engine.planning.estimator import MemoryPlan
 
-from ..util.formatting import rate_range, size, span
+from ..util.formatting import experts_whole, rate_range, size, span
 from .capacity import money
 from .fit import SUSTAINED, Fit, Speed
 from .gpu_prediction import GpuPrediction
@@ -38,7 +38,7 @@ def fit_rows(result: Fit) -> dict[str, str]:
 
 def plan_rows(plan: MemoryPlan) -> dict[str, str]:
     """Return what a plan takes and what it holds, by name."""
-    whole = ", experts whole" if plan.expert_parallel else ""
+    whole = experts_whole(plan.expert_parallel, plan.redundant_experts)
     each = f" on each of {plan.ranks} ranks (tp {plan.tp}, pp {plan.pp}{whole})" if plan.ranks > 1 else ""
     weights = plan.dtype if plan.quant == "none" else f"{plan.quant}, {plan.dtype} beside them"
     token = size(plan.kv_bytes_per_token)

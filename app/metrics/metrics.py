@@ -234,6 +234,11 @@ _EXPERT_GAUGES: tuple[tuple[str, str, _Value], ...] = (
         "Rows of the busiest rank over the mean of ranks, mean of the layers; with --expert-parallel.",
         lambda r: r.stats.expert_rank_imbalance,
     ),
+    (
+        "llmbox_expert_rank_imbalance_without_copies",
+        "What it would be for the same rows without copies of hot experts (--redundant-experts).",
+        lambda r: r.stats.expert_rank_imbalance_without_copies,
+    ),
 )
 
 _COUNTERS: tuple[tuple[str, str, _Value], ...] = (

@@ -25,6 +25,7 @@ _SAME = (
         "tp",
         "pp",
         "expert_parallel",
+        "redundant_experts",
     ),
     *(
         "batching",

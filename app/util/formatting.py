@@ -114,13 +114,18 @@ def format_setting(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
+def experts_whole(is_parallel: object, copies: object) -> str:
+    """Format the experts of a rank as a part of a list; empty where they are not whole."""
+    return f", experts whole{f' + {copies} copies' if copies else ''}" if is_parallel else ""
+
+
 def runs_on(info: Mapping[str, Any]) -> str:
     """Format device, weight format and ranks of a loaded model (`ModelInfo` as a mapping)."""
     weights = info["dtype"] if info["quant"] == "none" else info["quant"]
     ranks = info["tp"] * info["pp"]
     if pair := info.get("disaggregate"):
         return f"{info['device']} {weights} on cores {pair[0]}:{pair[1]}"
-    whole = ", experts whole" if info.get("expert_parallel") else ""
+    whole = experts_whole(info.get("expert_parallel"), info.get("redundant_experts"))
     return f"{info['device']} {weights}" + (
         f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']}{whole})" if ranks > 1 else ""
     )

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ..checkpoint.adapter import read_adapter
 from ..errors import EngineError, InvalidRequest
@@ -43,6 +43,16 @@ PROMPT_STEP: Final = 64
 """Tokens of a step from which on its time tells how fast prompts are computed."""
 
 
+class ExpertCounters(Protocol):
+    """Counters of the rows that chose each expert of a mixture (`engine/executor/expert_load.py`)."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return fields of `EngineStats`."""
+        ...
+
+    def save(self) -> None: ...
+
+
 class Engine:
     """Drive a scheduler and an executor, one step at a time. All methods are called from one thread."""
 
@@ -52,11 +62,11 @@ class Engine:
         runner: Executor,
         info: ModelInfo,
         clock: Callable[[], float] = time.perf_counter,
-        expert_stats: Callable[[], Mapping[str, Any]] = dict,
+        experts: ExpertCounters | None = None,
     ) -> None:
-        """`expert_stats`: fields of `EngineStats` about a mixture's experts."""
+        """`experts`: counters of a mixture's experts."""
         self.info = info
-        self._expert_stats = expert_stats
+        self._experts = experts
         self._scheduler = scheduler
         self._images = scheduler.images
         self._runner = runner
@@ -134,6 +144,8 @@ class Engine:
             tiers.close(max(0.0, end - self._clock()))
         if (intake := self._scheduler.kv_cache.intake) is not None:
             intake.link.close()
+        if self._experts is not None:
+            self._experts.save()
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the token texts that grammars are compiled over; needed before the first request with a
@@ -263,7 +275,7 @@ class Engine:
             work=scheduler.ledger.work,
             prefill_done=scheduler.active.prefill_done,
             adapters=[] if kv_cache.adapters is None else kv_cache.adapters.digests,
-            **self._expert_stats(),
+            **({} if self._experts is None else self._experts.stats()),
             **scheduler.drafting.stats(),
             **({} if kv_cache.intake is None else kv_cache.intake.stats()),
             **({} if kv_cache.tiers is None else kv_cache.tiers.stats()),

@@ -54,6 +54,10 @@ class Communicator(Protocol):
         """All-to-all of rows: from shards [R, V] of every rank to this rank's rows, whole: [rows, tp V]."""
         ...
 
+    def exchange_rows(self, rows_TKE: Tensor, owners_TK: Tensor) -> None:
+        """Fill in the rows [T K, E] that other ranks of the stage own; they are zeros before."""
+        ...
+
     def send(self, *tensors: Tensor) -> None:
         """Send to the same TP rank of the next stage."""
         ...
@@ -131,6 +135,14 @@ class TensorParallel:
         """Do as `row_parallel_linear` for a partial result in the model's dtype, computed before."""
         if self.layout.tp > 1 and not self._defers_all_reduce(len(out_TE), out_TE.shape[1], out_TE.dtype):
             ops.host_callback(self.communicator.all_reduce, (out_TE,))
+        return out_TE
+
+    def as_partial(self, out_TE: Tensor) -> Tensor:
+        """Return a sum that every rank has whole as what `add_rms_norm` takes: where an all-reduce follows,
+        ranks but the first add zeros.
+        """
+        if self.layout.tp_rank and self._defers_all_reduce(len(out_TE), out_TE.shape[1], out_TE.dtype):
+            return torch.zeros_like(out_TE)
         return out_TE
 
     def add_rms_norm(

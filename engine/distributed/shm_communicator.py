@@ -29,6 +29,8 @@ from .torch_communicator import add_in_order
 
 SLOT = 1 << 20
 """Bytes of a slot. Larger tensors are exchanged in pieces."""
+ADD_UP_TO = 128 << 10
+"""Bytes of expert results up to which they are added up, with the zeros of other ranks."""
 _PLACES = 64
 # Entries of the cache of slot views, by tensor size and dtype.
 
@@ -119,6 +121,29 @@ class ShmCommunicator:
                     into[: len(part), peer, : part.shape[1]].copy_(piece.view(part.shape))
         return out.flatten(1)
 
+    def exchange_rows(self, rows_TKE: Tensor, owners_TK: Tensor) -> None:
+        """Send each row once. Few rows are added up: that is one exchange, and nothing to sort."""
+        if rows_TKE.nbytes <= ADD_UP_TO:
+            self.all_reduce(rows_TKE)
+            return
+        layout, owners = self._layout, owners_TK.flatten()
+        rows_SE = rows_TKE.view(len(owners), -1)
+        of_rank = [torch.nonzero(owners == rank).flatten() for rank in range(layout.tp)]
+        most, width = max(map(len, of_rank)), rows_SE.shape[1]
+        at_once = max(1, SLOT // (width * rows_SE.element_size()))
+        columns = min(width, SLOT // rows_SE.element_size())
+        for start, first in product(range(0, most, at_once), range(0, width, columns)):
+            part = rows_SE[:, first : first + columns]
+            pieces = [rows[start : start + at_once] for rows in of_rank]
+            places = self._slots(at_once * part.shape[1] * part.element_size(), part.dtype)
+            slots = [place[: len(piece) * part.shape[1]] for place, piece in zip(places, pieces, strict=True)]
+            views = [slot.view(-1, part.shape[1]) for slot in slots]
+            torch.index_select(part, 0, pieces[layout.tp_rank], out=views[layout.tp_rank])
+            self._signal()
+            for rank, piece in enumerate(pieces):
+                if rank != layout.tp_rank and len(piece):
+                    part.index_copy_(0, piece, views[rank])
+
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             self._send(tensor, self._layout.rank + self._layout.tp)
@@ -184,9 +209,18 @@ class ShmCommunicator:
         """Exchange one piece; return all ranks' pieces in the order of ranks: views valid until the next
         call.
         """
-        self._turn = 1 - self._turn
-        places = self._places(self._turn, piece.nbytes, piece.dtype)
+        places = self._slots(piece.nbytes, piece.dtype)
         places[self._layout.tp_rank].copy_(piece)
+        self._signal()
+        return places
+
+    def _slots(self, nbytes: int, dtype: torch.dtype) -> list[Tensor]:
+        """Begin an exchange: return what all ranks' slots hold after `_signal`, in the order of ranks."""
+        self._turn = 1 - self._turn
+        return self._places(self._turn, nbytes, dtype)
+
+    def _signal(self) -> None:
+        """Tell that this rank's slot is written, and wait for those of the others. Raises RankLost."""
         try:
             for peer in self._stage:
                 peer.send(b"\0")
@@ -195,7 +229,6 @@ class ShmCommunicator:
             raise RankLost("another rank is gone") from error
         if not all(signals):
             raise RankLost("another rank is gone")
-        return places
 
 
 def find_places(

@@ -87,6 +87,10 @@ class TorchCommunicator:
         dist.all_to_all_single(out, x.contiguous(), [mine] * tp, sizes, group=self._stage)
         return out.view(tp, mine, x.shape[1]).transpose(0, 1).flatten(1)
 
+    def exchange_rows(self, rows_TKE: Tensor, owners_TK: Tensor) -> None:  # noqa: ARG002 - asks no device
+        """Add up: each row is zeros on all ranks but one, so the order does not matter."""
+        dist.all_reduce(rows_TKE, group=self._stage)
+
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             dist.send(tensor.contiguous(), self._layout.rank + self._layout.tp)

@@ -57,7 +57,7 @@ from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages, load_images
 from ..sampling import Sampler
 from .drafting import DraftTarget, draft_rows, load_proposers
-from .expert_load import count_experts
+from .expert_load import count_experts, place_hot_experts
 from .kv_tiers import make_segment, open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
 from .model_info import model_info, read_model_vectors
@@ -125,7 +125,8 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
         config = decode_config(config)
     elif config.prefill_role is not None:
         os.sched_setaffinity(0, config.prefill_role.cores)
-    layout = ParallelLayout(plan.tp, plan.pp, expert_parallel=plan.expert_parallel)
+    plan = place_hot_experts(plan, model.experts, Path(config.model_path))
+    layout = plan.layout(0)
     runner: Executor
     local: object = None
     worker_pids: list[int] = []
@@ -169,7 +170,8 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
     if memory is not None:
         answers = open_tiers(config, plan, share, memory, scheduler.kv_cache)
         scheduler.drafting.answers.stores.files = answers
-    return Engine(scheduler, runner, info, expert_stats=count_experts(share.runner, layout))
+    experts = count_experts(share.runner, layout, Path(config.model_path))
+    return Engine(scheduler, runner, info, experts=experts)
 
 
 def load_rank(

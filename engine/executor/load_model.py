@@ -135,6 +135,7 @@ def load_repacked(
         quant=wanted.quant,
         layout=packing.layout,
         shard=wanted.rank.layout.shard + wanted.part,
+        placement=wanted.rank.layout.placement_digest,
     )
     found = _from_cache(wanted, build, cache, key)
     if found is not None:

@@ -54,6 +54,7 @@ def model_info(
         tp=plan.tp,
         pp=plan.pp,
         expert_parallel=plan.expert_parallel,
+        redundant_experts=plan.redundant_experts,
         state_slots=plan.state_slots,
         state_bytes=plan.state_bytes * plan.ranks,
         gpus=tuple(plan.gpus),

@@ -188,6 +188,7 @@ class ModelInfo:
     pp: int = 1
     """Pipeline-parallel size."""
     expert_parallel: bool = False
+    redundant_experts: int = 0
     """True if the ranks of a stage have whole experts."""
     state_slots: int = 0
     """Slots of recurrent state; 0 for a model without."""
@@ -359,6 +360,8 @@ class EngineStats:
     """Rows of the busiest expert of a layer over the mean of its experts, as the mean of all layers."""
     expert_rank_imbalance: float = 0.0
     """The same of ranks, where each has some experts whole (`--expert-parallel`)."""
+    expert_rank_imbalance_without_copies: float = 0.0
+    """The same of these rows without copies of hot experts (`--redundant-experts`)."""
     adapters: list[str] = field(default_factory=list)
     """Digests of the LoRA adapters in memory."""
     handed_tokens: int = 0

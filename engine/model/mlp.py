@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as torch_functional
 
 from llmbox.kernels.activation import UNGATED, XIELU, Activation
-from llmbox.kernels.op_types import Mixture, Routing
+from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routing
 from llmbox.kernels.ops import Ops
 
 from ..model_config.config import ModelConfig
@@ -78,7 +78,9 @@ class SparseMoE:
     the shared expert if there is one.
 
     With tensor parallelism each rank has a slice of every expert's intermediate rows, as of an MLP's; with
-    expert parallelism some experts whole. Then too every rank has all rows, and results are all-reduced.
+    expert parallelism some experts whole. Then too every rank has all rows. Where the kernels can, ranks
+    exchange the results of single experts, and each adds them up as one rank would, whoever has computed
+    which. Elsewhere results are all-reduced.
     """
 
     def __init__(self, model: ModelConfig, config: ExpertsConfig, weights: Weights, ops: Ops) -> None:
@@ -93,7 +95,11 @@ class SparseMoE:
             self.narrow = weights.linear({"fc1_latent_proj": latent}, whole, bias=False)
             self.widen = weights.linear({"fc2_latent_proj": whole}, latent, bias=False)
             self.ones_E = torch.ones(model.hidden_size, device=weights.device)
-        held = self.rank.layout.experts(config.count)
+        layout, layer, on_cpu = self.rank.layout, len(weights.mixtures), weights.device.type == "cpu"
+        held, owners = layout.experts(config.count, layer), None
+        if layout.expert_parallel and ops.expert_results is not None:
+            load_R = torch.zeros(layout.tp, dtype=torch.int64) if on_cpu else None
+            owners = ExpertOwners(layout.holders(config.count, layer), layout.tp_rank, layout.tp, load_R)
         self.mixture = Mixture(
             gate_ups,
             downs,
@@ -103,7 +109,8 @@ class SparseMoE:
             _routing(config, weights),
             model.activation,
             None if len(held) == config.count else held,
-            torch.zeros(config.count, dtype=torch.int64) if weights.device.type == "cpu" else None,
+            torch.zeros(config.count, dtype=torch.int64) if on_cpu else None,
+            owners,
         )
         self.shared, self.shared_gate = None, None
         if config.shared_inner:
@@ -124,15 +131,46 @@ class SparseMoE:
         shared_TE = None if self.shared is None else ops.linear(self.shared.down, self.shared.inner(x_TE))
         gate_T1 = None if self.shared_gate is None else ops.logits(self.shared_gate, x_TE)
         if self.narrow is None or self.widen is None:
+            if self.mixture.owners is not None:
+                return self._combine(self._exchange(x_TE, logits_TX), shared_TE, gate_T1)
             out_TE = ops.experts(self.mixture, x_TE, logits_TX, shared_TE, gate_T1)
             return self.rank.reduce_partial(ops, out_TE)
         assert ops.recurrent is not None
         assert shared_TE is not None
         # `widen` gives its result where `shared_TE` may be.
-        shared_TE = ops.recurrent.mul_add(shared_TE, self.ones_E, None)
-        out_TL = ops.experts(self.mixture, ops.linear(self.narrow, x_TE), logits_TX)
-        out_TE = ops.recurrent.mul_add(ops.linear(self.widen, out_TL), self.ones_E, shared_TE)
+        out_TE = shared_TE = ops.recurrent.mul_add(shared_TE, self.ones_E, None)
+        out_TL = self._mix_narrow(ops.linear(self.narrow, x_TE), logits_TX)
+        if out_TL is not None:
+            out_TE = ops.recurrent.mul_add(ops.linear(self.widen, out_TL), self.ones_E, shared_TE)
         return self.rank.reduce_partial(ops, out_TE)
+
+    def _mix_narrow(self, x_TL: Tensor, logits_TX: Tensor) -> Tensor | None:
+        """Return this rank's part of the experts' sum, before `widen`; None: another rank has all of it."""
+        if self.mixture.owners is None:
+            return self.ops.experts(self.mixture, x_TL, logits_TX)
+        results = self._exchange(x_TL, logits_TX)
+        assert self.ops.combine_experts is not None
+        return self.ops.combine_experts(results) if self.rank.layout.tp_rank == 0 else None
+
+    def _exchange(self, x_TE: Tensor, logits_TX: Tensor) -> ExpertResults:
+        """Return the results of all experts that rows chose, whichever rank computed them."""
+        assert self.ops.expert_results is not None
+        results = self.ops.expert_results(self.mixture, x_TE, logits_TX)
+        exchanged = results.rows_TKE, results.owners_TK
+        self.ops.host_callback(self.rank.communicator.exchange_rows, exchanged)
+        return results
+
+    def _combine(self, results: ExpertResults, shared_TE: Tensor | None, gate_T1: Tensor | None) -> Tensor:
+        """Add up. A shared expert is cut among the ranks as an MLP is: rank 0 adds its part to the experts'
+        sum, and the sums of ranks are added.
+        """
+        combine = self.ops.combine_experts
+        assert combine is not None
+        if shared_TE is None:
+            return self.rank.as_partial(combine(results))
+        is_first = self.rank.layout.tp_rank == 0
+        out_TE = combine(results if is_first else None, shared_TE, gate_T1)
+        return self.rank.reduce_partial(self.ops, out_TE)
 
 
 def _routing(config: ExpertsConfig, weights: Weights) -> Routing:
@@ -157,11 +195,8 @@ def _expert_linears(
 ) -> tuple[list[Any], list[Any]]:
     """Return the packed gates and ups, and the packed downs: one of each for every expert, or for all."""
     layout = weights.rank.layout
-    whole, inner, held = (
-        ShardSlice.whole(hidden),
-        layout.inside_expert(config.inner),
-        layout.experts(config.count),
-    )
+    whole, inner = ShardSlice.whole(hidden), layout.inside_expert(config.inner)
+    held = layout.experts(config.count, len(weights.mixtures))
     is_single = ops.pack_experts is not None
     gate, up, down = config.projections
     is_paired = config.stacked is not None and config.stacked.is_interleaved

@@ -9,7 +9,9 @@ experts                         each as gate, up and down; with expert paralleli
 layers                          in pp stages; the first has the embedding, the last has final norm and head
 """
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from llmbox.kernels.quant_formats import Quant
 
@@ -18,6 +20,8 @@ from ..partition import ShardSlice
 from .shape import ModelShape
 
 MAX_RANKS = 16
+ExpertPlacement = Sequence[Sequence[Sequence[int]]]
+"""TP ranks that have each expert, ascending: [layer with experts][expert]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class ParallelLayout:
     rank: int = 0
     expert_parallel: bool = False
     """True if each rank of a stage has some experts whole, instead of a part of each."""
+    placement: ExpertPlacement = ()
+    """Ranks that have each expert, where hot ones have several; empty: each expert is on one."""
 
     @property
     def ranks(self) -> int:
@@ -70,21 +76,41 @@ class ParallelLayout:
         if self.ranks == 1:
             return ""
         whole = ", experts whole" if self.expert_parallel else ""
+        if self.placement:
+            whole += ", hot ones on several ranks"
         return f"{self.tp_rank + 1} of {self.tp}, stage {self.stage + 1} of {self.pp}{whole}"
+
+    @property
+    def placement_digest(self) -> str:
+        """Digest of the experts of this rank beyond what `shard` says; empty where that says all."""
+        if not self.placement:
+            return ""
+        held = [self.experts(len(holders), layer) for layer, holders in enumerate(self.placement)]
+        return hashlib.sha256(repr(held).encode()).hexdigest()
 
     def equal(self, total: int) -> ShardSlice:
         size = total // self.tp
         return ShardSlice(total, self.tp_rank * size, (self.tp_rank + 1) * size)
 
-    def experts(self, count: int) -> range:
-        """Return the experts that this rank has, whole or a part of each. If tp does not divide `count`, the
-        first ranks have one more.
+    def experts(self, count: int, layer: int = 0) -> Sequence[int]:
+        """Return the experts that this rank has of a layer with experts, whole or a part of each. If tp does
+        not divide `count`, the first ranks have one more.
         """
         if not self.expert_parallel:
             return range(count)
+        if self.placement:
+            holders = self.placement[layer]
+            return [expert for expert in range(count) if self.tp_rank in holders[expert]]
         size, more = divmod(count, self.tp)
         start = self.tp_rank * size + min(self.tp_rank, more)
         return range(start, start + size + (self.tp_rank < more))
+
+    def holders(self, count: int, layer: int = 0) -> Sequence[Sequence[int]]:
+        """Return the TP ranks that have each expert of a layer whole, ascending."""
+        if self.placement:
+            return self.placement[layer]
+        parts = [replace(self, rank=rank).experts(count) for rank in range(self.tp)]
+        return [[rank for rank, part in enumerate(parts) if expert in part] for expert in range(count)]
 
     def inside_expert(self, inner: int) -> ShardSlice:
         """Return this rank's slice of the intermediate rows of the experts that it has."""
@@ -132,6 +158,32 @@ def check_layout(
     if reason := _indivisible(shape, tp, quant, expert_parallel):
         fitting = [n for n in range(1, MAX_RANKS + 1) if not _indivisible(shape, n, quant, expert_parallel)]
         raise ParallelError(f"--tp {tp}: {reason}; this model can take {_words(fitting)}")
+
+
+def check_copies(
+    shape: ModelShape, tp: int, pp: int, copies: int, device: str, *, expert_parallel: bool
+) -> None:
+    """Raise ParallelError if the ranks cannot have so many copies of hot experts in each layer."""
+    if not expert_parallel:
+        raise ParallelError(
+            "--redundant-experts copies whole experts: ask for --expert-parallel and --tp 2 too"
+        )
+    assert shape.experts is not None
+    if device != "cpu":
+        raise ParallelError(
+            "--redundant-experts follows the rows of each expert, which are counted on CPUs only: use "
+            "--device cpu, or load without"
+        )
+    if pp > 1:
+        raise ParallelError(
+            "--redundant-experts follows the rows of each expert, which are counted in the first stage only: "
+            "use --tp without --pp, or load without"
+        )
+    if copies > (most := shape.experts.count * (tp - 1)):
+        raise ParallelError(
+            f"--redundant-experts {copies}: {tp} ranks hold at most {most} copies of {shape.experts.count} "
+            "experts, and then each has all of them: ask for fewer"
+        )
 
 
 def can_split(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> bool:

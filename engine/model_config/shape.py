@@ -31,17 +31,19 @@ class ExpertShape:
     """Width of the rows that experts read and write; 0: the hidden size."""
     ranks: int = 1
     """Number of ranks among which the experts of a layer are divided, whole."""
+    redundant: int = 0
+    """Copies of experts of a layer that these ranks have more."""
 
     @property
     def held(self) -> int:
-        """Most experts of a layer that a rank has."""
-        return -(-self.count // self.ranks)
+        """Most experts of a layer that a rank has, copies included."""
+        return -(-(self.count + self.redundant) // self.ranks)
 
     def read(self, rows: int) -> float:
         """Return the expected number of experts of a layer on a rank that `rows` tokens select, if all are
-        equally likely.
+        equally likely. Of an expert's copies one is read.
         """
-        return self.held * (1 - (1 - self.per_token / self.count) ** rows)
+        return -(-self.count // self.ranks) * (1 - (1 - self.per_token / self.count) ** rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,8 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     tries = list(quants.values()) if config.quant == "auto" else [rank_config]
     reason = ""
     for attempt in tries:
-        part = rank_shape(shape, cut.tp, cut.pp, expert_parallel=config.expert_parallel)
+        whole, copies = config.expert_parallel, config.redundant_experts
+        part = rank_shape(shape, cut.tp, cut.pp, expert_parallel=whole, redundant_experts=copies)
         if part.vision is not None and ranks_in_memory > 1:
             part = replace(part, vision=part.vision.share(ranks_in_memory))
         make = partial(Planner, part, rank_budget, attempt, cut.pp, ranks_in_memory)
@@ -120,9 +121,8 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         images = describe_images(shape, plan, problem)
         notes += note_images(shape, images, problem)
-        whole = config.expert_parallel
-        plan = replace(plan, tp=cut.tp, pp=cut.pp, expert_parallel=whole, gpus=cut.gpus, notes=notes)
-        return replace(plan, **images)
+        plan = replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes, **images)
+        return replace(plan, expert_parallel=whole, redundant_experts=copies)
     raise AssertionError("one try is the last")
 
 

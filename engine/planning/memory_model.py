@@ -83,7 +83,8 @@ def workspace_bytes(
                  float32 inside the norm
     per layer    rows · 3 · L · P · b: embeddings of width P of all L layers, their projections and sums
     experts      (rows · experts per token + 16 · experts) · (2 · hidden + 3 · inner) · b: copies of rows,
-                 their inner rows and results; CPU kernels compute whole tiles of 16 rows per expert
+                 their inner rows and results; CPU kernels compute whole tiles of 16 rows per expert.
+                 rows · experts per token · hidden · b more for results that CPU ranks exchange
     attention    a mask and scores, at most ATTENTION_SCRATCH each, and one request's K and V gathered in
                  float32, padded by at most a half: 3 · context · kv_heads · head_dim · 4. The C++ kernels
                  (with `native_threads` threads) read keys in place, with one tile of scores per thread
@@ -101,6 +102,8 @@ def workspace_bytes(
     if shape.experts is not None:
         gathered_rows = rows * shape.experts.per_token + EXPERT_ROWS * shape.experts.held
         activations += gathered_rows * (2 * shape.hidden + 3 * shape.experts.inner) * size
+        if shape.experts.ranks > 1 and device == "cpu":
+            activations += rows * shape.experts.per_token * shape.hidden * size
     scores = 2 * min(ATTENTION_SCRATCH, shape.heads * rows * context * 4)
     gathered = 3 * context * shape.kv_heads * shape.head_dim * 4
     if native_threads is not None:

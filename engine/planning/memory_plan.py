@@ -11,6 +11,7 @@ from ..core.kv_cache.window_manager import pool_blocks
 from ..core.microbatching import ceil_div
 from ..core.speculation.proposer import DraftMethod
 from ..hardware.machine import Machine
+from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout
 from ..model_config.shape import ModelShape
 from ..model_config.vision.shape import NO_TOWER
 
@@ -99,6 +100,10 @@ class MemoryPlan:
     tp: int = 1
     pp: int = 1
     expert_parallel: bool = False
+    redundant_experts: int = 0
+    """Copies of hot experts in each layer, on all ranks together."""
+    expert_placement: ExpertPlacement = ()
+    """Ranks of each expert where there are copies: chosen when the model is loaded."""
     gpus: tuple[int, ...] = ()
     """Index of the visible GPU of each rank."""
     state_slots: int = 0
@@ -144,6 +149,16 @@ class MemoryPlan:
     @property
     def state_bytes(self) -> int:
         return self.state_slots * self.slot_bytes
+
+    def layout(self, rank: int) -> ParallelLayout:
+        """Return the layout of one rank."""
+        placement = tuple(tuple(map(tuple, layer)) for layer in self.expert_placement)
+        return ParallelLayout(self.tp, self.pp, rank, self.expert_parallel, placement)
+
+    @property
+    def exchanges_results(self) -> bool:
+        """Return whether ranks exchange the results of single experts (`kernels/ops.py::expert_results`)."""
+        return self.expert_parallel and self.device == "cpu"
 
     @property
     def ranks(self) -> int:

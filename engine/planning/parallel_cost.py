@@ -14,15 +14,18 @@ from ..model_config.shape import (
 from .roofline import decode_tokens_per_second
 
 
-def rank_shape(shape: ModelShape, tp: int, pp: int, *, expert_parallel: bool = False) -> ModelShape:
+def rank_shape(
+    shape: ModelShape, tp: int, pp: int, *, expert_parallel: bool = False, redundant_experts: int = 0
+) -> ModelShape:
     """Return the shape of the rank that holds most, as if it were a model. `vocab` does not change: logits
     are gathered whole.
     """
     if tp == pp == 1:
         return shape
+    layers = -(-shape.layers // pp)
     part = replace(
         shape,
-        layers=-(-shape.layers // pp),
+        layers=layers,
         heads=shape.heads // tp,
         kv_heads=max(1, shape.kv_heads // tp),
         ffn=shape.ffn // tp,
@@ -33,8 +36,9 @@ def rank_shape(shape: ModelShape, tp: int, pp: int, *, expert_parallel: bool = F
         no_head=pp > 1 and not shape.tied,
         exact_params=None,
         latent=shape.latent and _latent_share(shape.latent, tp),
-        experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp, expert_parallel),
-        mlp_layers=shape.mlp_layers and min(-(-shape.layers // pp), shape.mlp_layers),
+        experts=shape.experts
+        and _expert_share(shape.experts, layers, tp, expert_parallel, redundant_experts),
+        mlp_layers=shape.mlp_layers and min(layers, shape.mlp_layers),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
         sliding=shape.sliding and _sliding_share(shape.sliding, tp, pp),
         linear_params=shape.linear_params and -(-shape.linear_params // (tp * pp)),
@@ -54,12 +58,16 @@ def _latent_share(latent: LatentShape, tp: int) -> LatentShape:
     return replace(latent, split=split, absorbed=absorbed, inner=inner)
 
 
-def _expert_share(experts: ExpertShape, layers: int, tp: int, expert_parallel: bool) -> ExpertShape:
+def _expert_share(
+    experts: ExpertShape, layers: int, tp: int, expert_parallel: bool, redundant: int
+) -> ExpertShape:
     """Return the experts of a stage of `layers` layers, all of which may have experts. Each expert is sharded
-    as an MLP is, or a rank has some of them whole.
+    as an MLP is, or a rank has some of them whole, with its share of `redundant` copies.
     """
     part = replace(experts, layers=min(layers, experts.layers), shared=experts.shared // tp)
-    return replace(part, ranks=tp) if expert_parallel else replace(part, inner=experts.inner // tp)
+    if expert_parallel:
+        return replace(part, ranks=tp, redundant=redundant)
+    return replace(part, inner=experts.inner // tp)
 
 
 def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentShape:
@@ -98,18 +106,25 @@ class Traffic:
     """Bytes that one rank sends per token of a forward pass."""
 
     sums: int
-    """Bytes of all-reduces: attention and MLP of each layer, and the embedding."""
+    """Bytes of all-reduces: attention and MLP of each layer, and the embedding. With `results` also those."""
     stages: int
     """Bytes sent to the next stage."""
 
 
-def traffic(shape: ModelShape, tp: int, pp: int, dtype: str) -> Traffic:
+def traffic(shape: ModelShape, tp: int, pp: int, dtype: str, *, results: bool = False) -> Traffic:
     """Return the traffic of one rank. An all-reduce of n bytes over t ranks sends 2 (t - 1) / t · n from
-    each; a layer has two of them, the embedding one.
+    each; a layer has two of them, the embedding one. `results`: ranks exchange the results of experts, k a
+    token and layer, of which each sends (t - 1) / t · k; they take the place of the layer's second
+    all-reduce, but for that of a shared expert.
     """
     row = shape.hidden * DTYPE_BYTES[dtype]
     layers = -(-shape.layers // pp)
     sums = (2 * layers + 1) * 2 * (tp - 1) * row // tp
+    if results and shape.experts is not None:
+        experts = shape.experts
+        width = (experts.latent or shape.hidden) * DTYPE_BYTES[dtype]
+        saved = 0 if experts.shared else 2 * row
+        sums += min(layers, experts.layers) * (tp - 1) * (experts.per_token * width - saved) // tp
     return Traffic(sums, 2 * row if pp > 1 else 0)
 
 
@@ -141,10 +156,11 @@ def decode_scaling(
     rows: int = 1,
     context: int = 0,
     expert_parallel: bool = False,
+    results: bool = False,
 ) -> Scaling:
     """Return the expected decoding speed. `bandwidth`: bytes/s of one rank's memory; `link_bandwidth`:
     bytes/s one way between ranks; `sum_seconds`: latency of an all-reduce. Ranks with whole experts are
-    counted as if rows chose as many of each; a step waits for the one with most.
+    counted as if rows chose as many of each; a step waits for the one with most. `results`: as in `traffic`.
 
     The stages process the `rows` of one step one after another, so `pp` does not divide their time. Work for
     other steps at the same time is not counted.
@@ -152,20 +168,30 @@ def decode_scaling(
     alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
     part = rank_shape(shape, tp, 1, expert_parallel=expert_parallel)
     reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, bandwidth, rows=rows, context=context)
-    sums, handing_on = exchange_seconds(
-        shape, tp, pp, dtype=dtype, link_bandwidth=link_bandwidth, sum_seconds=sum_seconds, rows=rows
-    )
+    link = {"link_bandwidth": link_bandwidth, "sum_seconds": sum_seconds}
+    sums, handing_on = exchange_seconds(shape, tp, pp, dtype=dtype, rows=rows, results=results, **link)
     step = reading + sums + handing_on
     return Scaling(alone, rows / step, sums / step)
 
 
 def exchange_seconds(
-    shape: ModelShape, tp: int, pp: int, *, dtype: str, link_bandwidth: float, sum_seconds: float, rows: int
+    shape: ModelShape,
+    tp: int,
+    pp: int,
+    *,
+    dtype: str,
+    link_bandwidth: float,
+    sum_seconds: float,
+    rows: int,
+    results: bool = False,
 ) -> tuple[float, float]:
-    """Return the seconds that a step of `rows` spends in all-reduces, and between stages."""
-    moved = traffic(shape, tp, pp, dtype)
+    """Return the seconds that a step of `rows` spends in all-reduces, and between stages. `results`: as in
+    `traffic`.
+    """
+    moved = traffic(shape, tp, pp, dtype, results=results)
     sums = 0.0
     if tp > 1:
-        sums = (2 * shape.layers + 1) * sum_seconds + rows * moved.sums * pp / link_bandwidth
+        more = shape.experts.layers if results and shape.experts and shape.experts.shared else 0
+        sums = (2 * shape.layers + 1 + more) * sum_seconds + rows * moved.sums * pp / link_bandwidth
     handing_on = (pp - 1) * (sum_seconds + rows * moved.stages / link_bandwidth) if pp > 1 else 0.0
     return sums, handing_on

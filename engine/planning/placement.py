@@ -15,7 +15,7 @@ from llmbox.kernels.quant_formats import QUANTS
 
 from ..config import EngineConfig
 from ..errors import ParallelError
-from ..model_config.parallel_layout import can_split, check_layout
+from ..model_config.parallel_layout import can_split, check_copies, check_layout
 from ..model_config.shape import ModelShape
 
 _MOST_MIXED: Final = 8
@@ -67,7 +67,7 @@ def _all_placements(
     config: EngineConfig,
     device: Literal["cpu", "cuda"],
 ) -> Iterator[Placement]:
-    if config.tp is not None or config.pp is not None or config.expert_parallel or device == "cpu":
+    if config.tp is not None or config.pp is not None or asks_for_experts(config) or device == "cpu":
         yield from _requested_placements(shape, nvlink, num_gpus, config, device)
         return
     quant = QUANTS.get(config.quant)
@@ -94,6 +94,10 @@ def _all_placements(
                 yield Placement(1, size, gpus, f"{text}: {_why_stages(nvlink)}")
 
 
+def asks_for_experts(config: EngineConfig) -> bool:
+    return config.expert_parallel or config.redundant_experts > 0
+
+
 def _requested_placements(
     shape: ModelShape,
     nvlink: tuple[frozenset[int], ...],
@@ -102,8 +106,11 @@ def _requested_placements(
     device: Literal["cpu", "cuda"],
 ) -> Iterator[Placement]:
     tp, pp = config.tp or 1, config.pp or 1
-    check_layout(shape, tp, pp, QUANTS.get(config.quant), expert_parallel=config.expert_parallel)
-    experts = ", experts whole" if config.expert_parallel else ""
+    whole, copies = config.expert_parallel, config.redundant_experts
+    check_layout(shape, tp, pp, QUANTS.get(config.quant), expert_parallel=whole)
+    if copies:
+        check_copies(shape, tp, pp, copies, device, expert_parallel=whole)
+    experts = f", experts whole{f' and {copies} copies of hot ones' * bool(copies)}" if whole else ""
     asked = f"{_format_sizes(tp, pp)}{experts}, as asked" if tp * pp > 1 else ""
     if device == "cpu":
         yield Placement(tp, pp, reason=asked)

@@ -35,7 +35,6 @@ from ..executor.rank_blocks import WorkerBlocks
 from ..executor.step_codec import StepDecoder, decode_graph, encode_result
 from ..executor.workers import all_min_on_worker
 from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
-from ..model_config.parallel_layout import ParallelLayout
 from ..planning.estimator import MemoryPlan
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.gpu_runner import GPUModelRunner
@@ -154,7 +153,7 @@ def _run(link: Link) -> int:
     frame = link.receive()
     assert frame.kind == "load"
     config, plan = EngineConfig(**frame.body["config"]), MemoryPlan(**frame.body["plan"])
-    layout = ParallelLayout(plan.tp, plan.pp, frame.body["rank"], plan.expert_parallel)
+    layout = plan.layout(frame.body["rank"])
     setproctitle(f"llmbox: worker {config.name} rank {layout.rank}")
     rank = TensorParallel(layout)
     try:

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
@@ -177,10 +178,9 @@ class CPUModelRunner:
             self._populated_blocks = blocks
 
     @property
-    def expert_loads(self) -> list[Tensor]:
-        """Return the counters of each layer with experts: rows that chose each expert, int64 [X]."""
-        loads = (mixture.load_X for mixture in self._model.mixtures)
-        return [load_X for load_X in loads if load_X is not None]
+    def mixtures(self) -> list[Mixture]:
+        """Return the experts of each layer that has some."""
+        return self._model.mixtures
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""

@@ -8,6 +8,7 @@ T rows of the step, I inputs, O outputs.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from llmbox.kernels.lora import (
     LoraRows,
     LoraTiles,
 )
-from llmbox.kernels.op_types import Mixture
+from llmbox.kernels.op_types import ExpertResults, Mixture
 from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name
@@ -53,6 +54,7 @@ class AdapterLayers:
             logits=self._logits,
             embedding=self._embedding,
             experts=self._mix_experts,
+            expert_results=None if ops.expert_results is None else self._expert_results,
         )
         self.rows: AdaptedRows | None = None
         """Rows of the step that runs or is recorded, where some have an adapter."""
@@ -71,7 +73,7 @@ class AdapterLayers:
         self._stacks_of: dict[int, tuple[ExpertStack, int]] = {}
         """Stack and number of each expert's linears, by the id of the packed weights."""
         self._skipped: list[str] = []
-        self._held: dict[str, range] = {}
+        self._held: dict[str, Sequence[int]] = {}
         """Experts of a layer that this rank has, where others have the rest."""
         self._heads: dict[int, PackedLinear] = {}
         """Whole heads by slot."""
@@ -112,7 +114,7 @@ class AdapterLayers:
     def note_skip(self, name: str) -> None:
         self._skipped.append(name)
 
-    def note_held(self, name: str, held: range) -> None:
+    def note_held(self, name: str, held: Sequence[int]) -> None:
         self._held[plain_name(name)] = held
 
     @property
@@ -169,20 +171,20 @@ class AdapterLayers:
             self._lora.embed(linear.table, ids_T, out_TE, scale, self.rows)
         return out_TE
 
-    def _mix_experts(
-        self,
-        mixture: Mixture,
-        x_TE: Tensor,
-        logits_TX: Tensor,
-        shared_TE: Tensor | None = None,
-        gate_T1: Tensor | None = None,
-        adapters: ExpertAdapters | None = None,
-    ) -> Tensor:
+    def _mix_experts(self, mixture: Mixture, *inputs: Any, **more: Any) -> Tensor:
+        more["adapters"] = self._of_mixture(mixture)
+        return self._base.experts(mixture, *inputs, **more)
+
+    def _expert_results(self, mixture: Mixture, *inputs: Any, **more: Any) -> ExpertResults:
+        assert self._base.expert_results is not None
+        more["adapters"] = self._of_mixture(mixture)
+        return self._base.expert_results(mixture, *inputs, **more)
+
+    def _of_mixture(self, mixture: Mixture) -> ExpertAdapters | None:
         found = self._mixtures.get(id(mixture))
         if self.rows is None or found is None:
-            return self._base.experts(mixture, x_TE, logits_TX, shared_TE, gate_T1)
-        adapters = ExpertAdapters(found.gate_ups.site, found.downs.site, self.rows)
-        return self._base.experts(mixture, x_TE, logits_TX, shared_TE, gate_T1, adapters)
+            return None
+        return ExpertAdapters(found.gate_ups.site, found.downs.site, self.rows)
 
     def _add(self, packed: PackedLinear, x_TI: Tensor, out_TO: Tensor, rows: AdaptedRows) -> None:
         linear = self._linears.get(id(packed))

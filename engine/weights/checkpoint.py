@@ -262,7 +262,7 @@ class Checkpoint:
             entry = self._entries.pop(each, None)
             self._total -= entry.nbytes if entry else 0
 
-    def skip_experts(self, name: str, held: range) -> None:
+    def skip_experts(self, name: str, held: Sequence[int]) -> None:
         for each in [each for each in self._entries if each.startswith(f"{name}.")]:
             expert = each[len(name) + 1 :].partition(".")[0]
             if expert.isdecimal() and int(expert) not in held:

@@ -30,8 +30,8 @@ class ExpertStack:
     site: LoraSite
     count: int
     """Number of experts of the layer, on all ranks."""
-    first: int
-    """First of them that this rank has."""
+    here: Sequence[int]
+    """Experts that this rank has."""
     turned: bool
     """True if adapters of all experts have inputs for outputs, as PEFT writes those of Llama 4."""
 
@@ -53,7 +53,7 @@ class ExpertStack:
             requests = _of_each(asked[id(many[0])], len(here))
             each = ((request, (many[0], number)) for number, request in enumerate(requests))
         linears = tuple(AdaptedLinear(*pair, site, site) for pair in each)
-        return cls(parameter, linears, site, mixture.count, here.start, turned)
+        return cls(parameter, linears, site, mixture.count, here, turned)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class ExpertStack:
     def read_all(self, target: AdapterTarget, reader: AdapterReader) -> ExpertLora:
         count, asked = len(self.linears), self.linears[0].asked
         rank, scale = target.parameters[self.parameter]
-        a_XrI, b_XOr = (each.narrow(0, self.first, count) for each in self.factors(target, reader))
+        a_XrI, b_XOr = (each[list(self.here)] for each in self.factors(target, reader))
         parts, first = [], 0
         for rows in asked.outputs.values():
             parts.append(cut(b_XOr.narrow(1, first, rows.total), rows, 1))
@@ -155,7 +155,7 @@ def _of_each(asked: WeightRequest, count: int) -> Iterator[WeightRequest]:
         yield replace(asked, outputs=dict(outputs[first : first + parts]), order=order)
 
 
-def is_held_elsewhere(name: str, held: Mapping[str, range]) -> bool:
+def is_held_elsewhere(name: str, held: Mapping[str, Sequence[int]]) -> bool:
     """Return whether `name` is below an expert that another rank has. `held`: experts of this rank, by the
     name that holds all experts of their layer.
     """

@@ -181,7 +181,7 @@ class GgufSource:
     def skip(self, name: str) -> None:
         self._tensors.skip(name)
 
-    def skip_experts(self, name: str, held: range) -> None:
+    def skip_experts(self, name: str, held: Sequence[int]) -> None:
         """Do nothing: the experts of a layer are one tensor, of which those held are read."""
 
     def finish(self) -> None:

@@ -104,7 +104,7 @@ class WeightSource(Protocol):
         """Declare that `name` may exist and is not used; with a trailing dot: everything below it."""
         ...
 
-    def skip_experts(self, name: str, held: range) -> None:
+    def skip_experts(self, name: str, held: Sequence[int]) -> None:
         """Declare that what is below `name`.N is another rank's, for each expert N that is not `held`."""
         ...
 
@@ -177,7 +177,7 @@ class Weights:
         full = [self._full(part) for part in parts]
         self._source.split_experts(self._full(name), full, transposed=transposed)
 
-    def skip_experts(self, name: str, held: range) -> None:
+    def skip_experts(self, name: str, held: Sequence[int]) -> None:
         self._source.skip_experts(self._full(name), held)
         if self._listener is not None:
             self._listener.note_held(self._full(name), held)
@@ -265,7 +265,7 @@ class WeightListener(Protocol):
     def note(self, asked: WeightRequest, packed: PackedLinear) -> None: ...
     def note_split(self, name: str, parts: Mapping[str, int]) -> None: ...
     def note_skip(self, name: str) -> None: ...
-    def note_held(self, name: str, held: range) -> None: ...
+    def note_held(self, name: str, held: Sequence[int]) -> None: ...
     def note_experts(
         self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
     ) -> None: ...

@@ -4,10 +4,11 @@ import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..lora import LoraRows
-from ..op_types import Routing
+from ..op_types import ExpertOwners, Mixture, Routing
 from .compiling import NativeUnavailable
 
 
@@ -87,6 +88,33 @@ class NativeRouting(ctypes.Structure):
         )
 
 
+class NativeHeldExperts(ctypes.Structure):
+    """Mirror of `HeldExperts` in native/moe/moe_routing.h. Arrays stay alive with `kept`."""
+
+    _fields_ = (
+        ("places", c_void_p),
+        ("holders", c_void_p),
+        ("loads", c_void_p),
+        ("rank", c_int32),
+        ("ranks", c_int32),
+    )
+    kept: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, mixture: Mixture, owners: ExpertOwners | None) -> "NativeHeldExperts":
+        places = torch.full((mixture.count,), -1, dtype=torch.int32)
+        places[list(mixture.here)] = torch.arange(len(mixture.here), dtype=torch.int32)
+        if owners is None:
+            here = cls(places=places.data_ptr())
+            here.kept = (places,)
+            return here
+        bits = [sum(1 << rank for rank in ranks) for ranks in owners.holders]
+        holders, load_R = torch.tensor(bits, dtype=torch.int32), owners.load_R
+        here = cls(places.data_ptr(), holders.data_ptr(), _pointer(load_R), owners.rank, owners.ranks)
+        here.kept = (places, holders, load_R)
+        return here
+
+
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -161,10 +189,11 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_experts_op": (
         P,
         (
-            *(INT, INT, INT, INT, INT, P, P, P, P, LONG, P, LONG, INT, INT, POINTER(NativeRouting)),
-            *(INT, P, LONG, P, LONG, P, LONG, P, P),
+            *(INT, INT, INT, POINTER(NativeHeldExperts), INT, P, P, P, P, LONG, P, LONG, INT, INT),
+            *(POINTER(NativeRouting), INT, P, LONG, P, LONG, P, LONG, P, P, P, P),
         ),
     ),
+    "llmbox_combine_op": (P, (INT, P, P, INT, INT, P, LONG, P, LONG, P, LONG)),
     "llmbox_write_kv_op": (P, (INT, INT, P, INT, P, LONG, P, LONG)),
     "llmbox_heads_op": (P, (INT, INT, INT, P, INT, P, LONG, INT, P, FLOAT, INT)),
     "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, FLOAT, P, P)),

@@ -13,7 +13,7 @@ from ..ops import Ops
 from ..reference import REFERENCE
 from ..reference.elementwise import ReferenceLinear, make_linear_by_head
 from ..reference.elementwise import linear as plain_linear
-from ..reference.moe import make_experts
+from ..reference.moe import ExpertLayer
 
 ROWS_HINT = 64
 """Row count that the packed layout is chosen for; it serves fewer and more as well."""
@@ -64,7 +64,8 @@ ONEDNN: Ops = replace(
     linear=linear,
     logits=linear,
     linear_by_head=make_linear_by_head(linear),
-    experts=make_experts(linear),
+    experts=ExpertLayer(linear).experts,
+    expert_results=ExpertLayer(linear).expert_results,
 )
 
 

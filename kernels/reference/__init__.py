@@ -22,10 +22,12 @@ from .elementwise import (
     softcap,
 )
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
-from .moe import make_experts
+from .moe import ExpertLayer
 from .recurrent import RECURRENT
 
 __all__ = ["REFERENCE"]
+
+EXPERTS = ExpertLayer(linear)
 
 REFERENCE = Ops(
     name="reference",
@@ -45,7 +47,9 @@ REFERENCE = Ops(
     softcap=softcap,
     concat=concat,
     linear_by_head=make_linear_by_head(linear),
-    experts=make_experts(linear),
+    experts=EXPERTS.experts,
+    expert_results=EXPERTS.expert_results,
+    combine_experts=EXPERTS.combine_experts,
     make_kv_cache=make_kv_cache,
     plan_attention=build_attention_metadata,
     write_kv=write_kv,

@@ -1,13 +1,14 @@
 """Mixture of experts in plain torch, on any kind of linear."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..lora import ExpertAdapters, add_expert
-from ..op_types import Mixture, Routing
-from ..ops import Experts, PackedLinear
+from ..op_types import ExpertResults, Mixture, Routing
+from ..ops import PackedLinear
 from .elementwise import gate_mul
 
 PLAIN = Routing()
@@ -82,12 +83,14 @@ def weigh(
     return total_TE.to(rows_TKE.dtype)
 
 
-def make_experts(
-    linear: Callable[[PackedLinear, Tensor], Tensor],
-) -> Experts:
-    """Build `Ops.experts` on these linears. Experts are computed one after the other."""
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Operations of experts on these linears. Experts are computed one after the other."""
+
+    linear: Callable[[PackedLinear, Tensor], Tensor]
 
     def experts(
+        self,
         mixture: Mixture,
         x_TE: Tensor,
         logits_TX: Tensor,
@@ -95,10 +98,51 @@ def make_experts(
         gate_T1: Tensor | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:
-        chosen = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
-        experts_TK, shares_TK = chosen
-        if mixture.load_X is not None:
-            mixture.load_X.add_(torch.bincount(experts_TK.flatten(), minlength=mixture.count))
+        experts_TK, shares_TK = _chosen(mixture, logits_TX)
+        rows_TKE = self._results(mixture, x_TE, experts_TK, shares_TK, adapters)
+        if mixture.routing.scales_inputs:
+            shares_TK = torch.ones_like(shares_TK)
+        return weigh(rows_TKE, shares_TK, shared_TE, gate_T1)
+
+    def expert_results(
+        self, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, adapters: ExpertAdapters | None = None
+    ) -> ExpertResults:
+        """Deal the rows of an expert to its holders in turns."""
+        owners = mixture.owners
+        assert owners is not None
+        experts_TK, shares_TK = _chosen(mixture, logits_TX)
+        owners_TK = torch.empty(experts_TK.shape, dtype=torch.int32, device=x_TE.device)
+        for expert, holders in enumerate(owners.holders):
+            found = torch.nonzero(experts_TK == expert)
+            turns = torch.arange(len(found), device=x_TE.device) % len(holders)
+            owners_TK[found[:, 0], found[:, 1]] = torch.tensor(holders, dtype=torch.int32)[turns]
+        if owners.load_R is not None:
+            owners.load_R.add_(torch.bincount(owners_TK.flatten(), minlength=owners.ranks))
+        mine_TK = experts_TK.masked_fill(owners_TK != owners.rank, -1)
+        rows_TKE = self._results(mixture, x_TE, mine_TK, shares_TK, adapters)
+        if mixture.routing.scales_inputs:
+            shares_TK = torch.ones_like(shares_TK)
+        return ExpertResults(rows_TKE.flatten(1), shares_TK, owners_TK)
+
+    def combine_experts(
+        self, results: ExpertResults | None, shared_TE: Tensor | None = None, gate_T1: Tensor | None = None
+    ) -> Tensor:
+        if results is not None:
+            rows_TKE = results.rows_TKE.view(*results.shares_TK.shape, -1)
+            return weigh(rows_TKE, results.shares_TK, shared_TE, gate_T1)
+        assert shared_TE is not None
+        gated = 1.0 if gate_T1 is None else gate_T1.float().sigmoid()
+        return (shared_TE.float() * gated).to(shared_TE.dtype)
+
+    def _results(
+        self,
+        mixture: Mixture,
+        x_TE: Tensor,
+        experts_TK: Tensor,
+        shares_TK: Tensor,
+        adapters: ExpertAdapters | None,
+    ) -> Tensor:
+        """Return [T, K, E], zeros for experts that are not here."""
         rows_TKE = x_TE.new_zeros(*experts_TK.shape, x_TE.shape[1])
         for number, (gate_up, down) in enumerate(zip(mixture.gate_ups, mixture.downs, strict=True)):
             rows, places = torch.where(experts_TK == mixture.here[number])
@@ -106,16 +150,20 @@ def make_experts(
                 inputs = x_TE[rows]
                 if mixture.routing.scales_inputs:
                     inputs = (inputs.float() * shares_TK[rows, places].unsqueeze(1)).to(x_TE.dtype)
-                gate_ups = linear(gate_up, inputs)
+                gate_ups = self.linear(gate_up, inputs)
                 if adapters is not None:
                     add_expert(adapters.gate_ups, number, inputs, gate_ups, rows, adapters.rows)
                 inner = gate_mul(gate_ups, mixture.activation)
-                results = linear(down, inner)
+                results = self.linear(down, inner)
                 if adapters is not None:
                     add_expert(adapters.downs, number, inner, results, rows, adapters.rows)
                 rows_TKE[rows, places] = results
-        if mixture.routing.scales_inputs:
-            shares_TK = torch.ones_like(shares_TK)
-        return weigh(rows_TKE, shares_TK, shared_TE, gate_T1)
+        return rows_TKE
 
-    return experts
+
+def _chosen(mixture: Mixture, logits_TX: Tensor) -> tuple[Tensor, Tensor]:
+    """Route the rows, and count those of each expert."""
+    experts_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
+    if mixture.load_X is not None:
+        mixture.load_X.add_(torch.bincount(experts_TK.flatten(), minlength=mixture.count))
+    return experts_TK, shares_TK

@@ -11,6 +11,8 @@ next tokens agree that often. Greedy answers of the target go through all ids in
 is the embedding of the id before it, and layers add little to it. The draft has the same cycle for a share of
 the ids and another one for the rest. Nothing is left out: each step reads all weights of its shape.
 
+With `--skew FACTOR` router rows of the first eighth of the experts are so much larger: they are chosen more.
+
 Every id decodes to some text, so that streams carry a piece a token: 256 bytes, then made-up words.
 """
 
@@ -139,6 +141,7 @@ def main() -> None:
     parser.add_argument("--draft", type=int, metavar="LAYERS")
     parser.add_argument("--damping", type=float, default=0.1)
     parser.add_argument("--agreement", type=float, metavar="SHARE")
+    parser.add_argument("--skew", type=float, metavar="FACTOR", default=1.0)
     options = parser.parse_args()
     config = SHAPES[options.shape]
     if "mtp_num_hidden_layers" in config:
@@ -148,13 +151,15 @@ def main() -> None:
         write_cycle_pair(options.out, config, options.agreement)
         return
     if options.draft is None:
-        write_model(options.out / options.shape, config)
+        write_model(options.out / options.shape, config, skew=options.skew)
         return
     write_model(options.out / f"{options.shape}-target", config, options.draft, options.damping)
     write_model(options.out / f"{options.shape}-draft", config | {"num_hidden_layers": options.draft})
 
 
-def write_model(folder: Path, config: dict, whole: int | None = None, damping: float = 1.0) -> Path:
+def write_model(
+    folder: Path, config: dict, whole: int | None = None, damping: float = 1.0, skew: float = 1.0
+) -> Path:
     """Write a model. Layers from `whole` on add `damping` times as much to the residual."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(1234)
@@ -163,6 +168,8 @@ def write_model(folder: Path, config: dict, whole: int | None = None, damping: f
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=torch.bfloat16)
         weight = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+        if name.endswith("mlp.gate.weight"):
+            weight[: len(weight) // 8] *= skew
         layer = name.split(".")[2] if name.count(".") > 1 else ""
         is_late = whole is not None and layer.isdigit() and int(layer) >= whole
         return (

@@ -5,7 +5,9 @@
 Each cut is an engine in a process of its own. All are loaded, and take turns: on a machine that others use,
 tokens a second say little, and processor time of all ranks for a token says what was computed. Work: dN
 decodes N sequences at once, pN computes prompts of N tokens, two of them. A cut such as tp2-ep has the
-experts of a mixture whole (`--expert-parallel`).
+experts of a mixture whole (`--expert-parallel`), tp2-ep4 four copies of hot ones too (`--redundant-experts`):
+of those that an earlier run has counted, if LLMBOX_REPACKED and LLMBOX_REPACKED_GB name a folder for it. The
+balance of their rows is printed last.
 """
 
 import argparse
@@ -52,7 +54,10 @@ def main() -> None:
             f"{statistics.median(speeds):7.2f}; processor {min(costs):7.2f} to {max(costs):7.2f} ms a token, "
             f"median {statistics.median(costs):7.2f}"
         )
-    for engine in engines.values():
+    for cut, engine in engines.items():
+        told = engine.run("balance")
+        if told["ranks"]:
+            print(f"{cut:7} busiest rank {told['ranks']:.3f} of the mean, {told['alone']:.3f} without copies")
         engine.close()
 
 
@@ -89,6 +94,7 @@ def serve(options: argparse.Namespace) -> None:
     from llmbox.engine.executor.build import load_engine
 
     sizes = {name: int(size) for name, size in re.findall(r"(tp|pp)(\d)", options.engine)}
+    copies = re.search(r"-ep(\d+)", options.engine)
     config = EngineConfig(
         model_path=options.model,
         name=options.engine,
@@ -102,14 +108,22 @@ def serve(options: argparse.Namespace) -> None:
         token_budget=256,
         prefix_cache=False,
         memory_bytes=4 << 30,
-        expert_parallel=options.engine.endswith("-ep"),
+        expert_parallel="-ep" in options.engine,
+        redundant_experts=int(copies[1]) if copies else 0,
         **sizes,
     )
     engine = load_engine(config, lambda _: None)
     ranks = [psutil.Process(pid) for pid in (None, *engine.info.worker_pids)]
     print("{}", flush=True)
     for line in sys.stdin:
-        print(json.dumps(run(engine, ranks, line.strip())), flush=True)
+        work = line.strip()
+        print(json.dumps(balance(engine) if work == "balance" else run(engine, ranks, work)), flush=True)
+    engine.close()
+
+
+def balance(engine: Any) -> dict[str, float]:
+    stats = engine.stats()
+    return {"ranks": stats.expert_rank_imbalance, "alone": stats.expert_rank_imbalance_without_copies}
 
 
 def run(engine: Any, ranks: list[psutil.Process], work: str) -> dict[str, float]:

@@ -25,6 +25,12 @@ def test_fit_tells_of_experts_and_refuses_other_routers(box: Box) -> None:
     whole = box.run("fit", model, "--tp", "2", "--expert-parallel")
     assert whole.code == 0, whole.err
     assert "on each of 2 ranks (tp 2, pp 1, experts whole)" in whole.out + whole.err
+    copied = box.run("fit", model, "--tp", "2", "--expert-parallel", "--redundant-experts", "3")
+    assert copied.code == 0, copied.err
+    assert "on each of 2 ranks (tp 2, pp 1, experts whole + 3 copies)" in copied.out + copied.err
+    lonely = box.run("fit", model, "--tp", "2", "--redundant-experts", "3")
+    assert lonely.code != Exit.OK
+    assert "ask for --expert-parallel and --tp 2 too" in lonely.out + lonely.err
     alone = box.run("load", model, "--expert-parallel", "--estimate-only")
     assert alone.code != Exit.OK
     assert "--expert-parallel divides experts among the ranks of --tp" in alone.out
@@ -48,7 +54,7 @@ def test_a_folder_is_loaded_and_answers_as_transformers_do(tmp_path: Path) -> No
 def test_ranks_with_whole_experts_answer_and_tell_of_their_balance(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", arch="qwen3_moe")
     options = {"temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
-    cut = {"tp": 2, "expert_parallel": True, "threads": 2}
+    cut = {"tp": 2, "expert_parallel": True, "redundant_experts": 2, "threads": 2}
     with serving(tmp_path / "data", Launch()) as server:
         server.load(model, "tiny", device="cpu", memory_bytes=256 << 20, **cut)
         with server.client() as client:
@@ -60,4 +66,5 @@ def test_ranks_with_whole_experts_answer_and_tell_of_their_balance(tmp_path: Pat
     balance = {name: float(value) for name, value in told}
     assert balance["rows_total"] > 0
     assert 1 <= balance["rank_imbalance"] <= 2
+    assert 1 <= balance["rank_imbalance_without_copies"] <= 2
     assert 1 <= balance["imbalance"] <= 8

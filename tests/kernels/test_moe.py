@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.activation import Activation
-from llmbox.kernels.op_types import Mixture, Routing
+from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import native_ready
+from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routing
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.moe import route, weigh
@@ -200,6 +202,86 @@ def test_a_row_of_a_rank_with_some_experts_does_not_depend_on_the_others(
         assert torch.equal(got, together[-rows:]), rows
     nothing = ops.experts(mixture, x[50:70].clone(), logits[50:70].clone())
     assert not nothing.any()
+
+
+PLACEMENTS = [
+    [[0]] * 8,
+    [[0], [1], [0], [1], [0], [1], [0], [1]],
+    [[0, 1], [1], [0], [0, 1], [1], [0], [1], [0, 1]],
+    [[0, 1, 2]] * 8,
+    [[2], [0, 2], [1], [0, 1, 2], [1], [2], [0], [0]],
+]
+"""Ranks that hold each of eight experts."""
+
+
+def divide(mixture: Mixture, holders: list[list[int]], load: Tensor) -> list[Mixture]:
+    """Return the mixture of each rank; all count into `load`."""
+    ranks, parts = 1 + max(map(max, holders)), []
+    for rank in range(ranks):
+        held = [expert for expert, of_expert in enumerate(holders) if rank in of_expert]
+        linears = [[each[expert] for expert in held] for each in (mixture.gate_ups, mixture.downs)]
+        owners = ExpertOwners(holders, rank, ranks, load if rank == 0 else None)
+        parts.append(replace(mixture, gate_ups=linears[0], downs=linears[1], held=held, owners=owners))
+    return parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routing", [Routing(), Routing(scoring="sigmoid", scales_inputs=True)])
+@pytest.mark.parametrize("holders", PLACEMENTS)
+@pytest.mark.parametrize("rows", [1, 37, 300])
+def test_results_exchanged_between_ranks_have_the_bits_of_one(
+    ops: Ops, dtype: torch.dtype, routing: Routing, holders: list[list[int]], rows: int
+) -> None:
+    """Wherever experts are, however many hold one; with a shared expert and without."""
+    assert ops.expert_results is not None
+    assert ops.combine_experts is not None
+    mixture = replace(mixture_of(ops, 130, 66, 8, 3, dtype), routing=routing)
+    x, logits = torch.randn(rows, 130).to(dtype), torch.randn(rows, 8)
+    logits[:, 3] += 3  # one expert that nearly all choose
+    shared, gate = torch.randn(rows, 130).to(dtype), torch.randn(rows, 1)
+    load = torch.zeros(1 + max(map(max, holders)), dtype=torch.int64)
+    whole = [ops.experts(mixture, x, logits).clone(), ops.experts(mixture, x, logits, shared, gate).clone()]
+    found = []
+    for part in divide(mixture, holders, load):
+        results = ops.expert_results(part, x, logits)
+        assert part.owners is not None
+        mine = (results.owners_TK == part.owners.rank).repeat_interleave(130, 1)
+        assert not results.rows_TKE[~mine].any()
+        found.append(ExpertResults(*(each.clone() for each in results)))
+    chosen, _ = route(logits, 3, True, routing)
+    owners = found[0].owners_TK
+    assert all(torch.equal(each.owners_TK, owners) for each in found), "ranks agree on who computes what"
+    for expert, of_expert in enumerate(holders):
+        assert set(owners[chosen == expert].tolist()) <= set(of_expert)
+    assert load.tolist() == torch.bincount(owners.flatten(), minlength=len(load)).tolist()
+    if rows == 300:
+        assert set(owners[chosen == 3].tolist()) == set(holders[3]), "all of its holders have some rows"
+    results = found[0]._replace(rows_TKE=torch.stack([each.rows_TKE for each in found]).sum(0))
+    combined = [ops.combine_experts(results).clone(), ops.combine_experts(results, shared, gate)]
+    if not ops.row_invariant:
+        torch.testing.assert_close(combined, whole)
+    else:
+        assert all(map(torch.equal, combined, whole))
+
+
+def test_a_shared_expert_alone_is_combined_with_no_results(ops: Ops) -> None:
+    assert ops.combine_experts is not None
+    shared, gate = torch.randn(5, 72), torch.randn(5, 1)
+    torch.testing.assert_close(ops.combine_experts(None, shared, gate), shared * gate.sigmoid())
+
+
+def test_few_rows_of_a_copied_expert_go_to_the_rank_with_least_to_do() -> None:
+    """Their weights are read once, not on each of its ranks."""
+    if not native_ready():
+        pytest.skip("the C++ kernels do so")
+    ops = load_backend("cpu").ops()
+    assert ops.expert_results is not None
+    mixture = mixture_of(ops, 64, 32, 4, 1, torch.float32)
+    logits = torch.full((12, 4), -9.0)
+    logits[:8, 0], logits[8:, 1] = 9.0, 9.0
+    part, _ = divide(mixture, [[0], [0, 1], [0], [1]], torch.zeros(2, dtype=torch.int64))
+    owners = ops.expert_results(part, torch.randn(12, 64), logits).owners_TK
+    assert owners.flatten().tolist() == [0] * 8 + [1] * 4
 
 
 def test_rows_of_each_expert_are_counted_whoever_holds_it(ops: Ops) -> None:

@@ -150,7 +150,7 @@ def device_ranks(
     model = parse_config(directory)
     plan = estimate(model.shape(), memory_budget(torch.device("cpu")), config)
     stages = [Stage(plan.tp) for _ in range(plan.pp)]
-    layouts = [ParallelLayout(plan.tp, plan.pp, rank, plan.expert_parallel) for rank in range(plan.ranks)]
+    layouts = [plan.layout(rank) for rank in range(plan.ranks)]
     failing = fail_at or {}
     ranks = []
     for layout in layouts:

@@ -393,6 +393,7 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         tp=config.tp or 1,
         pp=config.pp or 1,
         expert_parallel=config.expert_parallel,
+        redundant_experts=config.redundant_experts,
         hidden_size=8,
         pooling=options.pooling,
         pooling_problem=options.pooling_problem,

@@ -15,7 +15,7 @@ from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.elementwise import ReferenceLinear, linear
 from llmbox.kernels.reference.elementwise import embedding as wide_embedding
 from llmbox.kernels.reference.kv_cache import FP8, LARGEST, quantize_dynamic
-from llmbox.kernels.reference.moe import make_experts
+from llmbox.kernels.reference.moe import ExpertLayer
 from llmbox.kernels.weight_packing import QuantizedWeight
 
 
@@ -63,7 +63,8 @@ def fake_quantized_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None)
             embedding=embedding,
             stored=StoredQuantized(quant) if quant.is_float else None,
             linear=quantized_linear,
-            experts=make_experts(quantized_linear),
+            experts=ExpertLayer(quantized_linear).experts,
+            expert_results=ExpertLayer(quantized_linear).expert_results,
             logits=quantized_linear,
         )
     if kv_dtype is None:

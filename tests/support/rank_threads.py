@@ -21,7 +21,7 @@ from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget
-from llmbox.engine.executor.expert_load import count_experts
+from llmbox.engine.executor.expert_load import count_experts, place_hot_experts
 from llmbox.engine.executor.model_info import model_info
 from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.model_config.config import parse_config
@@ -91,6 +91,11 @@ class ThreadCollective:
         mine = rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)
         return self.all_gather(x)[:, mine].transpose(0, 1).flatten(1)
 
+    def exchange_rows(self, rows_TKE: Tensor, owners_TK: Tensor) -> None:
+        parts, rows_SE = self.all_gather(rows_TKE), rows_TKE.view(owners_TK.numel(), -1)
+        for row, owner in enumerate(owners_TK.flatten().tolist()):
+            rows_SE[row] = parts[owner].view(rows_SE.shape)[row]
+
     def send(self, *tensors: Tensor) -> None:
         inbox = self._stages[self._layout.stage + 1].inboxes[self._layout.tp_rank]
         inbox.put([tensor.clone() for tensor in tensors])
@@ -129,7 +134,8 @@ class RankThreads:
         self.plan = estimate(model.shape(), memory_budget(torch.device("cpu")), config)
         tp, pp = self.plan.tp, self.plan.pp
         self._stages = [Stage(tp) for _ in range(pp)]
-        layouts = [ParallelLayout(tp, pp, rank, self.plan.expert_parallel) for rank in range(tp * pp)]
+        self.plan = place_hot_experts(self.plan, model.experts, Path(config.model_path))
+        layouts = [self.plan.layout(rank) for rank in range(tp * pp)]
         self._answers = layouts[0].answers
         self._pool = ThreadPoolExecutor(len(layouts))
         self._decoders = [StepDecoder() for _ in layouts]
@@ -180,5 +186,5 @@ def load_threads(
         worker_pids=[],
     )
     scheduler, first = make_scheduler(config, runner.plan, encoded=runner.images), runner.shares[0].runner
-    stats = count_experts(first, ParallelLayout(info.tp, info.pp, 0, info.expert_parallel))
-    return Engine(scheduler, SyncExecutor(runner), info, expert_stats=stats)
+    experts = count_experts(first, runner.plan.layout(0), directory)
+    return Engine(scheduler, SyncExecutor(runner), info, experts=experts)

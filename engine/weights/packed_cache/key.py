@@ -24,6 +24,8 @@ class PackKey:
     """Memory layout of the kernels (`Packing.layout`)."""
     shard: str = ""
     """Shard of the model (`ParallelLayout.shard`); empty for all of it."""
+    placement: str = ""
+    """`ParallelLayout.placement_digest`: a new placement of experts replaces the file of the old one."""
 
     @property
     def format(self) -> str:
@@ -46,7 +48,7 @@ class PackKey:
     def digest(self) -> str:
         """Return the key as hex. Reads headers and config, not the weights. Raises ModelError and OSError."""
         digest = hashlib.sha256()
-        parts = (self.dtype, self.quant, self.layout, self.shard)
+        parts = (self.dtype, self.quant, self.layout, self.shard, *filter(None, [self.placement]))
         config = read_regular(self.directory / "config.json", MAX_BYTES)
         for part in (*map(str.encode, parts), config):
             digest.update(part + b"\0")

@@ -79,7 +79,7 @@ class PackedWeightSource:
     def skip(self, name: str) -> None:
         pass
 
-    def skip_experts(self, name: str, held: range) -> None:
+    def skip_experts(self, name: str, held: Sequence[int]) -> None:
         pass
 
     def finish(self) -> None:

@@ -198,7 +198,7 @@ def experts_kernel(
     """Multiply one tile of an expert's rows by its weights: x @ weight[e].T, with float32 sums (int32 in int8
     products).
 
-    Reference: `make_experts` in `kernels/reference/moe.py`.
+    Reference: `ExpertLayer` in `kernels/reference/moe.py`.
     """
     tile = tl.program_id(0)
     low = owner_of_tile(starts, experts, tile, ROWS)
@@ -244,8 +244,8 @@ def experts(
     """Implement `Ops.experts`. `fixed`: a row's bits never depend on its neighbors."""
     chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
     here, count = mixture.here, mixture.count
-    if mixture.held is not None:  # rows of experts that are not here come last
-        chosen_TK = chosen_TK - here.start
+    if mixture.held is not None:  # neighbors; rows of experts that are not here come last
+        chosen_TK = chosen_TK - here[0]
         chosen_TK = chosen_TK.masked_fill((chosen_TK < 0) | (chosen_TK >= len(here)), len(here))
     adapted = None
     if adapters is not None and _has_some(adapters):

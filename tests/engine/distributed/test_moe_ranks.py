@@ -5,6 +5,8 @@ import torch
 
 from llmbox.engine.errors import ParallelError
 from llmbox.engine.executor.expert_load import ExpertLoad, mean_imbalance
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.kernels.op_types import ExpertOwners, Mixture
 from support.lanes import nightly
 from support.rank_threads import load_ranks, load_threads
 from support.real_engines import ask, load, tokens
@@ -80,14 +82,30 @@ def test_the_busiest_expert_over_the_mean_of_each_layer():
     assert mean_imbalance([[0, 0]]) == 0.0
 
 
+def counted(holders=((0,), (0,), (1,), (1,))):
+    """A layer of four experts, counted before the first request."""
+    load_X, load_R = torch.full((4,), 9), torch.full((2,), 9)
+    return Mixture((), (), 4, 1, True, load_X=load_X, owners=ExpertOwners(holders, 0, 2, load_R))
+
+
+WHOLE = ParallelLayout(2, expert_parallel=True)
+
+
 def test_counters_are_read_at_intervals_from_the_first_request_on():
-    loads, now = [torch.tensor([9, 9, 9, 9]), torch.tensor([9, 9, 9, 9])], [100.0]
-    load = ExpertLoad(loads, [range(2), range(2, 4)], lambda: now[0])
-    loads[0] += torch.tensor([6, 2, 0, 0])
-    loads[1] += torch.tensor([2, 2, 2, 2])
-    wanted = {"expert_rows": 16, "expert_imbalance": 2.0, "expert_rank_imbalance": 1.5}
+    layers, now = [counted(), counted(((0,), (0, 1), (1,), (1,)))], [100.0]
+    load = ExpertLoad(layers, WHOLE, lambda: now[0])
+    layers[0].load_X.add_(torch.tensor([6, 2, 0, 0]))
+    layers[1].load_X.add_(torch.tensor([0, 8, 0, 0]))
+    for layer, rows in zip(layers, ([8, 0], [4, 4]), strict=True):
+        layer.owners.load_R.add_(torch.tensor(rows))
+    wanted = {
+        "expert_rows": 16,
+        "expert_imbalance": (3 + 4) / 2,
+        "expert_rank_imbalance": (2 + 1) / 2,
+        "expert_rank_imbalance_without_copies": 2.0,
+    }
     assert load.stats() == pytest.approx(wanted)
-    loads[1] += torch.tensor([8, 0, 0, 0])
+    layers[1].load_X.add_(torch.tensor([8, 0, 0, 0]))
     now[0] += 0.5
     assert load.stats() == pytest.approx(wanted)
     now[0] += 0.5

@@ -66,6 +66,26 @@ def test_each_rank_gets_its_rows_whole(monkeypatch, tp, rows):
     assert after == (float(tp),) * tp
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 9, 40])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_each_row_comes_from_its_owner(monkeypatch, tp, rows, dtype):
+    """Few rows and many, more than fit in a slot; rows wider than one; a rank that owns none."""
+    monkeypatch.setattr(mesh, "ADD_UP_TO", 512)
+    chance = torch.Generator().manual_seed(rows)
+    for slot, width, most in ((256, 30, tp), (256, 150, tp), (1 << 20, 30, tp), (256, 30, tp - 1)):
+        monkeypatch.setattr(mesh, "SLOT", slot)
+        owners = torch.randint(0, most, (rows, 4), generator=chance, dtype=torch.int32)
+        whole = numbers(1, (rows * 4, width), dtype)
+
+        def work(rank, collective, owners=owners, whole=whole):
+            mine = whole.masked_fill((owners.flatten() != rank).unsqueeze(1), 0.0).view(len(owners), -1)
+            collective.exchange_rows(mine, owners)
+            return mine.view(whole.shape)
+
+        assert all(torch.equal(found, whole) for found in together(open_mesh(tp), work))
+
+
 def test_a_sum_does_not_depend_on_what_stands_beside_it():
     """As the ring of gloo's or NCCL's all_reduce would: it sums each piece of a tensor in another order."""
     rows = [numbers(rank, (40, 64), torch.bfloat16) for rank in range(3)]

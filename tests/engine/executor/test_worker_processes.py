@@ -16,8 +16,10 @@ from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError, ParallelError
+from llmbox.engine.executor.expert_load import LoadHistory
 from llmbox.engine.hardware.proc import finish
 from llmbox.engine.ipc.spawn import Launch
+from llmbox.engine.weights.packed_cache import environment
 from support.engines import is_running, read, until
 from support.lanes import NIGHTLY, nightly
 from support.real_engines import ask, load, tokens
@@ -237,18 +239,36 @@ async def test_preemption_and_prefix_hits_change_nothing(tmp_path, monkeypatch, 
         assert supervisor.info.dtype == "bfloat16"
 
 
-async def test_ranks_with_whole_experts_give_one_answer_and_survive_the_loss_of_one(tmp_path):
-    """The tokens of each request alone, in bfloat16 and int8, with preemptions and prefix hits."""
-    make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, torch_dtype="bfloat16")
+async def test_ranks_with_whole_experts_give_one_answer_and_survive_the_loss_of_one(tmp_path, monkeypatch):
+    """The tokens of each request alone, in bfloat16 and int8, with preemptions and prefix hits. Copies of hot
+    experts change none, nor does it that the next engine places them elsewhere.
+    """
+    folder = environment.variables(tmp_path / "kept", 1.0)
+    for name, value in folder.items():
+        monkeypatch.setenv(name, value)
+    sizes = {"torch_dtype": "bfloat16", "mlp_only_layers": []}
+    model = make_tiny_model(tmp_path / "model", arch="qwen3_moe", tokenizer=False, **sizes)
     options = {"quant": "int8-g32", "kv_tokens": 288, "context": 256, "max_running": 5}
-    async with supervised(tmp_path, tp=2, expert_parallel=True, **options) as supervisor:
+    cut = {"tp": 2, "expert_parallel": True, **options}
+    async with supervised(model, Launch(env=folder), **cut) as supervisor:
         assert supervisor.info.expert_parallel
+        alone = await answers(supervisor, asks("a")[:2])
+    async with supervised(model, Launch(env=folder), redundant_experts=3, **cut) as supervisor:
+        assert supervisor.info.redundant_experts == 3
         apart = [(await answers(supervisor, [request]))[0] for request in asks("a")]
         assert supervisor.stats.preemptions == 0
         assert await answers(supervisor, asks("b")) == apart
         assert supervisor.stats.preemptions > 0
         assert supervisor.stats.prefix_hits > 0
+        assert apart[:2] == alone
+        stats = supervisor.stats
+        assert 1 <= stats.expert_rank_imbalance < stats.expert_rank_imbalance_without_copies
+        history = LoadHistory.of_model(model)
+        before = history.placement(2, 8, 2, 3)
+        hot = next(expert for expert, holders in enumerate(before[0]) if len(holders) == 1)
+        history.save([[9000 if expert == hot else 1 for expert in range(8)]] * 2)
         await lose_a_rank(supervisor, apart)
+        assert history.placement(2, 8, 2, 3)[0][hot] == (0, 1)
 
 
 def test_a_cut_that_cannot_be_is_refused_before_anything_starts(model):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import ModelError, ParallelError
+from llmbox.engine.errors import DoesNotFit, ModelError, ParallelError
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.shape import is_fine
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
@@ -141,6 +141,10 @@ def test_ranks_have_some_experts_whole(tmp_path: Path) -> None:
         assert (part.experts.held, part.experts.inner) == (held, 768)
         assert part.experts.read(1) == pytest.approx(held * 8 / 128), "those of a row, on average"
     assert rank_shape(shape, 2, 1, expert_parallel=True).params == rank_shape(shape, 2, 1).params
+    more = rank_shape(shape, 4, 1, expert_parallel=True, redundant_experts=6)
+    assert more.experts is not None
+    assert more.experts.held == 34, "128 + 6 on four ranks"
+    assert more.experts.read(1) == rank_shape(shape, 4, 1, expert_parallel=True).experts.read(1)
     budget = MemoryBudget(device="cpu", available=200 * GIB, cores=16)
     asked = EngineConfig(model_path="", name="", tp=16, quant="int8", context=1024, expert_parallel=True)
     plan = estimate(shape, budget, asked)
@@ -148,6 +152,12 @@ def test_ranks_have_some_experts_whole(tmp_path: Path) -> None:
     whole = estimate(shape, budget, replace(asked, tp=1, expert_parallel=False))
     copies = 0.03  # routers, and keys and values, of which 16 ranks have 4 heads
     assert plan.weights_bytes == pytest.approx(whole.weights_bytes / 16, rel=copies)
+    more = estimate(shape, budget, replace(asked, redundant_experts=16))
+    assert more.weights_bytes == pytest.approx(plan.weights_bytes * 9 / 8, rel=copies), (
+        "nine experts for eight"
+    )
+    with pytest.raises(DoesNotFit):
+        estimate(shape, replace(budget, available=100 * GIB), replace(asked, redundant_experts=16 * 120))
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4", "w8a8", "fp8", "fp8-block"])

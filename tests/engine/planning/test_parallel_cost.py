@@ -7,8 +7,9 @@ import pytest
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.shape import ExpertShape
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
-from llmbox.engine.planning.parallel_cost import decode_scaling, rank_shape, traffic
+from llmbox.engine.planning.parallel_cost import decode_scaling, exchange_seconds, rank_shape, traffic
 from llmbox.kernels.quant_formats import QUANTS
 from support.rank_threads import load_threads
 from support.shapes import LLAMA_3_8B
@@ -29,9 +30,11 @@ def test_a_rank_is_never_estimated_below_what_it_loads(tmp_path, monkeypatch, ar
     assert rank_shape(config.shape(), 1, 1).params * 4 == whole
 
 
-@pytest.mark.parametrize(("experts", "tp", "pp"), [(8, 2, 1), (7, 2, 1), (8, 2, 2)])
+@pytest.mark.parametrize(
+    ("experts", "tp", "pp", "copies"), [(8, 2, 1, 0), (7, 2, 1, 0), (8, 2, 2, 0), (8, 2, 1, 3)]
+)
 def test_a_rank_with_whole_experts_is_never_estimated_below_what_it_loads(
-    tmp_path, monkeypatch, experts, tp, pp
+    tmp_path, monkeypatch, experts, tp, pp, copies
 ):
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, num_experts=experts)
@@ -42,8 +45,10 @@ def test_a_rank_with_whole_experts_is_never_estimated_below_what_it_loads(
         tp=tp,
         pp=pp,
         expert_parallel=True,
+        redundant_experts=copies,
     )
-    estimated = rank_shape(parse_config(tmp_path).shape(), tp, pp, expert_parallel=True).params * 4
+    shape = parse_config(tmp_path).shape()
+    estimated = rank_shape(shape, tp, pp, expert_parallel=True, redundant_experts=copies).params * 4
     assert max(read.values()) <= estimated <= max(read.values()) * 1.05 + 4096
 
 
@@ -85,6 +90,22 @@ def test_traffic_of_a_token():
     assert traffic(LLAMA_3_8B, 2, 1, "bfloat16").sums == 65 * row
     assert traffic(LLAMA_3_8B, 8, 1, "bfloat16").sums == 65 * 2 * 7 * row // 8
     assert traffic(LLAMA_3_8B, 1, 4, "bfloat16").stages == 2 * row
+
+
+@pytest.mark.parametrize("shared", [0, 512])
+def test_traffic_of_experts_whose_results_are_exchanged(shared):
+    """Each rank sends the results that it has to each other one. A shared expert needs its sum too."""
+    experts = ExpertShape(count=64, per_token=8, inner=512, layers=30, shared=shared)
+    shape, row = replace(LLAMA_3_8B, experts=experts), 4096 * 2
+    sums = traffic(shape, 4, 1, "bfloat16").sums
+    more = 30 * (8 - (0 if shared else 2)) * 3 * row // 4
+    assert traffic(shape, 4, 1, "bfloat16", results=True).sums == sums + more
+    assert (
+        traffic(LLAMA_3_8B, 4, 1, "bfloat16", results=True).sums == traffic(LLAMA_3_8B, 4, 1, "bfloat16").sums
+    )
+    cost = {"dtype": "bfloat16", "link_bandwidth": 1e10, "sum_seconds": 1e-5, "rows": 4}
+    slower, faster = (exchange_seconds(shape, 4, 1, results=results, **cost)[0] for results in (True, False))
+    assert slower - faster == pytest.approx(4 * more / 1e10 + (30e-5 if shared else 0))
 
 
 def test_expected_scaling():

@@ -244,12 +244,29 @@ void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, i
         const auto* from = x.bytes.data() + size_t(first) * x_stride * x.bytes.size() / x.count;
         const auto* routed = static_cast<const float*>(logits.data()) + first * count;
         std::vector<int64_t> load(count);
-        // Of some experts first, as a rank has them: its results are overwritten.
-        for (const int held : {(count + 1) / 2, count})
-            run(llmbox_experts_op(dtype, format != nullptr, count, count - held, held, load.data(), gate_ups.data(),
-                                  downs.data(), from, x_stride, routed, count, per_row, 1, &routing, 0, nullptr, 0,
-                                  nullptr, 0, to.data(), hidden, nullptr, nullptr),
+        // Of some experts first, as a rank has them: its results are overwritten. Then both ranks hold the last expert, and
+        // its rows are divided.
+        std::vector<int32_t> places(count), holders(count, 1), owners(many * per_row);
+        std::vector<float> shares(many * per_row);
+        std::vector<int64_t> loads(2);
+        Buffer results(dtype, size_t(many) * per_row * hidden);
+        holders[count - 1] = 3, results.poison();
+        for (const int held : {(count + 1) / 2, count}) {
+            for (int expert = 0; expert < count; expert++) places[expert] = std::max(-1, expert - (count - held));
+            const HeldExperts whole{places.data(), nullptr, nullptr, 0, 1};
+            const HeldExperts divided{places.data(), holders.data(), loads.data(), held == count ? 0 : 1, 2};
+            const auto experts = [&](const HeldExperts& here, Buffer& out_of, int width, float* weights, int32_t* ranks) {
+                run(llmbox_experts_op(dtype, format != nullptr, count, &here, held, load.data(), gate_ups.data(),
+                                      downs.data(), from, x_stride, routed, count, per_row, 1, &routing, 0, nullptr, 0,
+                                      nullptr, 0, out_of.data(), width, nullptr, nullptr, weights, ranks),
+                    step);
+            };
+            experts(divided, results, per_row * hidden, shares.data(), owners.data());
+            run(llmbox_combine_op(dtype, results.data(), shares.data(), per_row, hidden, nullptr, 0, nullptr, 0, to.data(),
+                                  hidden),
                 step);
+            experts(whole, to, hidden, nullptr, nullptr);
+        }
     };
     run_rows(0, rows, out);
     run_rows(rows - 1, 1, alone);

@@ -102,6 +102,7 @@ TITLES = {
     "model.tp": "Tensor parallelism",
     "model.pp": "Pipeline parallelism",
     "model.expert_parallel": "Expert parallelism",
+    "model.redundant_experts": "Copies of hot experts",
     "model.disaggregate": "Disaggregated prefill",
     "model.batching": "Batching",
     "model.premium_share": "KV cache reserved for premium keys",

@@ -19,22 +19,34 @@ Op* make_experts(int count, const LinearShape* const* gate_ups, const LinearShap
 
 }  // namespace
 
-// `count` of all `experts`, from `first` on, each with two linears, all of one kind: `quant` says whether they are quantized.
-// `shared` and its gate may be null, `load` and both tables of adapters.
-extern "C" Op* llmbox_experts_op(int dtype, int quant, int experts, int first, int count, int64_t* load,
+// `count` of all `experts` are `here`, each with two linears, all of one kind: `quant` says whether they are quantized.
+// `shared` and its gate may be null, `load`, both tables of adapters, and `shares` with `owners`: see `ExpertsCall`.
+extern "C" Op* llmbox_experts_op(int dtype, int quant, int experts, const HeldExperts* here, int count, int64_t* load,
                                  const LinearShape* const* gate_ups, const LinearShape* const* downs, const void* x,
                                  int64_t x_stride, const float* logits, int64_t logits_stride, int per_row, int normalised,
                                  const Routing* routing,
                                  int activation, const void* shared, int64_t shared_stride, const float* shared_gate,
                                  int64_t shared_gate_stride, void* out, int64_t out_stride,
-                                 const int64_t* gate_up_adapters, const int64_t* down_adapters) {
+                                 const int64_t* gate_up_adapters, const int64_t* down_adapters, float* shares,
+                                 int32_t* owners) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
-        const ExpertsCall<T> call{static_cast<const T*>(x), x_stride, logits, logits_stride, experts, first, load, per_row,
+        const ExpertsCall<T> call{static_cast<const T*>(x), x_stride, logits, logits_stride, experts, *here, load, per_row,
                                   normalised != 0, *routing, activation, static_cast<const T*>(shared), shared_stride,
                                   shared_gate, shared_gate_stride, static_cast<T*>(out), out_stride, gate_up_adapters,
-                                  down_adapters};
+                                  down_adapters, shares, owners};
         if (quant) return make_experts<RoundedCopies<T>>(count, gate_ups, downs, call);
         return make_experts<typename PlainCopies<E>::Rows>(count, gate_ups, downs, call);
+    });
+}
+
+// Adds up what `llmbox_experts_op` left apart.
+extern "C" Op* llmbox_combine_op(int dtype, const void* results, const float* shares, int per_row, int width,
+                                 const void* shared, int64_t shared_stride, const float* shared_gate,
+                                 int64_t shared_gate_stride, void* out, int64_t out_stride) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using T = typename E::Element;
+        return new CombineOp<T>(static_cast<const T*>(results), shares, per_row, width, static_cast<const T*>(shared),
+                                shared_stride, shared_gate, shared_gate_stride, static_cast<T*>(out), out_stride);
     });
 }

@@ -3,7 +3,8 @@
 //
 // Rows are copied together by expert, and panels of all experts that have rows are assigned at once: experts alone would
 // be too little work for many threads. A copy's bits are those of the linears alone, and a row's sum has one order, so who
-// else is in the step does not matter.
+// else is in the step does not matter, nor which rank computed the copy: ranks that divide the experts exchange copies
+// between `ExpertsOp` and `CombineOp`.
 #pragma once
 
 #include "elementwise.h"
@@ -30,7 +31,7 @@ template <class T> struct ExpertsCall {
     const float* logits;
     int64_t logits_stride;
     int experts;    // of which rows choose
-    int first;      // the first of those held here
+    HeldExperts here;
     int64_t* load;  // counts rows of each expert; may be null
     int per_row;
     bool normalised;
@@ -43,6 +44,73 @@ template <class T> struct ExpertsCall {
     T* out;
     int64_t out_stride;
     const int64_t *gate_up_adapters, *down_adapters;  // of LoRA: see `ExpertAdapters`; may be null
+    // Of each copy, where they are not added up: its share and the rank that computes it. `out` then has a row for each copy,
+    // of zeros for those of other ranks. Null: `out` is the sum.
+    float* shares;
+    int32_t* owners;
+};
+
+// One row's sum: its results by their shares, the best first, then what all rows share. `result_of(k)` may be null: no result.
+template <class T> struct RowSum {
+    const float* shares;
+    int per_row;
+    const T* shared;  // may be null
+    const float* shared_gate;  // may be null
+
+    template <class ResultOf> void write(ResultOf result_of, int begin, int end, T* out) const {
+        Floats gate = splat(1.f);
+        if (shared_gate) {
+            const Floats x = splat(*shared_gate), e = exp_negative(-abs(x));
+            gate = (x < splat(0.f) ? e : splat(1.f)) / (splat(1.f) + e);
+        }
+        for (int i = begin; i < end; i += LANES) {
+            Floats total = splat(0.f);
+            for (int k = 0; k < per_row; k++)
+                if (const T* from = result_of(k)) total = multiply_add(splat(shares[k]), load(from + i, end - i), total);
+            if (shared) total = multiply_add(gate, load(shared + i, end - i), total);
+            store(out + i, total, end - i);
+        }
+    }
+};
+
+constexpr int SUM_PIECE = 256;  // of a row that is added up
+
+// Adds up copies that `ExpertsOp` left apart.
+template <class T> class CombineOp : public Op {
+public:
+    OpKind kind() const override { return OpKind::EXPERTS; }
+
+    // `results`: [rows * per_row][width]; `per_row` 0: of no experts.
+    CombineOp(const T* results, const float* shares, int per_row, int width, const T* shared, int64_t shared_stride,
+              const float* shared_gate, int64_t shared_gate_stride, T* out, int64_t out_stride)
+        : results_(results), shares_(shares), per_row_(per_row), width_(width), shared_(shared),
+          shared_stride_(shared_stride), shared_gate_(shared_gate), shared_gate_stride_(shared_gate_stride), out_(out),
+          out_stride_(out_stride) {}
+
+    void run(const Step& step, Member& member) override {
+        const int pieces = ceil_div(width_, SUM_PIECE);
+        const auto mine = member.share(step.rows * pieces);
+        for (int piece = mine.begin; piece < mine.end; piece++) {
+            const int row = piece / pieces, begin = piece % pieces * SUM_PIECE;
+            const T* results = results_ + static_cast<size_t>(row) * per_row_ * width_;
+            const RowSum<T> sum{shares_ + static_cast<size_t>(row) * per_row_, per_row_,
+                                shared_ ? shared_ + row * shared_stride_ : nullptr,
+                                shared_gate_ ? shared_gate_ + row * shared_gate_stride_ : nullptr};
+            sum.write([&](int k) { return results + static_cast<size_t>(k) * width_; }, begin,
+                      std::min(width_, begin + SUM_PIECE), out_ + row * out_stride_);
+        }
+    }
+
+private:
+    const T* results_;
+    const float* shares_;
+    const int per_row_, width_;
+    const T* shared_;
+    const int64_t shared_stride_;
+    const float* shared_gate_;
+    const int64_t shared_gate_stride_;
+    T* out_;
+    const int64_t out_stride_;
 };
 
 // Copies: how rows become what the linears multiply (moe_rows.h).
@@ -54,7 +122,7 @@ public:
 
     ExpertsOp(ExpertLinears<Shape> linears, const ExpertsCall<T>& call)
         : linears_(std::move(linears)), call_(call),
-          routes_(call.experts, call.first, linears_.count(), call.per_row, Copies::ALIGN) {}
+          routes_(call.experts, call.here, linears_.count(), call.per_row, Copies::ALIGN) {}
 
     void prepare(const Step& step, Pool& pool) override {
         routes_.begin(step.rows);
@@ -97,7 +165,8 @@ public:
             adapters_.template expand<T>(call_.down_adapters, memory.low, memory.results, hidden, member);
             member.barrier();
         }
-        add_up(step.rows, memory.results, member);
+        if (call_.owners) hand_out(step.rows, memory.results, member);
+        else add_up(step.rows, memory.results, member);
     }
 
 private:
@@ -108,7 +177,6 @@ private:
         float* low;             // of adapters: [copies][their most ranks]
         size_t bytes;
     };
-    static constexpr int PIECE = 256;  // of a row that is added up
 
     Memory memory_of(int rows, uint8_t* at) const {
         const int room = routes_.room(rows);
@@ -195,33 +263,36 @@ private:
         }
     }
 
-    void add_up(int rows, const T* results, Member& member) const {
-        const int hidden = linears_.hidden(), pieces = ceil_div(hidden, PIECE);
-        const auto mine = member.share(rows * pieces);
-        for (int piece = mine.begin; piece < mine.end; piece++) {
-            const int row = piece / pieces, begin = piece % pieces * PIECE;
-            add_up_row(row, begin, std::min(hidden, begin + PIECE), results);
+    const T* result_of(int copy, const T* results) const {
+        const int place = routes_.place_of(copy);
+        return place < 0 ? nullptr : results + static_cast<size_t>(place) * linears_.hidden();
+    }
+
+    float share_of(int copy) const { return call_.routing.scales_inputs ? 1.f : routes_.share_of(copy); }
+
+    void hand_out(int rows, const T* results, Member& member) const {
+        const size_t hidden = linears_.hidden();
+        const auto mine = member.share(routes_.copies(rows));
+        for (int copy = mine.begin; copy < mine.end; copy++) {
+            T* to = call_.out + copy * hidden;
+            if (const T* from = result_of(copy, results)) std::copy_n(from, hidden, to);
+            else std::fill_n(to, hidden, T{});
+            call_.shares[copy] = share_of(copy);
+            call_.owners[copy] = routes_.owner_of(copy);
         }
     }
 
-    void add_up_row(int row, int begin, int end, const T* results) const {
-        Floats gate = splat(1.f);
-        if (call_.shared_gate) {
-            const Floats x = splat(call_.shared_gate[row * call_.shared_gate_stride]), e = exp_negative(-abs(x));
-            gate = (x < splat(0.f) ? e : splat(1.f)) / (splat(1.f) + e);
-        }
-        for (int i = begin; i < end; i += LANES) {
-            Floats total = splat(0.f);
-            for (int k = 0; k < call_.per_row; k++) {
-                const int copy = row * call_.per_row + k, place = routes_.place_of(copy);
-                if (place < 0) continue;
-                const T* from = results + static_cast<size_t>(place) * linears_.hidden() + i;
-                const float share = call_.routing.scales_inputs ? 1.f : routes_.share_of(copy);
-                total = multiply_add(splat(share), load(from, end - i), total);
-            }
-            if (call_.shared)
-                total = multiply_add(gate, load(call_.shared + row * call_.shared_stride + i, end - i), total);
-            store(call_.out + row * call_.out_stride + i, total, end - i);
+    void add_up(int rows, const T* results, Member& member) const {
+        const int hidden = linears_.hidden(), pieces = ceil_div(hidden, SUM_PIECE);
+        float* shares = member.scratch.template take<float>(call_.per_row);
+        const auto mine = member.share(rows * pieces);
+        for (int piece = mine.begin; piece < mine.end; piece++) {
+            const int row = piece / pieces, begin = piece % pieces * SUM_PIECE, first = row * call_.per_row;
+            for (int k = 0; k < call_.per_row; k++) shares[k] = share_of(first + k);
+            const RowSum<T> sum{shares, call_.per_row, call_.shared ? call_.shared + row * call_.shared_stride : nullptr,
+                                call_.shared_gate ? call_.shared_gate + row * call_.shared_gate_stride : nullptr};
+            sum.write([&](int k) { return result_of(first + k, results); }, begin, std::min(hidden, begin + SUM_PIECE),
+                      call_.out + row * call_.out_stride);
         }
     }
 

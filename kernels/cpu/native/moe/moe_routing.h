@@ -111,12 +111,25 @@ inline void choose_sparsely(const float* logits, int experts, int count, float j
     }
 }
 
+// Experts that are here, where ranks divide them: `places` has the number of each expert here, -1 for one that is not. `holders`
+// has a bit for each rank that holds an expert, `loads` counts the rows that each rank computes; both are null where this
+// rank computes all rows of what it holds.
+struct HeldExperts {
+    const int32_t *places, *holders;
+    int64_t* loads;
+    int rank, ranks;
+};
+
 // Of all rows of a step. Copies of rows are sorted by expert, and an expert's begin at a multiple of `align`. Rows choose among
-// all `experts`; only copies of those that are held here, `held` from `first` on, have places.
+// all `experts`; only copies that are computed here have places.
 class ExpertRoutes {
 public:
-    ExpertRoutes(int experts, int first, int held, int per_row, int align)
-        : experts_(experts), first_(first), held_(held), per_row_(per_row), align_(align) {}
+    // Rows of one expert that one rank computes in one go, and the rows that take as long as reading an expert's weights.
+    static constexpr int BLOCK_ROWS = 16, READ_ROWS = 8;
+
+    // `held`: number of experts that are here.
+    ExpertRoutes(int experts, const HeldExperts& here, int held, int per_row, int align)
+        : experts_(experts), here_(here), held_(held), per_row_(per_row), align_(align) {}
 
     struct Run {
         int expert, first, rows;  // number among those held; of copies
@@ -135,6 +148,7 @@ public:
         chosen_.resize(copies(rows));
         shares_.resize(copies(rows));
         places_.resize(copies(rows));
+        owners_.resize(copies(rows));
     }
 
     // `scratch` has room for four numbers an expert.
@@ -156,30 +170,74 @@ public:
     // Places of the copies once all rows are routed. Run by one thread. Adds the rows of each expert, held or not, to `load`,
     // which may be null.
     void place(int rows, int64_t* load) {
+        const int count = copies(rows);
         next_.assign(experts_, 0);
         runs_.clear();
-        for (int copy = 0; copy < copies(rows); copy++) next_[chosen_[copy]]++;
+        for (int copy = 0; copy < count; copy++) next_[chosen_[copy]]++;
         for (int expert = 0; load && expert < experts_; expert++) load[expert] += next_[expert];
-        for (int expert = 0, first = 0; expert < held_; expert++) {
-            const int count = next_[first_ + expert];
-            next_[first_ + expert] = first;
-            if (count) runs_.push_back({expert, first, count});
-            first += round_up(count, align_);
+        if (here_.holders) {
+            divide(count);
+            next_.assign(experts_, 0);
+            for (int copy = 0; copy < count; copy++) next_[chosen_[copy]] += owners_[copy] == here_.rank;
         }
-        for (int copy = 0; copy < copies(rows); copy++) {
+        for (int expert = 0, first = 0; expert < experts_; expert++) {
+            const int mine = next_[expert], number = here_.places[expert];
+            if (number < 0) continue;
+            next_[expert] = first;
+            if (mine) runs_.push_back({number, first, mine});
+            first += round_up(mine, align_);
+        }
+        for (int copy = 0; copy < count; copy++) {
             const int expert = chosen_[copy];
-            places_[copy] = expert < first_ || expert >= first_ + held_ ? -1 : next_[expert]++;
+            const bool is_mine = here_.places[expert] >= 0 && (!here_.holders || owners_[copy] == here_.rank);
+            places_[copy] = is_mine ? next_[expert]++ : -1;
         }
     }
 
-    // Copy `k` of row `row` is row * per_row + k. -1: its expert is not held here.
+    // Copy `k` of row `row` is row * per_row + k. -1: it is not computed here.
     int place_of(int copy) const { return places_[copy]; }
+    int owner_of(int copy) const { return owners_[copy]; }  // the rank that computes it, where there are `holders`
     float share_of(int copy) const { return shares_[copy]; }
     const std::vector<Run>& runs() const { return runs_; }
 
 private:
-    const int experts_, first_, held_, per_row_, align_;
-    std::vector<int32_t> chosen_, places_, next_;
+    static int only_rank(int32_t holders) { return (holders & (holders - 1)) ? -1 : __builtin_ctz(holders); }
+
+    // The rank of each copy: all ranks find the same. Rows of an expert that several hold are dealt out in blocks, each to
+    // the one with least to do so far. `next_` has the rows of each expert.
+    void divide(int count) {
+        cost_.assign(here_.ranks, 0);
+        owned_.assign(experts_, -1);
+        seen_.assign(experts_, 0);
+        for (int expert = 0; expert < experts_; expert++) {
+            if (!next_[expert]) continue;
+            owned_[expert] = only_rank(here_.holders[expert]);
+            if (owned_[expert] >= 0) cost_[owned_[expert]] += READ_ROWS + next_[expert];
+        }
+        for (int copy = 0; copy < count; copy++) {
+            const int expert = chosen_[copy];
+            const int32_t holders = here_.holders[expert];
+            if (only_rank(holders) < 0 && seen_[expert]++ % BLOCK_ROWS == 0) {
+                owned_[expert] = idlest(holders);
+                cost_[owned_[expert]] += READ_ROWS + std::min(BLOCK_ROWS, next_[expert] - seen_[expert] + 1);
+            }
+            owners_[copy] = owned_[expert];
+            if (here_.loads) here_.loads[owned_[expert]]++;
+        }
+    }
+
+    int idlest(int32_t holders) const {
+        int found = -1;
+        for (int rank = 0; rank < here_.ranks; rank++)
+            if ((holders >> rank & 1) && (found < 0 || cost_[rank] < cost_[found])) found = rank;
+        return found;
+    }
+
+    const int experts_;
+    const HeldExperts here_;
+    const int held_, per_row_, align_;
+    std::vector<int32_t> chosen_, places_, owners_, next_;
+    std::vector<int32_t> cost_, owned_, seen_;  // of ranks; of experts: rank of the block under way, rows dealt out
     std::vector<float> shares_;
     std::vector<Run> runs_;  // of experts that have rows
 };
