@@ -31,6 +31,8 @@ class LiveRequest:
     """Reason of `RequestRecord.prefix_end`."""
     disk_tokens: int = 0
     """Tokens of `cached_tokens` that came from disk. These three are known from the first token on."""
+    host_tokens: int = 0
+    """Tokens of `cached_tokens` that came from main memory to a GPU."""
     draft_tokens: int = 0
     """Draft tokens that were verified so far."""
     accepted_tokens: int = 0

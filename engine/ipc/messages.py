@@ -271,6 +271,8 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache; sent with the first output."""
     disk_tokens: int | None = None
     """Tokens of `cached_tokens` that came from the KV cache on disk; sent with the first output."""
+    host_tokens: int | None = None
+    """Tokens of `cached_tokens` that came from main memory to a GPU; sent with the first output."""
     looked_up_tokens: int | None = None
     """Prompt tokens looked up in the prefix cache: those in whole blocks before the last token; sent with the
     first output."""
@@ -337,6 +339,14 @@ class EngineStats:
     """Requests that no longer waited for the disk."""
     disk_skipped: int = 0
     """Blocks that were not written: evicted before, or refused by the disk."""
+    host_hits: int = 0
+    """Tokens of `prefix_hits` that came from main memory to a GPU."""
+    host_bytes: int = 0
+    """Bytes of evicted blocks that main memory has."""
+    host_saved_bytes: int = 0
+    host_loaded_bytes: int = 0
+    host_skipped: int = 0
+    """Blocks that a GPU evicted and main memory did not keep."""
     preemptions: int = 0
     slots_used: int = 0
     """KV slots that hold a token; the rest of the `blocks_used * block_size` slots is waste."""

@@ -36,6 +36,7 @@ from .fit_prediction import prediction_options, read_request, report_prediction
 
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
+    "kv_host_memory",
     *("expert_parallel", "disaggregate"),
     *("threads", "draft", "lora_memory"),
 )
