@@ -29,7 +29,7 @@ from llmbox.engine.kv_store import environment
 from llmbox.engine.kv_store.folder import KVFolder
 from llmbox.engine.kv_store.store import BlockStore
 from llmbox.engine.kv_store.store_threads import BlockWrite
-from llmbox.engine.kv_store.usage_file import UsageFile
+from llmbox.engine.kv_store.usage import UsageFile
 from llmbox.engine.sampling_params import SamplingParams
 
 SHOWN = 16

@@ -137,7 +137,6 @@ class HostTier:
     def stats(self) -> dict[str, int]:
         """Return the fields of `EngineStats` about the host tier."""
         return {
-            "host_bytes": self.num_bytes,
             "host_saved_bytes": self.saved_bytes,
             "host_loaded_bytes": self.loaded_bytes,
             "host_skipped": self.num_passed,

@@ -74,7 +74,7 @@ class _Load:
     block_hash: bytes
     data: memoryview
     held: HostBlock | None
-    """Where it is copied from; None: from a buffer of the store."""
+    """Block of the host tier that it is copied from; None: from a buffer of the store."""
     is_wanted: bool = True
 
 
