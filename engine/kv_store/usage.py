@@ -1,5 +1,5 @@
-"""Use of the KV cache's folder: its files and who of them leaves first, and the file `usage`, the bytes of all
-blocks and the lock under which they change.
+"""Use of the KV cache's folder: its files and who of them leaves first, and the file `usage`, the bytes of
+all blocks and the lock under which they change.
 """
 
 import contextlib
