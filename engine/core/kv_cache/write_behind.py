@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 STEP_BYTES: Final = 64 << 20
 """Most bytes that one call copies, next to a step."""
-BUSY_SHARE: Final = 0.0075
+BUSY_SHARE: Final = 0.005
 """Share of one core's time that copying and writing takes beside steps on a CPU, which needs all cores for
 these: a step waits for its slowest one. The system takes about as much again when it brings files to the
 disk. The rest is written when nothing runs.
