@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -82,6 +83,10 @@ class LLMError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+class LLMWarning(UserWarning):
+    """Field of a request that nothing knows or that was cut, in the API's words."""
 
 
 class LLM:
@@ -186,7 +191,7 @@ class LLM:
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            data = json.dumps({**body, "model": self.model, "stream": False}).encode()
+            data = json.dumps({**body, "model": self.model}).encode()
         except (TypeError, ValueError) as error:
             raise LLMError(f"a field is not JSON: {error}", 400, "invalid_request") from None
         caller = self._services.security.background_identity("")
@@ -196,6 +201,8 @@ class LLM:
         if answer.status != 200:
             problem = value.get("error", {})
             raise LLMError(problem.get("message", ""), answer.status, problem.get("code") or "")
+        for each in value.get("warnings") or ():
+            warnings.warn(each, LLMWarning, stacklevel=2)
         return value
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -294,7 +301,7 @@ def _plain(prompt: Prompt) -> Prompt:
 
 
 def _fields(params: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    return {**(params or {}), **more}
+    return {**(params or {}), **more, "stream": False}
 
 
 def _completion_body(

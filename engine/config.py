@@ -63,6 +63,8 @@ class EngineConfig:
     then keeps its default size within the limit."""
     kv_tokens: int | None = None
     """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
+    kv_host_bytes: int | None = None
+    """Main memory for KV blocks that a GPU evicts; None: by what is free. 0: they are not kept."""
     block_size: int = BLOCK_SIZE
     threads: int | None = None
     """Number of CPU threads, summed over all ranks."""

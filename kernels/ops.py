@@ -358,8 +358,9 @@ class Ops:
     Without ids it only writes the inputs.
     """
 
-    populate_block: Callable[[KVCache, int], bool] | None = None
-    """(cache, block): give a block of host memory its pages, whatever it holds; False: not possible here."""
+    populate_blocks: Callable[[KVCache, int, range], bool] | None = None
+    """(cache, layer, blocks): give blocks of one layer in host memory their pages, whatever they hold; False:
+    not possible here."""
 
     profiler: KernelProfiler | None = None
     """Time of the operations by kind, counted on request; None: not supported."""

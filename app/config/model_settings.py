@@ -56,6 +56,13 @@ class ModelSettings:
     kv_tokens: int | None = key(
         None, "Size of the KV pool in tokens; auto takes what the memory budget leaves.", low=16, high=1 << 30
     )
+    kv_host_memory: float | None = key(
+        None,
+        "Main memory in GB for KV blocks that a GPU evicts; auto: a fifth of what is free; 0 keeps none.",
+        low=0,
+        high=100_000,
+        live=True,
+    )
     threads: int | None = key(
         None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096, live=True
     )

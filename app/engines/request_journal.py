@@ -97,6 +97,7 @@ class TokenStream:
                     cached_tokens=None,
                     looked_up_tokens=None,
                     disk_tokens=None,
+                    host_tokens=None,
                     prefix_end=None,
                     prompt_logprobs=None,
                 )

@@ -52,10 +52,16 @@ def plan_rows(plan: MemoryPlan) -> dict[str, str]:
         ),
         **({"state": _states(plan)} if plan.state_slots else {}),
         **({"disk buffers": size(plan.buffer_bytes)} if plan.buffer_bytes else {}),
+        **({"main memory": _host_tier(plan)} if plan.host_bytes else {}),
         "together": size(plan.total_bytes) + each,
         "context": f"{plan.context} tokens",
         "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
     }
+
+
+def _host_tier(plan: MemoryPlan) -> str:
+    tokens = plan.host_bytes // plan.kv_bytes_per_token
+    return f"at most {size(plan.host_bytes)} for KV blocks that the GPU evicts, {tokens:,} tokens"
 
 
 def _states(plan: MemoryPlan) -> str:

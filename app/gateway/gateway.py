@@ -386,6 +386,7 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         looked_up_tokens=usage.looked_up_tokens,
         prefix_end=request.prefix_end,
         disk_tokens=usage.disk_tokens,
+        host_tokens=usage.host_tokens,
         draft_tokens=usage.draft_tokens,
         accepted_tokens=usage.accepted_tokens,
         output_hash=output_hash,

@@ -130,6 +130,8 @@ class TokenUsage:
     """Prompt tokens looked up in the prefix cache."""
     disk_tokens: int = 0
     """Tokens of `cached_tokens` that came from disk."""
+    host_tokens: int = 0
+    """Tokens of `cached_tokens` that came from main memory to a GPU."""
     output_tokens: int = 0
     draft_tokens: int = 0
     """Draft tokens of speculative decoding that were verified."""

@@ -184,6 +184,7 @@ class OpenRequest:
             looked_up_tokens=self.usage.looked_up_tokens,
             prefix_end=self.prefix_end,
             disk_tokens=self.usage.disk_tokens,
+            host_tokens=self.usage.host_tokens,
             draft_tokens=self.usage.draft_tokens,
             accepted_tokens=self.usage.accepted_tokens,
         )
@@ -235,6 +236,7 @@ class OpenRequest:
             self.usage.cached_tokens += output.cached_tokens or 0
             self.usage.looked_up_tokens += output.looked_up_tokens or 0
             self.usage.disk_tokens += output.disk_tokens or 0
+            self.usage.host_tokens += output.host_tokens or 0
         if not output.token_ids:
             return
         if output.draft_tokens:

@@ -30,7 +30,9 @@ class LiveRequest:
     prefix_end: str = ""
     """Reason of `RequestRecord.prefix_end`."""
     disk_tokens: int = 0
-    """Tokens of `cached_tokens` that came from disk. These three are known from the first token on."""
+    """Tokens of `cached_tokens` that came from disk."""
+    host_tokens: int = 0
+    """Tokens of it that came from main memory to a GPU. These four are known from the first token on."""
     draft_tokens: int = 0
     """Draft tokens that were verified so far."""
     accepted_tokens: int = 0

@@ -57,8 +57,10 @@ def prefix_note(request: RequestRecord | LiveRequest) -> str:
     ends = request.prefix_end.split(",")
     looked_up, found = request.looked_up_tokens, request.cached_tokens
     share = f"Of {_tokens(request.prompt_tokens)} of prompt {looked_up} were looked up, {found} found"
-    disk = request.disk_tokens
-    share += f" ({found - disk} in memory, {disk} on disk). " if disk else ". "
+    tiers = {"on disk": request.disk_tokens, "in main memory": request.host_tokens}
+    others = "".join(f", {count} {where}" for where, count in tiers.items() if count)
+    near = "on the GPU" if request.host_tokens else "in memory"
+    share += f" ({found - sum(tiers.values())} {near}{others}). " if others else ". "
     if len(ends) > 1:
         counts = Counter(_BRIEF.get(end, end) for end in ends)
         each = ", ".join(f"{count} {words}" for words, count in counts.most_common())

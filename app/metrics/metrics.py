@@ -248,6 +248,22 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Prompt tokens found.", lambda r: r.stats.prefix_hits),
     ("llmbox_kv_disk_hits", "Prompt tokens found that came from disk.", lambda r: r.stats.disk_hits),
+    ("llmbox_kv_host_hits", "Prompt tokens found in main memory, of a GPU.", lambda r: r.stats.host_hits),
+    (
+        "llmbox_kv_host_saved_bytes",
+        "Bytes of KV blocks copied to main memory when a GPU evicted them.",
+        lambda r: r.stats.host_saved_bytes,
+    ),
+    (
+        "llmbox_kv_host_loaded_bytes",
+        "Bytes of KV blocks copied from main memory back to a GPU.",
+        lambda r: r.stats.host_loaded_bytes,
+    ),
+    (
+        "llmbox_kv_host_skipped",
+        "KV blocks that a GPU evicted and main memory did not keep.",
+        lambda r: r.stats.host_skipped,
+    ),
     (
         "llmbox_kv_disk_written_bytes",
         "Bytes of KV blocks written to disk.",

@@ -74,7 +74,7 @@ class ModelRequest:
         def value(key: str) -> Any:
             return self.options.get(f"model.{key}", getattr(defaults, key))
 
-        memory = value("memory")
+        memory, host = value("memory"), value("kv_host_memory")
         options = {name: value(name) for name in _SAME}
         if options["device"] == "auto" and self._is_bidirectional():
             options["device"] = "cpu"
@@ -84,6 +84,7 @@ class ModelRequest:
             name=check_name(self.served_name),
             context=value("ctx"),
             memory_bytes=None if memory is None else int(memory * 1e9),
+            kv_host_bytes=None if host is None else int(host * 1e9),
             overlap=None if value("overlap") else False,
             draft_path=str(resolve(draft, os.environ).path) if draft and draft not in _MTP else None,
             mtp=_MTP.get(draft, "auto"),
@@ -112,11 +113,12 @@ def with_draft_path(options: Mapping[str, Scalar], find: Callable[[str], ModelRe
 
 def options_of(config: EngineConfig) -> dict[str, Scalar]:
     """Return the model settings of a configuration by short key. `up` compares them with its flags."""
-    memory = config.memory_bytes
+    memory, host = config.memory_bytes, config.kv_host_bytes
     return {
         **{name: getattr(config, name) for name in _SAME},
         "ctx": config.context,
         "memory": None if memory is None else memory / 1e9,
+        "kv_host_memory": None if host is None else host / 1e9,
         "overlap": config.overlap is not False,
         "draft": config.draft_path or {"auto": "", "on": "mtp", "off": "none"}[config.mtp],
         "lora_memory": config.lora_bytes / 1e9,

@@ -58,6 +58,8 @@ class RequestRecord:
     """
     disk_tokens: int = 0
     """Tokens of `cached_tokens` that came from the KV cache on disk."""
+    host_tokens: int = 0
+    """Tokens of `cached_tokens` that came from main memory to a GPU."""
     draft_tokens: int = 0
     """Draft tokens of speculative decoding that were verified for it."""
     accepted_tokens: int = 0

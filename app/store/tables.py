@@ -34,6 +34,7 @@ class RequestRow(SQLModel, table=True):
     looked_up_tokens: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
     prefix_end: str = Field(default="", sa_column_kwargs={"server_default": ""})
     disk_tokens: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
+    host_tokens: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
     draft_tokens: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
     accepted_tokens: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
     output_hash: str = Field(default="", sa_column_kwargs={"server_default": ""})

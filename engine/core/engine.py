@@ -101,6 +101,8 @@ class Engine:
         try:
             _update_masks(plan)
             if plan.rows:
+                if (tiers := self._scheduler.kv_cache.tiers) is not None:
+                    tiers.before_step()
                 launched_at = self._clock()
                 self._launched.append((plan, self._runner.launch(plan), launched_at))
             outputs = self._take_results() if self._is_full or not plan.rows else []
@@ -269,6 +271,7 @@ class Engine:
             prefix_queries=kv_cache.prefix_queries,
             prefix_hits=kv_cache.prefix_hits,
             disk_hits=kv_cache.disk_hits,
+            host_hits=kv_cache.host_hits,
             preemptions=scheduler.active.preemptions,
             slots_used=scheduler.slots_used,
             step_seconds=self._step_seconds,

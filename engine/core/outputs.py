@@ -85,6 +85,7 @@ def _add_first_output_fields(request: Request, answer: RequestOutput) -> None:
     request.first_output_sent = True
     answer.cached_tokens = request.num_cached
     answer.disk_tokens = request.num_disk
+    answer.host_tokens = request.num_host
     answer.looked_up_tokens = request.num_prefix_lookup_tokens
     answer.prefix_end = request.prefix_end
     answer.scheduled_at = request.scheduled_at

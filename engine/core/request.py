@@ -63,10 +63,14 @@ class Request:
     """Blocks of it that were read from disk before its admission (`KVTiers`)."""
     num_disk: int = 0
     """Tokens of `num_cached` that came from disk."""
+    num_host_blocks: int = 0
+    """Blocks of it that were copied from the host tier before its admission."""
+    num_host: int = 0
+    """Tokens of `num_cached` that came from there."""
     disk_end: PrefixMissReason | None = None
     """Reason why no more of it came from disk, where the disk had more."""
     reads_later: bool = False
-    """True if the disk may have blocks of it that memory has not, which its admission is to wait for."""
+    """True if host or disk may have blocks of it that memory has not, which its admission is to wait for."""
     num_handovers: int = 0
     """Times that the prefill engine was asked for it since it was queued (`handover.py`)."""
     num_known: int | None = None

@@ -15,6 +15,26 @@ class DeviceEvent(Protocol):
         ...
 
 
+class CopyStream(Protocol):
+    """In-order queue of copies beside the steps."""
+
+    def copy(self, source: Tensor, destination: Tensor) -> None:
+        """Copy as `Device.copy` does."""
+        ...
+
+    def follow_steps(self) -> None:
+        """Have later copies wait for what the device was given so far."""
+        ...
+
+    def hold_steps(self) -> None:
+        """Have what the device is given later wait for the copies so far."""
+        ...
+
+    def record(self) -> DeviceEvent:
+        """Record an event after all copies queued so far."""
+        ...
+
+
 class Device(Protocol):
     """In-order work queue. Nothing blocks except `DeviceEvent.wait`."""
 
@@ -35,6 +55,10 @@ class Device(Protocol):
         """Record an event after all work queued so far."""
         ...
 
+    def copy_stream(self) -> CopyStream:
+        """Make a queue of copies that runs beside this one."""
+        ...
+
 
 class HostDevice:
     """CPU device: all work is done when the call returns."""
@@ -52,6 +76,15 @@ class HostDevice:
         return self
 
     def wait(self) -> None:
+        return
+
+    def copy_stream(self) -> "HostDevice":
+        return self
+
+    def follow_steps(self) -> None:
+        return
+
+    def hold_steps(self) -> None:
         return
 
 
@@ -86,3 +119,28 @@ class CudaDevice:
 
     def record(self) -> CudaEvent:
         return CudaEvent(self.torch_device)
+
+    def copy_stream(self) -> "CudaCopyStream":
+        return CudaCopyStream(self.torch_device)
+
+
+class CudaCopyStream:
+    """Stream of one GPU beside its current one."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._device = torch_device
+        self._stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+
+    def copy(self, source: Tensor, destination: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+
+    def follow_steps(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def hold_steps(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def record(self) -> CudaEvent:
+        with torch.cuda.stream(self._stream):
+            return CudaEvent(self._device)

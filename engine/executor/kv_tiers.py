@@ -1,4 +1,4 @@
-"""Disk tier of an engine's prefix cache: opened beside the loaded model, or left out with the reason."""
+"""Tiers behind an engine's prefix cache: opened beside the loaded model, or left out with the reason."""
 
 import hashlib
 import logging
@@ -10,12 +10,14 @@ from typing import Protocol
 import torch
 
 from ..config import EngineConfig
+from ..core.kv_cache.block_pool import BlockMemory
+from ..core.kv_cache.host_tier import HostTier
 from ..core.kv_cache.manager import KVCacheManager
 from ..core.kv_cache.tiers import KVTiers
 from ..core.speculation.answer_files import AnswerFiles
 from ..errors import ModelError
 from ..kv_store import environment
-from ..kv_store.block_file import MODEL_BYTES
+from ..kv_store.block_file import MODEL_BYTES, BlockKind
 from ..kv_store.folder import KVFolder, KVFolderUnusable
 from ..kv_store.handover_segment import HandoverSegment
 from ..kv_store.store import BlockStore
@@ -55,12 +57,41 @@ def open_tiers(
     memory: DeviceBlockMemory | RankBlockMemory,
     kv_cache: KVCacheManager,
 ) -> AnswerFiles | None:
-    """Set the tiers behind `kv_cache`, and return the files for answers beside them. Where they are left out,
-    the log has the reason.
+    """Set the tiers behind `kv_cache`, and return the files for answers beside those on disk. Where the disk
+    is left out, the log has the reason.
     """
-    place = environment.read()
-    if place is None or not config.prefix_cache:
+    if not config.prefix_cache:
         return None
+    host = open_host_tier(plan, memory)
+    store, answers = _open_store(config, plan, computed, memory)
+    if store is not None or host is not None:
+        kv_cache.tiers = KVTiers(store, memory, kv_cache, host=host)
+    return answers
+
+
+def open_host_tier(plan: MemoryPlan, memory: BlockMemory) -> HostTier | None:
+    """Return the tier for blocks that a GPU evicts; None where the plan has no memory for it. Blocks of each
+    kind get the share that they have of the device's memory.
+    """
+    pools: dict[BlockKind, int] = {"kv": plan.num_blocks, "window": plan.window_blocks}
+    pools["state"] = plan.state_slots
+    device = sum(pools[kind] * size for kind, size in memory.sizes.items())
+    if not plan.host_bytes or not device:
+        return None
+    share = plan.host_bytes / device
+    log.info("KV blocks that the GPU evicts: at most %s of main memory", show_bytes(plan.host_bytes))
+    return HostTier(memory, {kind: int(pools[kind] * share) for kind in memory.sizes})
+
+
+def _open_store(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    computed: ComputedBy,
+    memory: DeviceBlockMemory | RankBlockMemory,
+) -> tuple[BlockStore | None, AnswerFiles | None]:
+    place = environment.read()
+    if place is None:
+        return None, None
     try:
         folder = KVFolder(*place)
         folder.open()
@@ -83,10 +114,9 @@ def open_tiers(
         answers = AnswerFiles(folder, digest, about, partial(_count_damage, store))
     except (KVFolderUnusable, ModelError, OSError) as error:
         log.warning("the KV cache on disk is left out: %s", error)
-        return None
+        return None, None
     log.info("KV cache on disk: at most %s for all models, in %s", show_bytes(place[1]), folder.root)
-    kv_cache.tiers = KVTiers(store, memory, kv_cache)
-    return answers
+    return store, answers
 
 
 def make_segment(

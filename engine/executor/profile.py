@@ -57,7 +57,7 @@ def warmup_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPl
         yield from (decoding(plan, 1, **draws) for draws in DRAWS)
     for count in counts_up_to(plan.step_tokens, [count for count in row_counts if count > 1]):
         yield StepPlan(prompts(plan, count))
-    if row_counts:
+    if row_counts and plan.max_running > 1:
         # Contexts of a step with prompts in it are as long as the longest one there.
         for context in (SHORT, MEDIUM, plan.context):
             decoding_one = sequence(plan, min(context, plan.context - 1), 1, "decodes")

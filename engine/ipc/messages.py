@@ -272,9 +272,10 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache; sent with the first output."""
     disk_tokens: int | None = None
     """Tokens of `cached_tokens` that came from the KV cache on disk; sent with the first output."""
+    host_tokens: int | None = None
+    """Tokens of `cached_tokens` that came from main memory to a GPU; sent with the first output."""
     looked_up_tokens: int | None = None
-    """Prompt tokens looked up in the prefix cache: those in whole blocks before the last token; sent with the
-    first output."""
+    """Prompt tokens looked up: those in whole blocks before the last token; sent with the first output."""
     prefix_end: PrefixMissReason | None = None
     """Reason why the cache covered no more of them; sent with the first output. It may reveal other
     namespaces: it is for the operator and must not reach the client."""
@@ -333,11 +334,15 @@ class EngineStats:
     disk_written_bytes: int = 0
     disk_read_bytes: int = 0
     disk_damaged: int = 0
-    """Blocks on disk whose file was damaged."""
     disk_late: int = 0
     """Requests that no longer waited for the disk."""
     disk_skipped: int = 0
     """Blocks that were not written: evicted before, or refused by the disk."""
+    host_hits: int = 0
+    """Tokens of `prefix_hits` that came from main memory to a GPU."""
+    host_saved_bytes: int = 0
+    host_loaded_bytes: int = 0
+    host_skipped: int = 0
     preemptions: int = 0
     slots_used: int = 0
     """KV slots that hold a token; the rest of the `blocks_used * block_size` slots is waste."""
@@ -380,8 +385,7 @@ class StepOutputs:
     outputs: list[RequestOutput]
     stats: EngineStats
     times: dict[str, SequenceTimes] = field(default_factory=dict)
-    """Times of the sequences that ended, by request id. They are not in `outputs`, of which each token has
-    one."""
+    """Times of the sequences that ended, by request id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

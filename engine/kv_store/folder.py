@@ -27,8 +27,7 @@ from typing import Any, Final
 
 from .block_file import ADDRESS_BYTES, MODEL_BYTES, BlockAddress, BlockKind
 from .environment import NETWORK, filesystem_of
-from .listing import PART, StoredBlock, evict, list_blocks, subfolders
-from .usage_file import UsageFile
+from .usage import PART, StoredBlock, UsageFile, evict, list_blocks, subfolders
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from .block_file import ADDRESS_BYTES, BlockAddress, BlockKind, Checksums, write_block, zlib_checksums
 from .folder import ABOUT, KVFolder
-from .listing import PART, TURN_END
 from .store_threads import BUFFER_BYTES, BlockBuffers, BlockWrite, ReadJob, StoreReader, StoreWriter
+from .usage import PART, TURN_END
 
 _DIGITS: Final = 2 * ADDRESS_BYTES
 

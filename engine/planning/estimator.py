@@ -39,6 +39,10 @@ from .runnable import why_no_draft_model, why_no_drafts
 __all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "plans", "resolve_dtypes", "show_bytes"]
 
 
+_HOST_SHARE, _HOST_MOST = 0.2, 0.8
+# Fractions of the free main memory for blocks that a GPU evicts: by default, and at most.
+
+
 def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> MemoryPlan:
     """Return the best plan within the budget. Raises `DoesNotFit`, which states the need, the available
     memory and what would fit; DeviceError; ParallelError.
@@ -121,9 +125,29 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         images = describe_images(shape, plan, problem)
         notes += note_images(shape, images, problem)
-        plan = replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes, **images)
+        host, lowered = host_bytes(shape, budget, config, cut.ranks)
+        plan, notes = replace(plan, host_bytes=host, **images), notes + lowered
+        plan = replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
         return replace(plan, expert_parallel=whole, redundant_experts=copies)
     raise AssertionError("one try is the last")
+
+
+def host_bytes(
+    shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ranks: int
+) -> tuple[int, tuple[str, ...]]:
+    """Return the main memory for KV blocks that a GPU evicts, and a note where it is less than was asked for.
+    Several GPUs keep none there: each has a part of every block.
+    """
+    free, asked = budget.host_available, config.kv_host_bytes
+    if budget.device != "cuda" or ranks > 1 or not config.prefix_cache or shape.is_bidirectional:
+        return 0, ()
+    if asked is None:
+        return int(_HOST_SHARE * free), ()
+    most = int(_HOST_MOST * free)
+    if asked <= most:
+        return asked, ()
+    note = f"main memory for evicted KV blocks lowered from {show_bytes(asked)} to {show_bytes(most)}"
+    return most, (f"{note}, as {show_bytes(free)} are free",)
 
 
 def why_no_images(shape: ModelShape, config: EngineConfig) -> str:

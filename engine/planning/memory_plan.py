@@ -38,6 +38,8 @@ class MemoryBudget:
 
     capabilities: tuple[tuple[int, int] | None, ...] = ()
     """Compute capability of each visible GPU, None if not known."""
+    host_available: int = 0
+    """Bytes of main memory that are free beside a GPU."""
 
     @classmethod
     def of(cls, machine: Machine, device: Literal["cpu", "cuda"]) -> "MemoryBudget":
@@ -51,6 +53,7 @@ class MemoryBudget:
                 more_gpus=tuple(gpu.free for gpu in more),
                 nvlink=machine.nvlink,
                 capabilities=tuple(gpu.capability for gpu in machine.gpus),
+                host_available=machine.memory.available,
             )
         available, cores = machine.memory.available, machine.cpu.cores
         if not native_expected():
@@ -131,6 +134,8 @@ class MemoryPlan:
 
     buffer_bytes: int = 0
     """Main memory for blocks on their way to and from disk, on a CPU."""
+    host_bytes: int = 0
+    """Main memory for blocks that a GPU evicts, which is not in `total_bytes`."""
     prefill_bytes: int = 0
     """Memory of a prefill engine beside this one, and of the segment between them."""
 

@@ -22,8 +22,11 @@ _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
 class DeviceBlockMemory:
     """`BlockMemory` over the memory of one rank.
 
-    Copies are queued like steps: one reads what the steps launched before have written, and is read by those
-    launched after it. On a CPU they are done when the call returns.
+    Copies run on a stream of their own, beside the steps that were launched. One to the host reads a block
+    that these do not write to, so it does not wait for them; steps launched after `record` wait for it, as
+    they may overwrite the block. One to the device waits for the launched steps: a request that has ended
+    since may still have a row in one, which writes to a block that was freed. On a CPU copies are done when
+    the call returns.
     """
 
     def __init__(
@@ -35,7 +38,8 @@ class DeviceBlockMemory:
         """`tensors`: [layers, blocks, ...] of each kind, contiguous; a block is `tensor[:, block]` of all."""
         self.checksums = checksums
         self._tensors = {kind: [each for each in parts if each.numel()] for kind, parts in tensors.items()}
-        self._device = device
+        self._device, self._copies = device, device.copy_stream()
+        self._has_saved = False
         self.sizes = {kind: sum(map(_block_bytes, parts)) for kind, parts in self._tensors.items()}
         """Bytes of one block of each kind."""
 
@@ -56,18 +60,23 @@ class DeviceBlockMemory:
                 _move(host, at, size)
         else:
             for block, part in self._parts(kind, index, into):
-                self._device.copy(block, part)
+                self._copies.copy(block, part)
+            self._has_saved = True
 
     def load(self, kind: BlockKind, index: int, data: memoryview) -> None:
         if self.device.type == "cpu":
             for at, host, size in self._runs(kind, index, data):
                 _move(at, host, size)
         else:
+            self._copies.follow_steps()
             for block, part in self._parts(kind, index, data):
-                self._device.copy(part, block)
+                self._copies.copy(part, block)
 
     def record(self) -> DeviceEvent:
-        return self._device.record()
+        if self._has_saved:
+            self._copies.hold_steps()
+            self._has_saved = False
+        return self._copies.record()
 
     def _runs(self, kind: BlockKind, index: int, data: memoryview) -> Iterator[tuple[int, int, int]]:
         """Yield address on the device, address in `data` and bytes of each layer. torch would share a copy
@@ -82,10 +91,11 @@ class DeviceBlockMemory:
                 host += size
 
     def _parts(self, kind: BlockKind, index: int, data: memoryview) -> Iterator[tuple[Tensor, Tensor]]:
-        begin = 0
+        memory: Tensor = data.obj.memory  # type: ignore[attr-defined]
+        begin = ctypes.addressof(ctypes.c_ubyte.from_buffer(data)) - memory.data_ptr()
         for tensor in self._tensors[kind]:
             block, size = tensor[:, index], _block_bytes(tensor)
-            host = torch.frombuffer(data[begin : begin + size], dtype=torch.uint8)
+            host = memory[begin : begin + size]
             yield block, host.view(block.dtype).view(block.shape)
             begin += size
 

@@ -79,6 +79,8 @@ class CPUModelRunner:
         self._follower: FollowingProposer | None = None
         self._taps = False
         self._begun_blocks = self._populated_blocks = 0
+        self._populating: list[tuple[KVCache, int, range]] = []
+        """Layers of blocks below `_populated_blocks` that have no pages yet."""
         """Numbers below which blocks have been used, and have their pages."""
 
     def attach(self, proposer: FollowingProposer, taps: Sequence[int] = ()) -> None:
@@ -157,25 +159,40 @@ class CPUModelRunner:
     def prepare(self) -> bool:
         """Give some of the KV blocks that are used next their pages, up to `POPULATED_AHEAD`: the first touch
         takes milliseconds a block, in the step of a prompt. Blocks are used in the order of their numbers.
+
+        Each call does one layer of some blocks, which lie side by side: a huge page of each layer would take
+        a tenth of a second.
         """
-        populate = self._ops.populate_block
+        populate = self._ops.populate_blocks
         if populate is None:
             return False
-        blocks = self._ops.block_tensors(self._cache)[0]
-        block_bytes = max(1, blocks.nbytes // blocks.shape[1])
-        end = min(blocks.shape[1], self._begun_blocks + 1 + POPULATED_AHEAD // block_bytes)
-        first = max(self._populated_blocks, self._begun_blocks)
-        last = min(end, first + max(1, POPULATED_AT_ONCE // block_bytes))
-        if not all(populate(cache, block) for block in range(first, last) for cache in self._caches):
-            last = end = sys.maxsize
-        self._populated_blocks = max(first, last)
-        return last < end
+        if not self._populating:
+            layers, count = (blocks := self._ops.block_tensors(self._cache)[0]).shape[:2]
+            layer_bytes = max(1, blocks.nbytes // count // layers)
+            end = min(count, self._begun_blocks + 1 + POPULATED_AHEAD // (layers * layer_bytes))
+            first = max(self._populated_blocks, self._begun_blocks)
+            last = min(end, first + max(1, POPULATED_AT_ONCE // layer_bytes))
+            if first >= last:
+                return False
+            self._populating = self._layers_of(range(first, last))
+            self._populated_blocks = last
+        if not populate(*self._populating.pop()):
+            self._populating, self._populated_blocks = [], sys.maxsize
+            return False
+        return True
+
+    def _layers_of(self, blocks: range) -> list[tuple[KVCache, int, range]]:
+        return [
+            (cache, layer, blocks)
+            for cache in self._caches
+            for layer in range(self._ops.block_tensors(cache)[0].shape[0])
+        ]
 
     def populate(self) -> None:
         """Give all KV blocks their pages now, where no later step can wait for them."""
-        populate, blocks = self._ops.populate_block, self._ops.block_tensors(self._cache)[0].shape[1]
-        if populate is not None and all(populate(cache, n) for n in range(blocks) for cache in self._caches):
-            self._populated_blocks = blocks
+        populate, count = self._ops.populate_blocks, self._ops.block_tensors(self._cache)[0].shape[1]
+        if populate is not None and all(populate(*each) for each in self._layers_of(range(count))):
+            self._populated_blocks = count
 
     @property
     def mixtures(self) -> list[Mixture]:

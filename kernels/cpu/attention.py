@@ -200,8 +200,8 @@ class CPUAttention:
         if blocks:
             self.library.llmbox_cache_clear(cache.pointer, (ctypes.c_int * len(blocks))(*blocks), len(blocks))
 
-    def populate_block(self, cache: CPUKVCache, block: int) -> bool:
-        return bool(self.library.llmbox_cache_populate(cache.pointer, block))
+    def populate_blocks(self, cache: CPUKVCache, layer: int, blocks: range) -> bool:
+        return bool(self.library.llmbox_cache_populate(cache.pointer, layer, blocks.start, len(blocks)))
 
 
 def _layout(

@@ -78,7 +78,7 @@ class CPUBackend:
             attention=attention.attention,
             copy_blocks=attention.copy_blocks,
             clear_blocks=attention.clear_blocks,
-            populate_block=attention.populate_block,
+            populate_blocks=attention.populate_blocks,
             block_tensors=CPUKVCache.block_tensors,
             checksums=self.checksums,
             graph=self.graph,

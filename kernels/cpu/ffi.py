@@ -168,7 +168,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_cache_free": (None, (P,)),
     "llmbox_cache_copy": (None, (P, INT, INT)),
     "llmbox_cache_clear": (None, (P, POINTER(c_int), INT)),
-    "llmbox_cache_populate": (INT, (P, INT)),
+    "llmbox_cache_populate": (INT, (P, INT, INT, INT)),
     "llmbox_cache_data": (P, (P,)),
     "llmbox_cache_block_bytes": (LONG, (P,)),
     "llmbox_linear_op": (P, (INT, P, P, LONG, P, LONG, INT)),

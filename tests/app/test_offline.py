@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 import llmbox
-from llmbox.app.offline import LLMError
+from llmbox.app.offline import LLMError, LLMWarning
 from support.tiny_models import make_tiny_model
 
 GREEDY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -109,6 +109,11 @@ llm = llmbox.LLM(sys.argv[1], threads=1, memory=0.3, ctx=128)
 print(llm._folder.name, *llm._services.engines.models()[0].supervisor.pids)
 print(llm.generate("one", max_tokens=3, ignore_eos=True)[0].outputs[0].token_ids)
 """
+
+
+def test_an_unknown_field_is_told(llm):
+    with pytest.warns(LLMWarning, match="max_tokns"):
+        llm.generate("one", GREEDY, max_tokns=3)
 
 
 def test_a_program_that_just_ends_leaves_nothing(directory):

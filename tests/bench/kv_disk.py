@@ -1,4 +1,5 @@
-"""KV cache on disk: the next turn from disk beside computing it, what writing costs decoding, the disk's cap.
+"""Tiers of the KV cache: the next turn from disk beside computing it, what writing costs decoding, what
+another key can tell from times, the disk's cap.
 
     OMP_NUM_THREADS=1 python -P tests/bench/kv_disk.py MODEL [--tokens 4096] [--rounds 20] [--quant int8]
 
@@ -8,11 +9,15 @@ writing  Decoding in one process, a token a step: 32 steps with a write-behind t
          turns with 32 without one. Median of the pairs' ratios of seconds and processor seconds, its error,
          bytes written beside the steps and their processor time. What the system does when it brings files to
          the disk, seconds later, is in neither.
+guesses  Key A asks prompts, key B asks these and prompts that nobody asked. Area under the ROC curve of B's
+         seconds to the first token, wall and processor, 0.5 where they tell nothing: A's blocks in memory,
+         in the host tier as a GPU has it, and on disk alone. `kv_ends.py` asks through HTTP.
 cap      Most bytes of files during writes of many times the cap, as a share of it.
 """
 
 import argparse
 import os
+import random
 import resource
 import statistics
 import tempfile
@@ -23,13 +28,15 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.kv_cache.host_tier import HostTier
+from llmbox.engine.core.kv_cache.tiers import KVTiers
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.kv_store import environment
 from llmbox.engine.kv_store.folder import KVFolder
 from llmbox.engine.kv_store.store import BlockStore
 from llmbox.engine.kv_store.store_threads import BlockWrite
-from llmbox.engine.kv_store.usage_file import UsageFile
+from llmbox.engine.kv_store.usage import UsageFile
 from llmbox.engine.sampling_params import SamplingParams
 
 SHOWN = 16
@@ -44,10 +51,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--quant", default="int8")
-    parser.add_argument("--only", choices=["turns", "writing", "cap"])
+    parser.add_argument("--asked", type=int, default=800, help="guesses of each kind for `guesses`")
+    parser.add_argument("--only", choices=["turns", "writing", "guesses", "cap"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="llmbox-kv-bench-") as folder:
-        for part in (cap, turns, writing):
+        for part in (cap, turns, writing, guesses):
             if options.only in {None, part.__name__}:
                 part(options, Path(folder) / part.__name__)
 
@@ -133,12 +141,12 @@ def writing(options: argparse.Namespace, folder: Path) -> None:
             is_on = number % 4 in {1, 2}
             kv_cache.tiers = tiers if is_on else None
             tiers.writes._credit, tiers.writes._credited = 0.0, time.monotonic()  # nothing saved up before
-            before = tiers.store.counters.written_bytes
+            before = tiers.disk.store.counters.written_bytes
             wall, cpu = time.perf_counter(), processor_seconds()
             for _ in range(PIECE):
                 engine.step()
             pieces.append((time.perf_counter() - wall, processor_seconds() - cpu))
-            written += (tiers.store.counters.written_bytes - before) * is_on
+            written += (tiers.disk.store.counters.written_bytes - before) * is_on
             steps += pieces[-1][0] * is_on
         for off, on in ((0, 1), (3, 2), (4, 5), (7, 6), (8, 9), (11, 10)):
             ratios.append((pieces[on][0] / pieces[off][0], pieces[on][1] / pieces[off][1]))
@@ -150,8 +158,71 @@ def writing(options: argparse.Namespace, folder: Path) -> None:
         error = 1.25 * statistics.stdev(values) / len(values) ** 0.5
         print(f"writing          {name} {statistics.median(values):.4f} times as long (+-{error:.4f})")
     print(f"                 {written / 1e6 / steps:.1f} MB a second beside {len(ratios)} pieces of steps, ")
-    print(f"                 {tiers.store.seconds_per_byte * 1e9:.2f} ms of the processor a MB")
+    print(f"                 {tiers.disk.store.seconds_per_byte * 1e9:.2f} ms of the processor a MB")
     engine.close()
+
+
+def guesses(options: argparse.Namespace, folder: Path) -> None:
+    def prompt(number: int) -> list[int]:
+        rng = random.Random(number)
+        return [rng.randrange(300, 2000) for _ in range(400)]
+
+    def ask_as(engine: Engine, key: str, number: int) -> tuple[float, float]:
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        name = f"{key}{number}-{time.monotonic_ns()}"
+        asked = AddRequest(
+            request_id=name,
+            prompt_ids=prompt(number),
+            params=params,
+            tenant=key,
+            cache_namespace=f"{key}/",
+        )
+        _, wall, cpu, _ = run(engine, asked)
+        return wall, cpu
+
+    def idle(engine: Engine) -> None:
+        while engine.prepare():
+            pass
+
+    for tier in ("memory", "host", "disk"):
+        use_disk(folder if tier == "disk" else None)
+        small = argparse.Namespace(**{**vars(options), "tokens": 1024, "quant": "none"})
+        engine = load(small)
+        kv_cache: Any = engine._scheduler.kv_cache
+        if tier == "host":
+            memory = engine._runner.runner.block_memory()
+            host = HostTier(memory, dict.fromkeys(memory.sizes, options.asked * 100))
+            kv_cache.tiers = KVTiers(None, memory, kv_cache, host=host)
+        times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        own = list[tuple[float, float]]()
+        if tier != "memory":
+            for number in range(2 * options.asked):
+                ask_as(engine, "a", number)
+                idle(engine)
+        if tier == "disk":
+            engine.close()
+            engine = load(small)
+        for number in range(2 * options.asked):
+            if tier == "memory":
+                ask_as(engine, "a", number)
+            is_known = random.Random(-number).random() < 0.5
+            times[is_known].append(ask_as(engine, "b", number if is_known else number + 10_000_000))
+            idle(engine)
+        for number in range(options.asked // 4):
+            if tier == "memory":
+                ask_as(engine, "a", number)
+            own.append(ask_as(engine, "a", number))
+        engine.close()
+        areas = [area([t[kind] for t in times[True]], [t[kind] for t in times[False]]) for kind in (0, 1)]
+        its_own = area([t[0] for t in own], [t[0] for t in times[False]])
+        print(f"guesses          {tier:6} AUC {areas[0]:.3f} wall, {areas[1]:.3f} processor, of ", end="")
+        print(f"{len(times[True])} and {len(times[False])}; the key's own {its_own:.3f}", flush=True)
+
+
+def area(known: list[float], unknown: list[float]) -> float:
+    """Return the area under the ROC curve: how often a known one is sooner."""
+    wins = sum((k < u) + 0.5 * (k == u) for k in known for u in unknown)
+    return wins / len(known) / len(unknown)
 
 
 def cap(_options: argparse.Namespace, folder: Path) -> None:

@@ -7,7 +7,7 @@ A block is always in exactly one of three states:
     used     in the block tables of `refs[block]` requests
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ...kv_store.block_file import BlockKind, Checksums
@@ -46,6 +46,10 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
+
+    def tell_evictions(self, on_evict: Callable[[int, bytes], None]) -> None:
+        """Call `on_evict` with each block that is evicted from now on and its hash."""
+        self._cache.on_evict = on_evict
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -134,7 +138,7 @@ class CopyEvent(Protocol):
 
 
 class BlockMemory(Protocol):
-    """Copies between blocks on the device and host memory, queued in the order of steps."""
+    """Copies between blocks on the device and host memory, in the order in which they are queued."""
 
     @property
     def sizes(self) -> Mapping[BlockKind, int]:
@@ -150,6 +154,16 @@ class BlockMemory(Protocol):
         """Checksums of files, as fast as this machine can compute them."""
         ...
 
-    def save(self, kind: BlockKind, index: int, into: memoryview) -> None: ...
-    def load(self, kind: BlockKind, index: int, data: memoryview) -> None: ...
-    def record(self) -> CopyEvent: ...
+    def save(self, kind: BlockKind, index: int, into: memoryview) -> None:
+        """Queue a copy to the host of a block that no launched step writes to. `record` must follow before a
+        step that may.
+        """
+        ...
+
+    def load(self, kind: BlockKind, index: int, data: memoryview) -> None:
+        """Queue a copy into a block that no step reads before its event."""
+        ...
+
+    def record(self) -> CopyEvent:
+        """Mark the end of the copies so far. Steps launched later do not overwrite what these read."""
+        ...

@@ -59,7 +59,7 @@ class KVCacheManager:
         self._premium_blocks = int(config.premium_share * pool.num_blocks)
         self._premium_held = 0
         self.prefix_queries = 0
-        self.prefix_hits = self.disk_hits = 0
+        self.prefix_hits = self.disk_hits = self.host_hits = 0
         self.uses = PrefixUses()
         self.tiers: KVTiers | None = None
         """Tiers behind the pools; set once the engine has them."""
@@ -237,8 +237,8 @@ class KVCacheManager:
         request.admissions += 1
 
     def read_ahead(self, request: Request) -> bool:
-        """Begin to read blocks of a new request from disk, or have the prefill engine compute them. True: it
-        is not to be queued until `take_in` returns it.
+        """Begin to read blocks of a new request from the tiers, or have the prefill engine compute them.
+        True: it is not to be queued until `take_in` returns it.
         """
         if self.tiers is not None and self.tiers.reads.begin(request):
             return True
@@ -266,8 +266,8 @@ class KVCacheManager:
             self.intake.forget(request)
 
     def loading(self, kind: BlockKind) -> list[int]:
-        """Return the blocks or slots that are being read from disk, or wait to be handed over: used beside
-        block tables.
+        """Return the blocks or slots that are being read from the tiers, or wait to be handed over: used
+        beside block tables.
         """
         reading = [] if self.tiers is None else self.tiers.reads.loading(kind)
         return reading + ([] if self.outlet is None else self.outlet.holding(kind))
@@ -360,7 +360,9 @@ class KVCacheManager:
         if request.num_cached is None:
             hits = hits if request.num_known is None else min(hits, request.num_known)
             request.num_cached = min(hits, request.num_prompt)
-            request.num_disk = min(request.num_disk_blocks * self.pool.block_size, request.num_cached)
+            size, found = self.pool.block_size, request.num_cached
+            request.num_disk = min(request.num_disk_blocks * size, found)
+            request.num_host = min(request.num_host_blocks * size, found - request.num_disk)
             request.prefix_end = end = request.prefix_end or self.why_prefix_ends(request, hits)
             if end not in {"off", "prompt_logprobs", "pooling"}:
                 whole = self._usable_blocks(request) * self.pool.block_size
@@ -368,10 +370,9 @@ class KVCacheManager:
             self.prefix_queries += request.num_prompt if self.pool.caching else 0
             self.prefix_hits += request.num_cached
             self.disk_hits += request.num_disk
-            if found := hits // self.pool.block_size:
-                self.uses.note(
-                    request.block_hashes[found - 1], found, self.pool.block_size, request.request_id
-                )
+            self.host_hits += request.num_host
+            if blocks := hits // size:
+                self.uses.note(request.block_hashes[blocks - 1], blocks, size, request.request_id)
 
 
 def _needs_all_rows(request: Request) -> bool:

@@ -63,6 +63,8 @@ class PrefixCache:
         self.idle: OrderedDict[int, None] = OrderedDict()
         """Indexed blocks without references, which can be evicted, least recently used first."""
         self.history = PrefixHistory()
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        """Called with a block that is evicted and its hash, while its content is there."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
@@ -100,6 +102,8 @@ class PrefixCache:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
         self.history.note_evicted(block_hash)
+        if self.on_evict is not None:
+            self.on_evict(block, block_hash)
         return block
 
     def check(self) -> set[int]:

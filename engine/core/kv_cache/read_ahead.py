@@ -1,6 +1,7 @@
-"""Read-ahead: blocks that a request's prompt has on disk come into memory before it is queued.
+"""Read-ahead: blocks that a request's prompt has in the host tier and on disk come into memory before it is
+queued.
 
-a request is added -> `begin` finds its next blocks on disk -> the store's thread reads them
+a request is added -> `begin` finds its next blocks in both -> the store's thread reads those on disk
                    -> `poll` copies each into a free block and caches it -> the request is queued
 """
 
@@ -14,10 +15,11 @@ from ...kv_store.block_file import BlockKind
 from ...kv_store.store_threads import ReadJob
 from ..request import Request
 from .block_pool import CopyEvent
+from .host_tier import HostBlock, HostTier
 from .prefix_cache import extend_hashes
 
 if TYPE_CHECKING:
-    from .tiers import TierBlocks
+    from .tiers import CacheMemory, DiskBlocks
 
 STEP_BYTES: Final = 64 << 20
 """Most bytes that one call copies, next to a step."""
@@ -33,11 +35,15 @@ QUIET_SECONDS: Final = 5.0
 
 @dataclass(slots=True)
 class _Reading:
-    """Request that waits for blocks from disk. Without items it waits until the files are listed."""
+    """Request that waits for blocks. Without items it waits until the files are listed."""
 
     request: Request
-    job: ReadJob
+    job: ReadJob | None
+    """Read of `items`; None: nothing is awaited from disk."""
     items: list[tuple[BlockKind, bytes]]
+    """Blocks on disk."""
+    held: deque[HostBlock]
+    """Blocks of the host tier that are still to be copied."""
     deadline: float
     heard: float
     """Time of the last block."""
@@ -48,7 +54,14 @@ class _Reading:
     @property
     def num_to_come(self) -> int:
         """KV blocks that memory must have room for."""
-        return sum(kind == "kv" for kind, _ in self.items[max(0, self.job.started - len(self.job.arrived)) :])
+        job = self.job
+        begun = 0 if job is None else max(0, job.started - len(job.arrived))
+        from_disk = sum(kind == "kv" for kind, _ in self.items[begun:])
+        return from_disk + sum(block.kind == "kv" for block in self.held)
+
+    @property
+    def awaits_disk(self) -> bool:
+        return self.job is not None and not (self.job.is_ended and not self.job.arrived)
 
 
 @dataclass(slots=True)
@@ -60,6 +73,8 @@ class _Load:
     block: int
     block_hash: bytes
     data: memoryview
+    held: HostBlock | None
+    """Block of the host tier that it is copied from; None: from a buffer of the store."""
     is_wanted: bool = True
 
 
@@ -70,12 +85,18 @@ class _Loads:
 
 
 class ReadAhead:
-    """Requests that wait for blocks from disk, on the engine's thread."""
+    """Requests that wait for blocks from the tiers, on the engine's thread."""
 
-    def __init__(self, blocks: "TierBlocks", clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        blocks: "CacheMemory",
+        disk: "DiskBlocks | None",
+        host: HostTier | None,
+        clock: Callable[[], float],
+    ) -> None:
         self.num_late = 0
         """Requests that no longer waited for the disk."""
-        self._blocks, self._clock = blocks, clock
+        self._blocks, self._disk, self._host, self._clock = blocks, disk, host, clock
         self._sizes = blocks.memory.sizes
         self._reading: dict[str, _Reading] = {}
         self._copies: deque[_Loads] = deque()
@@ -86,26 +107,38 @@ class ReadAhead:
         return bool(self._reading)
 
     def begin(self, request: Request, deadline: float = math.inf) -> bool:
-        """Read what the disk has of a request's prompt. True: it waits until `poll` returns it. Without room
-        in memory it reads later, when it is admitted.
+        """Read what host and disk have of a request's prompt. True: it waits until `poll` returns it. Without
+        room in memory it reads later, when it is admitted.
         """
-        store, now = self._blocks.store, self._clock()
+        now, disk = self._clock(), self._disk
         request.reads_later = False
-        if store.is_stalled:
-            return False
-        items = self._missing(request) if store.is_listed else []
-        if store.is_listed and not items:
+        is_listed = disk is None or disk.store.is_listed or disk.store.is_stalled
+        items = self._missing(request) if is_listed else []
+        if is_listed and not items:
             return False
         self._blocks.refresh(request)
         saved = sum(kind == "kv" for kind, _ in items) * self._blocks.kv_cache.pool.block_size
         limit = min(deadline, now + LEAST_SECONDS + WAIT_SHARE * saved / self._rate)
-        job = store.read([(self._blocks.address(request, *item), self._sizes[item[0]]) for item in items])
-        self._reading[request.request_id] = _Reading(request, job, items, limit, now)
+        held, job = deque[HostBlock](), None
+        if self._host is not None:
+            held.extend(filter(None, (self._host.hold(*item) for item in items)))
+            here = {(block.kind, block.block_hash) for block in held}
+            items = [item for item in items if item not in here]
+        if disk is not None and (items or not is_listed):
+            job = disk.store.read([(disk.address(request, *item), self._sizes[item[0]]) for item in items])
+        self._reading[request.request_id] = _Reading(request, job, items, held, limit, now)
         return True
 
+    def _is_behind(self, request: Request, kind: BlockKind, block_hash: bytes) -> bool:
+        """Return True if the host tier or the disk has a block."""
+        if self._host is not None and self._host.has(kind, block_hash):
+            return True
+        disk = self._disk
+        return disk is not None and not disk.store.is_stalled and disk.has(request, kind, block_hash)
+
     def _missing(self, request: Request) -> list[tuple[BlockKind, bytes]]:
-        """Return what to read, in order, for the longest prefix that memory and disk have together; nothing
-        where memory has as much, or no room.
+        """Return what to read, in order, for the longest prefix that all tiers have together; nothing where
+        memory has as much, or no room.
         """
         pool, kv_cache = self._blocks.kv_cache.pool, self._blocks.kv_cache
         usable = kv_cache.lookup_blocks(request)
@@ -116,7 +149,7 @@ class ReadAhead:
         ahead = end = 0
         for block_hash in hashes:
             if not pool.has_prefix(block_hash):
-                if not self._blocks.is_on_disk(request, "kv", block_hash):
+                if not self._is_behind(request, "kv", block_hash):
                     break
                 if ahead >= room:
                     request.reads_later = True
@@ -131,10 +164,10 @@ class ReadAhead:
 
     def _known_end(self, request: Request, hashes: list[bytes], end: int) -> int:
         """Return the longest prefix, of `end` blocks at most, whose state or window is known too."""
-        kv_cache, is_on_disk = self._blocks.kv_cache, self._blocks.is_on_disk
+        kv_cache, is_behind = self._blocks.kv_cache, self._is_behind
         if kv_cache.windows is not None:
             pool = kv_cache.windows.pool
-            has = [pool.has_prefix(each) or is_on_disk(request, "window", each) for each in hashes[:end]]
+            has = [pool.has_prefix(each) or is_behind(request, "window", each) for each in hashes[:end]]
             return kv_cache.windows.usable(has)
         if kv_cache.states is None:
             return end
@@ -143,7 +176,7 @@ class ReadAhead:
             (
                 blocks
                 for blocks in range(end, 0, -1)
-                if states.has(hashes[blocks - 1]) or is_on_disk(request, "state", hashes[blocks - 1])
+                if states.has(hashes[blocks - 1]) or is_behind(request, "state", hashes[blocks - 1])
             ),
             0,
         )
@@ -167,34 +200,40 @@ class ReadAhead:
         left, now, done = STEP_BYTES, self._clock(), list[Request]()
         loads: list[_Load] = []
         for reading in self._reading.values():
-            reading.heard = now if reading.job.arrived else reading.heard
-            while left > 0 and reading.has_room and reading.job.arrived:
-                position, outcome, data = reading.job.arrived.popleft()
+            while left > 0 and reading.has_room and reading.held:
+                block = reading.held.popleft()
+                loads += self._load(reading, block.kind, block.block_hash, block.data, block)
+                left -= len(block.data)
+            if (job := reading.job) is None:
+                continue
+            reading.heard = now if job.arrived else reading.heard
+            while left > 0 and reading.has_room and job.arrived:
+                position, outcome, data = job.arrived.popleft()
                 if data is None:
                     reading.request.disk_end = "damaged" if outcome == "damaged" else "evicted"
                     continue
-                loads += self._load(reading, *reading.items[position], data)
+                loads += self._load(reading, *reading.items[position], data, None)
                 left -= len(data)
         if loads:
             self._copies.append(_Loads(self._blocks.memory.record(), loads))
             self.finish_copies()
         for reading in [each for each in self._reading.values() if not each.num_loading]:
-            is_late = now > min(reading.deadline, reading.heard + QUIET_SECONDS)
-            is_ended = reading.job.is_ended and not reading.job.arrived
+            is_late = reading.awaits_disk and now > min(reading.deadline, reading.heard + QUIET_SECONDS)
+            is_ended = not reading.awaits_disk and not reading.held
             over = is_ended or is_late or not reading.has_room
-            if over and self._end(reading, is_late=is_late and not is_ended):
+            if over and self._end(reading, is_late=is_late):
                 done.append(reading.request)
         return done
 
     def _end(self, reading: _Reading, *, is_late: bool) -> bool:
         """End a read-ahead. False: what it lacked is read in another way."""
-        request = reading.request
+        request, has_listed = reading.request, reading.job is not None and not reading.items
         del self._reading[request.request_id]
-        self._blocks.store.cancel(reading.job)
+        self._cancel(reading)
         if is_late:
             self.num_late += 1
             request.disk_end = "late"
-        elif request.disk_end is not None or (not reading.items and reading.job.is_ended):
+        elif request.disk_end is not None or has_listed:
             if self.begin(request, reading.deadline):
                 return False
         elif not reading.has_room:
@@ -203,7 +242,12 @@ class ReadAhead:
         return True
 
     def _load(
-        self, reading: _Reading, kind: BlockKind, block_hash: bytes, data: memoryview
+        self,
+        reading: _Reading,
+        kind: BlockKind,
+        block_hash: bytes,
+        data: memoryview,
+        held: HostBlock | None,
     ) -> Iterable[_Load]:
         """Begin to copy a block to the device, unless memory has it or has no room."""
         blocks = self._blocks
@@ -212,11 +256,25 @@ class ReadAhead:
             block = blocks.allocate(kind)
             reading.has_room = block is not None
         if block is None:
-            blocks.store.give_back(data)
+            self._give_back(data, held, was_loaded=False)
             return ()
         blocks.memory.load(kind, block, data)
         reading.num_loading += 1
-        return (_Load(reading, kind, block, block_hash, data),)
+        return (_Load(reading, kind, block, block_hash, data, held),)
+
+    def _give_back(self, data: memoryview, held: HostBlock | None, *, was_loaded: bool) -> None:
+        if held is not None and self._host is not None:
+            self._host.release(held, was_loaded=was_loaded)
+        elif self._disk is not None:
+            self._disk.store.give_back(data)
+
+    def _cancel(self, reading: _Reading) -> None:
+        """Give back what was not copied."""
+        if reading.job is not None and self._disk is not None:
+            self._disk.store.cancel(reading.job)
+        while reading.held:
+            block = reading.held.popleft()
+            self._give_back(block.data, block, was_loaded=False)
 
     def finish_copies(self, *, wait: bool = False) -> None:
         """Cache the blocks whose copies are done, or `wait` for all."""
@@ -228,10 +286,12 @@ class ReadAhead:
 
     def _finish(self, load: _Load) -> None:
         load.reading.num_loading -= 1
-        self._blocks.store.give_back(load.data)
+        self._give_back(load.data, load.held, was_loaded=load.is_wanted)
         if load.is_wanted:
             self._blocks.keep(load.kind, load.block, load.block_hash)
-            load.reading.request.num_disk_blocks += load.kind == "kv"
+            request = load.reading.request
+            request.num_disk_blocks += load.kind == "kv" and load.held is None
+            request.num_host_blocks += load.kind == "kv" and load.held is not None
         else:
             self._blocks.release(load.kind, load.block)
 
@@ -239,15 +299,16 @@ class ReadAhead:
         """Stop reading for a request that is gone."""
         reading = self._reading.pop(request.request_id, None)
         if reading is not None:
-            self._blocks.store.cancel(reading.job)
+            self._cancel(reading)
 
     def drop(self, hashes: frozenset[bytes]) -> None:
         """End reads of these blocks; none that is on its way is cached."""
         for load in (load for copies in self._copies for load in copies.loads):
             load.is_wanted &= load.block_hash not in hashes
         for reading in self._reading.values():
-            if not hashes.isdisjoint(block_hash for _, block_hash in reading.items):
-                self._blocks.store.cancel(reading.job)  # `poll` returns its request
+            wanted = [*(each for _, each in reading.items), *(block.block_hash for block in reading.held)]
+            if not hashes.isdisjoint(wanted):
+                self._cancel(reading)  # `poll` returns its request
 
     def loading(self, kind: BlockKind) -> list[int]:
         """Return the blocks or slots that copies fill, which no block table has yet."""
@@ -263,6 +324,6 @@ class ReadAhead:
         """Wait until a block has arrived from disk, or in memory."""
         if self._copies:
             self._copies[0].event.wait()
-            return
-        jobs = [reading.job for reading in self._reading.values()]
-        self._blocks.store.wait(seconds, lambda: any(job.arrived or job.is_ended for job in jobs))
+        elif self._disk is not None and not any(reading.held for reading in self._reading.values()):
+            jobs = [reading.job for reading in self._reading.values() if reading.job is not None]
+            self._disk.store.wait(seconds, lambda: any(job.arrived or job.is_ended for job in jobs))

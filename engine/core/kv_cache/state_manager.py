@@ -11,7 +11,7 @@ are, all at the ends of full blocks:
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from ..request import Request
@@ -38,6 +38,8 @@ class StatePool:
         """Kept states that `allocate` does not evict when it meets them first."""
         self.evictions = 0
         """Number of kept states that `allocate` evicted."""
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        """Called with a slot that is evicted and its hash, while its content is there."""
 
     @property
     def num_available(self) -> int:
@@ -60,7 +62,10 @@ class StatePool:
         while (oldest := next((key for key, slot in self._kept.items() if slot != spared), None)) is not None:
             if oldest not in self._passed_over:
                 self.evictions += 1
-                return self._kept.pop(oldest)
+                slot = self._kept.pop(oldest)
+                if self.on_evict is not None:
+                    self.on_evict(slot, oldest)
+                return slot
             self._passed_over.remove(oldest)
             self._kept.move_to_end(oldest)
         return None

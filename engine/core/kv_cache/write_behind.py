@@ -16,11 +16,11 @@ from ..request import Request
 from .block_pool import CopyEvent
 
 if TYPE_CHECKING:
-    from .tiers import TierBlocks
+    from .tiers import CacheMemory, DiskBlocks
 
 STEP_BYTES: Final = 64 << 20
 """Most bytes that one call copies, next to a step."""
-BUSY_SHARE: Final = 0.0075
+BUSY_SHARE: Final = 0.005
 """Share of one core's time that copying and writing takes beside steps on a CPU, which needs all cores for
 these: a step waits for its slowest one. The system takes about as much again when it brings files to the
 disk. The rest is written when nothing runs.
@@ -51,10 +51,10 @@ class _Copies:
 class WriteBehind:
     """Blocks that wait to be written, on the engine's thread."""
 
-    def __init__(self, blocks: "TierBlocks", clock: Callable[[], float]) -> None:
+    def __init__(self, blocks: "CacheMemory", disk: "DiskBlocks", clock: Callable[[], float]) -> None:
         self.num_passed = 0
         """Blocks that were evicted before they could be written."""
-        self._blocks, self._clock = blocks, clock
+        self._blocks, self._disk, self._clock = blocks, disk, clock
         self._sizes = blocks.memory.sizes
         self._pending: OrderedDict[tuple[BlockKind, bytes], _PendingBlock] = OrderedDict()
         self._copies: deque[_Copies] = deque()
@@ -72,8 +72,8 @@ class WriteBehind:
         self, request: Request, kind: BlockKind, block_hash: bytes, *, is_turn_end: bool = False
     ) -> None:
         """Have a block that was just cached written, unless it is on disk."""
-        address = self._blocks.address(request, kind, block_hash)
-        if not self._blocks.store.has(address):
+        address = self._disk.address(request, kind, block_hash)
+        if not self._disk.store.has(address):
             block = _PendingBlock(kind, block_hash, address, bool(request.tenant), is_turn_end)
             self._pending[kind, block_hash] = block
             if len(self._pending) > self._most_pending:
@@ -94,7 +94,7 @@ class WriteBehind:
         `sparingly`: beside steps on a CPU.
         """
         self.finish_copies()
-        store, saved = self._blocks.store, list[tuple[_PendingBlock, memoryview]]()
+        store, saved = self._disk.store, list[tuple[_PendingBlock, memoryview]]()
         left, began = STEP_BYTES, time.thread_time()
         if sparingly:
             self._earn()
@@ -140,5 +140,5 @@ class WriteBehind:
             copies.event.wait()
             for block, buffer in copies.saved:
                 write = BlockWrite(block.address, buffer, block.has_quota, block.is_turn_end)
-                self._blocks.store.write(write)
+                self._disk.store.write(write)
                 self._copying -= len(buffer)

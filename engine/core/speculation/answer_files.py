@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from ...kv_store.block_file import ADDRESS_BYTES, MODEL_BYTES
 from ...kv_store.folder import KVFolder
-from ...kv_store.listing import PART
+from ...kv_store.usage import PART
 
 log = logging.getLogger("llmbox.engine")
 

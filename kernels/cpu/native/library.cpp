@@ -60,10 +60,8 @@ void llmbox_cache_clear(const KVCache* cache, const int* blocks, int count) {
         &clearing);
 }
 // Gives a block its pages without changing its content. 0: the system cannot.
-int llmbox_cache_populate(const KVCache* cache, int block) {
-    for (int layer = 0; layer < cache->layers; layer++)
-        if (!populate(cache->block(layer, block), cache->block_bytes())) return 0;
-    return 1;
+int llmbox_cache_populate(const KVCache* cache, int layer, int first, int count) {
+    return populate(cache->block(layer, first), count * cache->block_bytes());
 }
 
 // ---------------------------------------------------------------- operations; strides count elements

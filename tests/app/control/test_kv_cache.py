@@ -9,7 +9,7 @@ from llmbox.app.config.model_settings import CacheSettings
 from llmbox.app.config.paths import find_paths
 from llmbox.app.control.kv_cache import claim_kv_cache
 from llmbox.engine.kv_store import environment, folder
-from llmbox.engine.kv_store.usage_file import UsageFile
+from llmbox.engine.kv_store.usage import UsageFile
 
 
 def test_a_disk_that_tells_nothing_keeps_no_daemon_from_starting(monkeypatch, tmp_path, caplog):

@@ -9,7 +9,7 @@ import pytest
 
 from llmbox.app.fit.bandwidth import Bandwidth
 from llmbox.app.fit.fit import Fit, fit
-from llmbox.app.fit.report import fit_rows
+from llmbox.app.fit.report import fit_rows, plan_rows
 from llmbox.app.hub.errors import HubError
 from llmbox.app.hub.model_info import local_facts, remote_facts, search
 from llmbox.app.hub.repo_files import Hub
@@ -107,6 +107,15 @@ def test_it_is_the_function_that_sizes_the_pool(hub: StubHub):
     shown = verdict(found, memory_bytes=100_000_000)
     budget = replace(MemoryBudget.of(MACHINE, "cpu"), available=10**10)
     assert shown.plan == estimate(found.config.shape(), budget, config)
+
+
+def test_main_memory_beside_a_gpu_is_told(hub: StubHub):
+    assert "main memory" not in fit_rows(verdict(facts(hub)))
+    plan = verdict(facts(hub)).plan
+    assert plan is not None
+    told = plan_rows(replace(plan, host_bytes=10**9))["main memory"]
+    assert told.startswith("at most 1.0 GB for KV blocks that the GPU evicts, ")
+    assert told.endswith(f"{10**9 // plan.kv_bytes_per_token:,} tokens")
 
 
 def test_the_size_of_the_cache_on_disk_is_told(hub: StubHub):

@@ -75,6 +75,8 @@ def test_tokens_from_disk_are_told_apart():
     note = prefix_note(record(prefix_end="complete", looked_up_tokens=96, cached_tokens=96, disk_tokens=64))
     assert "96 were looked up, 96 found (32 in memory, 64 on disk)." in note
     assert "disk" in prefix_note(record(prefix_end="late", looked_up_tokens=96))
+    found = record(prefix_end="new", looked_up_tokens=96, cached_tokens=96, disk_tokens=32, host_tokens=48)
+    assert "96 found (16 on the GPU, 32 on disk, 48 in main memory)." in prefix_note(found)
 
 
 def kept(prompt: str, output: str = "", *, whole: int = 0) -> Content:

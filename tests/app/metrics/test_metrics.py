@@ -14,6 +14,7 @@ def test_engine_gauges_are_read_at_scrape_time():
     stats = EngineStats(
         running=3, waiting=2, blocks_total=10, blocks_used=4, prefix_queries=100, prefix_hits=60,
         drafts=4, draft_tokens=9, accepted_tokens=5,
+        host_hits=16, host_saved_bytes=9000, host_loaded_bytes=4000, host_skipped=1,
         draft_methods={"suffix": DraftCounts(drafts=3, draft_tokens=7, accepted_tokens=4)},
     )  # fmt: skip
     metrics = Metrics(lambda: [EngineReading("m", stats, restarts=1, resumed=7, ready=True)], lambda: 5)
@@ -21,6 +22,11 @@ def test_engine_gauges_are_read_at_scrape_time():
     assert got["vllm:num_requests_running", "m"] == 3
     assert got["vllm:kv_cache_usage_perc", "m"] == 0.4
     assert got["vllm:prefix_cache_hits_total", "m"] == 60
+    host = [
+        got[f"llmbox_kv_host_{each}_total", "m"]
+        for each in ("hits", "saved_bytes", "loaded_bytes", "skipped")
+    ]
+    assert host == [16, 9000, 4000, 1]
     assert got["vllm:spec_decode_num_drafts_total", "m"] == 4
     assert got["vllm:spec_decode_num_draft_tokens_total", "m"] == 9
     assert got["vllm:spec_decode_num_accepted_tokens_total", "m"] == 5

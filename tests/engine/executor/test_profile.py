@@ -237,3 +237,8 @@ def test_a_gpu_that_was_open_before_has_no_context_to_pay_for(monkeypatch: pytes
     free = select_gpu(0)
     card.take(2000, 150)
     assert CudaMeter(torch.device("cuda", 0), free).runtime() == 150
+
+
+def test_where_one_request_runs_no_step_of_the_warm_up_has_two():
+    steps = warmup_steps(replace(PLAN, max_running=1), (1, 3, 16, 300))
+    assert max(len(step.rows) for step in steps) == 1

@@ -16,10 +16,9 @@ from llmbox.engine.kv_store import store as store_module
 from llmbox.engine.kv_store.block_file import HEADER_BYTES
 from llmbox.engine.kv_store.environment import filesystem_of
 from llmbox.engine.kv_store.folder import KVFolder, KVFolderUnusable
-from llmbox.engine.kv_store.listing import TURN_END_SECONDS
 from llmbox.engine.kv_store.store import BlockStore, ModelFiles
 from llmbox.engine.kv_store.store_threads import BlockBuffers, BlockWrite
-from llmbox.engine.kv_store.usage_file import UsageFile
+from llmbox.engine.kv_store.usage import TURN_END_SECONDS, UsageFile
 from support.kv_tiers import MODEL, SECONDS, open_folder, open_store
 from support.lanes import nightly
 
@@ -380,7 +379,7 @@ def test_a_disk_that_others_filled_costs_no_block(tmp_path, opened, monkeypatch)
 
 def test_a_lock_that_is_never_released_is_an_error(tmp_path, monkeypatch):
     folder = open_folder(tmp_path)
-    monkeypatch.setattr("llmbox.engine.kv_store.usage_file.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("llmbox.engine.kv_store.usage.LOCK_SECONDS", 0.05)
     with UsageFile.locked(tmp_path / "usage"), pytest.raises(OSError, match="keeps it locked"):
         folder.recount()
     assert folder.recount() == {}

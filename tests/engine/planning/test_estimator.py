@@ -114,6 +114,24 @@ def test_llama_on_a_24_gb_gpu():
     assert got.max_concurrency == pytest.approx(got.num_blocks * 16 / 8192)
 
 
+def test_main_memory_for_blocks_that_a_gpu_evicts():
+    def kept(device="cuda", gpus=(), **config):
+        budget = MemoryBudget(
+            device=device, available=24 * GB, cores=2, more_gpus=gpus, host_available=50 * GB
+        )
+        return estimate(LLAMA_3_8B, budget, EngineConfig(model_path="m", name="m", **config))
+
+    assert kept().host_bytes == 10 * GB
+    assert kept().total_bytes == replace(kept(), host_bytes=0).total_bytes, "it is not the device's"
+    assert kept(kv_host_bytes=3 * GB).host_bytes == 3 * GB
+    lowered = kept(kv_host_bytes=60 * GB)
+    assert lowered.host_bytes == 40 * GB
+    assert "main memory for evicted KV blocks lowered from 60.0 GB to 40.0 GB" in " ".join(lowered.notes)
+    for nothing in (kept(kv_host_bytes=0), kept(prefix_cache=False), kept(gpus=(24 * GB,), tp=2)):
+        assert nothing.host_bytes == 0
+    assert kept("cpu", kv_host_bytes=3 * GB).host_bytes == 0, "device and host are one memory"
+
+
 def test_workspace_by_hand():
     got = workspace_bytes(TINY, "cpu", "float32", context=2048, rows=64, max_running=4)
     activations = 64 * ((3 * 256 + 3 * 768) * 4 + 2 * 256 * 4)

@@ -8,6 +8,7 @@ from array import array
 import pytest
 
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.kv_store import environment
 from llmbox.engine.sampling_params import SamplingParams
 from support.encoder_models import make_encoder
 from support.fake_cuda import Card, fake_cuda
@@ -35,6 +36,10 @@ def requests():
 
 def drawn(outputs):
     return [token for output in outputs for token in output.token_ids]
+
+
+def chances(outputs):
+    return [each.logprob for output in outputs for each in output.logprobs]
 
 
 @pytest.mark.parametrize(("kind", "end"), [("modernbert", "ForSequenceClassification"), ("mpnet", "Model")])
@@ -85,3 +90,42 @@ def test_a_model_is_loaded_measured_captured_and_served(model, monkeypatch, capl
         assert drawn(seen[name]) == drawn(outputs)
     assert "memory measured" in caplog.text
     assert "CUDA graphs are off" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+@pytest.mark.parametrize("kept", ["host", "disk", "both"])
+def test_blocks_that_the_device_evicts_come_back(model, tmp_path, monkeypatch, kept):
+    """Through pinned memory, over copies that run as late as they may."""
+    sizes = {**SIZES, "kv_tokens": 48, "cuda_graphs": False}
+    if kept != "host":
+        variables = environment.variables(tmp_path / "kv", 1 << 30, 1.0)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+    host = 0 if kept == "disk" else 1 << 20
+    firsts = {"a": 5, "b": 41, "c": 5}
+    prompts = [ask(name, range(first, first + 35), 3, logprobs=2) for name, first in firsts.items()]
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    with monkeypatch.context() as without:
+        without.delenv(environment.FOLDER, raising=False)
+        expected = drawn(run(load(model, prefix_cache=False, **SIZES), prompts[:1])["a"])
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    with fake_cuda(Card(multiprocessors=2)) as cuda:
+        engine = load(model, device="cuda", memory_bytes=None, kv_host_bytes=host, **sizes)
+        waited = len(cuda.queue.waits)
+        seen = {}
+        for prompt in prompts:
+            seen |= run(engine, [prompt])
+            while engine.prepare():
+                pass
+        engine.close()
+        assert cuda.queue.waits[waited:] == [], "nothing waits for the whole device"
+    assert drawn(seen["a"]) == drawn(seen["c"]) == expected
+    assert chances(seen["c"]) == pytest.approx(chances(seen["a"]), abs=1e-5)
+    first = seen["c"][0]
+    assert first.cached_tokens == 32
+    if kept == "disk":
+        assert first.disk_tokens > 0
+    else:
+        assert first.host_tokens > 0
+        assert engine.stats().host_loaded_bytes > 0

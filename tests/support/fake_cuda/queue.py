@@ -15,7 +15,9 @@ OURS = ("/engine/", "/kernels/")
 
 @dataclass
 class Queue:
-    """One for all streams: order between them is not looked at."""
+    """One for all streams. Copies on another stream than that of the steps read and write the device as late
+    as they may; other order between streams is not looked at.
+    """
 
     under_way: list[Call] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
@@ -23,6 +25,8 @@ class Queue:
     event_waits: int = 0
     recording: list[Call] | None = None
     poison: list[Tensor] = field(default_factory=list)
+    is_beside: bool = False
+    """True while another stream than that of the steps is current."""
     launches: int = 0
     """Kernels, operations and copies given to the device; a graph is one."""
 
@@ -37,6 +41,12 @@ class Queue:
         """Up to `end`, or all."""
         while self.under_way and (end is None or end in self.under_way):
             self.under_way.pop(0)()
+
+    def hold_steps(self) -> None:
+        """The steps wait for the other streams."""
+        for call in self.under_way:
+            if isinstance(call, LateArrival):
+                call.read()
 
     def launch(self, call: Call, results: list[Tensor]) -> None:
         """`call` runs it once more, with these results; it has run already."""
@@ -75,6 +85,21 @@ class Arrival:
     @torch.inference_mode()
     def __call__(self) -> None:
         self.destination.copy_(self.source)
+
+
+class LateArrival(Arrival):
+    """Copy to the host on another stream: it reads when it runs, at the latest when steps wait for it."""
+
+    @torch.inference_mode()
+    def read(self) -> None:
+        if not self.has_read:
+            self.source, self.has_read = self.source.clone(), True
+
+    has_read = False
+
+
+class Departure(Arrival):
+    """Copy to the device on another stream."""
 
 
 class Graph:

@@ -28,6 +28,7 @@ class Stream:
 
     _numbers = itertools.count(1)
     current: "Stream"
+    of_steps: "Stream"
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         del device, priority
@@ -36,6 +37,8 @@ class Stream:
 
     def wait_stream(self, stream: "Stream") -> None:
         assert isinstance(stream, Stream)
+        if self is Stream.of_steps and stream is not self:
+            Operations.current.queue.hold_steps()
 
     def wait_event(self, event: Any) -> None:
         pass
@@ -54,10 +57,18 @@ class Event:
         self._timed = enable_timing
         self._end: Call | None = None
         self._recorded = False
+        self._asked = 0
 
     def record(self, stream: Stream | None = None) -> None:
         del stream
         self._end, self._recorded = next(iter(Operations.current.queue.under_way[-1:]), None), True
+
+    def query(self) -> bool:
+        """It is done when it is asked for the third time."""
+        queue, self._asked = Operations.current.queue, self._asked + 1
+        if self._asked > 2 and self._end in queue.under_way:
+            queue.drain(self._end)
+        return self._end not in queue.under_way
 
     def synchronize(self) -> None:
         queue = Operations.current.queue
@@ -83,7 +94,7 @@ def fake_cuda(card: Card | None = None, *, nvml: bool = True, blank: bool = Fals
     torch._C._ensureCUDADeviceGuardSet()
     card, queue = card or Card(), Queue()
     operations = Operations(card, queue, blank=blank)
-    Stream.current = Stream()
+    Stream.current = Stream.of_steps = Stream()
     with ExitStack() as stack:
         for name, stand_in in _cuda(card, queue).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
@@ -148,8 +159,10 @@ def _cuda(card: Card, queue: Queue) -> dict[str, Any]:
         def inside() -> Iterator[None]:
             before = Stream.current
             Stream.current = stream or before
+            queue.is_beside = Stream.current is not Stream.of_steps
             yield
             Stream.current = before
+            queue.is_beside = before is not Stream.of_steps
 
         return inside()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .card import Card
-from .queue import Arrival, Queue, Untouched
+from .queue import Arrival, Departure, LateArrival, Queue, Untouched
 from .scaled_mm import scaled_mm
 
 GPU = torch.device("cuda", 0)
@@ -219,11 +219,19 @@ class Operations(TorchDispatchMode):
         if isinstance(target, GpuTensor) and isinstance(source, GpuTensor):
             self._computed(func, (target, source), {}, stays=True)
         elif isinstance(target, GpuTensor):
+            if self.queue.is_beside and non_blocking and source.untyped_storage() in self._pinned:
+                self.queue.launches += 1
+                self.queue.under_way.append(Departure(source, target.elem))
+                return target
             target.elem.copy_(source)
             self._to_device(source, non_blocking)
         elif non_blocking and target.untyped_storage() in self._pinned:
             self.queue.launches += 1
-            self.queue.under_way.append(Arrival(bare(source).clone(), target))
+            source = bare(source)
+            late = self.queue.is_beside
+            self.queue.under_way.append(
+                LateArrival(source, target) if late else Arrival(source.clone(), target)
+            )
             target.fill_(torch.nan if target.is_floating_point() else -1)
         else:
             self.queue.wait("a copy to the host")

@@ -98,6 +98,7 @@ TITLES = {
     "model.token_budget": "Tokens a step",
     "model.memory": "Memory of a model",
     "model.kv_tokens": "Size of the KV cache",
+    "model.kv_host_memory": "Main memory for evicted KV blocks",
     "model.threads": "CPU threads",
     "model.tp": "Tensor parallelism",
     "model.pp": "Pipeline parallelism",

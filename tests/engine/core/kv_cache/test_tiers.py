@@ -341,7 +341,7 @@ def test_beside_steps_blocks_take_a_share_of_the_time_and_the_rest_when_nothing_
     monkeypatch.setattr(write_behind.time, "thread_time", lambda: 0.0)
     monkeypatch.setattr(write_behind, "BUSY_BURST", 1.0)
     monkeypatch.setattr(write_behind, "BUSY_SHARE", 0.01)
-    writes, block = engine.tiers.writes, engine.tiers.blocks.memory.sizes["kv"]
+    writes, block = engine.tiers.writes, engine.memory.sizes["kv"]
     engine.store._writer.seconds_per_byte = 0.005 / block
     writes._credit, writes._credited = -1.0, 0.0
     serve(engine, [make_request("long", range(100, 132), max_tokens=1)])
@@ -364,21 +364,21 @@ def test_all_that_a_request_used_is_used_last(tmp_path, engines, kind, monkeypat
     engine, touched = engines(tmp_path, **KINDS[kind]), []
     monkeypatch.setattr(engine.store, "touch", touched.extend)
     serve(engine, [make_request("a", range(100, 132), max_tokens=4)])
-    assert {each.kind for each in touched} == set(engine.tiers.blocks.memory.sizes)
+    assert {each.kind for each in touched} == set(engine.memory.sizes)
 
 
 def test_copies_take_no_more_buffers_than_may_be_queued(tmp_path, engines):
     """Another rank may be slow to copy its part."""
     engine = engines(tmp_path)
-    block = engine.tiers.blocks.memory.sizes["kv"]
+    block = engine.memory.sizes["kv"]
     engine.store._writer._limit = 3 * block
-    engine.tiers.blocks.memory.polls = 1_000_000
+    engine.memory.polls = 1_000_000
     serve(engine, [make_request("long", range(100, 132), max_tokens=1)])
     for _ in range(4):
         engine.tiers.pump()
     assert sum(len(copies.saved) for copies in engine.tiers.writes._copies) == 3
     assert engine.store._buffers._bytes == 3 * block
-    engine.tiers.blocks.memory.polls = 0  # later copies are done at once
+    engine.memory.polls = 0  # later copies are done at once
     for copies in engine.tiers.writes._copies:
         copies.event.wait()
     write_out(engine.tiers)
