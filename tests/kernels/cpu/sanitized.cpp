@@ -503,6 +503,7 @@ int main(int count, char**) {
         for (const QuantFormat format : {QuantFormat{8, 32}, {8, 128}, {4, 128}, {4, 128, Grid4::STEPS}}) {
             check_quant(dtype, format, 1, 1, 1);
             check_quant(dtype, format, 5, 33, 65);
+            check_quant(dtype, format, 9, 300, 70);
             check_quant(dtype, format, 17, 300, 70);
             check_quant(dtype, format, 33, 256, 7);
             check_quant(dtype, format, 207, 130, 66);

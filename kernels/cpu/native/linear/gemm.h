@@ -146,7 +146,7 @@ void multiply_tile(
 }
 
 // Cuts `rows` into nearly equal tiles: 13 rows are 5 + 4 + 4, not 6 + 6 + 1.
-INLINE int next_tile(int rows) { return ceil_div(rows, ceil_div(rows, ROW_TILE)); }
+INLINE int next_tile(int rows, int highest = ROW_TILE) { return ceil_div(rows, ceil_div(rows, highest)); }
 
 constexpr size_t AHEAD = 3072;  // bytes that one stream is prefetched ahead
 

@@ -184,10 +184,14 @@ template <> struct Codes<4> {
     INLINE void load(const uint8_t* from, Words* to) const { wide.widen(from, to); }
 };
 
+// Rows of a tile that widens its weights in registers: each vector of them is widened once for all rows. With 32 registers
+// a tile of half as many columns has room for twice the rows.
+constexpr int WIDENED_TILE = LANES == 16 ? 2 * ROW_TILE : ROW_TILE;
+
 // tile[ROWS][PANEL] += the sums of some groups.
 template <int BITS, int ROWS>
-INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, float* tile, Prefetch next) {
-    constexpr int VECTORS = COLUMN_VECTORS, LOADED = Codes<BITS>::WORDS;
+NOINLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, float* tile, Prefetch next) {
+    constexpr int VECTORS = ROWS > ROW_TILE ? COLUMN_VECTORS / 2 : COLUMN_VECTORS, LOADED = Codes<BITS>::WORDS;
     using Sums = ByteSums<Bytes, ROWS, VECTORS>;
     constexpr int WORDS = std::max(LOADED, Sums::WORDS);
     for (int i = 0; i < groups.count; i++) {

@@ -40,12 +40,13 @@ private:
     static constexpr int SLICE = 256;  // inputs
     static_assert(SLICE >= MAX_GROUP);
     // int4: more rows than these find a slice widened in memory, fewer widen it as they load it.
-    static constexpr int WIDEN_ROWS = 6;
+    static constexpr int WIDEN_ROWS = WIDENED_TILE;
     static constexpr int TILES_FROM = 7;  // with AMX
 
     // BITS are those of the codes that are multiplied: 8 also for int4 that goes through `widened`.
     template <int BITS> void multiply_slices(int panel, int row, int rows, float* tile, uint8_t* widened) const {
-        const int tiles = ceil_div(rows, ROW_TILE), slice = SLICE / linear_.group;
+        const int highest = BITS == 8 ? ROW_TILE : WIDENED_TILE;
+        const int tiles = ceil_div(rows, highest), slice = SLICE / linear_.group;
         for (int g = 0; g < linear_.groups; g += slice) {
             const uint8_t* at = linear_.at(panel, g);
             const int count = std::min(slice, linear_.groups - g);
@@ -67,7 +68,7 @@ private:
             const int turns = count * linear_.group / (4 * Codes<BITS>::WORDS);
             const size_t step = round_up(ceil_div(static_cast<int>(end - coming), turns * tiles), 64);
             for (int r = 0; r < rows;) {
-                const int tile_rows = next_tile(rows - r);
+                const int tile_rows = next_tile(rows - r, highest);
                 const Prefetch next = {coming, coming < end ? step : 0};
                 multiply_tile<BITS>(tile_rows, groups, row + r, tile + r * PANEL, next);
                 coming += step * turns;
@@ -84,7 +85,16 @@ private:
             case 3: return multiply_groups<BITS, 3>(groups, rows_, row, tile, next);
             case 4: return multiply_groups<BITS, 4>(groups, rows_, row, tile, next);
             case 5: return multiply_groups<BITS, 5>(groups, rows_, row, tile, next);
-            default: return multiply_groups<BITS, 6>(groups, rows_, row, tile, next);
+            case 6: return multiply_groups<BITS, 6>(groups, rows_, row, tile, next);
+            default: break;
+        }
+        if constexpr (BITS != 8 && WIDENED_TILE > ROW_TILE) switch (rows) {
+            case 7: return multiply_groups<BITS, 7>(groups, rows_, row, tile, next);
+            case 8: return multiply_groups<BITS, 8>(groups, rows_, row, tile, next);
+            case 9: return multiply_groups<BITS, 9>(groups, rows_, row, tile, next);
+            case 10: return multiply_groups<BITS, 10>(groups, rows_, row, tile, next);
+            case 11: return multiply_groups<BITS, 11>(groups, rows_, row, tile, next);
+            default: return multiply_groups<BITS, 12>(groups, rows_, row, tile, next);
         }
     }
 
