@@ -119,7 +119,9 @@ class QueueModel:
         self._clock = clock
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
-        self.times = MeasuredSteps(clock)
+        self._times_of: dict[tuple[int, int] | None, MeasuredSteps] = {}
+        """Times of one engine, and of pairs of engines (`--disaggregate`)."""
+        self.times = self._times_of[None] = MeasuredSteps(clock)
         self.counts = AdmissionCounts()
         self.ttft_error, self.tpot_error = ForecastError(), ForecastError()
         self.never_met = ""
@@ -144,6 +146,7 @@ class QueueModel:
     def begin(self, info: ModelInfo) -> None:
         """Note that an engine is ready: its counters and its prefix cache are empty."""
         self._info, self._stats = info, EngineStats()
+        self.times = self._times_of.setdefault(info.disaggregate, MeasuredSteps(self._clock))
         self._prefixes = PrefixTable(most_blocks=max(1, info.num_blocks))
 
     def observe(self, stats: EngineStats) -> None:

@@ -79,11 +79,14 @@ def _bucket(size: int) -> int:
     return size if size < 8 else 8 + int(4 * math.log2(size / 8))
 
 
-_FEW_STEPS: Final = (500, 20)
+FEW_STEPS: Final = 500
+_FEW_MIXED: Final = 20
 """Steps of running requests without and with prompts, below which nothing is recommended."""
+_RECENT_STEPS: Final = 20_000
+"""Steps after which the earlier half counts for half as much."""
 EVEN: Final = 1.2
 """Times that a step with prompts may take of one without: at most that is even enough."""
-_RARE: Final = 0.01
+RARE: Final = 0.01
 """Share of steps with prompts that a 99th percentile does not show."""
 
 
@@ -95,6 +98,26 @@ class Interference:
     mixed_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0
+    rows: int = 0
+    """Running requests, summed over these steps."""
+
+    def add(self, seconds: float, rows: int, *, is_mixed: bool) -> None:
+        """Count a step of running requests."""
+        if self.steps >= _RECENT_STEPS:
+            self.mixed_steps, self.mixed_seconds = self.mixed_steps // 2, self.mixed_seconds / 2
+            self.decode_steps, self.decode_seconds = self.decode_steps // 2, self.decode_seconds / 2
+            self.rows //= 2
+        self.rows += rows
+        if is_mixed:
+            self.mixed_steps += 1
+            self.mixed_seconds += seconds
+        else:
+            self.decode_steps += 1
+            self.decode_seconds += seconds
+
+    @property
+    def steps(self) -> int:
+        return self.mixed_steps + self.decode_steps
 
     @property
     def ratio(self) -> float | None:
@@ -106,25 +129,25 @@ class Interference:
     @property
     def share(self) -> float:
         """Share of the steps of running requests that were mixed."""
-        steps = self.mixed_steps + self.decode_steps
-        return self.mixed_steps / steps if steps else 0.0
+        return self.mixed_steps / self.steps if self.steps else 0.0
 
 
-def recommend_pair(measured: Interference, work: StepWork, info: ModelInfo, cores: int) -> str:
-    """Return the `P:D` of `--disaggregate` that keeps prompts out of the steps of running requests; empty
+def recommend_pair(
+    measured: Interference, work: StepWork, info: ModelInfo, cores: int
+) -> tuple[int, int] | None:
+    """Return the cores of `--disaggregate` that keep prompts out of the steps of running requests; None
     where they are even without, too little was measured, or the model cannot run as a pair of engines.
 
     The cores of a CPU are divided as its time was: P has the share that steps with prompts took.
     """
-    steps = measured.decode_steps, measured.mixed_steps
-    is_known = all(count >= few for count, few in zip(steps, _FEW_STEPS, strict=True))
-    if not is_known or (measured.ratio or 0.0) <= EVEN or measured.share < _RARE:
-        return ""
+    is_known = measured.decode_steps >= FEW_STEPS and measured.mixed_steps >= _FEW_MIXED
+    if not is_known or (measured.ratio or 0.0) <= EVEN or measured.share < RARE:
+        return None
     if info.device != "cpu" or info.disaggregate or info.tp * info.pp > 1 or not info.generates or cores < 2:
-        return ""
+        return None
     prompts = round(cores * work.prefill_seconds / work.seconds) if work.seconds else 1
     prompts = min(cores - 1, max(1, prompts))
-    return f"{prompts}:{cores - prompts}"
+    return prompts, cores - prompts
 
 
 class MeasuredSteps:
@@ -152,21 +175,23 @@ class MeasuredSteps:
             return
         seconds, rows = new.seconds - old.seconds, new.decode_rows - old.decode_rows
         prompts = new.prefill_tokens - old.prefill_tokens
-        told, extra = self.interference, 0.0
+        extra = 0.0
+        if rows:
+            self.interference.add(seconds, rows, is_mixed=prompts > 0)
         if prompts > 0:
             if rows:
-                told.mixed_steps += 1
-                told.mixed_seconds += seconds
                 extra = max(0.0, seconds - self.predict_decode(rows)) if self.is_measured else 0.0
             self.mixed.add(rows + prompts, seconds)
         elif rows:
-            told.decode_steps += 1
-            told.decode_seconds += seconds
             self.decode.add(rows, seconds)
             drawn = (now.output_tokens - before.output_tokens) / rows
             self.tokens_per_row += _SLOW_WEIGHT * (max(1.0, drawn) - self.tokens_per_row)
         if rows:
             self.extra += _SLOW_WEIGHT * (extra - self.extra)
+
+    def forget_interference(self) -> None:
+        """Begin to count anew how much prompts hold up running requests."""
+        self.interference = Interference()
 
     def predict_decode(self, rows: int) -> float:
         """Predict a step of so many running requests."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbox.engine.config import EngineConfig, UseMTP, parse_disaggregate
+from llmbox.engine.config import AUTO, EngineConfig, UseMTP, parse_disaggregate
 from llmbox.engine.errors import EngineError
 
 from ..config.entries import Scalar
@@ -88,6 +88,7 @@ class ModelRequest:
             mtp=_MTP.get(draft, "auto"),
             lora_bytes=int(value("lora_memory") * 1e9),
             disaggregate=parse_disaggregate(value("disaggregate")),
+            auto_disaggregate=value("disaggregate") == AUTO,
             **options,
         )
 
@@ -99,6 +100,11 @@ class ModelRequest:
             return parse_config(self.ref.path).is_bidirectional
         except EngineError:  # loading says why
             return False
+
+
+def show_pair(pair: tuple[int, int] | None) -> str:
+    """Format the cores of `--disaggregate` as P:D; empty for one engine."""
+    return "" if pair is None else "{}:{}".format(*pair)
 
 
 def with_draft_path(options: Mapping[str, Scalar], find: Callable[[str], ModelRef]) -> dict[str, Scalar]:
@@ -119,5 +125,5 @@ def options_of(config: EngineConfig) -> dict[str, Scalar]:
         "overlap": config.overlap is not False,
         "draft": config.draft_path or {"auto": "", "on": "mtp", "off": "none"}[config.mtp],
         "lora_memory": config.lora_bytes / 1e9,
-        "disaggregate": "" if config.disaggregate is None else "{}:{}".format(*config.disaggregate),
+        "disaggregate": AUTO if config.auto_disaggregate else show_pair(config.disaggregate),
     }
