@@ -11,12 +11,16 @@ from typing import Final
 from llmbox.engine.ipc.messages import EngineStats, ModelInfo, StepWork
 
 STALE_S: Final = 120.0
-"""Seconds after which a measured time begins to count for less, down to half: a machine that was busy when it
-was measured must not have requests refused for ever."""
+"""Seconds of refusals after which a measured time begins to count for less, down to half: a machine that was
+busy when it was measured must not have requests refused for ever."""
 LEAST_WEIGHT: Final = 0.1
 """Weight of a new measurement in a running mean."""
 _SLOW_WEIGHT: Final = 1 / 64
 """Weight of a step in means over many steps."""
+_FAST_WEIGHT: Final = 1 / 4
+"""Weight of a step in the mean over the last few."""
+_PACES: Final = (0.5, 3.0)
+"""Least and most that one step counts for in it."""
 
 
 @dataclass(slots=True)
@@ -154,6 +158,7 @@ class MeasuredSteps:
     """Times of one engine's steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` goes on while requests are refused (`STALE_S`)."""
         self.decode = StepCurve(clock)
         """Steps of running requests alone, by their number."""
         self.mixed = StepCurve(clock)
@@ -163,6 +168,18 @@ class MeasuredSteps:
         """Tokens that a running request gets in a step: more than 1 where drafts are accepted."""
         self.extra = 0.0
         """Time that prompts add to a step of running requests, in the mean over steps with and without."""
+        self._pace = 1.0
+
+    @property
+    def pace(self) -> float:
+        """Time of the last few steps in times of what such steps took before, at least 1: cores that the
+        engine shares with others become slower all at once.
+        """
+        return max(1.0, self._pace)
+
+    def rest(self) -> None:
+        """Note that no request is open: the next steps are a new beginning."""
+        self.extra, self._pace = 0.0, 1.0
 
     @property
     def is_measured(self) -> bool:
@@ -176,6 +193,10 @@ class MeasuredSteps:
         seconds, rows = new.seconds - old.seconds, new.decode_rows - old.decode_rows
         prompts = new.prefill_tokens - old.prefill_tokens
         extra = 0.0
+        if self.is_measured and (rows or prompts > 0):
+            usual = self.predict_mixed(rows, prompts) if prompts > 0 else self.predict_decode(rows)
+            ratio = seconds / usual if usual else 1.0
+            self._pace += _FAST_WEIGHT * (min(max(ratio, _PACES[0]), _PACES[1]) - self._pace)
         if rows:
             self.interference.add(seconds, rows, is_mixed=prompts > 0)
         if prompts > 0:
