@@ -132,6 +132,12 @@ class ModelSettings:
     cuda_graphs: bool = key(
         True, "On a GPU, replay decoding steps from captured graphs; off saves their memory.", live=True
     )
+    overrides: tuple[str, ...] = key(
+        (),
+        "Settings of this section for single models, as MODEL:KEY=VALUE (qwen*:max_running=24); MODEL may be "
+        "a glob, and the first match counts.",
+        live=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

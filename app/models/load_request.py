@@ -9,6 +9,7 @@ from llmbox.engine.config import AUTO, EngineConfig, UseMTP, parse_disaggregate
 from llmbox.engine.errors import EngineError
 
 from ..config.entries import Scalar
+from ..config.loader import find_overrides
 from ..config.model_settings import ModelSettings
 from .catalog import ModelRef, check_name, resolve
 
@@ -70,8 +71,13 @@ class ModelRequest:
         return {name.partition(".")[2]: value for name, value in self.options.items()}
 
     def config(self, defaults: ModelSettings) -> EngineConfig:
+        """Return the engine's configuration: `options` first, then the model's own settings, then those of
+        all models. Raises CliError.
+        """
+        given = {**find_overrides(defaults.overrides, self.served_name), **self.options}
+
         def value(key: str) -> Any:
-            return self.options.get(f"model.{key}", getattr(defaults, key))
+            return given.get(f"model.{key}", getattr(defaults, key))
 
         memory = value("memory")
         options = {name: value(name) for name in _SAME}
