@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final, Protocol
 
 from llmbox.engine.config import EngineConfig
@@ -35,7 +36,12 @@ _EVERY: Final = 32
 
 def usable_cores(config: EngineConfig) -> int:
     """Return the cores that the engines of a model share."""
-    return config.threads or read_cpu().cores
+    return config.threads or _cores()
+
+
+@cache
+def _cores() -> int:
+    return read_cpu().cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,6 @@ class Switched(Protocol):
     queue: QueueModel
     readmit: Callable[[EngineConfig], Awaitable[EngineConfig]]
 
-    @property
-    def open_requests(self) -> int: ...
-
     async def end_engine(self, cause: str) -> None:
         """End the process, whose open requests wait for the next one."""
         ...
@@ -71,7 +74,6 @@ class PairJudge:
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self._config, self._clock = config, clock
-        self._cores: int | None = None
         self._not_before = 0.0
         self._returns = 0
         self._one: tuple[float, float] | None = None
@@ -103,9 +105,7 @@ class PairJudge:
     def _judge_one(self, measured: Interference, work: StepWork, info: ModelInfo) -> Switch | None:
         if self.seconds_held:
             return None
-        if self._cores is None:
-            self._cores = usable_cores(self._config)
-        wanted = recommend_pair(measured, work, info, self._cores)
+        wanted = recommend_pair(measured, work, info, usable_cores(self._config))
         if wanted is None:
             return None
         assert measured.ratio is not None

@@ -172,8 +172,7 @@ async def test_without_replicas_requests_are_answered_or_told_when_to_come_again
 
 
 def replica_pids():
-    """Pids of the processes of replicas, whose engines end with them."""
-    titles = {
-        each.pid: " ".join(each.cmdline()) for each in psutil.process_iter() if each.status() != "zombie"
-    }
+    """Pids of the processes of this Ray's replicas, whose engines end with them."""
+    children = psutil.Process().children(recursive=True)
+    titles = {each.pid: " ".join(each.cmdline()) for each in children if each.status() != "zombie"}
     return [pid for pid, title in titles.items() if title.startswith("ray::ServeReplica:llmbox:engines")]
