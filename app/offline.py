@@ -28,7 +28,7 @@ from typing import Any, Final, Self, TypeVar
 from llmbox.engine.errors import EngineError
 
 from .config.entries import Scalar
-from .config.loader import check_value, unknown_key
+from .config.loader import OVERRIDES, check_value, unknown_key
 from .config.model_settings import MemorySettings
 from .config.paths import find_paths
 from .config.settings import Settings, schema
@@ -222,7 +222,7 @@ def _load_request(model: str, options: Mapping[str, Scalar]) -> ModelRequest:
     values: dict[str, Scalar] = {}
     for name, value in options.items():
         row = schema().get(f"model.{name}")
-        if row is None:
+        if row is None or row.name == OVERRIDES:
             raise unknown_key(f"model.{name}", "options")
         values[row.name] = check_value(row, value, f"options.{name}")
 

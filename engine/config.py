@@ -5,7 +5,7 @@ The daemon fills `EngineConfig` from command-line flags and settings.
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from .errors import EngineError, ParallelError
 
@@ -81,6 +81,9 @@ class EngineConfig:
     """Indices of visible GPUs that the daemon chose, next to other models; None: chosen at load."""
     disaggregate: tuple[int, int] | None = None
     """Cores of a prefill engine and of a decode engine, each with its own; None: one engine does both."""
+    auto_disaggregate: bool = False
+    """Have the daemon choose between the two by what steps take (`app/engines/pair_switch.py`); it then sets
+    `disaggregate` of each start."""
     prefill_role: PrefillRole | None = None
     """Set in the prefill engine of a pair."""
     batching: Batching = "continuous"
@@ -152,14 +155,22 @@ class SchedulerConfig:
 
 
 def parse_disaggregate(text: str) -> tuple[int, int] | None:
-    """Return the cores of `P:D`; None for an empty text. Raises ParallelError."""
-    if not text:
+    """Return the cores of `P:D`; None for one engine: an empty text, or `auto`, which begins with one. Raises
+    ParallelError.
+    """
+    if text in {"", AUTO}:
         return None
     if not is_pair(text):
-        raise ParallelError(f"--disaggregate takes P:D, two numbers of cores such as 1:1, not {text!r}")
+        raise ParallelError(
+            f"--disaggregate takes P:D, two numbers of cores such as 1:1, or {AUTO}, not {text!r}"
+        )
     prefill, decode = text.split(":")
     return int(prefill), int(decode)
 
 
+AUTO: Final = "auto"
+"""Value of `--disaggregate` that leaves the choice to the daemon."""
+
+
 def is_pair(text: str) -> bool:
-    return not text or re.fullmatch(r"[1-9][0-9]{0,3}:[1-9][0-9]{0,3}", text) is not None
+    return text in {"", AUTO} or re.fullmatch(r"[1-9][0-9]{0,3}:[1-9][0-9]{0,3}", text) is not None

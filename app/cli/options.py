@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 import click
 
 from ..config.entries import Scalar
-from ..config.loader import check_value
+from ..config.loader import OVERRIDES, check_value
 from ..config.settings import SettingSpec, schema
 from ..models.catalog import check_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DAEMON_KEYS = ("server.host", "server.port", "server.tls", "server.tls_certificate", "server.tls_key")
-MODEL_KEYS = tuple(name for name in schema() if name.startswith("model."))
+MODEL_KEYS = tuple(name for name in schema() if name.startswith("model.") and name != OVERRIDES)
 
 
 class NetworkOption(click.Option):

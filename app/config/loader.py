@@ -7,10 +7,12 @@ check_value      one value from any source: type, choices, range
 An invalid key or value is an error that names its place and the nearest valid key.
 """
 
+import re
 import tomllib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,8 @@ from .settings import SECTIONS, Settings, SettingSpec, schema
 Source = Literal["flag", "env", "user", "system", "default"]
 PREFIX = "LLMBOX_"
 AUTO = ("auto", "")
+OVERRIDES = "model.overrides"
+_OVERRIDE = re.compile(r"(?P<model>[^=\s,]{1,200}):(?P<key>[a-z_]{1,40})=(?P<value>[^,]{0,400})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,32 @@ def check_value(row: SettingSpec, value: object, place: str, *, from_text: bool 
         items = (converted,) if isinstance(converted, str) else converted
         if bad := [item for item in items if not is_good(item)]:
             raise _bad(row, place, f"holds {words}; not {bad[0]!r}")
+    if row.name == OVERRIDES and isinstance(converted, tuple):
+        for entry in converted:
+            read_override(entry, place)
     return converted
+
+
+def read_override(entry: str, place: str = "") -> tuple[str, str, Scalar]:
+    """Read an entry of `model.overrides`: the model or glob, the full key, and the checked value. Raises
+    CliError (exit 2).
+    """
+    parts = _OVERRIDE.fullmatch(entry)
+    if parts is None:
+        raise _bad(schema()[OVERRIDES], place, f"holds entries such as qwen*:max_running=24; not {entry!r}")
+    row = schema().get(f"model.{parts['key']}")
+    if row is None or row.name == OVERRIDES:
+        raise unknown_key(f"model.{parts['key']}", place)
+    return parts["model"], row.name, check_value(row, parts["value"], place, from_text=True)
+
+
+def find_overrides(entries: Sequence[str], model: str) -> dict[str, Scalar]:
+    """Return what `model.overrides` sets for a model, by full key."""
+    found: dict[str, Scalar] = {}
+    for name, key, value in map(read_override, entries):
+        if key not in found and fnmatchcase(model, name):
+            found[key] = value
+    return found
 
 
 def _from_toml(row: SettingSpec, value: object) -> Scalar:

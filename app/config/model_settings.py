@@ -98,8 +98,8 @@ class ModelSettings:
     disaggregate: str = key(
         "",
         "Cores of an engine for prompts and of one for tokens, as P:D (1:1): streams stay even while long "
-        "prompts come. Empty: one engine does both.",
-        each=(is_pair, "two numbers of cores with a colon between, such as 1:1"),
+        "prompts come. auto: a pair while prompts are measured to hold up streams. Empty: one engine.",
+        each=(is_pair, "two numbers of cores with a colon between, such as 1:1, or auto"),
         live=True,
     )
     batching: Literal["continuous", "static"] = key(
@@ -146,6 +146,12 @@ class ModelSettings:
     )
     cuda_graphs: bool = key(
         True, "On a GPU, replay decoding steps from captured graphs; off saves their memory.", live=True
+    )
+    overrides: tuple[str, ...] = key(
+        (),
+        "Settings of this section for single models, as MODEL:KEY=VALUE (qwen*:max_running=24); MODEL may be "
+        "a glob, and the first match counts.",
+        live=True,
     )
 
 

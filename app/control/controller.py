@@ -13,7 +13,7 @@ from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config.config import parse_config
 
 from ..config.entries import Scalar
-from ..config.loader import LoadedSettings, check_value, unknown_key
+from ..config.loader import OVERRIDES, LoadedSettings, check_value, unknown_key
 from ..config.settings import schema
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError, CliError, Exit
@@ -231,7 +231,7 @@ class DaemonController:
         values: dict[str, Scalar] = {}
         for key, value in options.items():
             row = schema().get(f"model.{key}")
-            if row is None:
+            if row is None or row.name == OVERRIDES:
                 raise unknown_key(f"model.{key}", "options")
             values[row.name] = check_value(row, value, f"options.{key}")
         request = ModelRequest(self.resolve(text), alias, with_draft_path(values, self.resolve))

@@ -288,7 +288,8 @@ class ModelScheduler:
                 raise ApiError(400, str(error), "does_not_fit") from error
             if size is None:
                 return config
-            residents = self.residents(device, but=config.name)
+            # Its own engine ends before one with other options starts.
+            residents = [r for r in self.residents(device, but=config.name) if r.name != config.name]
             room = choose_placement(size.requests, size.have, residents, keep_owned=on_request)
             if isinstance(room, AllocationFailure):
                 raise no_room(config.name, room, residents)

@@ -11,8 +11,10 @@ from typing import Final, Generic, TypeVar
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import RankLost
 from llmbox.engine.hardware.proc import can_fork
+from llmbox.engine.ipc.block_map import BlockMap
 from llmbox.engine.ipc.client import EngineClient, EngineExit
-from llmbox.engine.ipc.messages import LoadFailed, ToDaemon, ToEngine
+from llmbox.engine.ipc.messages import AskBlocks, LoadFailed, ToDaemon, ToEngine, Vocabulary
+from llmbox.engine.ipc.profile_messages import AskProfile, StepProfile
 from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
@@ -66,6 +68,7 @@ class EngineProcess:
         self._client = EngineClient(receive, self._log_line)
         self.send: Callable[[ToEngine], None] = self._client.send
         """Send a message to the engine. Raises FrameTooLarge."""
+        self._has_vocabulary = False
         self._stuck_reason: str | None = None
         self._stopped_from_outside = False
         self._oom_kills = oom_kills()
@@ -73,6 +76,12 @@ class EngineProcess:
     def _log_line(self, line: str) -> None:
         level, message = parse_log_line(line)
         log.log(level, "%s | %s", self._name, message)
+
+    def send_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Send the bytes of all tokens, once. Raises FrameTooLarge."""
+        if not self._has_vocabulary:
+            self.send(vocabulary)
+            self._has_vocabulary = True
 
     async def run(
         self,
@@ -126,6 +135,9 @@ class EngineProcess:
         return ProcessExit(cause=str(ended))
 
 
+_PROFILE_ANSWER_S: Final = 30.0
+"""Seconds to wait for a profile: a step of a long prompt comes before it."""
+_PROFILE_S: Final = 600.0
 TIMEOUT_S: Final = 2.0
 """Seconds to wait for an answer. A step may take longer: then there is none this time."""
 
@@ -160,6 +172,36 @@ class EngineQuery(Generic[Answer]):
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.set_result(found)
+
+
+class EngineQueries:
+    """Questions to a running engine."""
+
+    def __init__(self, send: Callable[[ToEngine], None]) -> None:
+        self.blocks: EngineQuery[BlockMap] = EngineQuery(lambda: send(AskBlocks()))
+        self._profile_starts: EngineQuery[StepProfile] = EngineQuery(
+            lambda: send(AskProfile(seconds=_PROFILE_S))
+        )
+        self._profile_ends: EngineQuery[StepProfile] = EngineQuery(lambda: send(AskProfile(seconds=0.0)))
+
+    async def profile(self, *, is_on: bool) -> StepProfile | None:
+        """Start or end counting where the time of steps goes."""
+        return await self._profile(is_on=is_on).fetch(_PROFILE_ANSWER_S)
+
+    def _profile(self, *, is_on: bool) -> EngineQuery[StepProfile]:
+        return self._profile_starts if is_on else self._profile_ends
+
+    def complete(self, found: BlockMap | StepProfile) -> None:
+        """Pass an answer on."""
+        if isinstance(found, BlockMap):
+            self.blocks.complete(found)
+        else:
+            self._profile(is_on=found.is_on).complete(found)
+
+    def drop(self) -> None:
+        """Answer all with None: the engine is gone."""
+        for query in (self.blocks, self._profile_starts, self._profile_ends):
+            query.complete(None)
 
 
 _QUIET_SECONDS: Final = 3.0

@@ -16,6 +16,7 @@ from ..text.tokenizer.text_cache import TextCache
 from ..text.tokenizer.tokenizer import TextModel, load_model_text
 from .admission import (
     draining,
+    keep_config,
     load_failed,
     model_loading,
     model_not_found,
@@ -84,7 +85,7 @@ class EngineManager:
         self._draining = False
         self._has_served = False
         """At least one model has been ready since the start."""
-        self.admit: Callable[[EngineConfig, bool], Awaitable[EngineConfig]] = _keep_config
+        self.admit: Callable[[EngineConfig, bool], Awaitable[EngineConfig]] = keep_config
         """Called before an engine starts, with whether only a request wants it. Makes room, or raises
         ApiError.
         """
@@ -210,7 +211,7 @@ class EngineManager:
     async def _start(self, loading: _Loading) -> None:
         supervisor, config = loading.supervisor, loading.config
         # Nobody asks for a start after a cool-down: it pushes out no model that the owner loaded meanwhile.
-        supervisor.readmit = lambda: self.admit(config, True)
+        supervisor.readmit = lambda config: self.admit(config, True)
         supervisor.admitted = await self.admit(config, loading.on_request)
         await supervisor.start()
 
@@ -355,10 +356,6 @@ async def wait_for_load(loading: "asyncio.Future[LoadedModel]", ended: ApiError)
         if loading.cancelled() and (task is None or not task.cancelling()):
             raise ended from None
         raise
-
-
-async def _keep_config(config: EngineConfig, _on_request: bool) -> EngineConfig:
-    return config
 
 
 def _as_api_error(error: BaseException) -> ApiError:

@@ -28,6 +28,8 @@ _FEW: Final = 8
 """Forecasts whose error says nothing yet."""
 _MOST_FACTOR: Final = 3.0
 _LONGEST_WAIT: Final = 60
+_REFUSING_S: Final = 10.0
+"""Most seconds between two refusals that count as one time of refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,15 @@ class Forecast:
     """Time between the ends of two running requests."""
     is_first: bool
     """No request of its class or a better one is open."""
+    is_behind: bool
+    """Other prompts are computed before its own."""
     measured_ttft: float
     measured_tpot: float
     """`ttft` and `tpot` as the times of steps give them, without the factors of earlier errors."""
 
-    def missed(self, target: LatencyTarget) -> list[str]:
-        """Return which targets it would miss: `ttft`, `tpot`."""
-        return missed_targets(self.ttft, self.tpot, target)
+    def missed(self, target: LatencyTarget, waited: float = 0.0) -> list[str]:
+        """Return which targets it would miss: `ttft`, `tpot`. `waited`: seconds since the request came."""
+        return missed_targets(self.ttft + waited, self.tpot, target)
 
     def never_met(self, target: LatencyTarget) -> list[str]:
         """Return which targets it would miss on an idle engine too."""
@@ -90,6 +94,13 @@ class ForecastError:
         return min(_MOST_FACTOR, max(1.0, ninth))
 
 
+class ForecastErrors:
+    """Errors of both times of a request."""
+
+    def __init__(self) -> None:
+        self.ttft, self.tpot = ForecastError(), ForecastError()
+
+
 @dataclass(slots=True)
 class AdmissionCounts:
     """Requests by what became of them, since the model was loaded."""
@@ -119,9 +130,15 @@ class QueueModel:
         self._clock = clock
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
-        self.times = MeasuredSteps(clock)
+        self._times_of: dict[tuple[int, int] | None, MeasuredSteps] = {}
+        """Times of one engine, and of pairs of engines (`--disaggregate`)."""
+        self.times = self._times_of[None] = MeasuredSteps(self._refusing)
         self.counts = AdmissionCounts()
-        self.ttft_error, self.tpot_error = ForecastError(), ForecastError()
+        self._refused_at, self._refusing_s = -math.inf, 0.0
+        self.errors = {False: ForecastErrors(), True: ForecastErrors()}
+        """Errors of earlier forecasts, of requests without others before them and of those behind others: in
+        a burst the cores have more to do than before.
+        """
         self.never_met = ""
         """Targets that the newest request missed although it waited for no other, in words; empty if none."""
         self.warned_of: LatencyTarget | None = None
@@ -144,6 +161,7 @@ class QueueModel:
     def begin(self, info: ModelInfo) -> None:
         """Note that an engine is ready: its counters and its prefix cache are empty."""
         self._info, self._stats = info, EngineStats()
+        self.times = self._times_of.setdefault(info.disaggregate, MeasuredSteps(self._refusing))
         self._prefixes = PrefixTable(most_blocks=max(1, info.num_blocks))
 
     def observe(self, stats: EngineStats) -> None:
@@ -187,7 +205,7 @@ class QueueModel:
             before = answered if self._answer is None else self._answer
             self._answer = before + LEAST_WEIGHT * (answered - before)
         if not self._open:
-            self.times.extra = 0.0
+            self.times.rest()
 
     def settle(
         self, forecast: Forecast, target: LatencyTarget, ttft: float | None, tpot: float | None
@@ -198,9 +216,9 @@ class QueueModel:
         Forecasts far below their target are not learned from: their error decides nothing.
         """
         if ttft is not None and 4 * forecast.ttft > target.ttft:
-            self.ttft_error.add(forecast.measured_ttft, ttft)
+            self.errors[forecast.is_behind].ttft.add(forecast.measured_ttft, ttft)
         if tpot is not None and 4 * forecast.tpot > target.tpot:
-            self.tpot_error.add(forecast.measured_tpot, tpot)
+            self.errors[forecast.is_behind].tpot.add(forecast.measured_tpot, tpot)
         missed = missed_targets(ttft, tpot, target)
         self.counts.missed += bool(missed)
         return missed
@@ -237,8 +255,11 @@ class QueueModel:
         better = sum(count for each, count in self._requests.items() if _class(each) <= _class(band))
         wait = self._places_wait(band, rows, answer, info) * tpot
         wait = max(wait, self._block_ends(own, info) * ends_every)
-        ttft = wait + self._in_flight(beside, info) + self._prefill(self._ahead(band) + own, beside - 1, info)
-        ttft_factor, tpot_factor = self.ttft_error.factor, self.tpot_error.factor
+        ahead = self._ahead(band)
+        ttft = wait + self._in_flight(beside, info) + self._prefill(ahead + own, beside - 1, info)
+        ttft, tpot = ttft * self.times.pace, tpot * self.times.pace
+        errors = self.errors[ahead > 0]
+        ttft_factor, tpot_factor = errors.ttft.factor, errors.tpot.factor
         return Forecast(
             ttft=ttft * ttft_factor,
             tpot=tpot * tpot_factor,
@@ -246,6 +267,7 @@ class QueueModel:
             idle_tpot=self.times.predict_decode(rows) / self.times.tokens_per_row * tpot_factor,
             ends_every=ends_every,
             is_first=not better,
+            is_behind=ahead > 0,
             measured_ttft=ttft,
             measured_tpot=tpot,
         )
@@ -254,6 +276,18 @@ class QueueModel:
         """Drop what `forecast` kept of requests that are refused."""
         for request in requests:
             self._estimates.pop(request.request_id, None)
+
+    def refuse(self, requests: Sequence[AddRequest]) -> None:
+        """Note that requests are refused by their forecast."""
+        self.forget(requests)
+        self.counts.refused += 1
+        now = self._clock()
+        self._refusing_s += min(now - self._refused_at, _REFUSING_S)
+        self._refused_at = now
+
+    def _refusing(self) -> float:
+        """Return for how many seconds requests have been refused one after another."""
+        return self._refusing_s
 
     def _estimate(self, request: AddRequest, info: ModelInfo) -> int:
         """Return the prompt tokens of a request that are to be computed, kept until it is submitted."""

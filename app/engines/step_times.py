@@ -11,12 +11,16 @@ from typing import Final
 from llmbox.engine.ipc.messages import EngineStats, ModelInfo, StepWork
 
 STALE_S: Final = 120.0
-"""Seconds after which a measured time begins to count for less, down to half: a machine that was busy when it
-was measured must not have requests refused for ever."""
+"""Seconds of refusals after which a measured time begins to count for less, down to half: a machine that was
+busy when it was measured must not have requests refused for ever."""
 LEAST_WEIGHT: Final = 0.1
 """Weight of a new measurement in a running mean."""
 _SLOW_WEIGHT: Final = 1 / 64
 """Weight of a step in means over many steps."""
+_FAST_WEIGHT: Final = 1 / 4
+"""Weight of a step in the mean over the last few."""
+_PACES: Final = (0.5, 3.0)
+"""Least and most that one step counts for in it."""
 
 
 @dataclass(slots=True)
@@ -79,11 +83,14 @@ def _bucket(size: int) -> int:
     return size if size < 8 else 8 + int(4 * math.log2(size / 8))
 
 
-_FEW_STEPS: Final = (500, 20)
+FEW_STEPS: Final = 500
+_FEW_MIXED: Final = 20
 """Steps of running requests without and with prompts, below which nothing is recommended."""
+_RECENT_STEPS: Final = 20_000
+"""Steps after which the earlier half counts for half as much."""
 EVEN: Final = 1.2
 """Times that a step with prompts may take of one without: at most that is even enough."""
-_RARE: Final = 0.01
+RARE: Final = 0.01
 """Share of steps with prompts that a 99th percentile does not show."""
 
 
@@ -95,6 +102,26 @@ class Interference:
     mixed_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0
+    rows: int = 0
+    """Running requests, summed over these steps."""
+
+    def add(self, seconds: float, rows: int, *, is_mixed: bool) -> None:
+        """Count a step of running requests."""
+        if self.steps >= _RECENT_STEPS:
+            self.mixed_steps, self.mixed_seconds = self.mixed_steps // 2, self.mixed_seconds / 2
+            self.decode_steps, self.decode_seconds = self.decode_steps // 2, self.decode_seconds / 2
+            self.rows //= 2
+        self.rows += rows
+        if is_mixed:
+            self.mixed_steps += 1
+            self.mixed_seconds += seconds
+        else:
+            self.decode_steps += 1
+            self.decode_seconds += seconds
+
+    @property
+    def steps(self) -> int:
+        return self.mixed_steps + self.decode_steps
 
     @property
     def ratio(self) -> float | None:
@@ -106,31 +133,32 @@ class Interference:
     @property
     def share(self) -> float:
         """Share of the steps of running requests that were mixed."""
-        steps = self.mixed_steps + self.decode_steps
-        return self.mixed_steps / steps if steps else 0.0
+        return self.mixed_steps / self.steps if self.steps else 0.0
 
 
-def recommend_pair(measured: Interference, work: StepWork, info: ModelInfo, cores: int) -> str:
-    """Return the `P:D` of `--disaggregate` that keeps prompts out of the steps of running requests; empty
+def recommend_pair(
+    measured: Interference, work: StepWork, info: ModelInfo, cores: int
+) -> tuple[int, int] | None:
+    """Return the cores of `--disaggregate` that keep prompts out of the steps of running requests; None
     where they are even without, too little was measured, or the model cannot run as a pair of engines.
 
     The cores of a CPU are divided as its time was: P has the share that steps with prompts took.
     """
-    steps = measured.decode_steps, measured.mixed_steps
-    is_known = all(count >= few for count, few in zip(steps, _FEW_STEPS, strict=True))
-    if not is_known or (measured.ratio or 0.0) <= EVEN or measured.share < _RARE:
-        return ""
+    is_known = measured.decode_steps >= FEW_STEPS and measured.mixed_steps >= _FEW_MIXED
+    if not is_known or (measured.ratio or 0.0) <= EVEN or measured.share < RARE:
+        return None
     if info.device != "cpu" or info.disaggregate or info.tp * info.pp > 1 or not info.generates or cores < 2:
-        return ""
+        return None
     prompts = round(cores * work.prefill_seconds / work.seconds) if work.seconds else 1
     prompts = min(cores - 1, max(1, prompts))
-    return f"{prompts}:{cores - prompts}"
+    return prompts, cores - prompts
 
 
 class MeasuredSteps:
     """Times of one engine's steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` goes on while requests are refused (`STALE_S`)."""
         self.decode = StepCurve(clock)
         """Steps of running requests alone, by their number."""
         self.mixed = StepCurve(clock)
@@ -140,6 +168,18 @@ class MeasuredSteps:
         """Tokens that a running request gets in a step: more than 1 where drafts are accepted."""
         self.extra = 0.0
         """Time that prompts add to a step of running requests, in the mean over steps with and without."""
+        self._pace = 1.0
+
+    @property
+    def pace(self) -> float:
+        """Time of the last few steps in times of what such steps took before, at least 1: cores that the
+        engine shares with others become slower all at once.
+        """
+        return max(1.0, self._pace)
+
+    def rest(self) -> None:
+        """Note that no request is open: the next steps are a new beginning."""
+        self.extra, self._pace = 0.0, 1.0
 
     @property
     def is_measured(self) -> bool:
@@ -152,21 +192,27 @@ class MeasuredSteps:
             return
         seconds, rows = new.seconds - old.seconds, new.decode_rows - old.decode_rows
         prompts = new.prefill_tokens - old.prefill_tokens
-        told, extra = self.interference, 0.0
+        extra = 0.0
+        if self.is_measured and (rows or prompts > 0):
+            usual = self.predict_mixed(rows, prompts) if prompts > 0 else self.predict_decode(rows)
+            ratio = seconds / usual if usual else 1.0
+            self._pace += _FAST_WEIGHT * (min(max(ratio, _PACES[0]), _PACES[1]) - self._pace)
+        if rows:
+            self.interference.add(seconds, rows, is_mixed=prompts > 0)
         if prompts > 0:
             if rows:
-                told.mixed_steps += 1
-                told.mixed_seconds += seconds
                 extra = max(0.0, seconds - self.predict_decode(rows)) if self.is_measured else 0.0
             self.mixed.add(rows + prompts, seconds)
         elif rows:
-            told.decode_steps += 1
-            told.decode_seconds += seconds
             self.decode.add(rows, seconds)
             drawn = (now.output_tokens - before.output_tokens) / rows
             self.tokens_per_row += _SLOW_WEIGHT * (max(1.0, drawn) - self.tokens_per_row)
         if rows:
             self.extra += _SLOW_WEIGHT * (extra - self.extra)
+
+    def forget_interference(self) -> None:
+        """Begin to count anew how much prompts hold up running requests."""
+        self.interference = Interference()
 
     def predict_decode(self, rows: int) -> float:
         """Predict a step of so many running requests."""

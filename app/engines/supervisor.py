@@ -15,7 +15,6 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.block_map import BlockMap
 from llmbox.engine.ipc.messages import (
     AddRequest,
-    AskBlocks,
     EngineStats,
     ModelInfo,
     Ping,
@@ -27,13 +26,22 @@ from llmbox.engine.ipc.messages import (
     ToEngine,
     Vocabulary,
 )
-from llmbox.engine.ipc.profile_messages import AskProfile, StepProfile
+from llmbox.engine.ipc.profile_messages import StepProfile
 from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
 from ..util.formatting import ENGINE_READY, STARTING, format_load_progress
-from .admission import FinishRate, QueueReservation, QueueReservations, State, queue_full, refuse_by_state
-from .engine_process import EngineProcess, EngineQuery, PrewarmedProcess, ProcessExit
+from .admission import (
+    FinishRate,
+    QueueReservation,
+    QueueReservations,
+    State,
+    keep_config,
+    queue_full,
+    refuse_by_state,
+)
+from .engine_process import EngineProcess, EngineQueries, PrewarmedProcess, ProcessExit
+from .pair_switch import PairSwitch
 from .request_journal import RequestJournal, TokenStream
 from .restart_policy import (
     RestartBreaker,
@@ -45,9 +53,6 @@ from .restart_policy import (
 )
 
 _STOP_GRACE: Final = 2.0
-_PROFILE_S: Final = 600.0
-_PROFILE_ANSWER_S: Final = 30.0
-"""Seconds to wait for a profile: a step of a long prompt comes before it."""
 
 log = logging.getLogger("llmbox.engines")
 
@@ -89,23 +94,14 @@ class Supervisor:
         self.progress: Progress | None = None
         self.vocabulary: Vocabulary | None = None
         """Set before the first request with a grammar. Each engine gets it before its first such request."""
-        self._vocabulary_sent_to: EngineProcess | None = None
         self.restarts = 0
         self._options = options or SupervisorOptions()
         self._pace = FinishRate(self._options.clock)
         self._watchdog = Watchdog(self, self._options.watch)
-        self._requests = RequestJournal(
-            self._send, on_empty=self._watchdog.rest, on_finish=self._pace.record_finish
-        )
+        self._requests = RequestJournal(self._send, on_empty=self._rest, on_finish=self._pace.record_finish)
         self.queue = self._requests.queue
         self._reserved = QueueReservations()
-        self._block_query: EngineQuery[BlockMap] = EngineQuery(lambda: self._send(AskBlocks()))
-        self._profile_starts: EngineQuery[StepProfile] = EngineQuery(
-            lambda: self._send(AskProfile(seconds=_PROFILE_S))
-        )
-        self._profile_ends: EngineQuery[StepProfile] = EngineQuery(
-            lambda: self._send(AskProfile(seconds=0.0))
-        )
+        self._queries = EngineQueries(self._send)
         self._process: EngineProcess | None = None
         self._launched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -115,8 +111,9 @@ class Supervisor:
         self._breaker = RestartBreaker(self._options.deaths, self._options.clock)
         self._half_open = False
         """One start is being tried after the model was given up."""
-        self.readmit: Callable[[], Awaitable[EngineConfig]] = self._keep_admitted
-        """Called before that start: its memory may be taken by now. Raises ApiError."""
+        self.readmit: Callable[[EngineConfig], Awaitable[EngineConfig]] = keep_config
+        """Called before that start, or one with other options: their memory may be taken. Raises ApiError."""
+        self.pair_switch = PairSwitch(self, self._options.clock)
 
     # ------------------------------------------------------------------ called by the manager and gateway
 
@@ -170,6 +167,7 @@ class Supervisor:
         if self._task is None or self.state == "stopped":
             return
         self._change("stopped", message)
+        self.pair_switch.close()
         self._task.cancel()
         await asyncio.wait({self._task})
         if self._process is not None:
@@ -186,12 +184,11 @@ class Supervisor:
 
     async def block_map(self) -> BlockMap | None:
         """Map of the KV blocks as they are now. None while the engine is not ready or too busy to answer."""
-        return await self._block_query.fetch() if self.state == "ready" else None
+        return await self._queries.blocks.fetch() if self.state == "ready" else None
 
     async def profile_steps(self, *, is_on: bool) -> StepProfile | None:
         """Start or end counting where the time of steps goes. None as for `block_map`."""
-        query = self._profile_starts if is_on else self._profile_ends
-        return await query.fetch(_PROFILE_ANSWER_S) if self.state == "ready" else None
+        return await self._queries.profile(is_on=is_on) if self.state == "ready" else None
 
     @property
     def open_requests(self) -> int:
@@ -260,11 +257,15 @@ class Supervisor:
             self._process = EngineProcess(self.name, self._receive)
             death = await self._process.run(self._spawn, self.admitted, self._launched.set)
             self._watchdog.rest()
-            for query in (self._block_query, self._profile_starts, self._profile_ends):
-                query.complete(None)
+            self._queries.drop()
             if self.state == "loading":
-                self._load_failed(death)
+                self._change("failed", death.cause)
+                self._fail_start(death.load_error(self.name))
                 return
+            if (planned := self.pair_switch.take_exit(death.cause)) is not None:
+                self.admitted, self.stats = planned, EngineStats()
+                self._requests.engine_died(from_outside=True)
+                continue
             self._died(death)
             if self._half_open:
                 await self._cool_down(f"the engine could not be started again: {death.cause}")
@@ -285,7 +286,7 @@ class Supervisor:
                 continue
             await self._options.sleep(wait)
             try:
-                self.admitted = await self.readmit()
+                self.admitted = await self.readmit(self.config)
             except ApiError as error:
                 cause = f"the engine could not be started again: {error.message}"
                 continue
@@ -294,8 +295,16 @@ class Supervisor:
             self._change("restarting", f"the engine was given up and is being started again: {cause}")
             return
 
-    async def _keep_admitted(self) -> EngineConfig:
-        return self.admitted
+    async def end_engine(self, cause: str) -> None:
+        """End the process of a ready model, which is started again as `admitted` says."""
+        assert self._process is not None
+        self._change("restarting", cause)
+        await self._process.end(_STOP_GRACE)
+
+    def _rest(self) -> None:
+        """Note that no request is open."""
+        self._watchdog.rest()
+        self.pair_switch.note_idle()
 
     async def _spawn(self) -> SpawnedProcess:
         spares = self._options.spares
@@ -315,10 +324,6 @@ class Supervisor:
             self._deaths.forgive()
             log.error("engine %s: request %s brought it down repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
-
-    def _load_failed(self, death: ProcessExit) -> None:
-        self._change("failed", death.cause)
-        self._fail_start(death.load_error(self.name))
 
     def _fail_start(self, error: ApiError) -> None:
         if self._started is not None and not self._started.done():
@@ -343,12 +348,11 @@ class Supervisor:
             case StepOutputs():
                 self.stats = message.stats
                 self._requests.deliver_step(message)
+                self.pair_switch.note_step()
             case Pong():
                 self.stats = message.stats
-            case BlockMap():
-                self._block_query.complete(message)
-            case StepProfile():
-                (self._profile_starts if message.is_on else self._profile_ends).complete(message)
+            case BlockMap() | StepProfile():
+                self._queries.complete(message)
             case Progress():
                 self.progress = message
                 if self.state == "loading":
@@ -361,6 +365,7 @@ class Supervisor:
             return
         self.info = info
         self.queue.begin(info)
+        self.pair_switch.begin()
         self._breaker.close()
         if self._half_open:
             self._half_open = False
@@ -376,11 +381,9 @@ class Supervisor:
     def _send(self, message: ToEngine) -> None:
         if self._process is None:
             return
-        needs_vocabulary = isinstance(message, AddRequest) and message.params.needs_vocabulary
-        if needs_vocabulary and self._vocabulary_sent_to is not self._process:
+        if isinstance(message, AddRequest) and message.params.needs_vocabulary:
             assert self.vocabulary is not None
-            self._process.send(self.vocabulary)
-            self._vocabulary_sent_to = self._process
+            self._process.send_vocabulary(self.vocabulary)
         self._process.send(message)
 
     # ------------------------------------------------------------------ called by the watchdog

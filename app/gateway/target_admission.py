@@ -5,6 +5,7 @@ With `limits.admission = "slo"` each request is forecast by the measured queue o
 """
 
 import logging
+import time
 from collections.abc import Sequence
 
 from llmbox.engine.ipc.messages import AddRequest
@@ -48,7 +49,10 @@ class TargetAdmission:
             return
         is_awaited, tier = generation.priority < BACKGROUND_PRIORITY, tier_of(generation.priority)
         try:
-            forecast = check_targets(name, queue, requests, target, is_awaited=is_awaited)
+            clock = generation.clock
+            # Waiting for a load is not the queue's: whoever had it loaded would be refused for it.
+            waited = max(0.0, time.monotonic() - clock.arrived - clock.model_s) if clock.arrived else 0.0
+            forecast = check_targets(name, queue, requests, target, is_awaited=is_awaited, waited=waited)
         except ApiError:
             self._metrics.record_admission(name, tier, "refused")
             raise
@@ -74,29 +78,32 @@ def check_targets(
     target: LatencyTarget,
     *,
     is_awaited: bool = True,
+    waited: float = 0.0,
 ) -> Forecast | None:
     """Raise ApiError 429 if requests that come together would miss the targets. Returns their forecast; None
     where no step was measured.
 
     The first request of its class is always admitted: targets that cannot be met are then served one by one.
-    `is_awaited`: somebody waits for the first token; a batch has the target of tokens alone.
+    `is_awaited`: somebody waits for the first token; a batch has the target of tokens alone. `waited`:
+    seconds that a request took until here, to be tokenized behind others of its burst.
     """
     forecast = queue.forecast(requests)
     if forecast is None:
         return None
-    missed = [each for each in forecast.missed(target) if is_awaited or each != "ttft"]
+    missed = [each for each in forecast.missed(target, waited) if is_awaited or each != "ttft"]
     if not missed or forecast.is_first:
         queue.counts.admitted += 1
         return forecast
-    queue.forget(requests)
-    queue.counts.refused += 1
-    raise _too_late(name, forecast, target, missed)
+    queue.refuse(requests)
+    raise _too_late(name, forecast, target, missed, waited)
 
 
-def _too_late(name: str, forecast: Forecast, target: LatencyTarget, missed: Sequence[str]) -> ApiError:
+def _too_late(
+    name: str, forecast: Forecast, target: LatencyTarget, missed: Sequence[str], waited: float
+) -> ApiError:
     """Error 429 of a request that would miss these targets."""
     told = {
-        "ttft": f"its first token after {span(forecast.ttft)} (target {span(target.ttft)})",
+        "ttft": f"its first token after {span(forecast.ttft + waited)} (target {span(target.ttft)})",
         "tpot": f"a token every {span(forecast.tpot)} (target {span(target.tpot)})",
     }
     seconds = forecast.seconds_to_try(target)

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbox.engine.config import EngineConfig, UseMTP, parse_disaggregate
+from llmbox.engine.config import AUTO, EngineConfig, UseMTP, parse_disaggregate
 from llmbox.engine.errors import EngineError
 
 from ..config.entries import Scalar
+from ..config.loader import find_overrides
 from ..config.model_settings import ModelSettings
 from .catalog import ModelRef, check_name, resolve
 
@@ -71,8 +72,13 @@ class ModelRequest:
         return {name.partition(".")[2]: value for name, value in self.options.items()}
 
     def config(self, defaults: ModelSettings) -> EngineConfig:
+        """Return the engine's configuration: `options` first, then the model's own settings, then those of
+        all models. Raises CliError.
+        """
+        given = {**find_overrides(defaults.overrides, self.served_name), **self.options}
+
         def value(key: str) -> Any:
-            return self.options.get(f"model.{key}", getattr(defaults, key))
+            return given.get(f"model.{key}", getattr(defaults, key))
 
         memory, host = value("memory"), value("kv_host_memory")
         options = {name: value(name) for name in _SAME}
@@ -90,6 +96,7 @@ class ModelRequest:
             mtp=_MTP.get(draft, "auto"),
             lora_bytes=int(value("lora_memory") * 1e9),
             disaggregate=parse_disaggregate(value("disaggregate")),
+            auto_disaggregate=value("disaggregate") == AUTO,
             **options,
         )
 
@@ -101,6 +108,11 @@ class ModelRequest:
             return parse_config(self.ref.path).is_bidirectional
         except EngineError:  # loading says why
             return False
+
+
+def show_pair(pair: tuple[int, int] | None) -> str:
+    """Format the cores of `--disaggregate` as P:D; empty for one engine."""
+    return "" if pair is None else "{}:{}".format(*pair)
 
 
 def with_draft_path(options: Mapping[str, Scalar], find: Callable[[str], ModelRef]) -> dict[str, Scalar]:
@@ -122,5 +134,5 @@ def options_of(config: EngineConfig) -> dict[str, Scalar]:
         "overlap": config.overlap is not False,
         "draft": config.draft_path or {"auto": "", "on": "mtp", "off": "none"}[config.mtp],
         "lora_memory": config.lora_bytes / 1e9,
-        "disaggregate": "" if config.disaggregate is None else "{}:{}".format(*config.disaggregate),
+        "disaggregate": AUTO if config.auto_disaggregate else show_pair(config.disaggregate),
     }

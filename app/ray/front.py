@@ -16,7 +16,7 @@ from ..engines.supervisor import Supervisor, SupervisorOptions
 from ..errors import ApiError
 from ..http.app import DIALECTS, create_app
 from ..text.tokenizer.tokenizer import load_model_text
-from . import fleet
+from . import scaling
 from .remote_supervisor import RemoteSupervisor
 
 
@@ -35,7 +35,7 @@ class Front:
 
         def supervise(config: EngineConfig, options: SupervisorOptions) -> Supervisor:
             return RemoteSupervisor(
-                config, options, handle=engines, running=lambda: fleet.RUNNING.get(str(deployment), {})
+                config, options, handle=engines, running=lambda: scaling.RUNNING.get(str(deployment), {})
             )
 
         settings = replace(settings, memory=replace(MemorySettings(), spare_engine=False))

@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from ..engines.prefix_table import PrefixTable
-from . import fleet
+from . import scaling
 
 
 class PrefixRouter(RequestRouter):
@@ -53,7 +53,7 @@ class PrefixRouter(RequestRouter):
         self._publish()
 
     def _publish(self) -> None:
-        fleet.RUNNING[str(self._deployment_id)] = {
+        scaling.RUNNING[str(self._deployment_id)] = {
             key.unique_id: _fingerprint(each) for key, each in self.curr_replicas.items()
         }
 

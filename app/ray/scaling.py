@@ -1,8 +1,15 @@
-"""Autoscaling of replicas by the longer of two queues: open requests, and KV blocks that they hold."""
+"""Replicas that run, and autoscaling by the longer of two queues: open requests, and KV blocks they hold."""
 
 import math
 from collections.abc import Mapping
 from typing import Any, Final
+
+RUNNING: dict[str, dict[str, str]] = {}
+"""Fingerprint of each running replica, by deployment, as the router of this process knows them.
+
+A handle does not show its router, and who owns the handle must know whether any replica runs. Ray copies the
+router's own module by value, so its globals are not shared: this module's are.
+"""
 
 KV_TARGET: Final = 0.8
 """Share of the KV cache in use that replicas are scaled for: above it requests soon wait for blocks."""

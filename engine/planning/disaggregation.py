@@ -17,7 +17,18 @@ def check_disaggregation(config: EngineConfig, shape: ModelShape, device: str, c
     if config.disaggregate is None:
         return
     prefill, decode = config.disaggregate
-    asked = f"--disaggregate {prefill}:{decode}"
+    reason = find_obstacle(config, device, is_encoder=shape.is_bidirectional)
+    if not reason and prefill + decode > cores:
+        have = f"{cores} core{'s' * (cores > 1)}"
+        reason = f"wants {prefill + decode} cores, and this process may use {have}: ask for fewer"
+    elif not reason and config.threads not in {None, prefill + decode}:
+        reason = f"says how many threads each engine has: leave out --threads {config.threads}"
+    if reason:
+        raise ParallelError(f"--disaggregate {prefill}:{decode} {reason}")
+
+
+def find_obstacle(config: EngineConfig, device: str, *, is_encoder: bool) -> str:
+    """Return the reason why a model with these options cannot run as any pair of engines; empty if it can."""
     others = {
         f"--tp {config.tp}": (config.tp or 1) > 1,
         f"--pp {config.pp}": (config.pp or 1) > 1,
@@ -26,20 +37,12 @@ def check_disaggregation(config: EngineConfig, shape: ModelShape, device: str, c
         "--no-chunked-prefill": not config.chunked_prefill,
         "--draft": config.draft_path is not None or config.mtp == "on",
     }
-    reason = ""
     if device != "cpu":
-        reason = "runs on CPUs only: leave it out, or use --device cpu"
-    elif shape.is_bidirectional:
-        reason = "is for models that generate text, and this one is an encoder: leave it out"
-    elif clash := next((name for name, is_set in others.items() if is_set), ""):
-        reason = f"does not work with {clash}: leave one of them out"
-    elif prefill + decode > cores:
-        have = f"{cores} core{'s' * (cores > 1)}"
-        reason = f"wants {prefill + decode} cores, and this process may use {have}: ask for fewer"
-    elif config.threads not in {None, prefill + decode}:
-        reason = f"says how many threads each engine has: leave out --threads {config.threads}"
-    if reason:
-        raise ParallelError(f"{asked} {reason}")
+        return "runs on CPUs only: leave it out, or use --device cpu"
+    if is_encoder:
+        return "is for models that generate text, and this one is an encoder: leave it out"
+    clash = next((name for name, is_set in others.items() if is_set), "")
+    return f"does not work with {clash}: leave one of them out" if clash else ""
 
 
 def decode_config(config: EngineConfig) -> EngineConfig:

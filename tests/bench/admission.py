@@ -1,10 +1,11 @@
 """Goodput under more load than an engine can serve: admission by the queue's limit beside that by targets.
 
     OMP_NUM_THREADS=1 python -P tests/bench/admission.py MODEL_DIR --rate 20 --targets 500/60 [--rounds N]
+    OMP_NUM_THREADS=1 python -P tests/bench/admission.py MODEL_DIR --burst 26 --targets 500/60 [--rounds N]
 
 A daemon's services are made twice, each with an engine of its own, and take turns. Requests come at random
-moments at a steady rate; one that is refused is not sent again. Good requests had their first token and their
-tokens within the targets.
+moments at a steady rate, or in bursts of so many at the same moment to an idle engine; one that is refused is
+not sent again. Good requests had their first token and their tokens within the targets.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class Side:
         for size in (self.options.prompt, self.options.prompt * 4):  # the first steps are measured
             await asyncio.gather(*(self.ask(size, Figures()) for _ in range(4)))
 
-    async def ask(self, prompt: int, figures: Figures) -> None:
+    async def ask(self, prompt: int, figures: Figures, began: float | None = None) -> None:
         self.count += 1
         ids = [self.random.randrange(300, 1500) for _ in range(prompt)]
         generation = Generation(
@@ -68,7 +69,8 @@ class Side:
             params=SamplingParams(max_tokens=1, temperature=0.0),
         )  # fmt: skip
         figures.sent += 1
-        began = time.monotonic()
+        began = began or time.monotonic()
+        generation.clock.arrived = began
         try:
             opened = self.services.gateway.open(generation)
         except ApiError:
@@ -91,12 +93,20 @@ class Side:
 
     async def round(self) -> None:
         began, asked = time.monotonic(), []
-        while time.monotonic() - began < self.options.seconds:
-            size = self.options.prompt * self.random.choice((1, 1, 1, 4))
-            asked.append(asyncio.create_task(self.ask(size, self.figures)))
+        while self.options.burst and time.monotonic() - began < self.options.seconds:
+            now = time.monotonic()
+            sizes = [self.size() for _ in range(self.options.burst)]
+            await asyncio.gather(*(self.ask(size, self.figures, now) for size in sizes))
+            await asyncio.sleep(self.options.pause)
+        while not self.options.burst and time.monotonic() - began < self.options.seconds:
+            asked.append(asyncio.create_task(self.ask(self.size(), self.figures)))
             await asyncio.sleep(self.random.expovariate(self.options.rate))
         await asyncio.gather(*asked)
         self.figures.seconds += time.monotonic() - began
+
+    def size(self) -> int:
+        """Prompt tokens of the next request."""
+        return int(self.options.prompt * self.random.choice((1, 1, 1, 4)))
 
     def show(self) -> None:
         figures = self.figures
@@ -109,7 +119,9 @@ class Side:
             p50, p95 = (1e3 * (percentile(values, percent) or 0.0) for percent in (50, 95))
             print(f"       {name} p50 {p50:.0f} ms, p95 {p95:.0f} ms")
         queue = self.model.supervisor.queue
-        print(f"       {queue.counts}, factors {queue.ttft_error.factor:.2f} {queue.tpot_error.factor:.2f}")
+        print(f"       {queue.counts}, pace {queue.times.pace:.2f}")
+        for behind, errors in queue.errors.items():
+            print(f"       behind others {behind}: {errors.ttft.factor:.2f}, {errors.tpot.factor:.2f}")
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -135,6 +147,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--targets", default="500/60")
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    parser.add_argument("--burst", type=int, default=0, help="requests at once, instead of a rate")
+    parser.add_argument("--pause", type=float, default=1.0, help="idle seconds after a burst")
     parser.add_argument("--prompt", type=int, default=128, help="a quarter is four times as long")
     parser.add_argument("--output", type=int, default=32)
     parser.add_argument("--queue", type=int, default=512)

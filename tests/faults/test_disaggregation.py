@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from llmbox.app.engines.pair_switch import WAIT_S, WINDOW_S
 from llmbox.app.engines.restart_policy import RestartLimits
+from llmbox.app.engines.step_times import Interference
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
+from support.clock import Clock
 from support.engines import kill, read_all, request, until
 from support.tiny_models import make_tiny_model
 
@@ -79,3 +82,41 @@ async def test_whichever_engine_is_killed_the_tokens_are_those_of_one(tmp_path):
         await until(lambda: pair.stats.blocks_used == 0)
     finally:
         await pair.stop()
+
+
+async def test_one_engine_becomes_a_pair_and_one_again_with_the_same_tokens(tmp_path):
+    make_tiny_model(tmp_path)
+    clock = Clock()
+    auto = EngineConfig(
+        model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=512 << 20, auto_disaggregate=True
+    )
+    subject = Supervisor(auto, SupervisorOptions(clock=clock))
+    uneven = Interference(mixed_steps=100, mixed_seconds=10.0, decode_steps=1000, decode_seconds=20.0, rows=1)
+
+    async def wait_too_long(streams):
+        await until(lambda: "at the next moment without requests" in subject.pair_switch.describe())
+        clock.now += WAIT_S + 1
+
+    try:
+        await subject.start()
+        expected = await ask(subject, "alone")
+        context = subject.info.context_window
+        subject.queue.times.interference = uneven
+        assert await ask(subject, "as a pair", wait_too_long) == expected
+        await until(lambda: subject.state == "ready")
+        assert subject.info.disaggregate is not None
+        assert subject.info.context_window == context
+        assert await ask(subject, "in the pair") == expected
+        assert subject.stats.handed_tokens
+        clock.now += WINDOW_S
+        rare = [asked(number, "rare") for number in range(8)]
+        while subject.info.disaggregate is not None:
+            short = [replace(each, request_id=f"{each.request_id}{clock.now}") for each in rare]
+            streams = [subject.submit(replace(each, prompt_ids=each.prompt_ids[:40])) for each in short]
+            await read_all(streams)
+            clock.now += WINDOW_S
+            await until(lambda: subject.state == "ready")
+        assert await ask(subject, "as one engine") == expected
+        assert subject.restarts == 0
+    finally:
+        await subject.stop()

@@ -70,6 +70,8 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     load_delay: float = 0.0
     load_error: tuple[str, str] | None = None
     """(`bad_model` or `does_not_fit`, message)."""
+    pair_error: tuple[str, str] | None = None
+    """The same, of a pair of engines (`--disaggregate`) alone."""
     load_crash: bool = False
     die_after_steps: int | None = None
     """In every incarnation."""
@@ -394,6 +396,7 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         pp=config.pp or 1,
         expert_parallel=config.expert_parallel,
         redundant_experts=config.redundant_experts,
+        disaggregate=config.disaggregate,
         hidden_size=8,
         pooling=options.pooling,
         pooling_problem=options.pooling_problem,
@@ -410,8 +413,9 @@ def load_fake(config: EngineConfig, progress: Callable[[Progress], None]) -> Fak
         time.sleep(options.load_delay / 3)
     if options.load_crash:
         raise RuntimeError("told to crash while loading")
-    if options.load_error is not None:
-        raise _load_error(*options.load_error)
+    error = options.load_error or (options.pair_error if config.disaggregate else None)
+    if error is not None:
+        raise _load_error(*error)
     return FakeEngine(config, options)
 
 

@@ -16,7 +16,7 @@ from ...bench.operating_point import (
     measure_point,
 )
 from ...config.entries import LatencyTarget, find_target, is_entry
-from ...config.loader import set_value
+from ...config.loader import OVERRIDES, set_value
 from ...config.settings import schema
 from ...errors import CliError
 from ...lifecycle.instance import find_running
@@ -187,9 +187,16 @@ def _print_json(server: Target, spec: PointSpec, result: OperatingPointSearch) -
 
 
 def _write(program: Program, name: str, target: LatencyTarget, found: LoadPoint) -> None:
-    """Write targets, admission by them, and the streams as `model.max_running`, to the user's file."""
-    usage = program.settings().settings.usage
-    values: dict[str, Any] = {"limits.admission": "slo", "model.max_running": found.concurrency}
+    """Write targets, admission by them, and the streams as the model's own `max_running`, to the user's
+    file.
+    """
+    settings = program.settings().settings
+    usage, own = settings.usage, f"{name}:max_running="
+    rest = [each for each in settings.model.overrides if not each.startswith(own)]
+    values: dict[str, Any] = {
+        "limits.admission": "slo",
+        OVERRIDES: (f"{own}{found.concurrency}", *rest),
+    }
     if find_target(usage.targets, name) != target:
         others = [each for each in usage.targets if not each.startswith(f"{name}=")]
         values["usage.targets"] = (f"{name}={target.ttft * 1000:g}/{target.tpot * 1000:g}", *others)
@@ -197,7 +204,7 @@ def _write(program: Program, name: str, target: LatencyTarget, found: LoadPoint)
         set_value(program.paths.config_file, schema()[setting], value)
         shown = ", ".join(value) if isinstance(value, tuple) else value
         output.say(f"{setting} = {shown} in {program.paths.config_file}")
-    output.say("model.max_running holds for every model, from its next load on.")
+    output.say(f"max_running holds for {name} alone, from its next load on.")
     if (running := find_running(program.paths)) is not None:
         output.say(f"Apply them: kill -HUP {running.pid}, then load the model again")
 

@@ -310,6 +310,8 @@ def _latency(queue: Mapping[str, Any] | None) -> dict[str, str]:
         )
     if queue["disaggregate"]:
         rows["prompts"] += f"; --disaggregate {queue['disaggregate']} keeps them apart"
+    if queue["engines"]:
+        rows["engines"] = queue["engines"]
     return rows
 
 

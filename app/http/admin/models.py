@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,14 @@ from litestar import Request, get, post
 from litestar.datastructures import State
 from litestar.params import JSONBody
 
-from llmbox.engine.hardware.machine import read_cpu
-
 from ...control.controller import DaemonController, Failure
 from ...engines.loaded_model import LoadedModel
+from ...engines.pair_switch import usable_cores
 from ...engines.step_times import recommend_pair
 from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
 from ...models.catalog import BUILTIN, in_memory
-from ...models.load_request import ModelRequest, options_of
+from ...models.load_request import ModelRequest, options_of, show_pair
 from .schema import (
     Config,
     LoadRequest,
@@ -167,7 +165,10 @@ def _queue(supervisor: Supervisor) -> QueueStatus | None:
     forecast = queue.forecast_shortest()
     if forecast is None or info is None:
         return None
-    cores = supervisor.config.threads or _cores()
+    recommended = None
+    if not supervisor.pair_switch.is_on:
+        work, cores = supervisor.stats.work, usable_cores(supervisor.config)
+        recommended = recommend_pair(queue.times.interference, work, info, cores)
     counts, interference = queue.counts, queue.times.interference
     return QueueStatus(
         ttft=forecast.ttft,
@@ -178,13 +179,9 @@ def _queue(supervisor: Supervisor) -> QueueStatus | None:
         problem=queue.never_met,
         prompt_ratio=interference.ratio,
         prompt_share=interference.share,
-        disaggregate=recommend_pair(interference, supervisor.stats.work, info, cores),
+        disaggregate=show_pair(recommended),
+        engines=supervisor.pair_switch.describe(),
     )
-
-
-@cache
-def _cores() -> int:
-    return read_cpu().cores
 
 
 SUMMED = (

@@ -36,6 +36,8 @@ class QueueStatus(Struct, kw_only=True):
     disaggregate: str
     """Cores of `--disaggregate` by which prompts would no longer hold up running requests; empty where they
     do not, or where it is not possible."""
+    engines: str = ""
+    """Engines that `--disaggregate auto` chose, and why; empty without it."""
 
 
 class ModelStatus(Struct, kw_only=True):

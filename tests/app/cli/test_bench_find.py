@@ -103,10 +103,16 @@ def test_what_was_found_is_written(call):
     done = find(call, "--targets", "5000/35.5", "--write")
     assert done.code == 0, done.err
     assert call("config", "get", "limits.admission").out == "slo\n"
-    assert call("config", "get", "model.max_running").out == "3\n"
+    assert call("config", "get", "model.overrides").out == "org/one:max_running=3\n"
+    assert call("config", "get", "model.max_running").out == "auto\n", "other models have their own"
     assert call("config", "get", "usage.targets").out == "org/one=5000/35.5,*=9/9\n"
+    assert "max_running holds for org/one alone" in done.err
+    overrides = "org/one:max_running=9,org/*:ctx=4096,org/one:ctx=512"
+    assert call("config", "set", "model.overrides", overrides).code == 0
     again = find(call, "--write")
     assert "usage.targets" not in again.err
+    kept = "org/one:max_running=3,org/*:ctx=4096,org/one:ctx=512\n"
+    assert call("config", "get", "model.overrides").out == kept
 
 
 @pytest.mark.parametrize(

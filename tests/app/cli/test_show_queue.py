@@ -12,6 +12,7 @@ QUEUE = {
     "prompt_ratio": None,
     "prompt_share": 0.0,
     "disaggregate": "",
+    "engines": "",
 }
 
 
@@ -45,3 +46,4 @@ def test_what_targets_decided_and_prompts_cost():
         "--disaggregate 1:3 keeps them apart"
     )
     assert _note({"info": None, "queue": {**QUEUE, "problem": "too slow"}}) == "too slow"
+    assert _latency({**QUEUE, "engines": "a pair 1:1: prompts"})["engines"] == "a pair 1:1: prompts"

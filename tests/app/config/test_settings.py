@@ -203,3 +203,23 @@ def test_the_template_names_every_key_and_is_valid_with_comments_removed():
 )
 def test_urls_of_collectors(url: str, is_good: bool):
     assert is_collector(url) is is_good
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("max_running=4", "holds entries such as"),
+        ("a:max_running", "holds entries such as"),
+        ("a:max_runing=4", "did you mean model.max_running"),
+        ("a:overrides=b", "unknown key model.overrides"),
+        ("a:max_running=0", "must be between 1"),
+        ("a:max_running=many", "must be a whole number"),
+        ("a:disaggregate=1", "two numbers of cores"),
+    ],
+)
+def test_a_wrong_override_is_told(entry: str, words: str):
+    with pytest.raises(CliError) as told:
+        check_value(schema()["model.overrides"], ("a:ctx=64", entry), "llmbox.toml:3")
+    assert words in f"{told.value.what} {told.value.why}"
+    assert "llmbox.toml:3" in told.value.what
+    assert told.value.exit == Exit.USAGE

@@ -116,7 +116,7 @@ async def test_requests_wait_for_the_start_that_is_tried_and_end_with_it(tmp_pat
 async def test_memory_that_others_took_is_a_failed_try(tmp_path):
     async with given_up(tmp_path) as (supervisor, sleeps, _):
 
-        async def refuse():
+        async def refuse(config):
             raise ApiError(503, "other models fill the memory", "memory_busy")
 
         admit, supervisor.readmit = supervisor.readmit, refuse
@@ -164,5 +164,5 @@ async def test_a_start_after_the_cooldown_takes_no_room_of_the_owners_models(tmp
 
     manager.admit = admit
     model = await manager.load(config(tmp_path))
-    await model.supervisor.readmit()
+    await model.supervisor.readmit(model.config)
     assert asked == [False, True]

@@ -1,6 +1,7 @@
 """Forecasts over the real scheduler, with steps that take a known time by a clock of the test's own."""
 
 import random
+import sys
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -294,6 +295,75 @@ def test_no_admitted_request_misses_a_target_where_steps_take_what_they_took(see
     assert refused > 100
     late = [each for each in admitted if each.ttft > TARGET.ttft or each.tpot > TARGET.tpot]
     assert not late, [(each.forecast, each.ttft, each.tpot) for each in late]
+
+
+def burst(box, draw, count=26):
+    """So many requests at the same moment to an idle engine; those that would be late are refused."""
+    admitted = []
+    for _ in range(count):
+        sent = box.forecast(draw.choice((20, 20, 20, 80)))
+        if sent.forecast.missed(TARGET) and not sent.forecast.is_first:
+            box.queue.refuse([sent.request])
+        else:
+            box.submit(sent)
+            admitted.append(sent)
+    box.run()
+    for sent in admitted:
+        box.queue.settle(sent.forecast, TARGET, sent.ttft, sent.tpot)
+    return [sent for sent in admitted if sent.ttft > TARGET.ttft or sent.tpot > TARGET.tpot], len(admitted)
+
+
+@pytest.mark.parametrize("idle", [0.0, 300.0, 10_000.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_measured_before_a_long_pause_holds_for_the_burst_after_it(box, idle, seed):
+    box.clock.now += idle
+    late, admitted = burst(box, random.Random(seed))
+    assert not late
+    assert 1 < admitted < 26
+
+
+def test_a_burst_whose_steps_are_slower_teaches_the_next_one_and_no_request_alone(box, monkeypatch):
+    draw = random.Random(1)
+    alone = box.forecast(20).forecast.ttft
+    monkeypatch.setattr(sys.modules[__name__], "STEP", 1.6 * STEP)
+    monkeypatch.setattr(sys.modules[__name__], "TOKEN", 1.6 * TOKEN)
+    first, _ = burst(box, draw)
+    assert first, "nobody could know"
+    for _ in range(3):
+        late, admitted = burst(box, draw)
+        assert admitted > 1
+    assert not late
+    assert box.queue.errors[True].ttft.factor > 1.2
+    assert box.queue.errors[False].ttft.factor == 1.0
+    assert box.forecast(20).forecast.ttft < 2 * alone
+
+
+def test_steps_that_become_slower_all_at_once_are_noticed_in_the_same_burst(box, monkeypatch):
+    def forecast_behind_others():
+        for _ in range(4):
+            box.send(200)
+        for _ in range(6):
+            box.step()
+        found = box.forecast(20).forecast.measured_ttft
+        box.run()
+        return found
+
+    usual = forecast_behind_others()
+    monkeypatch.setattr(sys.modules[__name__], "STEP", 2 * STEP)
+    monkeypatch.setattr(sys.modules[__name__], "TOKEN", 2 * TOKEN)
+    assert forecast_behind_others() > 1.6 * usual
+    assert box.queue.times.pace == 1.0, "nothing is open"
+
+
+def test_only_refusals_make_old_times_count_for_less(box):
+    asked = box.forecast(200)
+    before = asked.forecast.ttft
+    box.clock.now += 10_000
+    assert box.forecast(200).forecast.ttft == before
+    for _ in range(40):
+        box.queue.refuse([asked.request])
+        box.clock.now += 10.0
+    assert box.forecast(200).forecast.ttft == pytest.approx(before / 2)
 
 
 def test_errors_of_forecasts_widen_the_next_ones():

@@ -128,15 +128,15 @@ INFO = replace(SCHEDULED, device="cpu", generates=True)
 @pytest.mark.parametrize(
     ("mixed", "prefill_seconds", "facts", "cores", "pair"),
     [
-        ((100, 10.0), 5.0, {}, 8, "2:6"),  # a mixed step takes 10 times as long; prompts took a quarter
-        ((100, 10.0), 0.1, {}, 8, "1:7"),
-        ((100, 10.0), 19.9, {}, 8, "7:1"),
-        ((100, 1.15), 5.0, {}, 8, ""),  # even enough
-        ((10, 10.0), 5.0, {}, 8, ""),  # too few
-        ((100, 10.0), 5.0, {}, 1, ""),
-        ((100, 10.0), 5.0, {"device": "cuda:0"}, 8, ""),
-        ((100, 10.0), 5.0, {"tp": 2}, 8, ""),
-        ((100, 10.0), 5.0, {"disaggregate": (1, 1)}, 8, ""),
+        ((100, 10.0), 5.0, {}, 8, (2, 6)),  # a mixed step takes 10 times as long; prompts took a quarter
+        ((100, 10.0), 0.1, {}, 8, (1, 7)),
+        ((100, 10.0), 19.9, {}, 8, (7, 1)),
+        ((100, 1.15), 5.0, {}, 8, None),  # even enough
+        ((10, 10.0), 5.0, {}, 8, None),  # too few
+        ((100, 10.0), 5.0, {}, 1, None),
+        ((100, 10.0), 5.0, {"device": "cuda:0"}, 8, None),
+        ((100, 10.0), 5.0, {"tp": 2}, 8, None),
+        ((100, 10.0), 5.0, {"disaggregate": (1, 1)}, 8, None),
     ],
 )
 def test_a_pair_of_engines_is_recommended_by_what_was_measured(mixed, prefill_seconds, facts, cores, pair):
@@ -147,6 +147,17 @@ def test_a_pair_of_engines_is_recommended_by_what_was_measured(mixed, prefill_se
     assert recommend_pair(measured, work, replace(INFO, **facts), cores) == pair
 
 
+def test_what_was_long_ago_counts_for_less():
+    measured = Interference()
+    for _ in range(20_000):
+        measured.add(0.01, 2, is_mixed=False)
+    for _ in range(2_000):
+        measured.add(0.05, 2, is_mixed=True)
+    assert (measured.steps, measured.mixed_steps) == (12_000, 2_000)
+    assert measured.ratio == pytest.approx(5.0)
+    assert measured.rows == 2 * 12_000
+
+
 def test_prompts_too_rare_for_a_percentile_recommend_nothing():
     measured = Interference(mixed_steps=100, mixed_seconds=10.0, decode_steps=100_000, decode_seconds=1000.0)
-    assert recommend_pair(measured, StepWork(steps=1, seconds=1.0), INFO, 8) == ""
+    assert recommend_pair(measured, StepWork(steps=1, seconds=1.0), INFO, 8) is None

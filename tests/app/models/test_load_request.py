@@ -17,7 +17,7 @@ REF = ModelRef("org/name", Path("/models/name"), "hub")
 
 def test_every_setting_of_models_reaches_the_engine() -> None:
     """All of them are told back too: `up` compares its flags with them."""
-    names = set(ModelSettings.__dataclass_fields__)
+    names = set(ModelSettings.__dataclass_fields__) - {"overrides"}
     assert set(options_of(ModelRequest(REF).config(ModelSettings()))) == names
 
 
@@ -29,6 +29,18 @@ def test_the_share_of_premium_keys_is_a_setting_and_an_option(share: float) -> N
     assert ModelRequest(REF, options={"model.premium_share": 0.5}).config(defaults).premium_share == 0.5
     assert options_of(config)["premium_share"] == share
     assert EngineConfig(model_path="", name="").premium_share == 0.0
+
+
+def test_a_models_own_settings_come_before_those_of_all_and_after_a_loads_options() -> None:
+    entries = ("org/*:max_running=4", "org/name:max_running=9", "*:disaggregate=auto", "q8:ctx=64")
+    defaults = replace(ModelSettings(), max_running=16, overrides=entries)
+    config = ModelRequest(REF).config(defaults)
+    assert (config.max_running, config.auto_disaggregate, config.context) == (4, True, None)
+    assert options_of(config)["disaggregate"] == "auto"
+    asked = ModelRequest(REF, options={"model.max_running": 2, "model.disaggregate": "1:1"}).config(defaults)
+    assert (asked.max_running, asked.disaggregate, asked.auto_disaggregate) == (2, (1, 1), False)
+    other = ModelRequest(replace(REF, name="q8")).config(defaults)
+    assert (other.max_running, other.context) == (16, 64)
 
 
 def test_encoders_run_on_the_cpu_of_a_machine_with_gpus_too(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
@@ -14,6 +15,8 @@ from llmbox.app.config.settings import Settings
 from llmbox.app.models.catalog import resolve
 from llmbox.app.models.load_request import ModelRequest
 from llmbox.app.models.registry import NameLookup
+from llmbox.engine.ipc.messages import AddRequest, RequestOutput
+from llmbox.engine.sampling_params import SamplingParams
 from support.tiny_models import make_tiny_model
 
 ray = pytest.importorskip("ray", reason="llmbox[ray] is not installed")
@@ -61,10 +64,10 @@ async def complete(client, prompt, **more):
     return answer.json()
 
 
-async def stream(client, prompt, first=None):
-    """Token ids of a streamed completion. `first` is set at the first of them."""
+async def stream(client, prompt, begun=None):
+    """Token ids of a streamed completion. `begun` counts those that have one."""
     ids = []
-    body = {**GREEDY, "prompt": prompt, "stream": True, "return_token_ids": True, "max_tokens": 200}
+    body = {**GREEDY, "prompt": prompt, "stream": True, "return_token_ids": True, "max_tokens": 150}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
@@ -72,14 +75,14 @@ async def stream(client, prompt, first=None):
                 chunk = json.loads(line[6:])
                 assert "error" not in chunk, chunk
                 for choice in chunk["choices"]:
+                    if begun is not None and not ids:
+                        begun.release()
                     ids += choice.get("token_ids") or []
-                if first is not None:
-                    first.set()
     return ids
 
 
 def client_of(url):
-    return httpx.AsyncClient(base_url=url, timeout=60)
+    return httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None))
 
 
 async def test_tokens_are_those_of_a_direct_engine(url, tmp_path):
@@ -117,22 +120,59 @@ async def test_a_wrong_key_is_refused(url):
     assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-async def test_streams_of_a_killed_replica_go_on(url):
-    prompts = [[5 + number % 40, 6, 7 + number // 40] for number in range(40)]
+async def test_of_200_streams_none_is_lost_with_a_killed_replica(url):
+    """Half of them run in that replica or wait in its queue."""
+    prompts = [[5 + number % 40, 6, 7 + number // 40] for number in range(200)]
     async with client_of(url) as client:
         wanted = await asyncio.gather(*(stream(client, each) for each in prompts))
-        begun = asyncio.Event()
+        begun = asyncio.Semaphore(0)
         tasks = [asyncio.create_task(stream(client, each, begun)) for each in prompts]
-        await begun.wait()
-        os.kill(replica_pid(), signal.SIGKILL)
-        assert await asyncio.gather(*tasks) == wanted
+        for _ in range(60):  # more than run at once: all are sent by now
+            await begun.acquire()
+        os.kill(replica_pids()[0], signal.SIGKILL)
+        answers = await asyncio.gather(*tasks)
+    lost = [number for number, (got, full) in enumerate(zip(answers, wanted, strict=True)) if got != full]
+    assert not lost
+    assert all(len(each) == 150 for each in answers)
     front = serve.get_deployment_handle("front", "llmbox")
-    assert await front.resumed.remote() > 0
+    assert await front.resumed.remote() >= 20, "it had many of them"
 
 
-def replica_pid():
-    """Pid of the process of one replica, whose engine ends with it."""
-    titles = {
-        each.pid: " ".join(each.cmdline()) for each in psutil.process_iter() if each.status() != "zombie"
-    }
-    return next(pid for pid, title in titles.items() if title.startswith("ray::ServeReplica:llmbox:engines"))
+async def test_a_replica_of_another_version_refuses_with_both_fingerprints(url):
+    """As one does that outlives the deployment of a front with another model."""
+    request = AddRequest(request_id="other", prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=4))
+    engines = serve.get_deployment_handle("engines", "llmbox")
+    calls = engines.options(stream=True).generate.remote(msgspec.msgpack.encode(request), [], "another")
+    (output,) = [msgspec.msgpack.decode(each, type=RequestOutput) async for each in calls]
+    assert (output.finish_reason, output.error_code) == ("error", "replica_mismatch")
+    assert "than this front (another). Deploy it again: llmbox ray deploy." in output.error_message
+
+
+async def test_without_replicas_requests_are_answered_or_told_when_to_come_again(url):
+    prompts = [[5 + number, 9, 7] for number in range(12)]
+    async with client_of(url) as client:
+        wanted = await asyncio.gather(*(complete(client, each, return_token_ids=True) for each in prompts))
+        for pid in replica_pids():
+            os.kill(pid, signal.SIGKILL)
+
+        async def ask(number):
+            """Ask until it is answered, and return the refusals before that."""
+            refusals = []
+            body = {**GREEDY, "prompt": prompts[number], "return_token_ids": True}
+            while (answer := await client.post("/v1/completions", json=body)).status_code == 503:
+                refusals.append(answer)
+                await asyncio.sleep(0.2)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["token_ids"] == wanted[number]["choices"][0]["token_ids"]
+            return refusals
+
+        told = [each for refusals in await asyncio.gather(*map(ask, range(12))) for each in refusals]
+    assert {each.json()["error"]["code"] for each in told} <= {"no_replica"}
+    assert all(int(each.headers["Retry-After"]) >= 1 for each in told)
+
+
+def replica_pids():
+    """Pids of the processes of this Ray's replicas, whose engines end with them."""
+    children = psutil.Process().children(recursive=True)
+    titles = {each.pid: " ".join(each.cmdline()) for each in children if each.status() != "zombie"}
+    return [pid for pid, title in titles.items() if title.startswith("ray::ServeReplica:llmbox:engines")]

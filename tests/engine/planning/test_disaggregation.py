@@ -43,6 +43,7 @@ def test_what_is_no_pair_is_refused(text):
 
 def test_a_pair_is_read():
     assert (parse_disaggregate("2:6"), parse_disaggregate("")) == ((2, 6), None)
+    assert parse_disaggregate("auto") is None, "it begins with one engine"
 
 
 def test_the_plan_counts_the_prefill_engine():

@@ -115,6 +115,7 @@ TITLES = {
     "model.deterministic": "Deterministic kernels only",
     "model.overlap": "Overlapped scheduling on a GPU",
     "model.cuda_graphs": "CUDA graphs",
+    "model.overrides": "Settings of single models",
     "memory.budget": "Memory of all models",
     "memory.ttl": "Unload idle models after",
     "memory.spare_engine": "Spare engine process",
