@@ -12,13 +12,11 @@ from .families import (
     ernie_fields,
     gpt_oss_fields,
     granite_fields,
-    granite_hybrid_fields,
-    lfm2_fields,
+    hunyuan_moe_fields,
+    llama4_fields,
     llama_fields,
-    mamba2_fields,
     minimax_fields,
     mistral3_fields,
-    nemotron_h_fields,
     nothing_more,
     olmo2_fields,
     olmoe_fields,
@@ -31,17 +29,30 @@ from .families import (
     windows_by_type,
 )
 from .gemma import gemma3n_fields, gemma4_fields, gemma_fields
+from .hybrids import (
+    falcon_h1_fields,
+    granite_hybrid_fields,
+    kimi_linear_fields,
+    lfm2_fields,
+    lfm2_moe_fields,
+    mamba2_fields,
+    nemotron_h_fields,
+)
 from .names import (
     DELTA,
+    FALCON_H1,
     GEMMA3N,
     GEMMA4,
     GLM4,
     GRANITE,
+    KIMI,
     LATE_NORM,
     LAYER,
+    LLAMA4,
     MIXER,
     SANDWICH,
     SHORT_CONV,
+    SHORT_CONV_MOE,
     STACKED,
     Names,
 )
@@ -98,6 +109,8 @@ _NEMOTRON_H = GgufArchitecture(
     activation="",
     fields=nemotron_h_fields,
 )
+_HUNYUAN = GgufArchitecture(name="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense")
+_LFM2 = GgufArchitecture(name="Lfm2ForCausalLM", model_type="lfm2", layer=SHORT_CONV, fields=lfm2_fields)
 _ERNIE = GgufArchitecture(name="Ernie4_5ForCausalLM", model_type="ernie4_5", fields=ernie_fields)
 _COHERE = GgufArchitecture(name="CohereForCausalLM", model_type="cohere", fields=cohere_fields)
 _GLM4_MOE = GgufArchitecture(
@@ -147,7 +160,19 @@ ARCHITECTURES: Final = {
         is_partial=True,
         fields=granite_hybrid_fields,
     ),
-    "lfm2": GgufArchitecture(name="Lfm2ForCausalLM", model_type="lfm2", layer=SHORT_CONV, fields=lfm2_fields),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2, name="Lfm2MoeForCausalLM", model_type="lfm2_moe", layer=SHORT_CONV_MOE, fields=lfm2_moe_fields
+    ),
+    "falcon-h1": GgufArchitecture(
+        name="FalconH1ForCausalLM", model_type="falcon_h1", layer=FALCON_H1, fields=falcon_h1_fields
+    ),
+    "kimi-linear": GgufArchitecture(
+        name="KimiLinearForCausalLM", model_type="kimi_linear", layer=KIMI, fields=kimi_linear_fields
+    ),
+    "llama4": GgufArchitecture(
+        name="Llama4ForCausalLM", model_type="llama4_text", layer=LLAMA4, fields=llama4_fields
+    ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "mamba2": GgufArchitecture(
@@ -173,7 +198,13 @@ ARCHITECTURES: Final = {
     "cohere2": replace(_COHERE, name="Cohere2ForCausalLM", model_type="cohere2"),
     "ernie4_5": _ERNIE,
     "ernie4_5-moe": replace(_ERNIE, name="Ernie4_5_MoeForCausalLM", model_type="ernie4_5_moe"),
-    "hunyuan-dense": GgufArchitecture(name="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense"),
+    "hunyuan-dense": _HUNYUAN,
+    "hunyuan-moe": replace(
+        _HUNYUAN,
+        name="HunYuanMoEV1ForCausalLM",
+        model_type="hunyuan_v1_moe",
+        fields=hunyuan_moe_fields,
+    ),
     "seed_oss": GgufArchitecture(name="SeedOssForCausalLM", model_type="seed_oss", layer=LATE_NORM),
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, name="Gemma2ForCausalLM", model_type="gemma2", layer=SANDWICH),
@@ -201,10 +232,13 @@ Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in
 """
 
 MISSING: Final = {
-    "falcon-h1": "multipliers that are inside its weights",
-    "kimi-linear": "convolutions in three tensors",
-    "lfm2moe": "experts beside short convolutions",
-    "llama4": "attention within chunks",
+    "bert": "encoders",
+    "gemma-embedding": "encoders",
+    "jina-bert-v2": "encoders",
+    "jina-bert-v3": "encoders",
+    "modern-bert": "encoders",
+    "nomic-bert": "encoders",
+    "nomic-bert-moe": "encoders",
 }
 """Missing parts of a reader of architectures that are served from safetensors."""
 

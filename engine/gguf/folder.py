@@ -18,7 +18,7 @@ from ..model_config.shape import DTYPE_BYTES
 from ..model_config.vision.families import IMAGE_PROBLEM
 from .config import RopeFactors, config_of, dtype_of, generation_of, rope_factors
 from .projector import PROJECTOR_FAMILIES, read_projector, with_vision
-from .reader import FLOATS, GgufFile
+from .reader import BLOCKS, FLOATS, GgufFile
 
 LINK = "llmbox.gguf"
 """Name of the link to the file; of a model in several files, to the first. It is one that no repository has:
@@ -65,7 +65,7 @@ def describe_blocks(gguf: GgufFile) -> dict[str, Any] | None:
     return {
         "quant_method": "gguf",
         "types": types,
-        "unit": max(GGUF_QUANTS[kind].unit for kind in types),
+        "unit": max(32, *(BLOCKS[kind][0] for kind in types if kind in GGUF_QUANTS)),
         "bytes_per_weight": {name: _bytes_per_weight(entries, wide) for name, entries in groups.items()},
     }
 
@@ -73,7 +73,8 @@ def describe_blocks(gguf: GgufFile) -> dict[str, Any] | None:
 def _bytes_per_weight(entries: Sequence[TensorEntry], wide: int) -> float:
     weights = sum(prod(entry.shape) for entry in entries)
     sizes = (
-        prod(entry.shape) * (wide if entry.dtype in FLOATS else GGUF_QUANTS[entry.dtype].bytes_per_weight)
+        prod(entry.shape)
+        * (GGUF_QUANTS[entry.dtype].bytes_per_weight if entry.dtype in GGUF_QUANTS else wide)
         for entry in entries
     )
     return round(sum(sizes) / max(1, weights), 6) or float(wide)

@@ -33,8 +33,16 @@ def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     found: Shapes = {}
     if kind == "full_attention":
         found |= _latent(gguf, config) if config.get("kv_lora_rank") else _attention(gguf, config, layer)
+        if "mamba_d_ssm" in config:
+            found |= _mamba(gguf, config)
     elif kind == "linear_attention":
-        found |= _delta(config) if "linear_num_key_heads" in config else _mamba(gguf, config)
+        found |= (
+            _delta(config)
+            if "linear_num_key_heads" in config
+            else _kimi_delta(config)
+            if "linear_head_dim" in config
+            else _mamba(gguf, config)
+        )
     elif kind == "conv":
         hidden = config["hidden_size"]
         found |= {"shortconv.in_proj": (3 * hidden, hidden), "shortconv.out_proj": (hidden, hidden)}
@@ -114,10 +122,21 @@ def _delta(config: dict[str, Any]) -> Shapes:
     }
 
 
+def _kimi_delta(config: dict[str, Any]) -> Shapes:
+    hidden, inner = config["hidden_size"], config["linear_head_dim"]
+    rows = config["linear_num_heads"] * inner
+    return {
+        **{f"attn_{part}": (rows, hidden) for part in "qkv"},
+        **{f"ssm_{gate}_a": (inner, hidden) for gate in "fg"},
+        **{f"ssm_{gate}_b": (rows, inner) for gate in "fg"},
+        "attn_output": (hidden, rows),
+    }
+
+
 def _mlp(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     if "num_attention_heads" not in config:
         return {}
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner = config["hidden_size"], config.get("intermediate_size_mlp") or config["intermediate_size"]
     inner = inner[layer] if isinstance(inner, list) else inner
     own = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
     if config.get("use_double_wide_mlp") and layer >= own:
