@@ -310,3 +310,22 @@ def llama4_fields(gguf: GgufFile, config: Config) -> Config:
     if gguf.value("attention.sliding_window") == 0:
         found |= {"layer_types": [FULL] * layers, "no_rope_layers": [1] * layers}
     return found
+
+
+def bert_fields(gguf: GgufFile, _config: Config) -> Config:
+    types = gguf.tensors.get("token_types.weight")
+    return {
+        "layer_norm_eps": gguf.number("attention.layer_norm_epsilon", 1e-12),
+        "type_vocab_size": 0 if types is None else types.shape[0],
+    }
+
+
+def nomic_fields(gguf: GgufFile, config: Config) -> Config:
+    biases = {"qkv_proj_bias": "attn_qkv", "mlp_fc1_bias": "ffn_up", "mlp_fc2_bias": "ffn_down"}
+    found = {key: f"blk.0.{name}.bias" in gguf.tensors for key, name in biases.items()}
+    return bert_fields(gguf, config) | found
+
+
+def jina_fields(gguf: GgufFile, config: Config) -> Config:
+    more = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    return bert_fields(gguf, config) | more

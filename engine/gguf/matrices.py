@@ -6,6 +6,7 @@ from llmbox.kernels.activation import UNGATED
 
 from ..checkpoint.safetensors import shown
 from ..errors import ModelError
+from .architectures import architecture_of
 from .config import config_of
 from .reader import GgufFile
 
@@ -29,6 +30,8 @@ def check_matrices(gguf: GgufFile) -> None:
 
 def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     """Return the shapes of a layer's matrices by their names in GGUF."""
+    if architecture_of(gguf).is_encoder:
+        return _encoder(gguf, config, layer)
     kind = kind_of(config, layer)
     found: Shapes = {}
     if kind == "full_attention":
@@ -49,6 +52,20 @@ def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     if "layers_block_type" not in config or kind in ("mlp", "moe"):
         found |= _mlp(gguf, config, layer)
     return found
+
+
+def _encoder(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    rows = {"attn_q": hidden, "attn_k": hidden, "attn_v": hidden}
+    if f"blk.{layer}.attn_qkv.weight" in gguf.tensors:
+        rows = {"attn_qkv": 3 * hidden}
+    names, is_gated = architecture_of(gguf).layer, config["model_type"] != "bert"
+    if "mlp.gate_up_proj" in names:
+        rows["ffn_up"] = 2 * inner
+    else:
+        rows |= dict.fromkeys(("ffn_up", "ffn_gate") if is_gated else ("ffn_up",), inner)
+    found: Shapes = {name: (count, hidden) for name, count in rows.items()}
+    return found | {"attn_output": (hidden, hidden), "ffn_down": (hidden, inner)}
 
 
 def kind_of(config: dict[str, Any], layer: int) -> str:

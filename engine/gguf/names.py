@@ -15,6 +15,9 @@ _OUTSIDE: Final = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
+    "model.embed_norm": "token_embd_norm",
+    "model.embed_positions": "position_embd",
+    "model.embed_types": "token_types",
     "model.final_layernorm": "output_norm",
     "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
@@ -144,6 +147,16 @@ KIMI: Final[Names] = LAYER | {
     **{f"block_sparse_moe.shared_experts.{part}": name for part, name in _SHARED.items()},
 }
 """Names in layers with Kimi delta attention or latent attention."""
+BERT: Final[Names] = {
+    **{name: place for name, place in LAYER.items() if name.startswith(("self_attn.", "mlp."))},
+    "post_attention_layernorm": "attn_output_norm",
+    "post_feedforward_layernorm": "layer_output_norm",
+}
+"""Names in layers of encoders, which `engine/model/encoder.py` calls as those of decoders."""
+STACKED_BERT: Final[Names] = {
+    **{name: place for name, place in BERT.items() if name not in ("mlp.gate_proj", "mlp.up_proj")},
+    "mlp.gate_up_proj": "ffn_up",
+}
 MIXER: Final[Names] = {
     "norm": "attn_norm",
     **{f"mixer.{part}": name for part, name in _MAMBA.items()},
