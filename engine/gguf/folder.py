@@ -136,7 +136,7 @@ def pooling_files(gguf: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{gguf.path}: encoders with a head (rerankers) cannot be read from GGUF")
     if kind == 0:
         return {}
-    if kind not in _POOLINGS:
+    if type(kind) is not int or kind not in _POOLINGS:
         raise ModelError(
             f"{gguf.path}: {gguf.architecture}.pooling_type is {str(kind)[:80]}, 0 to 4 is known"
         )

@@ -6,6 +6,7 @@ vocab.cpp; what is built here is the tokenizer.json of the models that they come
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -231,6 +232,8 @@ def _of_words(words: _Words) -> Tokenizer:
     if len(known) != len(whole):
         raise _unknown("two of its words are the same")
     unknown = words.named("unknown") or "[UNK]"
+    if unknown not in known:
+        raise _unknown("it has no token for unknown words")
     tokenizer = Tokenizer(models.WordPiece(known, unk_token=unknown))
     lower = not any(any(map(str.isupper, word)) for word in known if not _is_bracketed(word))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
@@ -257,7 +260,12 @@ def _of_scores(words: _Words) -> Tokenizer:
     pieces = list(zip(words.words, words.scores, strict=True))
     unknown = words.words.index(number) if number is not None else 0
     tokenizer = Tokenizer(models.Unigram(pieces, unknown, byte_fallback=_BYTE in words.kinds))
-    steps: list[Any] = [normalizers.Precompiled(words.charsmap)] if words.charsmap else []
+    steps: list[Any] = []
+    if words.charsmap:
+        try:
+            steps.append(normalizers.Precompiled(words.charsmap))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise _unknown(f"its table of normalization cannot be read ({error})") from None
     steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
     tokenizer.normalizer = normalizers.Sequence(steps)
     scheme = "always" if words.space_prefix else "never"
@@ -269,7 +277,7 @@ def _of_scores(words: _Words) -> Tokenizer:
 def _around(words: _Words) -> Any:
     """Return what puts an encoder's special tokens around texts. XLM-R ends the first of a pair twice."""
     first, last = words.named("cls") or words.named("bos"), words.named("seperator") or words.named("eos")
-    if first is None or last is None:
+    if first is None or last is None or any(re.search(r"[\s:$]", each) for each in (first, last)):
         raise _unknown("it does not name the tokens around a text")
     between, second = (f"{last}:0", "1") if words.kind == "bert" else (f"{last}:0 {last}:0", "0")
     return processors.TemplateProcessing(

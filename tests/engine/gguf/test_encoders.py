@@ -4,6 +4,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -155,12 +156,16 @@ def test_import_refuses_them(tmp_path: Path) -> None:
         convert(read_gguf(file), tmp_path / "out", None, None, 1, lambda _done, _total: None)
 
 
-def test_rerankers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pooling", "why"),
+    [(gguf.PoolingType.RANK, "rerankers"), (SimpleNamespace(value=9), "pooling_type is 9, 0 to 4 is known")],
+)
+def test_rerankers_and_unknown_poolings_are_refused(tmp_path: Path, pooling: Any, why: str) -> None:
     source = make_source(tmp_path / "model", "bert")
-    file = write_encoder(source, tmp_path / "t.gguf", "bert", pooling_type=gguf.PoolingType.RANK)
+    file = write_encoder(source, tmp_path / "t.gguf", "bert", pooling_type=pooling)
     with pytest.raises(CliError, match="cannot be served") as refused:
         folder_of(file, tmp_path / "home")
-    assert "rerankers" in str(refused.value.why)
+    assert why in str(refused.value.why)
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")

@@ -169,11 +169,12 @@ def test_a_layer_that_predicts_tokens_drafts_as_that_of_the_source(
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     file = tmp_path / "encoder.gguf"
-    writer = gguf.GGUFWriter(file, "bert")
+    writer = gguf.GGUFWriter(file, "modern-bert")
     writer.add_block_count(2)
     write_all(writer)
     with pytest.raises(
-        UnsupportedArchitecture, match=r"'bert' cannot be read from GGUF: .* encoders is missing"
+        UnsupportedArchitecture,
+        match=r"'modern-bert' cannot be read from GGUF: .* both directions is missing",
     ):
         config_of(read_gguf(file))
 

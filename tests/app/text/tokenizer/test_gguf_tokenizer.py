@@ -260,8 +260,13 @@ def test_unigrams_of_xlm_r(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_encoders_without_tokens_around_texts_are_refused(tmp_path: Path) -> None:
+def test_encoders_with_a_damaged_vocabulary_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not name the tokens around a text"):
         write_tokenizer(encoder_metadata("bert", ["[UNK]", "▁a"]), tmp_path)
+    with pytest.raises(ModelError, match="has no token for unknown words"):
+        write_tokenizer(encoder_metadata("bert", ["a", "b"]), tmp_path)
+    table = {"scores": [0.0], "precompiled_charsmap": [9, 9, 9]}
+    with pytest.raises(ModelError, match="table of normalization cannot be read"):
+        write_tokenizer(encoder_metadata("t5", ["a"], **table), tmp_path)
     with pytest.raises(ModelError, match="two of its words are the same"):
         write_tokenizer(encoder_metadata("bert", ["a", f"{SPACE}##a"]), tmp_path)
