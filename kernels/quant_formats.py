@@ -13,21 +13,38 @@ UNQUANTIZED_KINDS: frozenset[Kind] = frozenset({"router", "table"})
 """Kinds that no format quantizes."""
 
 
-BlockGrid = Literal["", "centered", "table", "minimums", "k_minimums", "k_pairs", "k_signed", "k_table"]
+BlockGrid = Literal[
+    "", "centered", "table", "minimums", "k_minimums", "k_pairs", "k_signed", "k_table", "k_iq1", "k_iq2",
+    "k_iq3_xxs", "k_iq3_s",
+]  # fmt: skip
 """Meaning of the numbers n of a block of a GGUF file, with its scale d, and m:
 
-    centered    d * (n - 2^(bits - 1))
-    table       d * `IQ4_VALUES`[n]
+    centered    d * (n - `zero`)
+    table       d * value of n in `BLOCK_TABLES`
     minimums    d * n + m
     k_minimums  d * s * n - m * t, with bytes s and t for each 32 inputs
     k_pairs     the same for each 16 inputs, s and t in one byte
-    k_signed    d * s * (n - 2^(bits - 1)), with a signed byte s for each 16 inputs
-    k_table     d * s * `IQ4_VALUES`[n], with a signed byte s for each 32 inputs
+    k_signed    d * s * (n - `zero`), with a signed byte s for each 16 inputs
+    k_table     d * s * value of n, with a signed byte s for each 32 inputs
+    k_iq3_…     the same
+    k_iq1, _iq2 the same for each 16 inputs
 """
-IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+BLOCK_TABLES: Final[dict[BlockGrid, tuple[tuple[int, ...], float]]] = {
+    "table": (_IQ4, 1.0),
+    "k_table": (_IQ4, 1.0),
+    "k_iq1": ((-9, -7, -1, 1, 7, 9), 1 / 8),
+    "k_iq2": ((-43, -25, -8, 8, 25, 43), 1 / 8),
+    "k_iq3_xxs": ((-62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62), 1 / 4),
+    "k_iq3_s": (tuple(range(-15, 16, 2)), 1.0),
+}
+"""Values of numbers by grid, and the power of two that each is multiplied by. Products with a scale and a
+byte are exact in float32, so that a weight is that of ggml in any order of them.
+"""
 _BLOCK_SCALES: Final[dict[BlockGrid, float]] = {
     "centered": 2 / 32, "table": 2 / 32, "minimums": 4 / 32, "k_minimums": 20 / 256, "k_pairs": 20 / 256,
-    "k_signed": 18 / 256, "k_table": 10 / 256,
+    "k_signed": 18 / 256, "k_table": 10 / 256, "k_iq1": 18 / 256, "k_iq2": 18 / 256, "k_iq3_xxs": 10 / 256,
+    "k_iq3_s": 10 / 256,
 }  # fmt: skip
 """Bytes of scales for each weight of blocks in memory."""
 
@@ -93,9 +110,14 @@ class Quant:
         return 256 if self.grid.startswith("k_") else self.group
 
     @property
+    def zero(self) -> int:
+        """Number that stands for 0 in grids that are centered: half of all, or 1 of ternary weights."""
+        return 1 if self.bits == 2 else 1 << (self.bits - 1)
+
+    @property
     def span(self) -> int:
         """Number of inputs with one byte of a unit's scales."""
-        return 16 if self.grid in {"k_pairs", "k_signed"} else 32
+        return 16 if self.grid in {"k_pairs", "k_signed", "k_iq1", "k_iq2"} else 32
 
     def shared(self, inputs: int) -> int:
         """Return the number of these inputs that share a scale."""
@@ -149,6 +171,8 @@ class BlockSizes:
     table: float
     """Bytes in the input embedding, where it is not the head."""
     unit: int
+    has_dequantized: bool = False
+    """True if weights of some types are dequantized at load: those of `GGUF_DEQUANTIZED`."""
 
 
 def _stored(name: str, bits: int, group: int, **kind: Any) -> Quant:
@@ -193,7 +217,20 @@ GGUF_QUANTS: Final[dict[str, Quant]] = {
     "Q6_K": _stored("q6_k", 6, 32, grid="k_signed"),
     "IQ4_NL": _stored("iq4_nl", 4, 32, grid="table"),
     "IQ4_XS": _stored("iq4_xs", 4, 32, grid="k_table"),
+    "IQ1_S": _stored("iq1", 3, 32, grid="k_iq1"),
+    "IQ1_M": _stored("iq1", 3, 32, grid="k_iq1"),
+    "IQ2_XXS": _stored("iq2", 3, 32, grid="k_iq2"),
+    "IQ2_XS": _stored("iq2", 3, 32, grid="k_iq2"),
+    "IQ2_S": _stored("iq2", 3, 32, grid="k_iq2"),
+    "IQ3_XXS": _stored("iq3_xxs", 4, 32, grid="k_iq3_xxs"),
+    "IQ3_S": _stored("iq3_s", 4, 32, grid="k_iq3_s"),
+    "TQ1_0": _stored("tq", 2, 32, grid="centered"),
+    "TQ2_0": _stored("tq", 2, 32, grid="centered"),
 }
-"""Formats that hold the numbers of ggml's blocks, by the name of the type."""
+"""Formats that hold the numbers of ggml's blocks, by the name of the type. Types whose blocks name rows of a
+table of patterns (IQ1 to IQ3) are held weight by weight, which takes more memory than in the file.
+"""
+GGUF_DEQUANTIZED: Final = frozenset({"NVFP4"})
+"""Types of ggml's blocks that no kernel has."""
 KERNEL_QUANTS: Final = QUANTS | {quant.name: quant for quant in GGUF_QUANTS.values()}
 """All formats that a packed weight can have, by name."""

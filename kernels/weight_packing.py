@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .quant_formats import IQ4_VALUES, Kind, Quant
+from .quant_formats import BLOCK_TABLES, Kind, Quant
 from .quantize_int import e2m1_nibbles, to_nibbles
 
 __all__ = ["BlockWeight", "Kind", "Packing", "QuantizedWeight", "StoredWeights", "scale_dtype"]
@@ -97,10 +97,11 @@ class BlockWeight:
             if minimums_OS is not None and leasts_OP is not None:
                 minimums_OS = -(minimums_OS.repeat_interleave(each, 1) * leasts_OP)
         numbers = self.numbers_OI.float()
-        if quant.grid.endswith("table"):
-            numbers = torch.tensor(IQ4_VALUES, dtype=torch.float32)[self.numbers_OI.int()]
+        if quant.grid in BLOCK_TABLES:
+            values, factor = BLOCK_TABLES[quant.grid]
+            numbers = (torch.tensor(values) * factor)[self.numbers_OI.int()]
         elif minimums_OS is None:
-            numbers = numbers - (1 << (quant.bits - 1))
+            numbers = numbers - quant.zero
         outputs, inputs = numbers.shape
         weights = scales_OS.unsqueeze(-1) * numbers.view(outputs, -1, span)
         if minimums_OS is not None:

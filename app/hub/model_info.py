@@ -221,7 +221,7 @@ def _facts(
     elif not isinstance(config.stored, GgufFormat):
         check_tensors(config.stored, split_experts(config.stored, {each.name: each for each in entries}))
     extra = range(config.num_layers, config.num_layers + config.extra_layers)
-    layers_of_drafts = ("mtp.", *(f"model.layers.{layer}." for layer in extra))
+    layers_of_drafts = ("mtp.", *(f"{at}.{layer}." for layer in extra for at in ("model.layers", "blk")))
     counted = [
         e
         for e in entries

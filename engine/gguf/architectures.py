@@ -7,18 +7,19 @@ from typing import Final
 from ..errors import UnsupportedArchitecture
 from .families import (
     Config,
+    bert_fields,
     cohere_fields,
     deepseek2_fields,
     ernie_fields,
     gpt_oss_fields,
     granite_fields,
-    granite_hybrid_fields,
-    lfm2_fields,
+    hunyuan_moe_fields,
+    jina_fields,
+    llama4_fields,
     llama_fields,
-    mamba2_fields,
     minimax_fields,
     mistral3_fields,
-    nemotron_h_fields,
+    nomic_fields,
     nothing_more,
     olmo2_fields,
     olmoe_fields,
@@ -30,19 +31,36 @@ from .families import (
     window_fields,
     windows_by_type,
 )
-from .gemma import gemma3n_fields, gemma4_fields, gemma_fields
+from .mixed_layers import (
+    falcon_h1_fields,
+    gemma3n_fields,
+    gemma4_fields,
+    gemma_fields,
+    granite_hybrid_fields,
+    kimi_linear_fields,
+    lfm2_fields,
+    lfm2_moe_fields,
+    mamba2_fields,
+    nemotron_h_fields,
+)
 from .names import (
+    BERT,
     DELTA,
+    FALCON_H1,
     GEMMA3N,
     GEMMA4,
     GLM4,
     GRANITE,
+    KIMI,
     LATE_NORM,
     LAYER,
+    LLAMA4,
     MIXER,
     SANDWICH,
     SHORT_CONV,
+    SHORT_CONV_MOE,
     STACKED,
+    STACKED_BERT,
     Names,
 )
 from .reader import GgufFile
@@ -65,6 +83,7 @@ class GgufArchitecture:
     """`hidden_act` of config.json, which a file does not say; empty: config.json has it otherwise."""
     is_partial: bool = False
     """RoPE may rotate a part of each head."""
+    is_encoder: bool = False
     has_attention: bool = True
     """False if no layer has attention, or layers have heads that only `fields` reads."""
     fields: Callable[[GgufFile, Config], Config] = nothing_more
@@ -98,8 +117,18 @@ _NEMOTRON_H = GgufArchitecture(
     activation="",
     fields=nemotron_h_fields,
 )
+_HUNYUAN = GgufArchitecture(name="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense")
+_LFM2 = GgufArchitecture(name="Lfm2ForCausalLM", model_type="lfm2", layer=SHORT_CONV, fields=lfm2_fields)
 _ERNIE = GgufArchitecture(name="Ernie4_5ForCausalLM", model_type="ernie4_5", fields=ernie_fields)
 _COHERE = GgufArchitecture(name="CohereForCausalLM", model_type="cohere", fields=cohere_fields)
+_BERT = GgufArchitecture(
+    name="BertModel",
+    model_type="bert",
+    layer=BERT,
+    activation="gelu",
+    is_encoder=True,
+    fields=bert_fields,
+)
 _GLM4_MOE = GgufArchitecture(
     name="Glm4MoeForCausalLM",
     model_type="glm4_moe",
@@ -147,7 +176,19 @@ ARCHITECTURES: Final = {
         is_partial=True,
         fields=granite_hybrid_fields,
     ),
-    "lfm2": GgufArchitecture(name="Lfm2ForCausalLM", model_type="lfm2", layer=SHORT_CONV, fields=lfm2_fields),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2, name="Lfm2MoeForCausalLM", model_type="lfm2_moe", layer=SHORT_CONV_MOE, fields=lfm2_moe_fields
+    ),
+    "falcon-h1": GgufArchitecture(
+        name="FalconH1ForCausalLM", model_type="falcon_h1", layer=FALCON_H1, fields=falcon_h1_fields
+    ),
+    "kimi-linear": GgufArchitecture(
+        name="KimiLinearForCausalLM", model_type="kimi_linear", layer=KIMI, fields=kimi_linear_fields
+    ),
+    "llama4": GgufArchitecture(
+        name="Llama4ForCausalLM", model_type="llama4_text", layer=LLAMA4, fields=llama4_fields
+    ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "mamba2": GgufArchitecture(
@@ -173,7 +214,13 @@ ARCHITECTURES: Final = {
     "cohere2": replace(_COHERE, name="Cohere2ForCausalLM", model_type="cohere2"),
     "ernie4_5": _ERNIE,
     "ernie4_5-moe": replace(_ERNIE, name="Ernie4_5_MoeForCausalLM", model_type="ernie4_5_moe"),
-    "hunyuan-dense": GgufArchitecture(name="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense"),
+    "hunyuan-dense": _HUNYUAN,
+    "hunyuan-moe": replace(
+        _HUNYUAN,
+        name="HunYuanMoEV1ForCausalLM",
+        model_type="hunyuan_v1_moe",
+        fields=hunyuan_moe_fields,
+    ),
     "seed_oss": GgufArchitecture(name="SeedOssForCausalLM", model_type="seed_oss", layer=LATE_NORM),
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, name="Gemma2ForCausalLM", model_type="gemma2", layer=SANDWICH),
@@ -193,18 +240,24 @@ ARCHITECTURES: Final = {
         has_attention=False,
         fields=gemma4_fields,
     ),
+    "bert": _BERT,
+    "nomic-bert": replace(
+        _BERT, name="NomicBertModel", model_type="nomic_bert", activation="silu", fields=nomic_fields
+    ),
+    "jina-bert-v2": replace(_BERT, name="JinaBertModel", model_type="jina_bert", fields=jina_fields),
 }
-"""Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2.
+"""Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2,
+RoBERTa and XLM-R bert, without the rows of positions that stand for padding.
 Texts of a Qwen-VL are those of a Qwen: its file holds the language part, and positions in pictures are not
 used.
 Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in the same parts.
 """
 
 MISSING: Final = {
-    "falcon-h1": "multipliers that are inside its weights",
-    "kimi-linear": "convolutions in three tensors",
-    "lfm2moe": "experts beside short convolutions",
-    "llama4": "attention within chunks",
+    "gemma-embedding": "dense layers behind the mean",
+    "jina-bert-v3": "adapters for tasks",
+    "modern-bert": "windows in both directions",
+    "nomic-bert-moe": "experts of encoders",
 }
 """Missing parts of a reader of architectures that are served from safetensors."""
 
@@ -223,4 +276,7 @@ def architecture_of(gguf: GgufFile) -> GgufArchitecture:
             f"{gguf.path}: architecture {name!r} cannot be read from GGUF{why}; readable: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[name]
+    found = ARCHITECTURES[name]
+    if name == "jina-bert-v2" and "blk.0.ffn_gate.weight" not in gguf.tensors:
+        return replace(found, layer=STACKED_BERT)
+    return found

@@ -64,7 +64,7 @@ def _with_part(config: dict[str, Any], factors: RopeFactors) -> dict[str, Any]:
 
 
 def count_layers(gguf: GgufFile) -> int:
-    """Return the number of layers without those behind them, which predict several tokens."""
+    """Return the number of layers without those behind them, which predict several tokens (MTP)."""
     layers = gguf.integer("block_count")
     return max(1, layers - gguf.count("nextn_predict_layers"))
 

@@ -80,84 +80,6 @@ def granite_fields(gguf: GgufFile, _config: Config) -> Config:
     return found
 
 
-def granite_hybrid_fields(gguf: GgufFile, config: Config) -> Config:
-    layers, inner = config["num_hidden_layers"], gguf.value("expert_shared_feed_forward_length")
-    heads, values = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.inner_size")
-    attention = gguf.by_layer("attention.head_count_kv", layers)
-    has_experts, turns = bool(gguf.value("expert_count")), gguf.value("rope.scaling.finetuned", False)
-    experts = selected_experts(gguf) if has_experts else (0, 0)
-    if not turns:
-        config["rope_parameters"] = None
-    return multipliers(gguf) | {
-        "layer_types": [FULL if heads else LINEAR for heads in attention],
-        "position_embedding_type": "rope" if turns else "nope",
-        "num_local_experts": experts[0],
-        "num_experts_per_tok": experts[1],
-        "shared_intermediate_size": inner or config["intermediate_size"],
-        "mamba_n_heads": heads,
-        "mamba_d_head": values // heads,
-        "mamba_d_state": gguf.integer("ssm.state_size"),
-        "mamba_d_conv": gguf.integer("ssm.conv_kernel"),
-        "mamba_n_groups": gguf.integer("ssm.group_count"),
-        "mamba_expand": values // config["hidden_size"],
-        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors),
-    }
-
-
-def lfm2_fields(gguf: GgufFile, config: Config) -> Config:
-    """Layers without heads of keys are short convolutions."""
-    heads = gguf.by_layer("attention.head_count_kv", config["num_hidden_layers"])
-    return {
-        "norm_eps": config["rms_norm_eps"],
-        "layer_types": [FULL if count else "conv" for count in heads],
-        "conv_L_cache": gguf.integer("shortconv.l_cache"),
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in gguf.tensors),
-        "block_auto_adjust_ff_dim": False,
-    }
-
-
-def nemotron_h_fields(gguf: GgufFile, config: Config) -> Config:
-    layers, heads = config["num_hidden_layers"], gguf.integer("ssm.time_step_rank")
-    attention = gguf.by_layer("attention.head_count_kv", layers)
-    inner = gguf.by_layer("feed_forward_length", layers)
-    has_experts = bool(gguf.value("expert_count"))
-    kinds = [
-        FULL if kv_heads else ("moe" if has_experts else "mlp") if rows else LINEAR
-        for kv_heads, rows in zip(attention, inner, strict=True)
-    ]
-    found = {
-        "layers_block_type": kinds,
-        "mlp_hidden_act": "relu2",
-        "layer_norm_epsilon": config.pop("rms_norm_eps"),
-        "mamba_num_heads": heads,
-        "mamba_head_dim": gguf.integer("ssm.inner_size") // heads,
-        "n_groups": gguf.integer("ssm.group_count"),
-        "ssm_state_size": gguf.integer("ssm.state_size"),
-        "conv_kernel": gguf.integer("ssm.conv_kernel"),
-        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors),
-    }
-    if has_experts:
-        found |= routed_experts(gguf, config)
-        found |= {"moe_shared_expert_intermediate_size": gguf.integer("expert_shared_feed_forward_length")}
-        found |= {"moe_latent_size": gguf.value("moe_latent_size")}
-    return found
-
-
-def mamba2_fields(gguf: GgufFile, config: Config) -> Config:
-    heads, values = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.inner_size")
-    return {
-        "num_heads": heads,
-        "head_dim": values // heads,
-        "expand": values / config["hidden_size"],
-        "layer_norm_epsilon": config.pop("rms_norm_eps"),
-        "state_size": gguf.integer("ssm.state_size"),
-        "n_groups": gguf.integer("ssm.group_count"),
-        "conv_kernel": gguf.integer("ssm.conv_kernel"),
-        "use_conv_bias": "blk.0.ssm_conv1d.bias" in gguf.tensors,
-        "use_bias": "blk.0.ssm_in.bias" in gguf.tensors,
-    }
-
-
 def routed_experts(gguf: GgufFile, config: Config) -> Config:
     """Return the experts of DeepSeek's kind: after dense layers, beside shared ones, in groups."""
     count, per_token = selected_experts(gguf)
@@ -180,16 +102,20 @@ def sigmoid_routed_fields(gguf: GgufFile, config: Config) -> Config:
     if gguf.value("expert_gating_func", _SIGMOID) != _SIGMOID:
         raise ModelError(f"{gguf.path}: {gguf.architecture} with another router than sigmoids is not known")
     norms = "blk.0.attn_q_norm.weight" in gguf.tensors
-    return routed_experts(gguf, config) | {"use_qk_norm": norms, "attention_out_bias": False}
+    behind = f"blk.{config['num_hidden_layers']}."
+    has_mtp = all(f"{behind}{part}.weight" in gguf.tensors for part in ("nextn.eh_proj", "ffn_down_exps"))
+    return routed_experts(gguf, config) | {
+        "use_qk_norm": norms,
+        "attention_out_bias": False,
+        "num_nextn_predict_layers": int(has_mtp),
+    }
 
 
-def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
+def latent_fields(gguf: GgufFile, config: Config) -> Config:
+    """Return the sizes of latent attention."""
     turned, rank = gguf.integer("rope.dimension_count"), gguf.integer("attention.kv_lora_rank")
     head = gguf.integer("attention.key_length_mla", gguf.integer("attention.key_length"))
-    rope = config["rope_parameters"]
-    if (multiplier := gguf.number(_MULTIPLIER, 0.0)) and rope["rope_type"] == "yarn":
-        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * multiplier:.6g}"))
-    found: Config = {
+    return {
         "num_key_value_heads": config["num_attention_heads"],
         "q_lora_rank": gguf.value("attention.q_lora_rank"),
         "kv_lora_rank": rank,
@@ -198,6 +124,12 @@ def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
         "v_head_dim": gguf.integer("attention.value_length_mla", gguf.integer("attention.value_length")),
         "head_dim": turned,
     }
+
+
+def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
+    rope, found = config["rope_parameters"], latent_fields(gguf, config)
+    if (multiplier := gguf.number(_MULTIPLIER, 0.0)) and rope["rope_type"] == "yarn":
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * multiplier:.6g}"))
     if not gguf.value("expert_count"):
         return found | {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}
     found |= routed_experts(gguf, config)
@@ -351,3 +283,49 @@ def minimax_fields(gguf: GgufFile, config: Config) -> Config:
         "num_experts_per_tok": per_token,
         "intermediate_size": gguf.integer("expert_feed_forward_length", config["intermediate_size"]),
     }
+
+
+def hunyuan_moe_fields(gguf: GgufFile, config: Config) -> Config:
+    count, per_token = selected_experts(gguf)
+    return {
+        "num_experts": count,
+        "moe_topk": per_token,
+        "intermediate_size": gguf.integer("expert_feed_forward_length", config["intermediate_size"]),
+    }
+
+
+def llama4_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add what llama.cpp takes from the number of experts: Maverick, with 128, has no norms of queries and
+    keys. A window of 0 says that all layers turn and see everything. Chunks are those that were published.
+    """
+    layers, (count, per_token) = config["num_hidden_layers"], selected_experts(gguf)
+    found: Config = {
+        "intermediate_size_mlp": config["intermediate_size"],
+        "intermediate_size": gguf.integer("expert_feed_forward_length"),
+        "num_local_experts": count,
+        "num_experts_per_tok": per_token,
+        "interleave_moe_layer_step": gguf.integer("interleave_moe_layer_step", 1),
+        "use_qk_norm": count != 128,
+    }
+    if gguf.value("attention.sliding_window") == 0:
+        found |= {"layer_types": [FULL] * layers, "no_rope_layers": [1] * layers}
+    return found
+
+
+def bert_fields(gguf: GgufFile, _config: Config) -> Config:
+    types = gguf.tensors.get("token_types.weight")
+    return {
+        "layer_norm_eps": gguf.number("attention.layer_norm_epsilon", 1e-12),
+        "type_vocab_size": 0 if types is None else types.shape[0],
+    }
+
+
+def nomic_fields(gguf: GgufFile, config: Config) -> Config:
+    biases = {"qkv_proj_bias": "attn_qkv", "mlp_fc1_bias": "ffn_up", "mlp_fc2_bias": "ffn_down"}
+    found = {key: f"blk.0.{name}.bias" in gguf.tensors for key, name in biases.items()}
+    return bert_fields(gguf, config) | found
+
+
+def jina_fields(gguf: GgufFile, config: Config) -> Config:
+    more = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    return bert_fields(gguf, config) | more

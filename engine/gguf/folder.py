@@ -1,5 +1,6 @@
 """Model folder of a GGUF file: config.json and generation_config.json made of its metadata, and a link to it.
-With a projector file also preprocessor_config.json and a link to that.
+With a projector file also preprocessor_config.json and a link to that, of an encoder files that declare its
+pooling.
 
 The weights stay in the files. Everything that takes a checkpoint's folder takes this one.
 """
@@ -9,16 +10,19 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from llmbox.kernels.quant_formats import GGUF_QUANTS
 
 from ..checkpoint.safetensors import TensorEntry
+from ..errors import ModelError
+from ..model_config.encoders.pooling import MODULES_FILE, POOLING_FILE
 from ..model_config.shape import DTYPE_BYTES
 from ..model_config.vision.families import IMAGE_PROBLEM
+from .architectures import architecture_of
 from .config import RopeFactors, config_of, dtype_of, generation_of, rope_factors
 from .projector import PROJECTOR_FAMILIES, read_projector, with_vision
-from .reader import FLOATS, GgufFile
+from .reader import BLOCKS, FLOATS, GgufFile
 
 LINK = "llmbox.gguf"
 """Name of the link to the file; of a model in several files, to the first. It is one that no repository has:
@@ -32,6 +36,12 @@ _SEEING = {name for family in PROJECTOR_FAMILIES.values() for name in family.arc
     "lfm2",
 }
 """Architectures that nearly always have a projector."""
+
+
+_POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""Values of `pooling_type`, by the names of sentence-transformers. 0: the file does not say."""
+_RANKS: Final = 4
+_STEPS: Final = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
 
 
 def gguf_of(directory: Path) -> Path | None:
@@ -65,7 +75,7 @@ def describe_blocks(gguf: GgufFile) -> dict[str, Any] | None:
     return {
         "quant_method": "gguf",
         "types": types,
-        "unit": max(GGUF_QUANTS[kind].unit for kind in types),
+        "unit": max([32, *(BLOCKS[kind][0] for kind in types if kind in GGUF_QUANTS)]),
         "bytes_per_weight": {name: _bytes_per_weight(entries, wide) for name, entries in groups.items()},
     }
 
@@ -73,7 +83,8 @@ def describe_blocks(gguf: GgufFile) -> dict[str, Any] | None:
 def _bytes_per_weight(entries: Sequence[TensorEntry], wide: int) -> float:
     weights = sum(prod(entry.shape) for entry in entries)
     sizes = (
-        prod(entry.shape) * (wide if entry.dtype in FLOATS else GGUF_QUANTS[entry.dtype].bytes_per_weight)
+        prod(entry.shape)
+        * (GGUF_QUANTS[entry.dtype].bytes_per_weight if entry.dtype in GGUF_QUANTS else wide)
         for entry in entries
     )
     return round(sum(sizes) / max(1, weights), 6) or float(wide)
@@ -107,8 +118,30 @@ def write_folder(gguf: GgufFile, folder: Path, projector: Path | None = None, pr
     """
     vision = None if projector is None else read_projector(projector)
     files = config_json(gguf, rope_factors(gguf), vision, problem)
-    for name, content in (files | {"generation_config.json": generation_of(gguf)}).items():
+    more = pooling_files(gguf) if architecture_of(gguf).is_encoder else {}
+    for name, content in (files | more | {"generation_config.json": generation_of(gguf)}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / LINK).symlink_to(gguf.path)
     if projector is not None:
         (folder / PROJECTOR_LINK).symlink_to(projector)
+
+
+def pooling_files(gguf: GgufFile) -> dict[str, Any]:
+    """Return the files of sentence-transformers that declare an encoder's pooling, by name; none where it is
+    not said. Raises ModelError.
+    """
+    kind = gguf.value("pooling_type", 0)
+    if kind == _RANKS or any(name.startswith("cls.") for name in gguf.tensors):
+        raise ModelError(f"{gguf.path}: encoders with a head (rerankers) cannot be read from GGUF")
+    if kind == 0:
+        return {}
+    if type(kind) is not int or kind not in _POOLINGS:
+        raise ModelError(
+            f"{gguf.path}: {gguf.architecture}.pooling_type is {str(kind)[:80]}, 0 to 4 is known"
+        )
+    steps = [
+        {"idx": idx, "name": str(idx), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for idx, (name, path) in enumerate(_STEPS)
+    ]
+    return {MODULES_FILE: steps, POOLING_FILE: {"pooling_mode": _POOLINGS[kind]}}

@@ -6,6 +6,7 @@ from llmbox.kernels.activation import UNGATED
 
 from ..checkpoint.safetensors import shown
 from ..errors import ModelError
+from .architectures import architecture_of
 from .config import config_of
 from .reader import GgufFile
 
@@ -29,18 +30,42 @@ def check_matrices(gguf: GgufFile) -> None:
 
 def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     """Return the shapes of a layer's matrices by their names in GGUF."""
+    if architecture_of(gguf).is_encoder:
+        return _encoder(gguf, config, layer)
     kind = kind_of(config, layer)
     found: Shapes = {}
     if kind == "full_attention":
         found |= _latent(gguf, config) if config.get("kv_lora_rank") else _attention(gguf, config, layer)
+        if "mamba_d_ssm" in config:
+            found |= _mamba(gguf, config)
     elif kind == "linear_attention":
-        found |= _delta(config) if "linear_num_key_heads" in config else _mamba(gguf, config)
+        found |= (
+            _delta(config)
+            if "linear_num_key_heads" in config
+            else _kimi_delta(config)
+            if "linear_head_dim" in config
+            else _mamba(gguf, config)
+        )
     elif kind == "conv":
         hidden = config["hidden_size"]
         found |= {"shortconv.in_proj": (3 * hidden, hidden), "shortconv.out_proj": (hidden, hidden)}
     if "layers_block_type" not in config or kind in ("mlp", "moe"):
         found |= _mlp(gguf, config, layer)
     return found
+
+
+def _encoder(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    rows = {"attn_q": hidden, "attn_k": hidden, "attn_v": hidden}
+    if f"blk.{layer}.attn_qkv.weight" in gguf.tensors:
+        rows = {"attn_qkv": 3 * hidden}
+    names, is_gated = architecture_of(gguf).layer, config["model_type"] != "bert"
+    if "mlp.gate_up_proj" in names:
+        rows["ffn_up"] = 2 * inner
+    else:
+        rows |= dict.fromkeys(("ffn_up", "ffn_gate") if is_gated else ("ffn_up",), inner)
+    found: Shapes = {name: (count, hidden) for name, count in rows.items()}
+    return found | {"attn_output": (hidden, hidden), "ffn_down": (hidden, inner)}
 
 
 def kind_of(config: dict[str, Any], layer: int) -> str:
@@ -114,10 +139,21 @@ def _delta(config: dict[str, Any]) -> Shapes:
     }
 
 
+def _kimi_delta(config: dict[str, Any]) -> Shapes:
+    hidden, inner = config["hidden_size"], config["linear_head_dim"]
+    rows = config["linear_num_heads"] * inner
+    return {
+        **{f"attn_{part}": (rows, hidden) for part in "qkv"},
+        **{f"ssm_{gate}_a": (inner, hidden) for gate in "fg"},
+        **{f"ssm_{gate}_b": (rows, inner) for gate in "fg"},
+        "attn_output": (hidden, rows),
+    }
+
+
 def _mlp(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     if "num_attention_heads" not in config:
         return {}
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner = config["hidden_size"], config.get("intermediate_size_mlp") or config["intermediate_size"]
     inner = inner[layer] if isinstance(inner, list) else inner
     own = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
     if config.get("use_double_wide_mlp") and layer >= own:

@@ -8,13 +8,17 @@ from ..errors import ModelError
 
 Names = dict[str, str | tuple[str, ...]]
 """Modules of a layer by their name in a checkpoint: name in GGUF, or several of which a file has one. Where a
-checkpoint's name has neither `.weight` nor `.bias`, the other is whole.
+checkpoint's name has neither `.weight` nor `.bias`, or is given here with it, the other is whole.
 """
 
 _OUTSIDE: Final = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
+    "model.embed_norm": "token_embd_norm",
+    "model.embed_positions": "position_embd",
+    "model.embed_types": "token_types",
+    "model.final_layernorm": "output_norm",
     "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
@@ -52,6 +56,10 @@ LAYER: Final[Names] = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+    "eh_proj": "nextn.eh_proj",
+    "hnorm": "nextn.hnorm",
+    "enorm": "nextn.enorm",
+    "shared_head.norm": "nextn.shared_head_norm",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
@@ -119,6 +127,36 @@ SHORT_CONV: Final[Names] = {
     "feed_forward.w2": "ffn_down",
 }
 """Names in layers of LFM2."""
+SHORT_CONV_MOE: Final[Names] = SHORT_CONV | {
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+}
+LLAMA4: Final[Names] = {name.replace("mlp.", "feed_forward."): place for name, place in LAYER.items()}
+FALCON_H1: Final[Names] = LLAMA4 | {
+    **{f"mamba.{part}": name for part, name in _MAMBA.items()},
+    "pre_ff_layernorm.weight": ("ffn_norm", "ffn_norm.weight"),
+}
+KIMI: Final[Names] = LAYER | {
+    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    **{f"self_attn.{gate}_{step}_proj": f"ssm_{gate}_{step}" for gate in "fg" for step in "ab"},
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.A_log": ("ssm_a", "ssm_a.weight"),
+    "self_attn.dt_bias": "ssm_dt.bias",
+    "self_attn.o_norm": "ssm_norm",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"block_sparse_moe.shared_experts.{part}": name for part, name in _SHARED.items()},
+}
+"""Names in layers with Kimi delta attention or latent attention."""
+BERT: Final[Names] = {
+    **{name: place for name, place in LAYER.items() if name.startswith(("self_attn.", "mlp."))},
+    "post_attention_layernorm": "attn_output_norm",
+    "post_feedforward_layernorm": "layer_output_norm",
+}
+"""Names in layers of encoders, which `engine/model/encoder.py` calls as those of decoders."""
+STACKED_BERT: Final[Names] = {
+    **{name: place for name, place in BERT.items() if name not in ("mlp.gate_proj", "mlp.up_proj")},
+    "mlp.gate_up_proj": "ffn_up",
+}
 MIXER: Final[Names] = {
     "norm": "attn_norm",
     **{f"mixer.{part}": name for part, name in _MAMBA.items()},
@@ -174,12 +212,13 @@ EXPERT_PARTS: Final = tuple(_EXPERT)
 """Names of an expert's linears in checkpoints."""
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _SUFFIX = re.compile(r"(.+)\.(weight|bias)")
-_OF_EXPERT = re.compile(r"(?:(?:mlp|block_sparse_moe|mixer)\.)?experts\.(\d+)\.(\w+)")
+_OF_EXPERT = re.compile(r"(?:(?:mlp|block_sparse_moe|mixer|feed_forward)\.)?experts\.(\d+)\.(\w+)")
 _OF_STACK = re.compile(r"model\.(\w+)\.(\d+)")
 NOT_NEEDED = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+    r"|(blk\.\d+|output)\.(\w+\.)?input_scale"
 )
-"""Tensors that are ignored: config.json has their content."""
+"""Tensors that are ignored: config.json has their content, or they are of activations in 4 bits (NVFP4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +248,16 @@ def places_of(name: str, of_layer: Names) -> list[GgufTensorPlace]:
                 apart = GgufTensorPlace(first, int(number), others[0] if others else "")
                 stack = GgufTensorPlace(f"blk.{layer}.ffn_gate_up_exps{kind}", int(number))
                 return [apart, stack] if others else [apart]
-        elif inside in of_layer:
-            known = of_layer[inside]
-            names = (known,) if isinstance(known, str) else known
-            return [GgufTensorPlace(f"blk.{layer}.{each}{kind}") for each in names]
+        elif known := of_layer.get(f"{inside}{kind}"):
+            return [GgufTensorPlace(f"blk.{layer}.{each}") for each in _each(known)]
+        elif known := of_layer.get(inside):
+            return [GgufTensorPlace(f"blk.{layer}.{each}{kind}") for each in _each(known)]
     elif whole in _OUTSIDE:
         return [GgufTensorPlace(f"{_OUTSIDE[whole]}{kind}")]
     elif (found := _OF_STACK.fullmatch(whole)) and found[1] in _STACKS:
         return [GgufTensorPlace(f"{_STACKS[found[1]]}{kind}", int(found[2]))]
     raise ModelError(f"where a GGUF file has {name} is not known: this architecture cannot be read from one")
+
+
+def _each(known: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (known,) if isinstance(known, str) else known

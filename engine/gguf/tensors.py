@@ -8,6 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from llmbox.kernels.quant_formats import GGUF_DEQUANTIZED
+
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import bytes_of, read_fully, refuse_non_finite
@@ -69,9 +71,11 @@ class GgufTensors:
         return tensor
 
     def block_type(self, name: str) -> str | None:
-        """Return the type of a tensor's blocks; None: it has floats, is missing, or is of two types."""
+        """Return the type of a tensor's blocks; None: it has floats or blocks that no kernel has, is missing,
+        or is of two types.
+        """
         types = {entry.dtype for entry in self._found(name)} if self._finds(name) else set()
-        return types.pop() if len(types) == 1 and not types & FLOATS else None
+        return types.pop() if len(types) == 1 and not types & {*FLOATS, *GGUF_DEQUANTIZED} else None
 
     def holds(self, name: str) -> bool:
         return self._finds(name)
@@ -186,11 +190,25 @@ class GgufTensors:
                     self._progress(self._done, self._total)
         except OSError as error:
             raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
-        return out
+        return out * self._scale_of(entry) if entry.dtype in GGUF_DEQUANTIZED else out
+
+    def _scale_of(self, entry: TensorEntry) -> Tensor:
+        """Return the factor beside a tensor of NVFP4, of all or of each expert; 1 where there is none."""
+        name = f"{entry.name.removesuffix('.weight')}.scale"
+        if name not in self._gguf.tensors or name.split(".", 2)[-1] in self._kind.layer.values():
+            return torch.ones(())
+        self._left -= {name}
+        found, whole = self._gguf.tensors[name], self._gguf.tensors[entry.name]
+        scales = self._read(found)
+        refuse_non_finite(scales, found, "")
+        expert = (entry.offset - whole.offset) // entry.nbytes
+        if found.dtype not in FLOATS or len(scales) not in (1, whole.nbytes // entry.nbytes):
+            raise ModelError(f"{found.file}: tensor {shown(name)} has {len(scales)} factors of {found.dtype}")
+        return scales[expert if len(scales) > 1 else 0]
 
 
 def is_needed(gguf: GgufFile, name: str) -> bool:
-    """Return whether the model needs a tensor. Layers that predict several tokens are not run."""
+    """Return whether the model needs a tensor. Layers that predict several tokens are not part of it."""
     layer, beyond = _OF_LAYER.match(name), range(count_layers(gguf), gguf.integer("block_count"))
     return not NOT_NEEDED.fullmatch(name) and (layer is None or int(layer[1]) not in beyond)
 

@@ -291,7 +291,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     ropes, layer_ropes = kind.ropes(fields, latent.rope if latent else head_dim, positions, layers)
     ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
     stored = stored_format(fields, path)
-    if encoder is not None and stored is not None:
+    if encoder is not None and stored is not None and not isinstance(stored, GgufFormat):
         raise fields.error("quantized checkpoints of encoders are not read: take another, with --quant int8")
     experts = kind.experts(fields, layers)
     if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:

@@ -249,6 +249,8 @@ def _resolve_stored(
             own = f"{shape.stored} weights stay in their own numbers, as {shape.quant}"
             if shape.blocks is not None:
                 own = f"{shape.stored} weights are computed in the blocks of the file"
+                if shape.blocks.has_dequantized:
+                    own += ", but for NVFP4, which no kernel has: these are dequantized once, at load"
             return shape, running, (own,) if shape.stored not in {None, shape.quant} else ()
     name = shape.stored or shape.quant
     note = f"{name} weights are dequantized at load: {reason}"

@@ -25,6 +25,8 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 from ..checkpoint.index import list_tensors
 from ..checkpoint.quantized_layout import FORMATS, entry_in_config
 from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
+from ..errors import ModelError
+from ..gguf.architectures import architecture_of
 from ..gguf.config import config_of, dtype_of, generation_of, rope_factors
 from ..gguf.reader import BLOCKS, GgufFile, read_gguf
 from ..gguf.tensors import GgufTensors
@@ -58,6 +60,9 @@ def convert(
     Raises EngineError and OSError.
     """
     raw = config_of(gguf, rope_factors(gguf))
+    if architecture_of(gguf).is_encoder:
+        raise ModelError(f"{gguf.path}: files of encoders are served as they are, and not converted")
+    raw["num_nextn_predict_layers"] = 0
     require_free_space(out, bytes_at_most(gguf, quant))
     with atomic_directory(out) as part:
         (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

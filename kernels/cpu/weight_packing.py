@@ -18,6 +18,7 @@ STACKED, TIMES = "+", "*"
 """In the name of a stack's format: between its parts, and between format, outputs and bytes of a part."""
 BLOCK_GRIDS: dict[BlockGrid, int] = {
     "centered": 4, "table": 5, "minimums": 6, "k_minimums": 7, "k_pairs": 8, "k_signed": 9, "k_table": 10,
+    "k_iq1": 11, "k_iq2": 12, "k_iq3_xxs": 13, "k_iq3_s": 14,
 }  # fmt: skip
 """Codes of Grid4 of native/quantized/quantize_weights.h."""
 KV_DTYPES = {**DTYPES, torch.int8: 2}

@@ -43,6 +43,10 @@ def pack(ops: Ops, *weights: BlockWeight | QuantizedWeight | Tensor, dtype: torc
     return ops.packing.pack_blocks(weights, dtype)
 
 
+LARGER = {"IQ1": 2.3, "IQ2": 1.73, "IQ3": 1.41, "TQ1": 1.49, "TQ2": 1.22}
+"""Memory of types whose blocks are patterns, or hold several numbers in one, beside the file's."""
+
+
 @pytest.mark.parametrize("kind", GGUF_QUANTS)
 def test_panels_hold_the_weights_of_the_file_to_the_bit(ops: Ops, kind: str) -> None:
     weight, wanted = blocks_of(kind, 70, 768)
@@ -52,7 +56,7 @@ def test_panels_hold_the_weights_of_the_file_to_the_bit(ops: Ops, kind: str) -> 
     assert ops.packing is not None
     in_memory = len(ops.packing.panels(table)) / (128 * 768)
     assert in_memory == pytest.approx(GGUF_QUANTS[kind].bytes_per_weight)
-    assert in_memory <= 1.06 * BLOCKS[kind][1] / BLOCKS[kind][0]
+    assert in_memory <= LARGER.get(kind[:3], 1.06) * BLOCKS[kind][1] / BLOCKS[kind][0]
 
 
 @pytest.mark.parametrize("kind", GGUF_QUANTS)

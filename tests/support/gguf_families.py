@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -32,6 +32,14 @@ GEMMA4_MOE: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "num_kv_shared_layers": 0,
     "use_double_wide_mlp": False,
+}
+LLAMA4: dict[str, Any] = {
+    "moe_layers": None,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "attention_bias": False,
 }
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", "GPT_OSS", {}),
@@ -77,6 +85,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", "ERNIE4_5", {"use_bias": False}),
     "ernie4_5-moe": ("ernie4_5_moe", "ERNIE4_5_MOE", {"moe_layer_start_index": 1}),
     "hunyuan-dense": ("hunyuan_v1_dense", "HUNYUAN_DENSE", {}),
+    "hunyuan-moe": ("hunyuan_v1_moe", "HUNYUAN_MOE", {}),
+    "lfm2moe": ("lfm2_moe", "LFM2MOE", {}),
+    "llama4": ("llama4_text", "LLAMA4", LLAMA4),
+    "kimi-linear": ("kimi_linear", "KIMI_LINEAR", {}),
+    "falcon-h1": ("falcon_h1", "FALCON_H1", {"projectors_bias": False}),
     "seed_oss": ("seed_oss", "SEED_OSS", {}),
     "gemma3n": ("gemma3n_text", "GEMMA3N", {}),
     "gemma4": ("gemma4_text", "GEMMA4", {}),
@@ -92,10 +105,16 @@ def make_source(directory: Path, family: str, **changes: Any) -> Path:
 
 
 def write_family(
-    model: Path, file: Path, family: str, kind: str | Callable[[str], str] = "F32", **metadata: Any
+    model: Path,
+    file: Path,
+    family: str,
+    kind: str | Callable[[str], str] = "F32",
+    *,
+    extra: Mapping[str, list[float]] | None = None,
+    **metadata: Any,
 ) -> Path:
-    """Write `model` with matrices in `kind`, which may be a function of a tensor's name. `metadata`: further
-    keys of the architecture, dots as two underscores.
+    """Write `model` with matrices in `kind`, which may be a function of a tensor's name. `extra`: further
+    tensors. `metadata`: further keys of the architecture, dots as two underscores.
     """
     config = json.loads((model / "config.json").read_text())
     arch = gguf.MODEL_ARCH[FAMILIES[family][1]]
@@ -107,6 +126,8 @@ def write_family(
     add_tokenizer(writer, model)
     for seed, (name, array) in enumerate(tensors_of(model, arch, config)):
         add_blocks_or_floats(writer, name, array, kind, seed)
+    for name, numbers in (extra or {}).items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     write_all(writer)
     return file
 
@@ -114,7 +135,7 @@ def write_family(
 def tensors_of(
     model: Path, arch: gguf.MODEL_ARCH, config: dict[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    names = gguf.get_tensor_name_map(arch, layers_of(config))
+    names = gguf.get_tensor_name_map(arch, layers_of(config) + config.get("num_nextn_predict_layers", 0))
     for name, array in converted(load_file(model / "model.safetensors"), arch.name, config).items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name.endswith(".router.scale"):
@@ -160,6 +181,9 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         "GPT_OSS": of_gpt_oss,
         "DEEPSEEK2": of_deepseek,
         "GEMMA3N": of_gemma3n,
+        "LLAMA4": of_llama4,
+        "KIMI_LINEAR": of_kimi,
+        "FALCON_H1": of_falcon_h1,
         "GEMMA4": of_gemma4,
     }
     arrays = rules.get(arch, lambda found, _: found)(arrays, config)
@@ -179,13 +203,18 @@ def with_correction(arrays: Arrays) -> Arrays:
     }
 
 
+LFM2_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
 def stacked_experts(arrays: Arrays) -> Arrays:
     each: dict[str, dict[int, np.ndarray]] = {}
     others: Arrays = {}
-    for name, array in arrays.items():
+    for full, array in arrays.items():
+        name = f"{full}.bias" if full.endswith("feed_forward.expert_bias") else full
         if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
             place = re.sub(r"^backbone\.(.+)\.mixer\.experts", r"model.\1.mlp.experts", found[1])
-            each.setdefault(f"{place}.{found[3]}.weight", {})[int(found[2])] = array
+            part = LFM2_PARTS.get(found[3], found[3]) if "feed_forward" in place else found[3]
+            each.setdefault(f"{place}.{part}.weight", {})[int(found[2])] = array
         else:
             others[name] = array
     return others | {name: np.stack([found[i] for i in range(len(found))]) for name, found in each.items()}
@@ -308,6 +337,40 @@ def of_gpt_oss(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
     return found
 
 
+def of_llama4(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
+    found = {
+        name: array.swapaxes(1, 2) if ".experts." in name and array.ndim == 3 else array
+        for name, array in arrays.items()
+    }
+    return split_gate_ups(found)
+
+
+def of_falcon_h1(arrays: Arrays, config: dict[str, Any]) -> Arrays:
+    """Multipliers inside the weights."""
+    inside = config["attention_in_multiplier"]
+    factors = {
+        "embed_tokens.weight": config["embedding_multiplier"],
+        "lm_head.weight": config["lm_head_multiplier"],
+        "q_proj.weight": inside,
+        "k_proj.weight": inside * config["key_multiplier"],
+        "v_proj.weight": inside,
+        "o_proj.weight": config["attention_out_multiplier"],
+        "mamba.out_proj.weight": config["ssm_out_multiplier"],
+        "gate_proj.weight": config["mlp_multipliers"][0],
+        "down_proj.weight": config["mlp_multipliers"][1],
+    }
+    values, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    rows = [values, values, groups, groups, config["mamba_n_heads"]]
+    parts = np.repeat(np.array(config["ssm_multipliers"], dtype=np.float32), rows)[:, None]
+    found: Arrays = {}
+    for name, array in arrays.items():
+        scaled = next((array * np.float32(by) for end, by in factors.items() if name.endswith(end)), array)
+        if name.endswith("mamba.in_proj.weight"):
+            scaled = array * (config["ssm_in_multiplier"] * parts)
+        found[name] = scaled
+    return of_mamba2(found, "FALCON_H1", config)
+
+
 def of_deepseek(arrays: Arrays, config: dict[str, Any]) -> Arrays:
     heads, keys = config["num_attention_heads"], config["qk_nope_head_dim"]
     found: Arrays = {}
@@ -319,6 +382,18 @@ def of_deepseek(arrays: Arrays, config: dict[str, Any]) -> Arrays:
         else:
             found[name] = array
     return found
+
+
+def of_kimi(arrays: Arrays, config: dict[str, Any]) -> Arrays:
+    found: Arrays = {}
+    for name, array in arrays.items():
+        if name.endswith(".A_log"):
+            found[name] = -np.exp(array).reshape(1, -1)
+        elif name.endswith(".dt_bias"):
+            found[name.replace("dt_bias", "dt_proj.bias")] = array.reshape(-1)
+        else:
+            found[name] = array
+    return of_deepseek(found, config)
 
 
 def of_gemma4(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
@@ -338,11 +413,13 @@ def of_gemma3n(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
 
 
 def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> None:
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(config.get("max_position_embeddings") or config["model_max_length"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(layers_of(config))
     eps = next(
-        config[key] for key in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps") if key in config
+        config[key]
+        for key in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+        if key in config
     )
     (writer.add_layer_norm_eps if "COHERE" in arch or arch == "COMMAND_R" else writer.add_layer_norm_rms_eps)(
         eps
@@ -356,7 +433,7 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    if arch != "DEEPSEEK2":
+    if arch not in {"DEEPSEEK2", "KIMI_LINEAR"}:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     add_rope(writer, arch, config, head_dim)
@@ -381,6 +458,15 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
         writer.add_full_attention_interval(3)
+    elif arch == "LFM2MOE":
+        is_full = [kind == "full_attention" for kind in config["layer_types"]]
+        writer.add_head_count_kv([config["num_key_value_heads"] * full for full in is_full])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    elif arch == "FALCON_H1":
+        add_mamba(writer, config)
+    elif arch == "LLAMA4":
+        writer.add_feed_forward_length(config["intermediate_size_mlp"])
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     elif arch in {"GRANITE_HYBRID", "NEMOTRON_H", "NEMOTRON_H_MOE"}:
         add_mamba(writer, config)
         kinds = config.get("layers_block_type") or config["layer_types"]
@@ -391,8 +477,12 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
         else:
             inner = config["moe_intermediate_size" if arch.endswith("MOE") else "intermediate_size"]
             writer.add_feed_forward_length([inner * (kind in {"mlp", "moe"}) for kind in kinds])
-    if arch == "DEEPSEEK2":
+    if arch in {"DEEPSEEK2", "KIMI_LINEAR"}:
         add_latent(writer, config)
+    if arch == "KIMI_LINEAR":
+        writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
+        writer.add_kda_head_dim(config["linear_head_dim"])
+        writer.add_ssm_conv_kernel(config.get("linear_conv_kernel_dim") or 4)
     if arch == "GEMMA3N":
         add_gemma3n(writer, config)
     if arch == "GEMMA4":
@@ -402,11 +492,11 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
 def add_rope(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], head_dim: int) -> None:
     rope = rope_of(config)
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if arch == "HUNYUAN_DENSE":
-        theta *= rope["alpha"] ** (head_dim / (head_dim - 2))
+    if arch.startswith("HUNYUAN"):
+        theta *= rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
     writer.add_rope_freq_base(theta)
     part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if arch != "DEEPSEEK2":
+    if arch not in {"DEEPSEEK2", "KIMI_LINEAR"}:
         writer.add_rope_dimension_count(int(config.get("rotary_dim") or head_dim * part))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -426,24 +516,27 @@ def add_experts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> N
     if not count or arch == "NEMOTRON_H":
         return
     writer.add_expert_count(count)
-    each = ("num_experts_per_tok", "moe_k", "top_k_experts")
-    writer.add_expert_used_count(next(config[key] for key in each if config.get(key)))
+    each = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+    used = config.get("moe_topk") or next(config[key] for key in each if config.get(key))
+    writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     if not arch.startswith("GRANITE") and arch != "OLMOE":
         writer.add_expert_feed_forward_length(inner)
     shared = ("shared_expert_intermediate_size", "shared_intermediate_size")
     if width := next((config[key] for key in shared if config.get(key)), 0):
         writer.add_expert_shared_feed_forward_length(width)
-    if (number := config.get("n_shared_experts") or config.get("moe_num_shared_experts")) is not None:
+    shared_counts = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+    if (number := next((config[key] for key in shared_counts if config.get(key)), None)) is not None:
         writer.add_expert_shared_count(number)
     dense = config.get("first_k_dense_replace", config.get("moe_layer_start_index"))
+    dense = config.get("num_dense_layers", dense)
     if dense is None and "mlp_layer_types" in config:
         dense = config["mlp_layer_types"].count("dense")
     if dense is not None:
         writer.add_leading_dense_block_count(dense)
     if (scale := config.get("routed_scaling_factor")) is not None:
         writer.add_expert_weights_scale(scale)
-    if config.get("norm_topk_prob"):
+    if config.get("norm_topk_prob") or config.get("moe_renormalize"):
         writer.add_expert_weights_norm(True)
     if groups := config.get("n_group"):
         writer.add_expert_group_count(groups)
@@ -451,7 +544,10 @@ def add_experts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> N
     if arch == "NEMOTRON_H_MOE":
         writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
         writer.add_moe_latent_size(config["moe_latent_size"])
-    if arch in {"GLM4_MOE", "DOTS1", "MINIMAXM2"} or config["model_type"] in {"deepseek_v3", "glm4_moe_lite"}:
+    if arch in {"GLM4_MOE", "DOTS1", "MINIMAXM2", "LFM2MOE", "KIMI_LINEAR"} or config["model_type"] in {
+        "deepseek_v3",
+        "glm4_moe_lite",
+    }:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 

@@ -20,7 +20,8 @@ ARCHITECTURES |= {"lfm2": "lfm2", "gemma": "gemma", "gemma2": "gemma2", "gemma3_
 SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-    "MXFP4": (),
+    "MXFP4": (), "IQ1_S": (0,), "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,),
+    "IQ3_S": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "NVFP4": (),
 }  # fmt: skip
 """Where a block has numbers of 16 bits, which any bytes may not be."""
 
@@ -36,6 +37,11 @@ def random_blocks(kind: str, count: int, size: float = 1.0, seed: int = 3) -> np
         raw[:, at : at + 2] = scales.view(np.uint8)
     if kind == "MXFP4":
         raw[:, 0] = 118 + raw[:, 0] % 12
+    if kind == "IQ1_M":  # four bits of its scale are in each of four words
+        scales = (noise.normal(size=(count, 1)) * size).astype(np.float16).view(np.uint16)
+        for word in range(4):
+            raw[:, 49 + 2 * word] &= 15
+            raw[:, 49 + 2 * word] |= ((scales[:, 0] >> (4 * word) & 15) << 4).astype(np.uint8)
     return raw
 
 
@@ -51,6 +57,14 @@ _LARGEST = {
     "Q5_K": 63 * 31,
     "Q6_K": 128 * 32,
     "IQ4_XS": 32 * 127,
+    "IQ1_S": 15 * 1.125,
+    "IQ1_M": 15 * 1.125,
+    "IQ2_XXS": 31 * 43 / 8,
+    "IQ2_XS": 31 * 43 / 8,
+    "IQ2_S": 31 * 43 / 8,
+    "IQ3_XXS": 31 * 62 / 4,
+    "IQ3_S": 31 * 15,
+    "NVFP4": 1,
 }
 
 
@@ -59,7 +73,11 @@ def _blocks(array: np.ndarray, kind: str, seed: int) -> np.ndarray:
     if kind not in _LARGEST:
         return quantize(array, gguf.GGMLQuantizationType[kind])
     size = 4 * float(array.std()) / _LARGEST[kind]
-    raw = random_blocks(kind, array.size // 256, size, seed)
+    raw = random_blocks(
+        kind, array.size // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0], size, seed
+    )
+    if kind == "NVFP4":  # scales of a few hundredths
+        raw[:, :4] = 16 + raw[:, :4] % 16
     return raw.reshape(*array.shape[:-1], -1)
 
 

@@ -6,7 +6,8 @@ vocab.cpp; what is built here is the tokenizer.json of the models that they come
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,12 +62,14 @@ SPACE: Final = "▁"
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json from a file's metadata. Raises ModelError."""
     words = _Words(metadata)
-    tokenizer = _of_bytes(words) if words.kind == "gpt2" else _of_pieces(words)
+    tokenizer = _BUILDERS[words.kind](words)
     tokenizer.add_special_tokens(
         [AddedToken(word, normalized=False) for word in words.of_kind(_CONTROL, _UNKNOWN)]
     )
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words.of_kind(_USER)])
-    if (begin := words.begin) is not None:
+    if words.kind in _AROUND:
+        tokenizer.post_processor = _around(words)
+    elif (begin := words.begin) is not None:
         added = processors.TemplateProcessing(
             single=f"{begin} $A",
             pair=f"{begin} $A {begin} $B",
@@ -83,8 +86,8 @@ class _Words:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
         self.kind = self._get("model")
-        if self.kind not in ("gpt2", "llama", "gemma4"):
-            raise _unknown(f"its tokenizer is of kind {self.kind!r}, only gpt2, llama and gemma4 can be read")
+        if self.kind not in _KINDS:
+            raise _unknown(f"its tokenizer is of kind {self.kind!r}, only {', '.join(_KINDS)} can be read")
         self.words = self._list("tokens", str)
         self.kinds = self._list("token_type", int) or [_NORMAL] * len(self.words)
         self.merges = self._list("merges", str)
@@ -117,7 +120,8 @@ class _Words:
 
     @property
     def config(self) -> dict[str, Any]:
-        names = {f"{name}_token": self.named(key) for name, key in _NAMED.items()}
+        keys = _NAMED_BERT if self.kind in _AROUND else _NAMED
+        names = {f"{name}_token": self.named(key) for name, key in keys.items()}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "add_bos_token": self.begin is not None,
@@ -142,8 +146,20 @@ class _Words:
             raise _unknown(f"tokenizer.ggml.{key} is no list of what it should be")
         return value
 
+    @property
+    def charsmap(self) -> bytes:
+        """Table of SentencePiece's normalization; empty: there is none."""
+        value = self._get("precompiled_charsmap") or []
+        if not isinstance(value, list) or not all(
+            isinstance(each, int) and 0 <= each < 256 for each in value
+        ):
+            raise _unknown("tokenizer.ggml.precompiled_charsmap is no list of bytes")
+        return bytes(value)
+
 
 _NAMED: Final = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_NAMED_BERT: Final = {"cls": "cls", "sep": "seperator", "mask": "mask", "unk": "unknown", "pad": "padding"}
+"""Special tokens of encoders; ggml's spelling."""
 
 
 def _of_bytes(words: _Words) -> Tokenizer:
@@ -205,6 +221,82 @@ def _of_pieces(words: _Words) -> Tokenizer:
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
+
+
+def _of_words(words: _Words) -> Tokenizer:
+    """Build BERT's WordPiece. A file marks beginnings of words where the original marks what goes on. Whether
+    capitals matter it does not say: they do if words have some.
+    """
+    whole = words.vocabulary
+    known = {_original_word(word): number for word, number in whole.items()}
+    if len(known) != len(whole):
+        raise _unknown("two of its words are the same")
+    unknown = words.named("unknown") or "[UNK]"
+    if unknown not in known:
+        raise _unknown("it has no token for unknown words")
+    tokenizer = Tokenizer(models.WordPiece(known, unk_token=unknown))
+    lower = not any(any(map(str.isupper, word)) for word in known if not _is_bracketed(word))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _original_word(word: str) -> str:
+    if _is_bracketed(word):
+        return word
+    return word[1:] if word.startswith(SPACE) else f"##{word}"
+
+
+def _is_bracketed(word: str) -> bool:
+    return word.startswith("[") and word.endswith("]")
+
+
+def _of_scores(words: _Words) -> Tokenizer:
+    """Build a SentencePiece unigram model, as XLM-R has."""
+    if len(words.scores) != len(words.words):
+        raise _unknown("its pieces have no scores")
+    number = words.named("unknown")
+    pieces = list(zip(words.words, words.scores, strict=True))
+    unknown = words.words.index(number) if number is not None else 0
+    tokenizer = Tokenizer(models.Unigram(pieces, unknown, byte_fallback=_BYTE in words.kinds))
+    steps: list[Any] = []
+    if words.charsmap:
+        try:
+            steps.append(normalizers.Precompiled(words.charsmap))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise _unknown(f"its table of normalization cannot be read ({error})") from None
+    steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if words.space_prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme=scheme)
+    return tokenizer
+
+
+def _around(words: _Words) -> Any:
+    """Return what puts an encoder's special tokens around texts. XLM-R ends the first of a pair twice."""
+    first, last = words.named("cls") or words.named("bos"), words.named("seperator") or words.named("eos")
+    if first is None or last is None or any(re.search(r"[\s:$]", each) for each in (first, last)):
+        raise _unknown("it does not name the tokens around a text")
+    between, second = (f"{last}:0", "1") if words.kind == "bert" else (f"{last}:0 {last}:0", "0")
+    return processors.TemplateProcessing(
+        single=f"{first}:0 $A:0 {last}:0",
+        pair=f"{first}:0 $A:0 {between} $B:{second} {last}:{second}",
+        special_tokens=[(each, words.words.index(each)) for each in dict.fromkeys((first, last))],
+    )
+
+
+_AROUND: Final = {"bert", "t5"}
+"""Kinds of tokenizers of encoders, with tokens around a text."""
+_BUILDERS: Final[dict[str, Callable[[_Words], Tokenizer]]] = {
+    "gpt2": _of_bytes,
+    "llama": _of_pieces,
+    "gemma4": _of_pieces,
+    "bert": _of_words,
+    "t5": _of_scores,
+}
+_KINDS: Final = tuple(_BUILDERS)
 
 
 def merges_of(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS, BlockSizes
+from llmbox.kernels.quant_formats import GGUF_DEQUANTIZED, GGUF_QUANTS, QUANTS, BlockSizes
 
 from ..files import read_json
 from ..fp8_config import DYNAMIC, modelopt_entry, read_compressed, read_fp8, read_modelopt, read_schemes
@@ -310,7 +310,8 @@ def _read_modelopt(raw: Config) -> WeightFormat:
 
 def _read_gguf(raw: Config) -> WeightFormat:
     types, sizes = raw.get("types"), raw.get("bytes_per_weight")
-    told = isinstance(types, list) and all(each in GGUF_QUANTS for each in types) and isinstance(sizes, dict)
+    known = {*GGUF_QUANTS, *GGUF_DEQUANTIZED}
+    told = isinstance(types, list) and all(each in known for each in types) and isinstance(sizes, dict)
     require(told, f"GGUF blocks of types {types!r}")
     assert isinstance(types, list)
     assert isinstance(sizes, dict)
@@ -319,9 +320,9 @@ def _read_gguf(raw: Config) -> WeightFormat:
     numbers = [each for each in found if isinstance(each, int | float) and 0 < each <= 4]
     require(len(numbers) == 3 and type(unit) is int and unit in (32, 256), f"GGUF blocks of {found!r} bytes")
     layers, head, table = map(float, numbers)
-    return GgufFormat(
-        BlockSizes(layers=layers, head=head, table=table, unit=int(unit or 0)), tuple(map(str, types))
-    )
+    wide = not GGUF_DEQUANTIZED.isdisjoint(types)
+    blocks = BlockSizes(layers=layers, head=head, table=table, unit=int(unit or 0), has_dequantized=wide)
+    return GgufFormat(blocks, tuple(map(str, types)))
 
 
 READERS: Final[Mapping[str, Callable[[Config], WeightFormat]]] = {

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from llmbox.app.hub.model_info import local_facts
 from llmbox.app.models.catalog import directory
@@ -12,19 +15,22 @@ from llmbox.engine.errors import ModelError, ParallelError, UnsupportedArchitect
 from llmbox.engine.gguf.config import config_of
 from llmbox.engine.gguf.matrices import check_matrices
 from llmbox.engine.gguf.reader import read_gguf
+from llmbox.engine.gguf.tensors import GgufTensors
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.quantize.convert_gguf import convert
 from llmbox.kernels.dispatch import native_ready
+from support.draft_heads import add_mtp, ask_always, make_predictable
 from support.gguf_families import FAMILIES, make_source, write_family
-from support.gguf_models import q4_k_m
+from support.gguf_models import q4_k_m, write_all
+from support.grammars import learned
 from support.real_engines import ask, load, run, tokens
 
 PROMPT = list(range(5, 30))
 needs_kernels = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
 
 
-def answer(model: Path, **options) -> list[int]:
-    return tokens(load(model, **options), [ask("a", PROMPT, 12)])["a"]
+def answer(model: Path, max_tokens: int = 12, **options) -> list[int]:
+    return tokens(load(model, **options), [ask("a", PROMPT, max_tokens)])["a"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,6 +48,13 @@ def mixed(tensor: str) -> str:
     return "MXFP4" if "_exps." in tensor else "Q8_0"
 
 
+def iq(tensor: str) -> str:
+    """Mix of the smallest types: a different one for each kind of matrix."""
+    types = {"attn_q": "IQ1_S", "attn_k": "IQ1_M", "attn_v": "TQ1_0", "attn_output": "IQ2_XXS"}
+    types |= {"ffn_gate": "IQ2_XS", "ffn_up": "IQ2_S", "ffn_down": "IQ3_XXS", "token_embd": "IQ3_S"}
+    return types.get(tensor.split(".")[-2], "TQ2_0")
+
+
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
 SMALL = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
@@ -56,6 +69,9 @@ BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "phi3": (q4_k_m, WIDE),
     "gemma4-moe": ("Q8_0", {"hidden_size": 128, "moe_intermediate_size": 64}),
     "gemma3n": ("Q8_0", {"hidden_size": 128, "laurel_rank": 32}),
+    "seed_oss": (iq, WIDE),
+    "dots1": (lambda tensor: "IQ2_XXS" if "_exps." in tensor else "Q8_0", WIDE | SMALL),
+    "hunyuan-dense": ("NVFP4", WIDE),
 }
 
 
@@ -84,6 +100,38 @@ def test_blocks_answer_as_their_floats(tmp_path: Path, family: str) -> None:
     assert tokens(load(folder), asked)["0"] == answer(folder)
 
 
+def test_factors_beside_weights_of_nvfp4(tmp_path: Path) -> None:
+    """As converters of ModelOpt's checkpoints write them: for a matrix, or each expert of a stack."""
+    source = make_source(tmp_path / "model", "dots1", **WIDE | SMALL)
+    scales = {"blk.0.attn_q.scale": [3.0], "blk.1.ffn_up_exps.scale": [1.0 + i for i in range(8)]}
+    scales["blk.0.attn_q.input_scale"] = [7.0]
+    plain, scaled = (
+        open_tensors(write_family(source, tmp_path / f"{name}.gguf", "dots1", "NVFP4", extra=extra))
+        for name, extra in (("plain", {}), ("scaled", scales))
+    )
+    for name, factor in (
+        ("0.self_attn.q_proj", 3.0),
+        ("1.mlp.experts.4.up_proj", 5.0),
+        ("1.self_attn.k_proj", 1),
+    ):
+        full = f"model.layers.{name}.weight"
+        shape = tuple(load_file(source / "model.safetensors")[full].shape)
+        assert torch.equal(scaled.take(full, shape), plain.take(full, shape) * factor)
+        assert scaled.block_type(full) is None
+
+
+def open_tensors(file: Path) -> GgufTensors:
+    return GgufTensors(read_gguf(file), 4, 2, lambda _done, _total: None)
+
+
+@needs_kernels
+def test_types_that_are_dequantized_are_told(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "model", "hunyuan-dense", **WIDE)
+    folder = folder_of(write_family(source, tmp_path / "t.gguf", "hunyuan-dense", "NVFP4"), tmp_path / "home")
+    notes = load(folder).info.notes
+    assert any("GGUF NVFP4 weights are computed" in note and "dequantized once" in note for note in notes)
+
+
 @needs_kernels
 def test_value_heads_in_the_order_of_a_file_are_not_cut(tmp_path: Path) -> None:
     kind, changes = BLOCKS["qwen35"]
@@ -100,14 +148,35 @@ def test_layers_that_predict_tokens_are_left(tmp_path: Path) -> None:
     assert answer(folder) == answer(source)
 
 
+def test_a_layer_that_predicts_tokens_drafts_as_that_of_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_always(monkeypatch, 2)
+    source = make_source(tmp_path / "model", "glm4moe")
+    add_mtp(make_predictable(source), "deepseek")
+    more = {"block_count": 3, "nextn_predict_layers": 1}
+    folder = folder_of(write_family(source, tmp_path / "tiny.gguf", "glm4moe", **more), tmp_path / "home")
+    drafted = []
+    for each in (source, folder):
+        engine = learned(load(each, mtp="on"))
+        engine._scheduler.drafting._rows = 24
+        assert tokens(engine, [ask("a", PROMPT, 24)])["a"] == answer(source, max_tokens=24, mtp="off")
+        drafted.append(engine._scheduler.drafting.counts["mtp"].accepted_tokens)
+    assert drafted[0] == drafted[1] > 0
+    facts = local_facts(directory(folder))
+    assert facts.config.num_parameters == parse_config(source).num_parameters == facts.stored_params
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    source = make_source(tmp_path / "model", "deepseek3")
-    file = write_family(source, tmp_path / "tiny.gguf", "deepseek3")
-    raw = file.read_bytes()
-    strange = tmp_path / "strange.gguf"
-    strange.write_bytes(raw.replace(b"\x09\0\0\0\0\0\0\0deepseek2", b"\x09\0\0\0\0\0\0\0falcon-h1"))
-    with pytest.raises(UnsupportedArchitecture, match=r"'falcon-h1' cannot be read from GGUF: .* is missing"):
-        config_of(read_gguf(strange))
+    file = tmp_path / "encoder.gguf"
+    writer = gguf.GGUFWriter(file, "modern-bert")
+    writer.add_block_count(2)
+    write_all(writer)
+    with pytest.raises(
+        UnsupportedArchitecture,
+        match=r"'modern-bert' cannot be read from GGUF: .* both directions is missing",
+    ):
+        config_of(read_gguf(file))
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "qwen35", "deepseek3", "nemotron_h_moe"])

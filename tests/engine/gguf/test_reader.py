@@ -91,8 +91,11 @@ def test_a_format_that_is_not_known_here(file: Path, tmp_path: Path) -> None:
     name = b"blk.0.attn_q.weight"
     at = raw.index(name) + len(name) + 4 + 2 * 8  # behind its dimensions
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(raw[:at] + struct.pack("<I", 19) + raw[at + 4 :])
-    with pytest.raises(ModelError, match=r"IQ1_S, which cannot be read; readable: F32, .*take another"):
+    broken.write_bytes(raw[:at] + struct.pack("<I", 41) + raw[at + 4 :])
+    with pytest.raises(
+        ModelError,
+        match=r"tensor 'blk.0.attn_q.weight' is Q1_0, which cannot be read; readable: F32, .*take another",
+    ):
         read_gguf(broken)
 
 

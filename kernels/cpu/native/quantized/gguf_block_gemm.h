@@ -4,8 +4,6 @@
 // becomes bytes and float32 scales in the L1 cache first, and all rows visit it there. Both give the same bits.
 #pragma once
 
-#include <type_traits>
-
 #include "quantized/quantize_activations.h"
 
 namespace llmbox {
@@ -31,14 +29,14 @@ struct SmallBytes {
 using SmallBytes = Bytes;
 #endif
 
-// Bytes of IQ4_VALUES plus TABLE_ZERO.
-INLINE Words table_bytes(Words n) {
+// Values of a table as unsigned bytes.
+template <Table TABLE> INLINE Words table_bytes(Words n) {
 #if defined(__AVX2__) || defined(__aarch64__)
     alignas(16) static constexpr auto table = [] {
         struct {
             uint8_t of[16];
         } all{};
-        for (int i = 0; i < 16; i++) all.of[i] = static_cast<uint8_t>(IQ4_VALUES[i] + TABLE_ZERO);
+        for (int i = 0; i < 16; i++) all.of[i] = static_cast<uint8_t>(values_of(TABLE).values[i] + values_of(TABLE).zero);
         return all;
     }();
 #if defined(__AVX512BW__)
@@ -51,14 +49,14 @@ INLINE Words table_bytes(Words n) {
 #else
     uint8_t bytes[sizeof(Words)];
     store_as(bytes, n);
-    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(IQ4_VALUES[byte & 15] + TABLE_ZERO);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(values_of(TABLE).values[byte & 15] + values_of(TABLE).zero);
     return load_as<Words>(bytes);
 #endif
 }
 
 // Word `w` of the codes of 32 inputs: four inputs of each of 16 (8, 4) outputs, a byte each. Loads that words share are done
 // once, as nothing is stored between them.
-template <int BITS, bool TABLE> INLINE Words block_word(const uint8_t* codes, int w) {
+template <int BITS, Table TABLE> INLINE Words block_word(const uint8_t* codes, int w) {
     constexpr int LOW = BITS < 4 ? 2 : 4, HIGH = BITS - LOW;
     const uint32_t pair = w % 4 * 2;
     const auto plane = [&](int row) { return load_as<Words>(codes + row * PANEL_STRIDE); };
@@ -66,7 +64,8 @@ template <int BITS, bool TABLE> INLINE Words block_word(const uint8_t* codes, in
                        : plane(w / 4) >> pair & splat(0x03030303u);
     if (HIGH == 1) n |= (plane(LOW) >> static_cast<uint32_t>(w) & splat(0x01010101u)) << static_cast<uint32_t>(LOW);
     if (HIGH == 2) n |= (plane(LOW + w / 4) >> pair & splat(0x03030303u)) << static_cast<uint32_t>(LOW);
-    return TABLE ? table_bytes(n) : n;
+    if constexpr (TABLE != Table::NONE) return table_bytes<TABLE>(n);
+    return n;
 }
 
 // Bytes as floats, a lane each.
@@ -93,12 +92,13 @@ INLINE Floats signed_bytes(const uint8_t* from) {
 enum class Parts { NONE, BYTES, PAIRS, SIGNED };
 
 // Scales and minimums of 16 (8, 4) outputs. The product of a float16 and a byte is exact.
-template <Parts PARTS, bool MINIMUMS> struct UnitScales {
+template <Parts PARTS, bool MINIMUMS, Table TABLE> struct UnitScales {
     Floats scale, minimum;
 
     INLINE UnitScales(const uint8_t* unit, int column) {
         const auto* halves = reinterpret_cast<const uint16_t*>(unit) + column;
         scale = load_scales(halves);
+        if (values_of(TABLE).factor != 1) scale *= splat(values_of(TABLE).factor);
         if (MINIMUMS) minimum = load_scales(halves + PANEL);
         if (MINIMUMS && PARTS != Parts::NONE) minimum = -minimum;
     }
@@ -120,11 +120,10 @@ template <Parts PARTS, bool MINIMUMS> struct UnitScales {
 };
 
 // tile[ROWS][PANEL] += x * one unit, for few rows: codes become bytes in registers.
-template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, int ROWS>
+template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE, int ROWS>
 INLINE void multiply_unit(const BlockLayout& layout, const uint8_t* unit, int first, const QuantRows& x, int row, float* tile,
                           Prefetch next) {
     constexpr int VECTORS = COLUMN_VECTORS, SPANS = BLOCK_GROUP / SPAN, GROUPS = PARTS == Parts::NONE ? 1 : 8;
-    constexpr bool TABLE = std::is_same_v<Dot, Bytes> && BITS == 4 && !MINIMUMS;
     for (int column = 0; column < PANEL; column += VECTORS * LANES) {
         Floats totals[ROWS][VECTORS];
         UNROLL for (int r = 0; r < ROWS; r++)
@@ -147,7 +146,7 @@ INLINE void multiply_unit(const BlockLayout& layout, const uint8_t* unit, int fi
                             Dot::dot(sums[r][v], weights, Dot::row(load_word(x.values + cells[r] * BLOCK_GROUP + 4 * w)));
                     }
                 UNROLL for (int v = 0; v < VECTORS; v++) {
-                    const auto scales = UnitScales<PARTS, MINIMUMS>(unit, column + v * LANES)
+                    const auto scales = UnitScales<PARTS, MINIMUMS, TABLE>(unit, column + v * LANES)
                                             .of_part(parts + v * LANES, static_cast<size_t>(layout.parts) * PANEL);
                     UNROLL for (int r = 0; r < ROWS; r++) {
                         const Floats scaled = to_floats(sums[r][v]) * splat(x.scales[cells[r]]);
@@ -179,7 +178,7 @@ struct WideBlocks {
           minimums(scales + MAX_PARTS * PANEL) {}
 };
 
-template <int BITS, bool TABLE> INLINE void widen_block_group(const uint8_t* from, uint8_t* to) {
+template <int BITS, Table TABLE> INLINE void widen_block_group(const uint8_t* from, uint8_t* to) {
     for (int part = 0; part < PANEL / LANES; part++, from += LANES * 4, to += LANES * 4) {
         Words words[8];
         UNROLL for (int w = 0; w < 8; w++) words[w] = block_word<BITS, TABLE>(from, w);
@@ -187,10 +186,10 @@ template <int BITS, bool TABLE> INLINE void widen_block_group(const uint8_t* fro
     }
 }
 
-template <Parts PARTS, bool MINIMUMS>
+template <Parts PARTS, bool MINIMUMS, Table TABLE>
 INLINE void widen_scales(const BlockLayout& layout, const uint8_t* unit, float* scales, float* minimums) {
     for (int column = 0; column < PANEL; column += LANES) {
-        const UnitScales<PARTS, MINIMUMS> whole(unit, column);
+        const UnitScales<PARTS, MINIMUMS, TABLE> whole(unit, column);
         const uint8_t* at = unit + layout.parts_at + column;
         const int parts = PARTS == Parts::NONE ? 1 : layout.parts;
         for (int part = 0; part < parts; part++, at += PANEL) {
@@ -244,8 +243,7 @@ INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const Q
 }
 
 // Rounded rows times a panel of blocks of one format.
-template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS> struct BlockPanel {
-    static constexpr bool TABLE = std::is_same_v<Dot, Bytes> && BITS == 4 && !MINIMUMS;
+template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE> struct BlockPanel {
     static constexpr int DIRECT_ROWS = 2;
     static constexpr size_t FAR_AHEAD = 6144;  // bytes; half or twice as many were slower by a tenth
 
@@ -285,7 +283,7 @@ private:
         constexpr int GROUPS = PARTS == Parts::NONE ? 1 : 8;
         const size_t step = round_up(ceil_div(static_cast<int>(layout.unit_bytes), GROUPS), 64);
         for (int first = 0; first < linear.groups; first += GROUPS, unit += layout.unit_bytes)
-            multiply_unit<BITS, Dot, SPAN, MINIMUMS, PARTS, ROWS>(layout, unit, first, x, row, tile, {unit + FAR_AHEAD, step});
+            multiply_unit<BITS, Dot, SPAN, MINIMUMS, PARTS, TABLE, ROWS>(layout, unit, first, x, row, tile, {unit + FAR_AHEAD, step});
     }
 
     // Returns the unit behind these groups.
@@ -295,7 +293,7 @@ private:
         const uint8_t* coming = unit + units * layout.unit_bytes;  // the slice after this one, which may be the next panel's
         for (int index = 0; index < units; index++, unit += layout.unit_bytes) {
             const int spans = index * BLOCK_GROUP / SPAN;
-            widen_scales<PARTS, MINIMUMS>(layout, unit, wide.scales + spans * PANEL, wide.minimums + spans * PANEL);
+            widen_scales<PARTS, MINIMUMS, TABLE>(layout, unit, wide.scales + spans * PANEL, wide.minimums + spans * PANEL);
             for (int g = 0; g < layout.groups_per_unit; g++) {
                 for (size_t offset = 0; offset < each; offset += 64) prefetch_stream(coming + offset);
                 coming += each;
@@ -318,15 +316,22 @@ private:
 
 inline void multiply_blocks(const QuantLinear& linear, int panel, const QuantRows& x, int row, int rows, float* tile,
                             uint8_t* memory) {
-    const auto with = [&]<int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS>() {
-        BlockPanel<BITS, Dot, SPAN, MINIMUMS, PARTS>{linear, linear.blocks(), x}.multiply(panel, row, rows, tile, memory);
+    const auto with = [&]<int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE = Table::NONE>() {
+        const BlockPanel<BITS, Dot, SPAN, MINIMUMS, PARTS, TABLE> blocks{linear, linear.blocks(), x};
+        blocks.multiply(panel, row, rows, tile, memory);
     };
     using Small = SmallBytes;
     switch (linear.grid) {
-        case Grid4::CENTERED: return with.template operator()<5, Small, 32, false, Parts::NONE>();
-        case Grid4::TABLE: return with.template operator()<4, Bytes, 32, false, Parts::NONE>();
+        case Grid4::CENTERED:
+            if (linear.bits == 2) return with.template operator()<2, Small, 32, false, Parts::NONE>();
+            return with.template operator()<5, Small, 32, false, Parts::NONE>();
+        case Grid4::TABLE: return with.template operator()<4, Bytes, 32, false, Parts::NONE, Table::IQ4>();
         case Grid4::K_PAIRS: return with.template operator()<2, Small, 16, true, Parts::PAIRS>();
-        case Grid4::K_TABLE: return with.template operator()<4, Bytes, 32, false, Parts::SIGNED>();
+        case Grid4::K_TABLE: return with.template operator()<4, Bytes, 32, false, Parts::SIGNED, Table::IQ4>();
+        case Grid4::K_IQ1: return with.template operator()<3, Small, 16, false, Parts::SIGNED, Table::IQ1>();
+        case Grid4::K_IQ2: return with.template operator()<3, Small, 16, false, Parts::SIGNED, Table::IQ2>();
+        case Grid4::K_IQ3_XXS: return with.template operator()<4, Small, 32, false, Parts::SIGNED, Table::IQ3_XXS>();
+        case Grid4::K_IQ3_S: return with.template operator()<4, Small, 32, false, Parts::SIGNED, Table::IQ3_S>();
         case Grid4::MINIMUMS:
             if (linear.bits == 4) return with.template operator()<4, Small, 32, true, Parts::NONE>();
             return with.template operator()<5, Small, 32, true, Parts::NONE>();

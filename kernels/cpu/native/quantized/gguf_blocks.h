@@ -1,6 +1,6 @@
 // Panels of GGUF's blocks: the numbers, scales and minimums of the file, rearranged and never rounded.
 //
-//   weight = scale * (n - zero) + minimum        n: 2 to 6 bits, or the place of a value in a table of 16
+//   weight = scale * (n - zero) + minimum        n: 2 to 6 bits, or the place of a value in a table of up to 16
 //
 // A unit of a panel is 32 or 256 inputs of 64 outputs: float16 scales, float16 minimums where there are some, then in units
 // of 256 a byte for each output and 16 or 32 inputs, which multiplies the scale (and one which multiplies the minimum).
@@ -19,16 +19,44 @@ namespace llmbox {
 constexpr int BLOCK_GROUP = 32, BLOCK_UNIT = 256;
 constexpr int MAX_PARTS = BLOCK_UNIT / 16;
 
-// Values of IQ4_NL and IQ4_XS, and the bias that makes them unsigned where products need that.
-constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr int TABLE_ZERO = Bytes::FLIP;
+// Values of numbers, the bias that makes them unsigned, and a power of two that scales are multiplied by. Values of IQ4 need
+// all eight bits; with the others a byte stays below 128.
+struct BlockTable {
+    int8_t values[16];
+    int zero;
+    float factor;
+};
+enum class Table { NONE, IQ4, IQ1, IQ2, IQ3_XXS, IQ3_S };
+constexpr BlockTable BLOCK_TABLES[] = {
+    {{}, 0, 1},
+    {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, Bytes::FLIP, 1},
+    {{-9, -7, -1, 1, 7, 9}, 64, 1 / 8.f},
+    {{-43, -25, -8, 8, 25, 43}, 64, 1 / 8.f},
+    {{-62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62}, 64, 1 / 4.f},
+    {{-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15}, 64, 1},
+};
+constexpr const BlockTable& values_of(Table table) { return BLOCK_TABLES[static_cast<int>(table)]; }
+constexpr Table table_of(Grid4 grid) {
+    switch (grid) {
+        case Grid4::TABLE:
+        case Grid4::K_TABLE: return Table::IQ4;
+        case Grid4::K_IQ1: return Table::IQ1;
+        case Grid4::K_IQ2: return Table::IQ2;
+        case Grid4::K_IQ3_XXS: return Table::IQ3_XXS;
+        case Grid4::K_IQ3_S: return Table::IQ3_S;
+        default: return Table::NONE;
+    }
+}
+constexpr bool is_by_16(Grid4 grid) {
+    return grid == Grid4::K_PAIRS || grid == Grid4::K_SIGNED || grid == Grid4::K_IQ1 || grid == Grid4::K_IQ2;
+}
 
 struct BlockLayout {
     int bits;
     bool has_parts;      // units of 256 whose scale is multiplied by bytes
     bool has_minimums;
     bool are_paired;     // a byte holds the factors of scale and minimum, 4 bits each
-    bool is_table;
+    Table table;
     int span;            // inputs that share a scale
     int zero;
     int groups_per_unit, parts;  // parts: spans of a unit
@@ -39,9 +67,9 @@ struct BlockLayout {
           has_parts(format.grid >= Grid4::K_MINIMUMS),
           has_minimums(format.grid == Grid4::MINIMUMS || format.grid == Grid4::K_MINIMUMS || format.grid == Grid4::K_PAIRS),
           are_paired(format.grid == Grid4::K_PAIRS),
-          is_table(format.grid == Grid4::TABLE || format.grid == Grid4::K_TABLE),
-          span(format.grid == Grid4::K_PAIRS || format.grid == Grid4::K_SIGNED ? 16 : BLOCK_GROUP),
-          zero(is_table ? TABLE_ZERO : has_minimums ? 0 : 1 << (bits - 1)),
+          table(table_of(format.grid)),
+          span(is_by_16(format.grid) ? 16 : BLOCK_GROUP),
+          zero(table != Table::NONE ? values_of(table).zero : has_minimums ? 0 : bits == 2 ? 1 : 1 << (bits - 1)),
           groups_per_unit(has_parts ? BLOCK_UNIT / BLOCK_GROUP : 1),
           parts(has_parts ? BLOCK_UNIT / span : 0),
           parts_at((has_minimums ? 4 : 2) * PANEL),
@@ -77,7 +105,7 @@ struct BlockLayout {
 
     // Scale and minimum of input k of a unit.
     float scale(const uint8_t* unit, int column, int k) const {
-        const float scale = from_scale(reinterpret_cast<const uint16_t*>(unit)[column]);
+        const float scale = from_scale(reinterpret_cast<const uint16_t*>(unit)[column]) * values_of(table).factor;
         if (!has_parts) return scale;
         const uint8_t part = unit[parts_at + static_cast<size_t>(k / span) * PANEL + column];
         return scale * static_cast<float>(are_paired ? part & 15 : has_minimums ? part : static_cast<int8_t>(part));
@@ -92,7 +120,7 @@ struct BlockLayout {
     // One weight, as ggml dequantizes it.
     float weight(const uint8_t* unit, int column, int k) const {
         const int n = get(unit + codes_at + k / BLOCK_GROUP * group_bytes, column, k % BLOCK_GROUP);
-        const auto number = static_cast<float>(is_table ? IQ4_VALUES[n] : n - zero);
+        const auto number = static_cast<float>(table != Table::NONE ? values_of(table).values[n] : n - zero);
         const float product = scale(unit, column, k) * number;
         return has_minimums ? product + minimum(unit, column, k) : product;
     }

@@ -33,7 +33,7 @@ enum class Grid4 {
     E2M1,   // twice a float of four bits; scales are bfloat16
     STEPS,  // those of int4_superblock.h, in groups of 128
     // Blocks of GGUF files, in groups of 32 (gguf_blocks.h):
-    CENTERED,    // n - 2^(bits - 1)
+    CENTERED,    // n - 2^(bits - 1), of two bits n - 1
     TABLE,       // n is the place of a value in a table
     MINIMUMS,    // a minimum is added
     // The same with factors of scales and minimums, in units of 256:
@@ -41,6 +41,10 @@ enum class Grid4 {
     K_PAIRS,     // for each 16 inputs
     K_SIGNED,    // centered, for each 16 inputs
     K_TABLE,     // for each 32 inputs
+    K_IQ1,       // tables of their own; for each 16 inputs
+    K_IQ2,
+    K_IQ3_XXS,   // for each 32 inputs
+    K_IQ3_S,
 };
 struct QuantFormat {
     int bits, group;

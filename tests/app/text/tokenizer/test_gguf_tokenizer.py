@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from llmbox.app.text.tokenizer.gguf_tokenizer import SPACE, write_tokenizer
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
@@ -157,7 +157,7 @@ def test_what_no_piece_has_is_spelt_in_bytes(pieces: Tokenizer, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"model": "t5"}, "of kind 't5', only gpt2, llama and gemma4"),
+        ({"model": "rwkv"}, "of kind 'rwkv', only gpt2, llama, gemma4, bert, t5"),
         ({"pre": "viking"}, "by the rules of 'viking'"),
         ({"tokens": []}, "no words"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a word twice"),
@@ -197,3 +197,76 @@ def test_pieces_merge_in_the_order_of_a_gemma_4(tmp_path: Path) -> None:
     )
     assert found.encode("aba ab").tokens == ["a", "ba", SPACE, "ab"]
     assert found.decode(found.encode("aba é a").ids) == "aba é a"
+
+
+def encoder_metadata(kind: str, words: list[str], **values: Any) -> dict[str, Any]:
+    own = {"model": kind, "tokens": words, **values}
+    return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+
+
+@pytest.mark.parametrize("is_cased", [False, True])
+def test_words_of_bert_as_the_original(tmp_path: Path, is_cased: bool) -> None:
+    """A file marks beginnings of words, and does not say whether capitals matter."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [
+        *special,
+        "un",
+        "##want",
+        "##ed",
+        "runn",
+        "##ing",
+        "the",
+        ",",
+        "!",
+        *(["The"] if is_cased else []),
+    ]
+    original = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    original.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+    original.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    original.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    stored = [
+        word if word in special else word.removeprefix("##") if word.startswith("##") else SPACE + word
+        for word in words
+    ]
+    kinds = [CONTROL] * 5 + [NORMAL] * (len(words) - 5)
+    ids = {"bos_token_id": 2, "seperator_token_id": 3, "unknown_token_id": 1, "padding_token_id": 0}
+    write_tokenizer(encoder_metadata("bert", stored, token_type=kinds, **ids), tmp_path)
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("The unwanted, running", "THE runn!ing", "ün wanted", "", "strange the"):
+        assert found.encode(text).ids == original.encode(text).ids, text
+    pair = found.encode("the", "running")
+    assert (pair.ids, pair.type_ids) == ([2, 10, 3, 8, 9, 3], [0, 0, 0, 1, 1, 1])
+
+
+def test_unigrams_of_xlm_r(tmp_path: Path) -> None:
+    pieces = {"<s>": 0.0, "<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, **PIECES}
+    kinds = [CONTROL, CONTROL, CONTROL, UNKNOWN] + [NORMAL] * len(PIECES)
+    ids = {"bos_token_id": 0, "eos_token_id": 2, "unknown_token_id": 3}
+    values = {"scores": list(pieces.values()), "token_type": kinds, **ids}
+    write_tokenizer(encoder_metadata("t5", list(pieces), **values), tmp_path)
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    words = list(pieces)
+    assert [words[i] for i in found.encode("abab   ba").ids] == [
+        "<s>",
+        f"{SPACE}ab",
+        "ab",
+        SPACE,
+        "ba",
+        "</s>",
+    ]
+    assert found.decode(found.encode("abab   ba").ids) == "abab ba"
+    assert [words[i] for i in found.encode("ab", "ba").ids] == [
+        "<s>", f"{SPACE}ab", "</s>", "</s>", SPACE, "ba", "</s>",
+    ]  # fmt: skip
+
+
+def test_encoders_with_a_damaged_vocabulary_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not name the tokens around a text"):
+        write_tokenizer(encoder_metadata("bert", ["[UNK]", "▁a"]), tmp_path)
+    with pytest.raises(ModelError, match="has no token for unknown words"):
+        write_tokenizer(encoder_metadata("bert", ["a", "b"]), tmp_path)
+    table = {"scores": [0.0], "precompiled_charsmap": [9, 9, 9]}
+    with pytest.raises(ModelError, match="table of normalization cannot be read"):
+        write_tokenizer(encoder_metadata("t5", ["a"], **table), tmp_path)
+    with pytest.raises(ModelError, match="two of its words are the same"):
+        write_tokenizer(encoder_metadata("bert", ["a", f"{SPACE}##a"]), tmp_path)

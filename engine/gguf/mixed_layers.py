@@ -1,0 +1,243 @@
+"""Keys of config.json of families whose layers differ from each other: Gemma, and hybrids of attention and
+recurrent layers. Torch-free, as `families.py` has those of others.
+"""
+
+from statistics import NormalDist
+
+from ..errors import ModelError
+from .families import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    Config,
+    latent_fields,
+    multipliers,
+    routed_experts,
+    selected_experts,
+    sliding_types,
+)
+from .reader import GgufFile
+
+
+def gemma_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add values that Gemma files omit: equal for all models of a generation except its largest."""
+    largest = {"gemma2": 46, "gemma3": 62}.get(gguf.architecture) == config["num_hidden_layers"]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    theta = 1e6 if gguf.architecture == "gemma3" else 1e4
+    rope = config.pop("rope_parameters")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": gguf.value("attention.sliding_window"),
+        "attn_logit_softcapping": gguf.value("attn_logit_softcapping"),
+        "final_logit_softcapping": gguf.value("final_logit_softcapping"),
+        "rope_theta": gguf.number("rope.freq_base", theta),
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+    }
+
+
+def gemma3n_fields(gguf: GgufFile, config: Config) -> Config:
+    layers, rope = config["num_hidden_layers"], config.pop("rope_parameters")
+    scales = gguf.value("activation_sparsity_scale")
+    if not isinstance(scales, list) or not all(isinstance(each, float) for each in scales):
+        raise ModelError(f"{gguf.path}: gemma3n.activation_sparsity_scale is no list of numbers")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": gguf.by_layer("feed_forward_length", layers),
+        "layer_types": sliding_types(gguf, layers),
+        "sliding_window": gguf.integer("attention.sliding_window"),
+        "final_logit_softcapping": gguf.number("final_logit_softcapping", 30.0),
+        "rope_theta": rope["rope_theta"],
+        "rope_local_base_freq": 1e4,
+        "num_kv_shared_layers": gguf.count("attention.shared_kv_layers"),
+        "hidden_size_per_layer_input": gguf.integer("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": rows_of(gguf, "per_layer_token_embd.weight"),
+        "laurel_rank": rows_of(gguf, "blk.0.laurel_l.weight"),
+        "altup_num_inputs": gguf.integer("altup.num_inputs"),
+        "altup_active_idx": gguf.count("altup.active_idx"),
+        "activation_sparsity_pattern": [round(NormalDist().cdf(each), 6) for each in scales],
+    }
+
+
+def gemma4_fields(gguf: GgufFile, config: Config) -> Config:
+    layers, heads = config["num_hidden_layers"], gguf.integer("attention.head_count")
+    types, kv_heads = sliding_types(gguf, layers), gguf.by_layer("attention.head_count_kv", layers, heads)
+    inner, shared = (
+        gguf.by_layer("feed_forward_length", layers),
+        gguf.count("attention.shared_kv_layers"),
+    )
+    own = [layer for layer in range(layers - shared) if types[layer] == FULL]
+    few = {kind: {n for n, of in zip(kv_heads, types, strict=True) if of == kind} for kind in (FULL, SLIDING)}
+    has_values = all(f"blk.{layer}.attn_v.weight" in gguf.tensors for layer in own)
+    if any(len(each) != 1 for each in few.values()) or (has_values and few[FULL] != few[SLIDING]):
+        raise ModelError(f"{gguf.path}: gemma4.attention.head_count_kv differs between layers of one kind")
+    width = gguf.count("embedding_length_per_layer_input")
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    found: Config = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": min(inner),
+        "use_double_wide_mlp": min(inner) != max(inner),
+        "num_attention_heads": heads,
+        "num_key_value_heads": few[SLIDING].pop(),
+        "num_global_key_value_heads": few[FULL].pop(),
+        "attention_k_eq_v": not has_values,
+        "head_dim": gguf.integer("attention.key_length_swa"),
+        "global_head_dim": gguf.integer("attention.key_length"),
+        "layer_types": types,
+        "sliding_window": gguf.integer("attention.sliding_window"),
+        "final_logit_softcapping": gguf.value("final_logit_softcapping"),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": width,
+        "rope_parameters": {
+            FULL: full | {"rope_theta": gguf.number("rope.freq_base", 1e6)},
+            SLIDING: {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base_swa", 1e4)},
+        },
+    }
+    if width:
+        found["vocab_size_per_layer_input"] = rows_of(gguf, "per_layer_token_embd.weight")
+    if gguf.value("expert_count"):
+        count, per_token = selected_experts(gguf)
+        found |= {"enable_moe_block": True, "num_experts": count, "top_k_experts": per_token}
+        found["moe_intermediate_size"] = gguf.integer("expert_feed_forward_length")
+    return found
+
+
+def rows_of(gguf: GgufFile, name: str) -> int:
+    """Return the rows of a tensor. Raises ModelError."""
+    if name not in gguf.tensors:
+        raise ModelError(f"{gguf.path}: tensor {name!r} is missing: it is no whole model")
+    return gguf.tensors[name].shape[0]
+
+
+def mamba2_sizes(gguf: GgufFile, hidden: int) -> Config:
+    """Return the sizes of Mamba-2 layers under the names that most families have."""
+    heads, values = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": values // heads,
+        "mamba_d_state": gguf.integer("ssm.state_size"),
+        "mamba_d_conv": gguf.integer("ssm.conv_kernel"),
+        "mamba_n_groups": gguf.integer("ssm.group_count"),
+        "mamba_expand": values // hidden,
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors),
+    }
+
+
+def granite_hybrid_fields(gguf: GgufFile, config: Config) -> Config:
+    layers, inner = config["num_hidden_layers"], gguf.value("expert_shared_feed_forward_length")
+    attention = gguf.by_layer("attention.head_count_kv", layers)
+    has_experts, turns = bool(gguf.value("expert_count")), gguf.value("rope.scaling.finetuned", False)
+    experts = selected_experts(gguf) if has_experts else (0, 0)
+    if not turns:
+        config["rope_parameters"] = None
+    return multipliers(gguf) | {
+        "layer_types": [FULL if heads else LINEAR for heads in attention],
+        "position_embedding_type": "rope" if turns else "nope",
+        "num_local_experts": experts[0],
+        "num_experts_per_tok": experts[1],
+        "shared_intermediate_size": inner or config["intermediate_size"],
+        **mamba2_sizes(gguf, config["hidden_size"]),
+    }
+
+
+def lfm2_fields(gguf: GgufFile, config: Config) -> Config:
+    """Layers without heads of keys are short convolutions."""
+    heads = gguf.by_layer("attention.head_count_kv", config["num_hidden_layers"])
+    return {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": [FULL if count else "conv" for count in heads],
+        "conv_L_cache": gguf.integer("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in gguf.tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def lfm2_moe_fields(gguf: GgufFile, config: Config) -> Config:
+    count, per_token = selected_experts(gguf)
+    return lfm2_fields(gguf, config) | {
+        "num_experts": count,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": gguf.integer("expert_feed_forward_length"),
+        "num_dense_layers": gguf.count("leading_dense_block_count"),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": gguf.number("expert_weights_scale", 1.0),
+    }
+
+
+def nemotron_h_fields(gguf: GgufFile, config: Config) -> Config:
+    layers, heads = config["num_hidden_layers"], gguf.integer("ssm.time_step_rank")
+    attention = gguf.by_layer("attention.head_count_kv", layers)
+    inner = gguf.by_layer("feed_forward_length", layers)
+    has_experts = bool(gguf.value("expert_count"))
+    kinds = [
+        FULL if kv_heads else ("moe" if has_experts else "mlp") if rows else LINEAR
+        for kv_heads, rows in zip(attention, inner, strict=True)
+    ]
+    found = {
+        "layers_block_type": kinds,
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": config.pop("rms_norm_eps"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": gguf.integer("ssm.inner_size") // heads,
+        "n_groups": gguf.integer("ssm.group_count"),
+        "ssm_state_size": gguf.integer("ssm.state_size"),
+        "conv_kernel": gguf.integer("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors),
+    }
+    if has_experts:
+        found |= routed_experts(gguf, config)
+        found |= {"moe_shared_expert_intermediate_size": gguf.integer("expert_shared_feed_forward_length")}
+        found |= {"moe_latent_size": gguf.value("moe_latent_size")}
+    return found
+
+
+def mamba2_fields(gguf: GgufFile, config: Config) -> Config:
+    heads, values = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.inner_size")
+    return {
+        "num_heads": heads,
+        "head_dim": values // heads,
+        "expand": values / config["hidden_size"],
+        "layer_norm_epsilon": config.pop("rms_norm_eps"),
+        "state_size": gguf.integer("ssm.state_size"),
+        "n_groups": gguf.integer("ssm.group_count"),
+        "conv_kernel": gguf.integer("ssm.conv_kernel"),
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in gguf.tensors,
+        "use_bias": "blk.0.ssm_in.bias" in gguf.tensors,
+    }
+
+
+def falcon_h1_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add Mamba-2 beside attention. All multipliers are inside the weights of a file."""
+    return {
+        **mamba2_sizes(gguf, config["hidden_size"]),
+        "mamba_d_ssm": gguf.integer("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in gguf.tensors,
+        "mamba_norm_before_gate": False,
+        "mamba_proj_bias": "blk.0.ssm_in.bias" in gguf.tensors,
+        "projectors_bias": "blk.0.ssm_out.bias" in gguf.tensors,
+    }
+
+
+def kimi_linear_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add latent attention, and Kimi delta attention with as many heads in layers that have its tensors."""
+    linear = [f"blk.{n}.ssm_conv1d_q.weight" in gguf.tensors for n in range(config["num_hidden_layers"])]
+    experts = {_KIMI_NAMES.get(key, key): value for key, value in routed_experts(gguf, config).items()}
+    return {
+        **latent_fields(gguf, config),
+        **experts,
+        "layer_types": [LINEAR if is_linear else FULL for is_linear in linear],
+        "linear_num_heads": config["num_attention_heads"],
+        "linear_head_dim": gguf.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": gguf.integer("ssm.conv_kernel"),
+    }
+
+
+_KIMI_NAMES = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+}
+"""Keys of Kimi-Linear by those of DeepSeek."""

@@ -1,0 +1,180 @@
+"""Encoders as GGUF files, as llama.cpp writes them: the vectors of their checkpoints."""
+
+import json
+from array import array
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from llmbox.app.errors import CliError
+from llmbox.app.hub.model_info import local_facts
+from llmbox.app.models.catalog import directory
+from llmbox.app.models.gguf_folders import folder_of
+from llmbox.engine.errors import ModelError
+from llmbox.engine.gguf.matrices import check_matrices
+from llmbox.engine.gguf.reader import read_gguf
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.quantize.convert_gguf import convert
+from llmbox.engine.sampling_params import SamplingParams
+from llmbox.kernels.dispatch import native_ready
+from support.encoder_models import declare_vectors, make_encoder
+from support.gguf_models import add_blocks_or_floats, write_all
+from support.real_engines import load, run
+from support.tiny_models import write_json
+
+TEXTS = {"one": [7], "short": [3, 9, 11, 300, 4], "long": [3 + 7 * i % 300 for i in range(70)]}
+ARCHITECTURES = {"bert": "BERT", "xlm-roberta": "BERT", "nomic_bert": "NOMIC_BERT", "jina": "JINA_BERT_V2"}
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+JINA: dict[str, Any] = {
+    "architectures": ["JinaBertForMaskedLM"],
+    "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"},
+    "model_type": "bert",
+    "position_embedding_type": "alibi",
+    "feed_forward_type": "geglu",
+    "hidden_act": "gelu",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 80,
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+    "dtype": "float32",
+}
+
+
+def vectors(model: Path, names: Iterable[str] = tuple(TEXTS), **options: Any) -> dict[str, torch.Tensor]:
+    params = SamplingParams(max_tokens=0, pooling="embed")
+    asked = [AddRequest(request_id=name, prompt_ids=TEXTS[name], params=params) for name in names]
+    engine = load(model, **options)
+    assert not engine.info.generates
+    return {name: torch.tensor(array("f", out.vector)) for name, (out,) in run(engine, asked).items()}
+
+
+def make_source(folder: Path, kind: str) -> Path:
+    if kind != "jina":
+        make_encoder(folder, kind)
+        return folder
+    bert = folder.with_name("bert")
+    make_encoder(bert, "bert", **{key: JINA[key] for key in ("num_hidden_layers", "max_position_embeddings")})
+    arrays = load_file(bert / "model.safetensors")
+    found = {name: array for name, array in arrays.items() if "pooler" not in name and "position" not in name}
+    for layer in (f"encoder.layer.{number}." for number in range(2)):
+        up = found.pop(f"{layer}intermediate.dense.weight")
+        del found[f"{layer}intermediate.dense.bias"]
+        found[f"{layer}mlp.gated_layers.weight"] = np.concatenate([0.5 - up, up])
+        for kind_of in ("weight", "bias"):
+            found[f"{layer}mlp.wo.{kind_of}"] = found.pop(f"{layer}output.dense.{kind_of}")
+            found[f"{layer}mlp.layernorm.{kind_of}"] = found.pop(f"{layer}output.LayerNorm.{kind_of}")
+    folder.mkdir()
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", JINA)
+    return folder
+
+
+def write_encoder(
+    model: Path,
+    file: Path,
+    kind: str,
+    blocks: str | Callable[[str], str] = "F32",
+    *,
+    is_stacked: bool = False,
+    **extra: Any,
+) -> Path:
+    """Write the model of a folder. `is_stacked`: gate and up of an MLP as one tensor."""
+    config = json.loads((model / "config.json").read_text())
+    arch = gguf.MODEL_ARCH[ARCHITECTURES[kind]]
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
+    offset = 2 if kind == "xlm-roberta" else 0
+    writer.add_context_length(config["max_position_embeddings"] - offset)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    if kind == "nomic_bert":
+        writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    for key, value in extra.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list([*WORDS, *(f"▁w{number}" for number in range(320 - len(WORDS)))])
+    writer.add_token_types([gguf.TokenType.CONTROL] * 5 + [gguf.TokenType.NORMAL] * 315)
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for seed, (name, whole) in enumerate(load_file(model / "model.safetensors").items()):
+        stored = whole[offset:] if "position_embeddings" in name else whole
+        parts = {name: stored}
+        if "gated_layers" in name and not is_stacked:
+            gate, up = np.split(whole, 2)
+            parts = {name.replace("layers.w", "layers_w.w"): gate, name.replace("layers.w", "layers_v.w"): up}
+        for part, values in parts.items():
+            place = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            if place is not None and "pooler" not in part:
+                is_table = place.startswith(("position", "token_types"))
+                add_blocks_or_floats(writer, place, values, "F32" if is_table else blocks, seed)
+    write_all(writer)
+    return file
+
+
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, "stacked jina"])
+def test_vectors_are_those_of_the_source(tmp_path: Path, kind: str) -> None:
+    kind, is_stacked = kind.removeprefix("stacked "), kind.startswith("stacked")
+    source = make_source(tmp_path / "model", kind)
+    file = write_encoder(source, tmp_path / "tiny.gguf", kind, is_stacked=is_stacked)
+    check_matrices(read_gguf(file))
+    folder = folder_of(file, tmp_path / "home")
+    found, wanted = vectors(folder), vectors(source)
+    assert found.keys() == wanted.keys()
+    for name in TEXTS:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+    assert local_facts(directory(folder)).notes == ()
+
+
+def test_pooling_is_that_of_the_file(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "model", "bert")
+    file = write_encoder(source, tmp_path / "t.gguf", "bert", pooling_type=gguf.PoolingType.CLS)
+    declare_vectors(source, "cls_token")
+    found, wanted = vectors(folder_of(file, tmp_path / "home")), vectors(source)
+    for name in TEXTS:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def test_import_refuses_them(tmp_path: Path) -> None:
+    file = write_encoder(make_source(tmp_path / "model", "bert"), tmp_path / "t.gguf", "bert")
+    with pytest.raises(ModelError, match="are served as they are"):
+        convert(read_gguf(file), tmp_path / "out", None, None, 1, lambda _done, _total: None)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "why"),
+    [(gguf.PoolingType.RANK, "rerankers"), (SimpleNamespace(value=9), "pooling_type is 9, 0 to 4 is known")],
+)
+def test_rerankers_and_unknown_poolings_are_refused(tmp_path: Path, pooling: Any, why: str) -> None:
+    source = make_source(tmp_path / "model", "bert")
+    file = write_encoder(source, tmp_path / "t.gguf", "bert", pooling_type=pooling)
+    with pytest.raises(CliError, match="cannot be served") as refused:
+        folder_of(file, tmp_path / "home")
+    assert why in str(refused.value.why)
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize("kind", ["bert", "nomic_bert"])
+def test_blocks_give_nearly_the_vectors_of_the_floats(tmp_path: Path, kind: str) -> None:
+    """The same bits alone and in a batch too."""
+    source = make_source(tmp_path / "model", kind)
+    folder = folder_of(write_encoder(source, tmp_path / "t.gguf", kind, "Q8_0"), tmp_path / "home")
+    found, wanted = vectors(folder, dtype="float32"), vectors(source)
+    for name in TEXTS:
+        assert torch.cosine_similarity(found[name], wanted[name], dim=0) > 0.995
+        assert torch.equal(vectors(folder, [name], dtype="float32")[name], found[name])
