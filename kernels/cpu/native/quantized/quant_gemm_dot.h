@@ -185,8 +185,9 @@ template <> struct Codes<4> {
 };
 
 // Rows of a tile that widens its weights in registers: each vector of them is widened once for all rows. With 32 registers
-// a tile of half as many columns has room for twice the rows.
-constexpr int WIDENED_TILE = LANES == 16 ? 2 * ROW_TILE : ROW_TILE;
+// and one instruction for a product of words, a tile of half as many columns has room for twice the rows. Tiles of AMX are
+// faster from 7 rows on.
+constexpr int WIDENED_TILE = LANES == 16 && LLMBOX_BYTE_DOT && !LLMBOX_TILES ? 2 * ROW_TILE : ROW_TILE;
 
 // tile[ROWS][PANEL] += the sums of some groups.
 template <int BITS, int ROWS>
