@@ -104,12 +104,6 @@ class FinishRate:
         return min(max(1, math.ceil(self._gap)), _LONGEST_RETRY_AFTER)
 
 
-async def keep_config(config: EngineConfig, on_request: bool = False) -> EngineConfig:
-    """Admit a model to memory where nobody divides it."""
-    del on_request
-    return config
-
-
 def require_same(have: EngineConfig, wanted: EngineConfig) -> None:
     """Raise ApiError 409 if a loaded model has other settings than `wanted`."""
     if have != wanted:

@@ -16,7 +16,6 @@ from ..text.tokenizer.text_cache import TextCache
 from ..text.tokenizer.tokenizer import TextModel, load_model_text
 from .admission import (
     draining,
-    keep_config,
     load_failed,
     model_loading,
     model_not_found,
@@ -25,7 +24,7 @@ from .admission import (
 )
 from .engine_process import PrewarmedProcess
 from .loaded_model import LoadedModel, ModelReadiness, Readiness, judge_readiness
-from .restart_policy import RestartLimits, WatchLimits
+from .restart_policy import RestartLimits, WatchLimits, keep_config
 from .supervisor import Supervisor, SupervisorOptions
 
 log = logging.getLogger("llmbox.engines")

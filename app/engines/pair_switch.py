@@ -77,7 +77,7 @@ class PairJudge:
         self._not_before = 0.0
         self._returns = 0
         self._one: tuple[float, float] | None = None
-        """Of one engine: mean seconds of a step with prompts, and running requests of a step."""
+        """Mean seconds of a step with prompts in one engine, and running requests of a step."""
         self._since = 0.0
         self._mark = EngineStats()
 
@@ -190,7 +190,7 @@ class PairSwitch:
     def note_step(self) -> None:
         """Look at what was measured, every few steps."""
         self._count += 1
-        if self._count % _EVERY or not self.is_on or self._task is not None:
+        if self._count % _EVERY or self._task is not None:
             return
         of = self._of
         if of.info is None or self._obstacle(of.info):

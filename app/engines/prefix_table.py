@@ -2,12 +2,12 @@
 which of several has most.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Final
 
-from llmbox.engine.ipc.block_map import hash_chain
 from llmbox.engine.ipc.messages import AddRequest
 
 MOST_BLOCKS: Final = 256
@@ -21,7 +21,13 @@ def block_hashes(request: AddRequest, block_size: int, most: int = MOST_BLOCKS) 
     same replica, which is no error.
     """
     parent = sha256((request.cache_namespace + request.adapter).encode()).digest()
-    return hash_chain(parent, request.prompt_ids[: most * block_size], block_size)
+    whole = min(len(request.prompt_ids) // block_size, most)
+    hashes = []
+    for block in range(whole):
+        ids = request.prompt_ids[block * block_size : (block + 1) * block_size]
+        parent = sha256(parent + array("I", ids).tobytes()).digest()
+        hashes.append(parent)
+    return hashes
 
 
 class PrefixTable:

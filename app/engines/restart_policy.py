@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware.proc import read_state, thread_states
 
 
@@ -28,6 +29,12 @@ class RestartLimits:
     cooldown: float = 30.0
     """Delay before one start of an engine that died too often is tried. Each failure doubles it. 0: never."""
     longest_cooldown: float = 900.0
+
+
+async def keep_config(config: EngineConfig, on_request: bool = False) -> EngineConfig:
+    """Admit a model to memory where nobody divides it."""
+    del on_request
+    return config
 
 
 class RestartPolicy:

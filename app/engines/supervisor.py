@@ -31,15 +31,7 @@ from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
 from ..util.formatting import ENGINE_READY, STARTING, format_load_progress
-from .admission import (
-    FinishRate,
-    QueueReservation,
-    QueueReservations,
-    State,
-    keep_config,
-    queue_full,
-    refuse_by_state,
-)
+from .admission import FinishRate, QueueReservation, QueueReservations, State, queue_full, refuse_by_state
 from .engine_process import EngineProcess, EngineQueries, PrewarmedProcess, ProcessExit
 from .pair_switch import PairSwitch
 from .request_journal import RequestJournal, TokenStream
@@ -49,6 +41,7 @@ from .restart_policy import (
     RestartPolicy,
     Watchdog,
     WatchLimits,
+    keep_config,
     processor_seconds,
 )
 
@@ -304,7 +297,8 @@ class Supervisor:
     def _rest(self) -> None:
         """Note that no request is open."""
         self._watchdog.rest()
-        self.pair_switch.note_idle()
+        if self.config.auto_disaggregate:
+            self.pair_switch.note_idle()
 
     async def _spawn(self) -> SpawnedProcess:
         spares = self._options.spares
@@ -348,7 +342,8 @@ class Supervisor:
             case StepOutputs():
                 self.stats = message.stats
                 self._requests.deliver_step(message)
-                self.pair_switch.note_step()
+                if self.config.auto_disaggregate:
+                    self.pair_switch.note_step()
             case Pong():
                 self.stats = message.stats
             case BlockMap() | StepProfile():

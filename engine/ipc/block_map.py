@@ -1,9 +1,6 @@
-"""Map of an engine's KV blocks: the answer to `AskBlocks`. Hashes by which blocks are found."""
+"""Map of an engine's KV blocks: the answer to `AskBlocks`."""
 
-from array import array
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +52,3 @@ class BlockMap:
     """Prefixes that are still cached, those that saved most tokens first."""
     evictions: int
     """Number of cached blocks evicted since the engine started."""
-
-
-def hash_chain(
-    parent: bytes, token_ids: Sequence[int], block_size: int, extra: Callable[[int], bytes] | None = None
-) -> list[bytes]:
-    """Hash whole blocks of tokens, each with the hash of the block before it: equal hashes mean equal tokens
-    from `parent` on. `extra` returns what else stands in a block, by its number among these.
-    """
-    tokens = array("I", token_ids[: len(token_ids) // block_size * block_size])
-    data, size = tokens.tobytes(), block_size * tokens.itemsize
-    hashes = []
-    for start in range(0, len(data), size):
-        own = data[start : start + size]
-        parent = sha256(parent + own + extra(start // size) if extra else parent + own).digest()
-        hashes.append(parent)
-    return hashes

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Final, TypeVar
 
-from ...ipc.block_map import PrefixUse, hash_chain
+from ...ipc.block_map import PrefixUse
 from ...ipc.messages import PrefixMissReason
 from ..request import Request, first_image
 
@@ -23,13 +23,14 @@ def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
     """Extend `request.block_hashes` to `num_blocks` full blocks. A block is hashed once per request."""
     hashes = request.block_hashes
     parent = hashes[-1] if hashes else sha256(request.cache_namespace.encode()).digest()
-    first = len(hashes)
-    tokens = request.token_ids[first * block_size : num_blocks * block_size]
-
-    def pictures(block: int) -> bytes:
-        return picture_hashes(request, (first + block) * block_size, block_size)
-
-    hashes += hash_chain(parent, tokens, block_size, pictures if request.images else None)
+    tokens = array("I", request.token_ids[len(hashes) * block_size : num_blocks * block_size])
+    data, size = tokens.tobytes(), block_size * tokens.itemsize
+    for start in range(0, len(data), size):
+        own = data[start : start + size]
+        if request.images:
+            own += picture_hashes(request, len(hashes) * block_size, block_size)
+        parent = sha256(parent + own).digest()
+        hashes.append(parent)
 
 
 def picture_hashes(request: Request, start: int, block_size: int) -> bytes:
