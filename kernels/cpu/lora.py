@@ -37,7 +37,7 @@ class CPULora:
         self._memory: dict[int, list[LoraMemory]] = {}
         """By slot."""
         self._spare: LoraMemory | None = None
-        """What was released last. It has its pages, which the system would hand out slowly."""
+        """Memory that was released last. The system would hand out its pages slowly."""
 
     def ops(self) -> LoraOps:
         return LoraOps(
@@ -70,8 +70,9 @@ class CPULora:
         if not held or held[-1].nbytes - held[-1].used < nbytes:
             held.append(LoraMemory(self._library, max(nbytes, SMALLEST, held[0].nbytes // 8 if held else 0)))
         memory = held[-1]
+        address = memory.address + memory.used
         memory.used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return memory.address + memory.used - -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return address
 
     def _pack(self, slot: int, weights: LoraWeights, count: int) -> Tensor:
         """Pack the weights of `count` linears. Return the address of each, a `LoraWeights` of lora.h."""
