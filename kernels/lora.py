@@ -196,6 +196,15 @@ class LoraOps:
     device: torch.device | None = None
     """Device that weights of adapters lie on; None: the host."""
 
+    reserve: Callable[[int, int], None] = lambda _slot, _nbytes: None
+    """(slot, bytes): make room for an adapter, before it is loaded into the slot."""
+
+    release: Callable[[int], None] = lambda _slot: None
+    """(slot): free that room, once the slot is unloaded everywhere."""
+
+    is_int8: bool = False
+    """True if A and B are kept in 8 bits: a scale for each rank of A, and of 64 outputs of B."""
+
     launches: Callable[[], int] = int
     """Number that changes when an adapter was loaded that graphs captured before cannot serve."""
 
@@ -263,14 +272,3 @@ def _embed(site: LoraSite, ids_T: Tensor, x_TE: Tensor, scale: float, rows: Adap
         table_VE = site.tables.get(slot)
         if table_VE is not None:
             x_TE[index] = (table_VE[ids_T[index]].float() * scale).to(x_TE.dtype)
-
-
-def panels_of(piece: LoraPiece, width: int) -> Tensor:
-    """Return B as panels of `width` outputs, each rank by rank: [panels, r, width], padded with zeros. A
-    first dimension of experts stays.
-    """
-    *first, outputs, rank = piece.b_Or.shape
-    panels = -(-outputs // width)
-    padded = torch.zeros(*first, panels * width, rank, dtype=piece.b_Or.dtype)
-    padded[..., :outputs, :] = piece.b_Or
-    return padded.view(*first, panels, width, rank).transpose(-1, -2).contiguous()

@@ -90,6 +90,19 @@ class Adapter:
         entries = [entry for target in self.targets.values() for entry in (target.a, target.b)]
         return sum(2 * math.prod(entry.shape) for entry in (*entries, *self.saved.values()))
 
+    def memory_bytes(self, width: int, *, is_int8: bool) -> int:
+        """Return its bytes in memory, with numbers of `width` bytes; with `is_int8` those of A and B have
+        one, and there are scales (`LoraOps.is_int8`). Modules saved whole keep their width.
+        """
+        whole = sum(math.prod(entry.shape) for entry in self.saved.values())
+        beside = self.nbytes // 2 - whole
+        return width * whole + (beside + beside // 16 if is_int8 else width * beside)
+
+
+def has_int8_numbers(device: str, quant: str) -> bool:
+    """Return whether A and B have 8 bits in memory: on CPUs, beside quantized weights."""
+    return device == "cpu" and quant != "none"
+
 
 def read_adapter(directory: Path) -> Adapter:
     """Parse an adapter's folder. Raises AdapterError, which names the file or the tensor and a remedy."""

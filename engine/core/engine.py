@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from ..checkpoint.adapter import read_adapter
+from ..checkpoint.adapter import has_int8_numbers, read_adapter
 from ..errors import EngineError, InvalidRequest
 from ..ipc.block_map import BlockMap
 from ..ipc.handover_messages import Prefill
@@ -215,8 +215,9 @@ class Engine:
                 "base with --device cpu, or merge the adapter into a model with `llmbox lora merge`"
             )
         if not slots.knows(folder):
-            size = 2 if self.info.dtype == "float32" else 1  # of a number of 16 bits
-            slots.admit(folder, size * read_adapter(Path(folder)).nbytes)
+            width = 4 if self.info.dtype == "float32" else 2
+            is_int8 = has_int8_numbers(self.info.device, self.info.quant)
+            slots.admit(folder, read_adapter(Path(folder)).memory_bytes(width, is_int8=is_int8))
         return Path(folder).name
 
     def prefill(self, message: Prefill) -> RequestOutput | None:

@@ -93,6 +93,8 @@ def gemma4_fields(gguf: GgufFile, config: Config) -> Config:
             SLIDING: {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base_swa", 1e4)},
         },
     }
+    if not width:  # of the published models those without embeddings of layers
+        found["use_bidirectional_attention"] = "vision"
     if width:
         found["vocab_size_per_layer_input"] = rows_of(gguf, "per_layer_token_embd.weight")
     if gguf.value("expert_count"):

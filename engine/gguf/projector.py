@@ -91,6 +91,23 @@ def _gemma3(clip: ClipFields) -> Described:
     return tower, {"mm_tokens_per_image": across**2}, {}
 
 
+def _gemma4(clip: ClipFields) -> Described:
+    tower = clip.tower()
+    tower |= {
+        "hidden_activation": "gelu_pytorch_tanh",  # files do not say it
+        "rms_norm_eps": tower.pop("layer_norm_eps"),
+        "head_dim": tower["hidden_size"] // tower["num_attention_heads"],
+        "num_key_value_heads": tower["num_attention_heads"],
+        "pooling_kernel_size": clip.integer("projector.scale_factor", 3),
+        "use_clipped_linears": "v.blk.0.attn_q.input_min" in clip.file.tensors,
+        "standardize": "v.std_bias" in clip.file.tensors,
+    }
+    table = clip.file.tensors.get("v.position_embd.weight")
+    if table is not None and len(table.shape) == 3:
+        tower["position_embedding_size"] = table.shape[1]
+    return tower, {}, {}
+
+
 def _qwen2_vl(clip: ClipFields) -> Described:
     tower = clip.qwen_tower()
     inner, hidden = tower.pop("intermediate_size"), tower.pop("hidden_size")
@@ -187,6 +204,13 @@ PROJECTOR_FAMILIES: Final = {
         architectures=("gemma3",),
         image_mark="<image_soft_token>",
         describe=_gemma3,
+    ),
+    "gemma4v": ProjectorFamily(
+        name="Gemma4ForConditionalGeneration",
+        model_type="gemma4",
+        architectures=("gemma4",),
+        image_mark="<|image|>",
+        describe=_gemma4,
     ),
     "qwen2vl_merger": ProjectorFamily(
         name="Qwen2VLForConditionalGeneration",

@@ -31,6 +31,8 @@ class ProjectorTensor:
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of each tensor in the file."""
+        if not self.shape:  # files have no scalars
+            return (1,)
         if self.layout == "frames":
             return (self.shape[0], self.shape[1] // len(self.names))
         return (self.shape[0] // len(self.names), *self.shape[1:])
@@ -67,6 +69,9 @@ def _list_tensors(projector: GgufFile, vision: VisionConfig) -> Iterator[tuple[s
         # Gemma 3 has `mm_input_projection_weight`.
         name = stored.replace("_projection_weight", "_projection.weight")
         linear, _, kind = name.rpartition(".")
+        if name in names:  # of no module: its own name says it all
+            yield name, ProjectorTensor(names[name], shape)
+            continue
         parts, layout = names[linear], _layout(tower, linear, kind)
         if layout == "frames":
             yield (
@@ -93,7 +98,7 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
 def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     names = tower.names
     yield names.patch, ("v.patch_embd",)
-    yield names.table, ("v.position_embd",)
+    yield names.table, ("v.position_embd.weight" if tower.table == "axes" else "v.position_embd",)
     yield names.pre_norm, ("v.pre_ln",)
     yield names.post_norm, ("v.post_ln",)
     up, down = "ffn_up", "ffn_down"
@@ -103,6 +108,10 @@ def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str,
     of_layer = {
         names.norm1: "ln1",
         names.norm2: "ln2",
+        names.after_attention: "attn_post_norm",
+        names.after_mlp: "ffn_post_norm",
+        names.query_norm: "attn_q_norm",
+        names.key_norm: "attn_k_norm",
         names.query: "attn_q",
         names.key: "attn_k",
         names.value: "attn_v",
@@ -116,6 +125,8 @@ def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str,
         for ours, theirs in of_layer.items():
             if ours:
                 yield at + ours, (there + theirs,)
+                if ours.endswith(".linear"):  # which clips: its bounds are named by the module around it
+                    yield at + ours.removesuffix(".linear"), (there + theirs,)
         if names.stacked:
             stacked: tuple[str, ...] = (f"{there}attn_qkv",)
             if f"{there}attn_qkv.weight" not in projector.tensors:
@@ -133,6 +144,10 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
                     yield f"visual.deepstack_merger_list.{level}.{ours}", (f"v.deepstack.{layer}.{part}",)
         case "gemma3":
             theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
+        case "gemma4":
+            theirs = ("", "mm.input_projection", "")
+            for each in ("std_bias", "std_scale"):
+                yield f"vision_tower.{each}", (f"v.{each}",)
         case "pixel_shuffle":
             theirs = ("", "mm.model.fc", "")
         case "llava":

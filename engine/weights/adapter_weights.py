@@ -5,7 +5,10 @@ T rows of the step, I inputs, O outputs, R ranks.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from itertools import pairwise
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -97,12 +100,34 @@ class AdapterReader:
     """Reader of an adapter's tensors in the model's dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
+        self._keeps_open = False
+        self._open: dict[Path, FileIO] = {}
+
+    def __enter__(self) -> Self:
+        """Open each file once, until the end of the block."""
+        self._keeps_open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keeps_open = False
+        for stream in self._open.values():
+            stream.close()
+        self._open.clear()
 
     def read(self, entry: TensorEntry) -> Tensor:
         stored = torch.empty(entry.shape, dtype=(ROUNDED_DTYPES | DTYPES)[entry.dtype])
-        with open_regular(entry.file, 0) as stream:
-            stream.seek(entry.offset)
-            read_fully(stream.readinto, bytes_of(stored), entry)
+        if self._keeps_open:
+            if entry.file not in self._open:
+                self._open[entry.file] = open_regular(entry.file, 0)
+            self._read_into(stored, self._open[entry.file], entry)
+        else:
+            with open_regular(entry.file, 0) as stream:
+                self._read_into(stored, stream, entry)
         refuse_non_finite(stored, entry, "")
-        return stored.to(self._dtype)
+        return stored.to(self.dtype)
+
+    @staticmethod
+    def _read_into(stored: Tensor, stream: FileIO, entry: TensorEntry) -> None:
+        stream.seek(entry.offset)
+        read_fully(stream.readinto, bytes_of(stored), entry)

@@ -33,6 +33,8 @@ from .expert_adapters import AdaptedExperts, ExpertStack, is_held_elsewhere
 from .source import WeightRequest
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+PADDING = 16
+"""One part in so many of an adapter's memory is added for what is padded: ranks, panels and headers."""
 MERGE_FIRST = "`llmbox lora merge` writes a model of both"
 NO_ROOM = (
     "no memory of the GPU is left for the adapter: unload the model and load it again, and its plan includes "
@@ -250,9 +252,16 @@ class AdapterLayers:
         for found in self._experts.values():
             self._lora.unload(found.gate_ups.site, slot)
             self._lora.unload(found.downs.site, slot)
+        self._lora.release(slot)
 
     def _load(self, slot: int, adapter: Adapter, dtype: torch.dtype) -> int:
-        reader = AdapterReader(dtype)
+        with AdapterReader(dtype) as reader:
+            return self._read(slot, adapter, reader)
+
+    def _read(self, slot: int, adapter: Adapter, reader: AdapterReader) -> int:
+        """Load an adapter. Return its bytes in memory."""
+        taken = adapter.memory_bytes(reader.dtype.itemsize, is_int8=self._lora.is_int8)
+        self._lora.reserve(slot, taken + taken // PADDING)
         by_linear: dict[int, list[AdapterShare]] = {}
         by_stack: dict[int, tuple[ExpertStack, list[ExpertLora]]] = {}
         for target in adapter.targets.values():
@@ -262,25 +271,20 @@ class AdapterLayers:
                 continue
             for share in self._shares(target):
                 by_linear.setdefault(id(share.linear.packed), []).append(share)
-        taken = 0
         for key, shares in by_linear.items():
             if key in self._stacks_of:
                 stack, number = self._stacks_of[key]
                 _, batches = by_stack.setdefault(id(stack), (stack, []))
                 batches.append(stack.read_one(number, shares, reader))
                 continue
-            weights = weights_of(shares, reader)
-            taken += weights.nbytes
-            self._lora.load(shares[0].linear.site, slot, weights)
+            self._lora.load(shares[0].linear.site, slot, weights_of(shares, reader))
         for stack, batches in by_stack.values():
-            taken += sum(batch.weights.nbytes for batch in batches)
             self._lora.load_experts(stack.site, slot, len(stack.linears), batches)
         for name, entry in adapter.saved.items():
             if (found := self._saved(name, entry)) is None:
                 continue
             rows = found.asked.outputs[_stored_name(found, name)]
             table_VE = cut(reader.read(entry), rows, 0)
-            taken += table_VE.nbytes
             if name == HEAD:
                 self._heads[slot] = self._base.pack_router(table_VE.to(device=self._lora.device), None)
             else:

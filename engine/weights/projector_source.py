@@ -44,6 +44,8 @@ class ProjectorSource(Checkpoint):
 
     def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
         place = self._places[entry.name]
+        if not place.shape:
+            return self._floats(place.names[0]).view(())
         found = [self._floats(name).view(place.part_shape) for name in place.names]
         match place.layout:
             case "frames":

@@ -89,7 +89,7 @@ class CPUBackend:
             row_invariant=True,
             recurrent=CPURecurrent(self.library, self.recorder).ops(),
             altup=CPUAltUp(self.library, self.recorder).ops(),
-            lora=CPULora(self.library, self.recorder).ops(),
+            lora=CPULora(self.library, self.recorder, is_int8=quant is not None).ops(),
             rotate_and_write=attention.rotate_and_write,
             attend_whole_texts=attention.attend_whole_texts,
             best_of=self.drawing.best_of,

@@ -119,6 +119,20 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+class NativeLoraSource(ctypes.Structure):
+    """Mirror of `LoraSource` in native/linear/lora_packing.h."""
+
+    _fields_ = (
+        ("linears", c_int32),
+        ("inputs", c_int32),
+        ("rank", c_int32),
+        ("count", c_int32),
+        ("a", c_void_p),
+        ("scales", c_void_p),
+        ("parts", c_void_p),
+    )
+
+
 class NativeDrawRow(ctypes.Structure):
     """Mirror of `DrawRow` in native/sampling/sample_row.h.
 
@@ -175,6 +189,11 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
     "llmbox_quant_op": (P, (INT, P, P, LONG, P, LONG, INT)),
     "llmbox_quant_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
+    "llmbox_lora_bytes": (LONG, (INT, INT, POINTER(NativeLoraSource))),
+    "llmbox_lora_pack": (None, (INT, INT, POINTER(NativeLoraSource), P)),
+    "llmbox_lora_memory": (P, (LONG,)),
+    "llmbox_lora_memory_data": (P, (P,)),
+    "llmbox_lora_memory_free": (None, (P,)),
     "llmbox_lora_op": (P, (INT, INT, P, P, LONG, INT, P, LONG)),
     "llmbox_lora_embedding_op": (P, (INT, P, FLOAT, P, LONG, INT)),
     "llmbox_norm_op": (P, (INT, INT, P, LONG, P, INT, INT, FLOAT, P)),

@@ -7,40 +7,103 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..lora import ExpertLora, LoraOps, LoraRows, LoraSite, LoraWeights, panels_of, unload
+from ..lora import ExpertLora, LoraOps, LoraRows, LoraSite, LoraWeights, unload
 from .command_buffer import CommandRecorder
-from .ffi import Step
-from .weight_packing import DTYPES
+from .ffi import NativeLoraSource, Step
+from .weight_packing import DTYPES, PackedHandle
 
-PANEL = 64
-"""Outputs of a panel of B: `LORA_PANEL` of native/linear/lora.h."""
+ALIGNMENT = 64
+"""Bytes of a cache line: what is packed begins with one."""
+SMALLEST = 1 << 16
+"""Bytes of the smallest memory that the system is asked for."""
+
+
+class LoraMemory(PackedHandle):
+    """Memory of one adapter's weights, which are packed one after another as a step reads them."""
+
+    def __init__(self, library: ctypes.CDLL, nbytes: int) -> None:
+        super().__init__(library.llmbox_lora_memory(nbytes), library.llmbox_lora_memory_free)
+        self.address: int = library.llmbox_lora_memory_data(self.pointer)
+        self.nbytes, self.used = nbytes, 0
 
 
 class CPULora:
-    """Adapters on one kernel library."""
+    """Adapters on one kernel library. `is_int8`: beside quantized weights A and B have 8 bits too."""
 
-    def __init__(self, library: ctypes.CDLL, recorder: CommandRecorder) -> None:
+    def __init__(self, library: ctypes.CDLL, recorder: CommandRecorder, *, is_int8: bool) -> None:
         self._library = library
         self._recorder = recorder
+        self._is_int8 = is_int8
+        self._memory: dict[int, list[LoraMemory]] = {}
+        """By slot."""
+        self._spare: LoraMemory | None = None
+        """Memory that was released last. The system would hand out its pages slowly."""
 
     def ops(self) -> LoraOps:
-        return LoraOps(self.load, self.load_table, unload, self.add, self.embed, self.load_experts)
+        return LoraOps(
+            self.load,
+            self.load_table,
+            unload,
+            self.add,
+            self.embed,
+            self.load_experts,
+            reserve=self.reserve,
+            release=self.release,
+            is_int8=self._is_int8,
+        )
+
+    def reserve(self, slot: int, nbytes: int) -> None:
+        spare, self._spare = self._spare, None
+        if spare is None or not nbytes <= spare.nbytes <= 2 * nbytes:
+            del spare  # before there is more
+            spare = LoraMemory(self._library, max(nbytes, SMALLEST))
+        spare.used = 0
+        self._memory[slot] = [spare]
+
+    def release(self, slot: int) -> None:
+        held = self._memory.pop(slot, ())
+        self._spare = max((*held, *filter(None, [self._spare])), key=lambda each: each.nbytes, default=None)
+
+    def _take(self, slot: int, nbytes: int) -> int:
+        """Return the address of memory of a slot, more of it than was reserved where that is full."""
+        held = self._memory.setdefault(slot, [])
+        if not held or held[-1].nbytes - held[-1].used < nbytes:
+            held.append(LoraMemory(self._library, max(nbytes, SMALLEST, held[0].nbytes // 8 if held else 0)))
+        memory = held[-1]
+        address = memory.address + memory.used
+        memory.used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return address
+
+    def _pack(self, slot: int, weights: LoraWeights, count: int) -> Tensor:
+        """Pack the weights of `count` linears. Return the address of each, a `LoraWeights` of lora.h."""
+        a_XRI = weights.a_RI
+        assert a_XRI.is_contiguous()
+        assert weights.scales_R.dtype == torch.float32
+        assert all(piece.b_Or.is_contiguous() for piece in weights.pieces)
+        parts = [
+            (piece.start, piece.stop, piece.first, piece.b_Or.shape[-1], piece.b_Or.data_ptr())
+            for piece in weights.pieces
+        ]
+        parts_P5 = torch.tensor(parts, dtype=torch.int64)
+        rank, inputs = a_XRI.shape[-2:]
+        source = NativeLoraSource(
+            linears=count,
+            inputs=inputs,
+            rank=rank,
+            count=len(parts),
+            a=a_XRI.data_ptr(),
+            scales=weights.scales_R.data_ptr(),
+            parts=parts_P5.data_ptr(),
+        )
+        kind = DTYPES[a_XRI.dtype], self._is_int8
+        nbytes: int = self._library.llmbox_lora_bytes(*kind, source)
+        address = self._take(slot, count * nbytes)
+        self._library.llmbox_lora_pack(*kind, source, address)
+        return address + nbytes * torch.arange(count)
 
     def load(self, site: LoraSite, slot: int, weights: LoraWeights) -> None:
-        """Pack the weights, and write their address: `LoraWeights` of native/linear/lora.h as integers."""
-        assert weights.a_RI.is_contiguous()
-        assert weights.scales_R.dtype == torch.float32
-        panels = [panels_of(piece, PANEL) for piece in weights.pieces]
-        numbers = [weights.a_RI.data_ptr(), weights.scales_R.data_ptr(), len(weights.a_RI), len(panels)]
-        for piece, panel in zip(weights.pieces, panels, strict=True):
-            numbers += [piece.start, piece.stop, piece.first, piece.b_Or.shape[1], panel.data_ptr()]
-        header = torch.tensor(numbers, dtype=torch.int64)
-        # B itself is not read again: its panels stay in its place.
-        pieces = tuple(
-            replace(piece, b_Or=panel) for piece, panel in zip(weights.pieces, panels, strict=True)
-        )
-        site.weights[slot] = replace(weights, pieces=pieces, packed=header)
-        site.addresses[slot] = header.data_ptr()
+        site.addresses[slot] = int(self._pack(slot, weights, 1))
+        site.weights[slot] = replace(weights, a_RI=weights.a_RI[:0], pieces=())
 
     def load_table(self, site: LoraSite, slot: int, table_VE: Tensor) -> None:
         assert table_VE.is_contiguous()
@@ -50,25 +113,10 @@ class CPULora:
     def load_experts(self, site: LoraSite, slot: int, count: int, batches: Sequence[ExpertLora]) -> None:
         """Write a table: the address of each expert's weights, 0 where it has none, and the most ranks."""
         table = torch.zeros(count + 1, dtype=torch.int64)
-        kept: list[object] = [table]
         for batch in batches:
-            weights, each = batch.weights, torch.arange(len(batch.experts))
-            assert weights.a_RI.is_contiguous()
-            ranks = weights.a_RI.shape[1]
-            panels = [panels_of(piece, PANEL) for piece in weights.pieces]
-            columns: list[Tensor | int] = [
-                _addresses(weights.a_RI),
-                weights.scales_R.data_ptr(),
-                ranks,
-                len(panels),
-            ]
-            for piece, panel in zip(weights.pieces, panels, strict=True):
-                columns += [piece.start, piece.stop, piece.first, piece.b_Or.shape[2], _addresses(panel)]
-            headers = torch.stack([torch.zeros_like(each) + column for column in columns], 1).contiguous()
-            table[list(batch.experts)] = _addresses(headers)
-            table[count] = max(int(table[count]), ranks)
-            kept += [headers, weights.a_RI, weights.scales_R, panels]
-        site.experts[slot] = kept
+            table[list(batch.experts)] = self._pack(slot, batch.weights, len(batch.experts))
+            table[count] = max(int(table[count]), batch.weights.a_RI.shape[1])
+        site.experts[slot] = table
         site.addresses[slot] = table.data_ptr()
 
     def add(self, site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: LoraRows) -> None:
@@ -100,8 +148,3 @@ class CPULora:
         step = Step(rows=len(ids), ids=ids.data_ptr())
         step.use_adapters(rows)
         self._recorder.submit(op, step, site, x_TE)
-
-
-def _addresses(stack: Tensor) -> Tensor:
-    """Return the address of each element of the first dimension of a contiguous tensor."""
-    return stack.data_ptr() + torch.arange(len(stack)) * (stack.stride(0) * stack.element_size())

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import backends
 from llmbox.kernels.lora import LoraPiece, LoraRows, LoraSite, LoraWeights
 from llmbox.kernels.op_types import Routing
 from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
 from support.mixed_experts import COUNT, HIDDEN, MixedExperts
 from support.numbers import DTYPES, assert_near
@@ -61,6 +64,29 @@ def test_adapters_of_a_batch(ops: Ops, dtype: torch.dtype, rows: int) -> None:
     assert ops.lora is not None
     ops.lora.add(site, x, y, rows_of(slots))
     assert_near(y, expected)
+
+
+@pytest.mark.parametrize("level", [name for name in backends() if name.startswith("cpu ")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_beside_quantized_weights_have_8_bits(level: str, dtype: torch.dtype) -> None:
+    ops = load_backend(level).ops(QUANTS["int8"])
+    assert ops.lora is not None
+    assert ops.lora.is_int8
+    adapters = {slot: weights(rank, dtype, slot) for slot, rank in ((0, 1), (5, 8), (63, 64))}
+    adapters[63].a_RI[3] = 0
+    site = loaded(ops, adapters)
+    slots = [(-1, 0, 5, 63, 5, 9)[row % 6] for row in range(37)]
+    x, y = torch.randn(37, INPUTS).to(dtype), torch.randn(37, OUTPUTS)
+    expected = exact(x, y, [adapters.get(slot) for slot in slots])
+    together = y.clone()
+    ops.lora.add(site, x, together, rows_of(slots))
+    for row, slot in enumerate(slots):
+        alone = y[row : row + 1].clone()
+        if slot >= 0:
+            ops.lora.add(site, x[row : row + 1], alone, rows_of([slot]))
+        assert torch.equal(alone[0], together[row])
+        added, wanted = together[row].double() - y[row], expected[row] - y[row].double()
+        assert (added - wanted).norm() <= 0.025 * wanted.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

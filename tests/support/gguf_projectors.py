@@ -12,12 +12,14 @@ from safetensors.numpy import load_file, save_file
 
 from llmbox.engine.checkpoint.index import inner_name
 
+from .gguf_families import write_family
 from .gguf_models import side_by_side, write_gguf
 from .tiny_models import write_json, write_tokenizer
 from .vision_models import MODELS, make_vision_model
 
 SEEING: dict[str, tuple[str, str, str]] = {
     "gemma3": ("gemma3", "gemma3", "<image_soft_token>"),
+    "gemma4": ("gemma4", "gemma4v", "<|image|>"),
     "qwen2_vl": ("qwen2vl", "qwen2vl_merger", "<|image_pad|>"),
     "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger", "<|image_pad|>"),
     "qwen3_vl": ("qwen3vl", "qwen3vl_merger", "<|image_pad|>"),
@@ -27,6 +29,7 @@ SEEING: dict[str, tuple[str, str, str]] = {
     "lfm2_vl": ("lfm2", "lfm2", "<image>"),
 }
 """Architecture, projector type and image token of families that llama.cpp has projectors for."""
+SUFFIXES = (".weight", ".bias", ".input_min", ".input_max", ".output_min", ".output_max")
 CHANGES: dict[str, dict[str, Any]] = {
     # Files cannot say that every second layer from the first on sees all of a picture, nor other windows.
     "qwen2_5_vl": {"window_size": 36, "fullatt_block_indexes": [1]},
@@ -39,6 +42,8 @@ def make_seeing_model(directory: Path, kind: str, **changes: Any) -> Any:
     """Write a checkpoint that GGUF files can describe, with a tokenizer that has its image token as id 10."""
     values = MODELS[kind][1]
     text = values["text_config"] | {"vocab_size": 288, "query_pre_attn_scalar": 16}
+    if kind == "gemma4":  # as of models without embeddings of layers
+        text["use_bidirectional_attention"] = "vision"
     tower = values["vision_config"] | CHANGES.get(kind, {})
     model = make_vision_model(directory, kind, vision_config=tower, text_config=text, **changes)
     write_tokenizer(directory)
@@ -46,6 +51,8 @@ def make_seeing_model(directory: Path, kind: str, **changes: Any) -> Any:
     rules = json.loads((directory / "preprocessor_config.json").read_text())
     if kind == "lfm2_vl":  # files do not say how many tokens a picture has: as of the published models
         rules = {"image_processor_type": rules["image_processor_type"], "encoder_patch_size": 8}
+    if kind == "gemma4":
+        rules.pop("max_soft_tokens")
     write_json(
         directory / "preprocessor_config.json", {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} | rules
     )
@@ -74,16 +81,22 @@ def write_seeing_gguf(directory: Path, file: Path, kind: str, **metadata: Any) -
     text = {
         n: a
         for n, a in arrays.items()
-        if n.startswith(("lm_head.", "model.layers.", "model.embed", "model.norm"))
+        if n.startswith(
+            ("lm_head.", "model.layers.", "model.embed_tokens", "model.embedding_norm", "model.norm")
+        )
     }
     save_file(text, inner / "model.safetensors")
     settings = config["text_config"]
     rope = settings.get("rope_parameters") or {}
-    write_json(inner / "config.json", settings | {"rope_parameters": rope.get("full_attention", rope)})
+    if kind != "gemma4":
+        settings |= {"rope_parameters": rope.get("full_attention", rope)}
+    write_json(inner / "config.json", settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (inner / name).write_bytes((directory / name).read_bytes())
     if sections := rope.get("mrope_section"):
         metadata["rope__dimension_sections"] = [*sections, 0]
+    if kind == "gemma4":
+        return write_family(inner, file, "gemma4", **metadata)
     return write_gguf(inner, file, arch=arch, **metadata)
 
 
@@ -100,7 +113,10 @@ def write_mmproj(
     writer = gguf.GGUFWriter(file, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(SEEING[kind][1])
+    if kind == "gemma4":  # a file with a tower for sound too has a projector of each
+        writer.add_clip_vision_projector_type(SEEING[kind][1])
+    else:
+        writer.add_clip_projector_type(SEEING[kind][1])
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
     hidden = tower.get("embed_dim", tower["hidden_size"])
     layers = tower.get("depth", tower.get("num_hidden_layers"))
@@ -181,12 +197,18 @@ def _tensors(
             name = name.replace("_weight", ".weight")
             name = name.replace("vision_tower.", "vision_tower.vision_model.")
             array = array + 1 if "soft_emb_norm" in name else array  # noqa: PLW2901
+        if kind == "gemma4":
+            name = stored.replace("model.vision_tower.encoder.", "vision_model.model.")
+            name = name.replace(".linear.weight", ".weight")
+            name += ".weight" * name.endswith("position_embedding_table")
+            array = array.reshape(1) if array.ndim == 0 else array  # noqa: PLW2901
+            if name.endswith("patch_embedder.input_proj.weight"):
+                array = colors_first(array)  # noqa: PLW2901
         if kind == "lfm2_vl":
             name = name.replace("vision_tower.", "vision_tower.vision_model.")
             name = name.replace("vision_model.vision_model.", "vision_model.")
             if name.endswith("patch_embedding.weight"):
-                side = round((array.shape[1] / 3) ** 0.5)
-                array = array.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)  # noqa: PLW2901
+                array = colors_first(array)  # noqa: PLW2901
         if kind in {"mistral3", "llava"} and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = side_by_side(array, heads)  # noqa: PLW2901
         if name == "visual.patch_embed.proj.weight":
@@ -208,7 +230,13 @@ def _tensors(
             yield _placed(names, name), array
 
 
+def colors_first(array: np.ndarray) -> np.ndarray:
+    """Make a kernel of a matrix of patches, whose pixels have their colors side by side."""
+    side = round((array.shape[1] / 3) ** 0.5)
+    return array.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+
+
 def _placed(names: gguf.TensorNameMap, name: str) -> str:
-    place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    place = names.get_name(name, try_suffixes=SUFFIXES)
     assert place is not None, name
     return place

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from llmbox.engine.checkpoint.adapter import read_adapter
+from llmbox.engine.checkpoint.adapter import Adapter, has_int8_numbers, read_adapter
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.hardware.machine import read_machine
@@ -97,14 +97,15 @@ def report(
     adapters: Sequence[str] = (),
 ) -> int:
     """Print a fit, with memory for these adapters. Returns the exit code."""
-    sizes = {text: _adapter_bytes(program, text) for text in adapters}
-    config = replace(config, plans_adapters=config.plans_adapters or bool(sizes))
+    found = {text: _read_adapter(program, text) for text in adapters}
+    config = replace(config, plans_adapters=config.plans_adapters or bool(found))
     try:
         result = fit_here(program, facts, config, probe=probe)
     except DeviceError as error:
         raise CliError(f"{facts.name} cannot be served", str(error), "llmbox doctor") from error
-    wide = 2 if result.plan is not None and result.plan.dtype == "float32" else 1  # of 16 bits
-    sizes = {text: wide * nbytes for text, nbytes in sizes.items()}
+    width = 4 if result.plan is not None and result.plan.dtype == "float32" else 2
+    is_int8 = result.plan is not None and has_int8_numbers(result.plan.device, result.plan.quant)
+    sizes = {text: adapter.memory_bytes(width, is_int8=is_int8) for text, adapter in found.items()}
     fits = result.fits and all(nbytes <= config.lora_bytes for nbytes in sizes.values())
     if as_json:
         told = {"adapters": sizes, "adapter_budget": config.lora_bytes} if sizes else {}
@@ -123,11 +124,11 @@ def report(
     return Exit.OK if fits else Exit.DOES_NOT_FIT
 
 
-def _adapter_bytes(program: Program, text: str) -> int:
-    """Return the bytes of an adapter in 16 bits. Raises CliError."""
+def _read_adapter(program: Program, text: str) -> Adapter:
+    """Parse an adapter by its name or folder. Raises CliError."""
     folder, _ = find_adapter(program.registry, text)
     try:
-        return read_adapter(folder).nbytes
+        return read_adapter(folder)
     except ModelError as error:
         raise CliError(f"{text} cannot be used", str(error), "docs/adapters.md has what is read") from None
 

@@ -10,7 +10,7 @@
 #include "attention/attention_op.h"
 #include "attention/qk_norm_rope_kv_write.h"
 #include "linear/embedding.h"
-#include "linear/lora.h"
+#include "linear/lora_packing.h"
 #include "sampling/argmax.h"
 #include "threads/read_probe.h"
 
@@ -78,6 +78,29 @@ Op* llmbox_quant_embedding_op(int dtype, const QuantLinear* table, float scale, 
         return new QuantEmbeddingOp<Out>(*table, scale, static_cast<Out*>(out), out_stride);
     });
 }
+
+// Bytes of what llmbox_lora_pack writes for each linear.
+int64_t llmbox_lora_bytes(int dtype, int is_int8, const LoraSource* source) {
+    return with_type(dtype, [&]<class E>(E) {
+        return is_int8 ? source->bytes<int8_t>() : source->bytes<typename E::Element>();
+    });
+}
+// Packs the linears one after another to `to`, a multiple of 64. The source may go then.
+void llmbox_lora_pack(int dtype, int is_int8, const LoraSource* source, uint8_t* to) {
+    with_type(dtype, [&]<class E>(E) {
+        using T = typename E::Element;
+        if (is_int8) pack_lora<int8_t, T>(pool(), *source, to);
+        else pack_lora<T, T>(pool(), *source, to);
+    });
+}
+// Memory for adapters, in huge pages where it is large; null when memory is short.
+HugeBlock* llmbox_lora_memory(int64_t bytes) try {
+    return new HugeBlock(bytes);
+} catch (const std::bad_alloc&) {
+    return nullptr;
+}
+uint8_t* llmbox_lora_memory_data(const HugeBlock* block) { return block->data(); }
+void llmbox_lora_memory_free(HugeBlock* block) { delete block; }
 
 // `weights`: addresses of `LoraWeights` by slot; y is of x's type or float32.
 Op* llmbox_lora_op(int dtype, int out_dtype, const int64_t* weights, const void* x, int64_t x_stride, int inputs, void* y,

@@ -11,23 +11,26 @@
 namespace llmbox {
 
 constexpr int LORA_PANEL = 64;  // outputs of a panel of B
+constexpr int LORA_RANKS = 8;   // of a block of A: they share the loads of x
+constexpr int LORA_TAIL = 4;    // of the last block, if no more are left
+constexpr int LORA_ROWS = 16;   // of one item of work
+constexpr int LORA_AHEAD = 8192;  // bytes that A and B are requested ahead: each lies in one piece
 
-// As kernels/cpu/lora.py writes it: integers of 64 bits.
+// Numbers are of the model's type, or int8: then A has a scale for each rank, which is part of `scales`, and each panel
+// of B one for each of its ranks.
 struct LoraPiece {
     int64_t start, stop;  // outputs
     int64_t first, rank;  // of the ranks that it reads
-    int64_t panels;       // address of [panels][rank][LORA_PANEL]
+    int64_t panels;       // address of [panels]([rank] scales in float32, padded to a cache line)[rank][LORA_PANEL]
 };
 struct LoraWeights {
-    int64_t a;       // address of [rank][inputs]
+    int64_t a;       // address of [blocks][inputs / LANES][ranks of a block][LANES], padded with zeros
     int64_t scales;  // address of [rank]
     int64_t rank, pieces;
+    int64_t is_int8;
 
     const LoraPiece& piece(int i) const { return reinterpret_cast<const LoraPiece*>(this + 1)[i]; }
 };
-
-constexpr int LORA_RANKS = 4;  // of A that share the loads of x
-constexpr int LORA_ROWS = 16;  // of one item of work
 
 inline int panels_of(const LoraPiece& piece) {
     return ceil_div(static_cast<int>(piece.stop - piece.start), LORA_PANEL);
@@ -38,39 +41,67 @@ inline int panels_of(const LoraWeights& w) {
     return panels;
 }
 inline int rank_blocks_of(const LoraWeights& w) { return ceil_div(static_cast<int>(w.rank), LORA_RANKS); }
+// With its padding.
+inline int ranks_of_block(int64_t rank, int block) { return rank - block * LORA_RANKS > LORA_TAIL ? LORA_RANKS : LORA_TAIL; }
+// Bytes before the numbers of a panel of B, and of all of it.
+template <class C> constexpr int64_t panel_scales(int64_t rank) {
+    return sizeof(C) == 1 ? round_up(static_cast<int>(rank) * 4, 64) : 0;
+}
+template <class C> constexpr int64_t lora_panel_bytes(int64_t rank) {
+    return panel_scales<C>(rank) + rank * LORA_PANEL * static_cast<int64_t>(sizeof(C));
+}
+
+template <class C, int RANKS, class T> INLINE void shrink_block(const C* a, const T* x, int inputs, float* low) {
+    Floats sums[RANKS] = {};
+    for (int i = 0; i < inputs; i += LANES, a += RANKS * LANES) {
+        UNROLL for (size_t ahead = 0; ahead < RANKS * LANES * sizeof(C); ahead += 64)
+            prefetch(reinterpret_cast<const uint8_t*>(a) + LORA_AHEAD + ahead);
+        const Floats from = load(x + i, inputs - i);
+        UNROLL for (int r = 0; r < RANKS; r++) sums[r] = multiply_add(from, load(a + r * LANES), sums[r]);
+    }
+    UNROLL for (int r = 0; r < RANKS; r++) low[r] = sum(sums[r]);
+}
+
+template <class C, class T> inline void lora_shrink_as(const LoraWeights& w, int block, const T* x, int inputs, float* low) {
+    const int first = block * LORA_RANKS, ranks = std::min(LORA_RANKS, static_cast<int>(w.rank) - first);
+    const C* a = reinterpret_cast<const C*>(w.a) + static_cast<int64_t>(first) * round_up(inputs, LANES);
+    const float* scales = reinterpret_cast<const float*>(w.scales) + first;
+    float sums[LORA_RANKS];
+    if (ranks > LORA_TAIL) shrink_block<C, LORA_RANKS>(a, x, inputs, sums);
+    else shrink_block<C, LORA_TAIL>(a, x, inputs, sums);
+    for (int r = 0; r < ranks; r++) low[first + r] = sums[r] * scales[r];
+}
 
 // low[r] = scale A x for the ranks of one block, r counted from the first of all.
 template <class T> inline void lora_shrink(const LoraWeights& w, int block, const T* x, int inputs, float* low) {
-    const int rank = block * LORA_RANKS, ranks = std::min(LORA_RANKS, static_cast<int>(w.rank) - rank);
-    const T* a = reinterpret_cast<const T*>(w.a) + static_cast<int64_t>(rank) * inputs;
-    const float* scales = reinterpret_cast<const float*>(w.scales) + rank;
-    Floats sums[LORA_RANKS] = {};
-    for (int i = 0; i < inputs; i += LANES) {
-        const int left = inputs - i;
-        const Floats from = load(x + i, left);
-        UNROLL for (int r = 0; r < LORA_RANKS; r++)
-            if (r < ranks) sums[r] = multiply_add(from, load(a + r * static_cast<int64_t>(inputs) + i, left), sums[r]);
+    if (w.is_int8) lora_shrink_as<int8_t>(w, block, x, inputs, low);
+    else lora_shrink_as<T>(w, block, x, inputs, low);
+}
+
+template <class C, class Out> inline void lora_expand_as(const LoraPiece& piece, int panel, const float* low, Out* y) {
+    const auto* at = reinterpret_cast<const uint8_t*>(piece.panels) + panel * lora_panel_bytes<C>(piece.rank);
+    const auto* scales = reinterpret_cast<const float*>(at);
+    const C* b = reinterpret_cast<const C*>(at + panel_scales<C>(piece.rank));
+    const int64_t column = piece.start + static_cast<int64_t>(panel) * LORA_PANEL;
+    const int columns = static_cast<int>(std::min<int64_t>(LORA_PANEL, piece.stop - column));
+    low += piece.first;
+    y += column;
+    Floats sums[LORA_PANEL / LANES] = {};
+    for (int r = 0; r < piece.rank; r++, b += LORA_PANEL) {
+        UNROLL for (size_t ahead = 0; ahead < LORA_PANEL * sizeof(C); ahead += 64)
+            prefetch(reinterpret_cast<const uint8_t*>(b) + LORA_AHEAD + ahead);
+        const Floats factor = splat(sizeof(C) == 1 ? low[r] * scales[r] : low[r]);
+        UNROLL for (int i = 0; i < LORA_PANEL / LANES; i++) sums[i] = multiply_add(factor, load(b + i * LANES), sums[i]);
     }
-    for (int r = 0; r < ranks; r++) low[rank + r] = sum(sums[r]) * scales[r];
+    for (int i = 0; i < columns; i += LANES) store(y + i, load(y + i, columns - i) + sums[i / LANES], columns - i);
 }
 
 // y += B low for one panel of outputs.
 template <class T, class Out> inline void lora_expand(const LoraWeights& w, int panel, const float* low, Out* y) {
     int number = 0;
     for (; panel >= panels_of(w.piece(number)); number++) panel -= panels_of(w.piece(number));
-    const LoraPiece& piece = w.piece(number);
-    const T* b = reinterpret_cast<const T*>(piece.panels) + static_cast<int64_t>(panel) * piece.rank * LORA_PANEL;
-    const int64_t column = piece.start + static_cast<int64_t>(panel) * LORA_PANEL;
-    const int columns = static_cast<int>(std::min<int64_t>(LORA_PANEL, piece.stop - column));
-    low += piece.first;
-    y += column;
-    Floats sums[LORA_PANEL / LANES] = {};
-    for (int r = 0; r < piece.rank; r++) {
-        const Floats factor = splat(low[r]);
-        UNROLL for (int i = 0; i < LORA_PANEL / LANES; i++)
-            sums[i] = multiply_add(factor, load(b + r * LORA_PANEL + i * LANES), sums[i]);
-    }
-    for (int i = 0; i < columns; i += LANES) store(y + i, load(y + i, columns - i) + sums[i / LANES], columns - i);
+    if (w.is_int8) lora_expand_as<int8_t>(w.piece(number), panel, low, y);
+    else lora_expand_as<T>(w.piece(number), panel, low, y);
 }
 
 template <class T, class Out> class LoraOp : public Op {

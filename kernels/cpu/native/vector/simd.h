@@ -114,6 +114,17 @@ INLINE void store(bf16* to, Floats v) {
 }
 #endif
 
+INLINE Floats load(const int8_t* from) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
+    return __builtin_convertvector(load_as<Bytes>(from), Floats);
+#endif
+}
+
 // The last vector of a row: `count` elements are there, the rest reads as zero and is not written.
 template <class T> INLINE Floats load(const T* from, int count) {
     if (count >= LANES) return load(from);
