@@ -135,17 +135,13 @@ class CPUBackend:
     def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor) -> Tensor:
         assert x_TI.dtype == packed.dtype
         assert x_TI.stride(1) == 1
-        quantized = packed.quant is not None
-        make = self.library.llmbox_quant_op if quantized else self.library.llmbox_linear_op
-        op = make(
-            DTYPES[packed.dtype],
-            packed.pointer,
-            x_TI.data_ptr(),
-            x_TI.stride(0),
-            out_TO.data_ptr(),
-            out_TO.stride(0),
-            DTYPES[out_TO.dtype],
-        )
+        library, dtype = self.library, DTYPES[packed.dtype]
+        numbers = packed.pointer, x_TI.data_ptr(), x_TI.stride(0), out_TO.data_ptr(), out_TO.stride(0)
+        if packed.is_wide:
+            op = library.llmbox_wide_linear_op(*numbers, DTYPES[out_TO.dtype])
+        else:
+            make = library.llmbox_linear_op if packed.quant is None else library.llmbox_quant_op
+            op = make(dtype, *numbers, DTYPES[out_TO.dtype])
         self.recorder.submit(op, Step(rows=len(x_TI)), packed, x_TI, out_TO)
         return out_TO
 

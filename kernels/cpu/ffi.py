@@ -144,6 +144,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_cache_data": (P, (P,)),
     "llmbox_cache_block_bytes": (LONG, (P,)),
     "llmbox_linear_op": (P, (INT, P, P, LONG, P, LONG, INT)),
+    "llmbox_wide_linear_op": (P, (P, P, LONG, P, LONG, INT)),
     "llmbox_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
     "llmbox_quant_op": (P, (INT, P, P, LONG, P, LONG, INT)),
     "llmbox_quant_embedding_op": (P, (INT, P, FLOAT, P, LONG)),

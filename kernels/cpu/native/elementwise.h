@@ -10,12 +10,7 @@ namespace llmbox {
 
 // out = x / sqrt(mean(x^2) + eps) * weight for `width` numbers. Weights are of x's type or float32.
 template <class T, class W> NOINLINE void norm_row(const T* x, const W* weight, T* out, int width, float eps) {
-    Floats squares = splat(0.f);
-    for (int i = 0; i < width; i += LANES) {
-        Floats v = load(x + i, width - i);
-        squares = multiply_add(v, v, squares);
-    }
-    const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width) + eps));
+    const Floats scale = splat(1.f / std::sqrt(sum_of_squares(x, width) / static_cast<float>(width) + eps));
     for (int i = 0; i < width; i += LANES)
         store(out + i, load(x + i, width - i) * scale * load(weight + i, width - i), width - i);
 }
@@ -23,20 +18,20 @@ template <class T, class W> NOINLINE void norm_row(const T* x, const W* weight, 
 // out = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias for `width` numbers; `bias` may be null.
 template <class T, class W>
 NOINLINE void layer_norm_row(const T* x, const W* weight, const W* bias, T* out, int width, float eps) {
-    Floats total = splat(0.f), squares = splat(0.f);
-    for (int i = 0; i < width; i += LANES) total += load(x + i, width - i);
-    const float mean = sum(total) / static_cast<float>(width);
-    int i = 0;
-    for (; i + LANES <= width; i += LANES) {
-        const Floats v = load(x + i, LANES) - splat(mean);
-        squares = multiply_add(v, v, squares);
-    }
-    for (; i < width; i++) {  // lanes past the end would not be 0 without the mean
+    LaneSums total, squares;
+    total.add_each(width, [&](Floats& part, int i) __attribute__((always_inline)) { part += load(x + i, width - i); });
+    const float mean = total.total() / static_cast<float>(width);
+    const int whole = width / SUM_LANES * SUM_LANES;
+    squares.add_each(whole, [&](Floats& part, int i) __attribute__((always_inline)) {
+        const Floats v = load(x + i) - splat(mean);
+        part = multiply_add(v, v, part);
+    });
+    for (int i = whole; i < width; i++) {  // lanes past the end would not be 0 without the mean
         const float v = load(x + i, 1)[0] - mean;
-        squares[i % LANES] += v * v;
+        squares.parts[i % SUM_LANES / LANES][i % LANES] += v * v;
     }
-    const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width) + eps)), center = splat(mean);
-    for (i = 0; i < width; i += LANES) {
+    const Floats scale = splat(1.f / std::sqrt(squares.total() / static_cast<float>(width) + eps)), center = splat(mean);
+    for (int i = 0; i < width; i += LANES) {
         const int left = width - i;
         const Floats v = (load(x + i, left) - center) * scale * load(weight + i, left);
         store(out + i, bias ? v + load(bias + i, left) : v, left);

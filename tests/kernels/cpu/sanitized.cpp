@@ -1,6 +1,7 @@
 // Every operation on odd shapes, with buffers that end where their data ends: run under ASan and UBSan. With the
 // argument `digests`, what each left is hashed and printed, so that two machines or instruction sets can be compared.
 #include "checked_amx.h"
+#include "emulated_amx.h"
 #include "library.cpp"
 #include "attention/attention_bf16.cpp"
 #include "attention/attention_f32.cpp"
@@ -123,6 +124,15 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
     run(llmbox_embedding_op(dtype, linear, 2.5f, taken.data(), inputs), step);
     if (!std::isnan(taken.get(0))) exit(1);
     llmbox_linear_free(linear);
+    if (dtype == FLOAT32) return;
+    Buffer routers(FLOAT32, weight.count);
+    Linear* wide_linear = llmbox_linear_new(FLOAT32, inputs, outputs, routers.data(), biases);
+    for (Buffer* to : {&out, &wide}) {
+        to->poison();
+        run(llmbox_wide_linear_op(wide_linear, static_cast<bf16*>(x.data()), inputs, to->data(), outputs, to->dtype), step);
+        must_be_finite(*to, "wide linear");
+    }
+    llmbox_linear_free(wide_linear);
 }
 
 void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int outputs) {
@@ -463,7 +473,7 @@ void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, i
             run(llmbox_attention_op(dtype, kv_dtype, cache, 1, q.data(), query_heads * width, query_heads, window, 0.1f,
                                     softcap, sunk, out.data()),
                 step);
-            must_be_finite(out, "attention");
+            must_be_finite(out, kv_dtype == INT8_SCALED ? "attention over int8" : "attention over floats");
         }
     }
     llmbox_cache_copy(cache, 0, 1);

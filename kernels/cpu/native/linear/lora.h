@@ -44,14 +44,16 @@ template <class T> inline void lora_shrink(const LoraWeights& w, int block, cons
     const int rank = block * LORA_RANKS, ranks = std::min(LORA_RANKS, static_cast<int>(w.rank) - rank);
     const T* a = reinterpret_cast<const T*>(w.a) + static_cast<int64_t>(rank) * inputs;
     const float* scales = reinterpret_cast<const float*>(w.scales) + rank;
-    Floats sums[LORA_RANKS] = {};
+    LaneSums sums[LORA_RANKS];
     for (int i = 0; i < inputs; i += LANES) {
-        const int left = inputs - i;
+        const int left = inputs - i, v = i / LANES % SUM_VECTORS;
         const Floats from = load(x + i, left);
-        UNROLL for (int r = 0; r < LORA_RANKS; r++)
-            if (r < ranks) sums[r] = multiply_add(from, load(a + r * static_cast<int64_t>(inputs) + i, left), sums[r]);
+        UNROLL for (int r = 0; r < LORA_RANKS; r++) {
+            Floats& part = sums[r].parts[v];
+            if (r < ranks) part = multiply_add(from, load(a + r * static_cast<int64_t>(inputs) + i, left), part);
+        }
     }
-    for (int r = 0; r < ranks; r++) low[rank + r] = sum(sums[r]) * scales[r];
+    for (int r = 0; r < ranks; r++) low[rank + r] = sums[r].total() * scales[r];
 }
 
 // y += B low for one panel of outputs.
