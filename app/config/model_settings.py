@@ -126,6 +126,12 @@ class ModelSettings:
         "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",
         live=True,
     )
+    exact: Literal["machine", "portable"] = key(
+        "machine",
+        "portable: the same bits on every CPU and for --tp 1, 2 and 4, or refuse to load; needs integer "
+        "weights (--quant int8) and --kv-dtype int8.",
+        live=True,
+    )
     overlap: bool = key(
         True, "On a GPU, prepare the next step while it computes one (a CPU takes them in turn).", live=True
     )

@@ -33,6 +33,7 @@ _SAME = (
         "chunked_prefill",
         "speculate",
         "deterministic",
+        "exact",
         "cuda_graphs",
     ),
 )

@@ -35,7 +35,7 @@ from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
 from ..core.speculation.proposer import Proposer
 from ..device.cuda_order import cuda_machine
-from ..distributed.communicator import SINGLE, TensorParallel
+from ..distributed.communicator import TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import read_machine
 from ..ipc.messages import Progress, ToDaemon
@@ -131,7 +131,7 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
     worker_pids: list[int] = []
     ranks: RankProcesses | None = None
     if layout.ranks == 1:
-        share = load_rank(config, plan, SINGLE, weights_progress(progress))
+        share = load_rank(config, plan, TensorParallel(layout), weights_progress(progress))
         local, plan = share.finish()
         if isinstance(local, GPUModelRunner):
             runner = local
@@ -177,6 +177,7 @@ def load_rank(
 ) -> RankEngine:
     """Load this rank's shard of the model. Raises ModelError or DeviceError."""
     layout, directory = rank.layout, Path(config.model_path)
+    rank.sums_in_shares = config.exact == "portable"
     model_config = parse_config(directory)
     device, free_before = rank_device(plan, layout)
     threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
@@ -204,8 +205,8 @@ def load_rank(
     check_drafts(model_config, config)
     weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
     model, measured = load_weights(model_config, weights, progress)
-    rotary = Rotary(model_config, plan.context, device)
-    kernels: tuple[str, ...] = (ops.name, "" if ops.packing is None else ops.packing.layout)
+    rotary = Rotary(model_config, plan.context, device, ops.cos_sin)
+    kernels: tuple[str, ...] = (ops.name, "" if ops.packing is None else ops.packing.layout, config.exact)
     if model_config.is_bidirectional:
         vectors = read_model_vectors(model_config, directory)
         context, size = plan.context, plan.block_size

@@ -130,6 +130,24 @@ private:
     T* out_;
 };
 
+// Cosine and sine of an angle below 10^6, rounded in one way on all CPUs: reduced by quarter turns and summed as fdlibm
+// does (Sun Microsystems, 1993), in float64 and without a fused operation.
+inline void turn(float angle, float* cos, float* sin) {
+    constexpr double QUARTERS = 6.36619772367581382433e-01, SHIFT = 6755399441055744.0;  // 2 / pi; 1.5 * 2^52
+    constexpr double HIGH = 1.57079632673412561417e+00, LOW = 6.07710050650619224932e-11;  // of pi / 2
+    constexpr double SINES[] = {1.58969099521155010221e-10, -2.50507602534068634195e-08, 2.75573137070700676789e-06,
+                                -1.98412698298579493134e-04, 8.33333333332248946124e-03, -1.66666666666666324348e-01};
+    constexpr double COSINES[] = {-1.13596475577881948265e-11, 2.08757232129817482790e-09, -2.75573143513906633035e-07,
+                                  2.48015872894767294178e-05, -1.38888888888741095749e-03, 4.16666666666666019037e-02};
+    const double x = angle, count = x * QUARTERS + SHIFT - SHIFT, rest = x - count * HIGH - count * LOW, z = rest * rest;
+    double odd = 0, even = 0;
+    for (int i = 0; i < 6; i++) odd = odd * z + SINES[i], even = even * z + COSINES[i];
+    const auto s = static_cast<float>(rest + rest * z * odd), c = static_cast<float>(1 - (0.5 * z - z * z * even));
+    const int quarter = static_cast<int>(static_cast<int64_t>(count) & 3);
+    *cos = quarter == 0 ? c : quarter == 1 ? -s : quarter == 2 ? -c : s;
+    *sin = quarter == 0 ? s : quarter == 1 ? c : quarter == 2 ? -s : -c;
+}
+
 // Rotates one head of `width` numbers in place: halves (a, b) become (a cos - b sin, b cos + a sin).
 // cos repeats its first half, sin holds (-sin, sin).
 template <class T> NOINLINE void rotate_row(T* x, const float* cos, const float* sin, int width) {

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from llmbox.kernels.cpu import compiling
-from llmbox.kernels.cpu.isa import LEVELS, Level
+from llmbox.kernels.cpu.isa import LEVELS, Level, cpu_flags
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 ARM = [level for level in LEVELS if level.machine in {"aarch64", None}]
 FLAGS = ("-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-w", "-I", str(compiling.SOURCES))
 FOUR_FUSED_LANES = ("-mfma",)
 """Flags under which the portable kernels of x86-64 have the vectors and the multiply-add of Arm."""
-LIBM = "state of a scan"
-"""Lines that depend on `exp` and `log1p` of the C library, whose last bit differs between machines."""
+EMULATED_TILES = ("-DLLMBOX_EMULATED_TILES",)
+FLOATS = " of floats ", " over floats "
+"""In lines of products of float weights, or of keys and values, whose sums depend on the instruction set."""
 
 LIBCPP = (
     "-D_LIBCPP_ABI_NAMESPACE=__1",
@@ -114,8 +115,37 @@ def test_every_operation_has_the_bits_of_the_portable_kernels(tmp_path: Path) ->
     if "fma" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this machine cannot run fused multiply-adds to compare with")
     run(*compiling.find_compiler(), *FLAGS, *FOUR_FUSED_LANES, driver, "-o", tmp_path / "here")
-    here = run(tmp_path / "here", "digests").splitlines()
-    assert [line for line in here if LIBM not in line] == [line for line in portable if LIBM not in line]
+    assert run(tmp_path / "here", "digests").splitlines() == portable
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_without_products_of_floats_all_instruction_sets_have_the_same_bits(tmp_path: Path) -> None:
+    """Those of this machine, AMX with its tiles in C++, and Arm in the emulator."""
+    driver = Path(__file__).parent / "sanitized.cpp"
+    programs = {}
+    levels = [level for level in LEVELS if level.machine in {"x86_64", None} and level.needs <= cpu_flags()]
+    if any(level.name == "avx512-bf16" for level in levels):
+        levels.insert(0, LEVELS[0])
+        assert LEVELS[0].name == "amx"
+    for level in levels:
+        program = tmp_path / level.name
+        tiles = EMULATED_TILES if level.name == "amx" else ()
+        run(*compiling.find_compiler(), *FLAGS, *tiles, *level.flags, driver, "-o", program)
+        programs[level.name] = (program, "digests")
+    if shutil.which(COMPILER) and shutil.which(EMULATOR):
+        compile_for_arm(ARM[0], driver, tmp_path / "arm")
+        programs["arm"] = (EMULATOR, tmp_path / "arm", "digests")
+    found = {name: run(*program).splitlines() for name, program in programs.items()}
+    integers = {name: [line for line in lines if not is_of_floats(line)] for name, lines in found.items()}
+    wanted = integers["portable"]
+    assert wanted[-1] == "clean"
+    assert len(wanted) > 6000
+    assert {name: lines == wanted for name, lines in integers.items()} == dict.fromkeys(integers, True)
+
+
+def is_of_floats(line: str) -> bool:
+    return any(kind in line for kind in FLOATS)
 
 
 @pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)

@@ -207,8 +207,9 @@ public:
     OpWork work(const Step& step) const override {
         return {static_cast<double>(shape_.packed_bytes()), static_cast<double>(shape_.inputs) * shape_.outputs * step.rows};
     }
-    LinearOp(const LinearShape& shape, Out* out, int64_t out_stride)
-        : shape_(shape), out_(out), out_stride_(out_stride) {}
+    // `tiles`: room for so many tiles of sums. With more than one `multiply` adds the bias.
+    LinearOp(const LinearShape& shape, Out* out, int64_t out_stride, int tiles = 1)
+        : tiles_(tiles), shape_(shape), out_(out), out_stride_(out_stride) {}
 
     void prepare(const Step& step, Pool& pool) override {
         Op::prepare(step, pool);
@@ -221,7 +222,7 @@ protected:
 
     void run_panels(const Step& step, Member& member) {
         const int blocks = row_blocks(step.rows), block = rows_of_block(step.rows);
-        float* tile = member.scratch.template take<float>(block * PANEL);
+        float* tile = member.scratch.template take<float>(static_cast<size_t>(tiles_) * block * PANEL);
         for (int item = runs_.take(member.index); item >= 0; item = runs_.take(member.index)) {
             const int panel = item / blocks, row = item % blocks * block;
             const int rows = std::min(step.rows - row, block);
@@ -230,6 +231,10 @@ protected:
             write(panel, row, rows, tile);
         }
     }
+
+    const float* bias(int panel) const { return shape_.bias.empty() ? nullptr : shape_.bias.data() + panel * PANEL; }
+
+    const int tiles_;
 
 private:
     // What will be written: lines far apart, each of which is read from memory first.
@@ -242,8 +247,8 @@ private:
 
     void write(int panel, int row, int rows, const float* tile) {
         const int column = panel * PANEL, columns = std::min(PANEL, shape_.outputs - column);
-        const float* bias = shape_.bias.empty() ? nullptr : shape_.bias.data() + column;
-        write_tile(tile, rows, columns, bias, out_ + row * out_stride_ + column, out_stride_);
+        const float* added = tiles_ == 1 ? bias(panel) : nullptr;
+        write_tile(tile, rows, columns, added, out_ + row * out_stride_ + column, out_stride_);
     }
 
     const LinearShape& shape_;
