@@ -340,7 +340,10 @@ def backend(
     place: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
     require_runnable(plan, KernelSite(device=place, has_native=has_native, capability=capability), config)
     try:
-        return select_ops(device, dtype, kv_dtype, threads, quant, deterministic=config.deterministic)
+        portable = config.exact == "portable"
+        return select_ops(
+            device, dtype, kv_dtype, threads, quant, deterministic=config.deterministic, portable=portable
+        )
     except QuantUnavailable as error:
         raise DeviceError(f"{error}: load with --quant none, or another checkpoint") from None
     except UnknownBackend as error:

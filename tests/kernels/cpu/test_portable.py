@@ -15,6 +15,7 @@ from llmbox.engine.ipc.messages import AddRequest
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.quant_formats import QUANTS
+from support.families import FAMILIES, make_family
 from support.lanes import nightly
 from support.real_engines import all_logits, ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
@@ -27,10 +28,11 @@ KV = {"dtype": "bfloat16", "kv_dtype": "int8"}
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
-    "qwen3_moe": {"hidden_size": 200, "moe_intermediate_size": 70, "num_attention_heads": 6},
+    "qwen3_moe": SIZES | {"moe_intermediate_size": 256},
     "gemma3_text": {"hidden_size": 200, "head_dim": 34},
-    "qwen3_5": {},
-    "granitemoehybrid": {},
+    "qwen3_5_moe_text": {"max_position_embeddings": 512},
+    "granitemoehybrid": {"max_position_embeddings": 512},
+    "lfm2": {"max_position_embeddings": 512},
 }
 
 
@@ -60,7 +62,13 @@ def of_the_best(model: Path, quant: str) -> tuple[dict[str, list[int]], Tensor]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("models")
-    return cache(lambda arch: make_tiny_model(folder / arch, arch=arch, tokenizer=False, **MODELS[arch]))
+
+    def make(arch: str) -> Path:
+        if arch in FAMILIES:
+            return make_family(folder / arch, arch, **MODELS[arch])
+        return make_tiny_model(folder / arch, arch=arch, tokenizer=False, **MODELS[arch])
+
+    return cache(make)
 
 
 @pytest.mark.parametrize("level", LOWER)
@@ -69,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ("qwen3", "int8"),
         ("qwen3_moe", "int4"),
-        ("qwen3_5", "int8-g32"),
+        ("qwen3_5_moe_text", "int8-g32"),
         *(nightly(arch, quant) for arch in MODELS for quant in ("int8", "int8-g32", "int4", "int4-g128")),
     ],
 )

@@ -190,7 +190,6 @@ private:
             chunk.positions[i] = block * step.block_size + part * STRIP;
             chunk.counts[i] = real ? std::min(STRIP, step.block_size - part * STRIP) : 0;
         }
-        chunk.real = round_up(std::min(STRIPS, walk.end - walk.strip), KEY_STRIPS);
         return chunk;
     }
 

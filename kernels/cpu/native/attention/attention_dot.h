@@ -11,16 +11,16 @@ namespace llmbox {
 
 // How a context is walked: strips that share one softmax, and the most rows of queries that walk together. With AMX
 // both products are so fast that what is done once for a chunk (maxima, rescaled sums) would show. Sums are rounded at
-// chunks, so those of int8 have one length everywhere.
+// chunks: their length is part of the result.
 template <class E> struct Walked {
     static constexpr int STRIPS = 4, ROWS = 48;
-};
-template <> struct Walked<INT8> {
-    static constexpr int STRIPS = 8, ROWS = LLMBOX_TILES ? 128 : 48;
 };
 #if LLMBOX_TILES
 template <> struct Walked<BF16> {
     static constexpr int STRIPS = 8, ROWS = 256;
+};
+template <> struct Walked<INT8> {
+    static constexpr int STRIPS = 8, ROWS = 128;
 };
 #endif
 

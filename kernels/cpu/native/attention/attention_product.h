@@ -12,11 +12,7 @@ template <class E> struct Chunk {
     const uint8_t* values[STRIPS];
     int positions[STRIPS];
     int counts[STRIPS];
-    int real;  // strips with slots, in whole products of keys: others weigh nothing
 };
-
-// Strips whose keys are multiplied at once.
-constexpr int KEY_STRIPS = LANES == 16 ? 4 : 1;
 
 // `rows` of packed words (attention_dot.h), `part` words to a part, and how their sums are read.
 template <class E> struct PackedRows {
@@ -36,9 +32,9 @@ template <class E> struct PackedRows {
 template <class E, int ROWS>
 INLINE void multiply_keys(PackedRows<E> q, int words, const Chunk<E>& chunk, bool bring, float* scores) {
     using W = AttentionWords<E>;
-    constexpr int VECTORS = STRIP / LANES;  // of one strip
-    constexpr int TOGETHER = KEY_STRIPS;
-    for (int first = 0; first < chunk.real; first += TOGETHER) {
+    constexpr int VECTORS = STRIP / LANES;                    // of one strip
+    constexpr int TOGETHER = LANES == 16 ? 4 : 1;  // strips in registers at once
+    for (int first = 0; first < Chunk<E>::STRIPS; first += TOGETHER) {
         typename W::Sum sums[ROWS][TOGETHER][VECTORS] = {};
         for (int w = 0; w < words; w++) {
             typename W::Columns keys[TOGETHER][VECTORS];
@@ -69,7 +65,7 @@ INLINE void multiply_values(PackedRows<E> p, const Chunk<E>& chunk, const Chunk<
     using W = AttentionWords<E>;
     constexpr int WORDS = STRIP / E::PACK;
     typename W::Sum sums[ROWS][VECTORS] = {};
-    for (int s = 0; s < chunk.real; s++)
+    for (int s = 0; s < Chunk<E>::STRIPS; s++)
         for (int w = 0; w < WORDS; w++) {
             const size_t at = (static_cast<size_t>(w) * dim + column) * 4;
             typename W::Columns values[VECTORS];
