@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -67,13 +68,19 @@ def killed(load_one: Callable[[], Engine], asked: list[AddRequest]) -> dict[str,
     return found
 
 
-def answer(load_one: Callable[[], Engine], name: str, asked: list[AddRequest]) -> dict[str, list[int]]:
+def answer(
+    load_one: Callable[[], Engine], name: str, asked: list[AddRequest], seen: Counter[str]
+) -> dict[str, list[int]]:
+    """Answer under the disturbance `name`; `seen` counts what happened on the way."""
     if name == "killed":
         return killed(load_one, asked)
     engine = load_one()
     found = tokens(engine, asked)
     if name == "cached":
         found = tokens(engine, asked)
+    stats = engine.stats()
+    seen["preemptions"] += stats.preemptions
+    seen["cache hits"] += stats.prefix_hits
     engine.close()
     return found
 
@@ -104,6 +111,7 @@ def main() -> None:
     if options.ranks:
         cases |= {(levels[0], name): how for name, how in RANKS.items()}
     compared = wrong = seed = 0
+    seen: Counter[str] = Counter()
     end = time.monotonic() + options.seconds
     while time.monotonic() < end:
         asked = requests(seed, options.requests, options.new, options.vocabulary)
@@ -116,16 +124,15 @@ def main() -> None:
             if time.monotonic() > end and seed:
                 break
             os.environ["LLMBOX_KERNELS"] = level
-            found = answer(partial(load, options.model, **common, **how), name, asked)
+            found = answer(partial(load, options.model, **common, **how), name, asked, seen)
             count = differing(found, wanted)
             compared += sum(map(len, wanted.values()))
             wrong += count
             if count:
                 print(f"seed {seed}, {level}, {name}: {count} tokens differ", flush=True)
         seed += 1
-    print(
-        f"{wrong} of {compared:,} tokens differ: {seed} seeds, {', '.join(levels)}; {', '.join(DISTURBANCES)}"
-    )
+    print(f"{wrong} of {compared:,} tokens differ; {seed} seeds; {'; '.join(map(' '.join, cases))}")
+    print(", ".join(f"{count:,} {what}" for what, count in seen.items()))
 
 
 if __name__ == "__main__":
