@@ -323,8 +323,12 @@ INLINE Floats power_of_two(Floats x) {
     const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 9);  // above the integer below x; rounded down
 #else
     x = splat(-160.f) > x ? splat(-160.f) : x > splat(160.f) ? splat(160.f) : x;
+#if defined(__AVX2__)
+    const Floats whole = (Floats)_mm256_floor_ps((__m256)x);
+#else
     Floats whole = to_floats(__builtin_convertvector(x, Ints));
     whole = whole > x ? whole - splat(1.f) : whole;
+#endif
     Floats f = x - whole;
     f = f + whole > x ? (Floats)((Ints)f - 1) : f;  // between -0.5 and 0 it is not exact
 #endif
