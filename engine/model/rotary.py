@@ -61,7 +61,7 @@ class Rotary:
         cos, sin = (each * self._scale_A1D2 for each in self._turn(angle))
         for a, rope in self._growths:
             steps_T = (positions_T + rope.growth_start) // rope.original_context
-            growth_T1 = (1 + steps_T.float()).log_().unsqueeze(1)
+            growth_T1 = (1 + steps_T.double()).log_().float().unsqueeze(1)
             growth_T1 = growth_T1.mul_(rope.query_growth).add_(1)
             cos[a] *= growth_T1
             sin[a] *= growth_T1
