@@ -128,8 +128,8 @@ class ModelSettings:
     )
     exact: Literal["machine", "portable"] = key(
         "machine",
-        "Whose bits agree: portable has the same on every CPU and for --tp 1, 2 and 4, or refuses to load; it "
-        "needs integer weights (--quant int8) and --kv-dtype int8.",
+        "Whose bits agree: portable has the same on every CPU and for --tp 1, 2 and 4, or refuses to load. "
+        "It needs integer weights (--quant int8) and --kv-dtype int8.",
         live=True,
     )
     overlap: bool = key(

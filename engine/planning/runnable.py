@@ -143,6 +143,8 @@ def _why_not_portable(plan: RunnablePlan, site: KernelSite) -> str:
         return f"weights are {plan.quant}, not integers of llmbox's own: load with --quant int8"
     if plan.kv_dtype != "int8":
         return f"keys and values are {plan.kv_dtype}: load with --kv-dtype int8"
+    if plan.has_experts and plan.dtype != "bfloat16":
+        return f"routers are {plan.dtype}: load with --dtype bfloat16"
     if plan.has_latent or plan.is_bidirectional or plan.cpu_part:
         return "not all operations of this model are integers: load without --exact"
     if tp not in _PORTABLE_RANKS:

@@ -12,6 +12,7 @@ from torch import Tensor
 from llmbox.engine.distributed.torch_communicator import add_in_order
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.weights.adapters import AdapterLayers
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.quant_formats import QUANTS
@@ -149,6 +150,18 @@ def test_sums_in_shares_are_those_of_any_number_of_ranks(name: str, rows: int) -
         x.float() @ (rounded.codes_OI.float() * rounded.scales_OG.float().repeat_interleave(128, 1)).T + bias
     )
     assert (wanted.float() - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_adapters_add_to_sums_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = AdapterLayers(load_backend(BEST).ops(QUANTS["int8"]))
+    packed = layers.ops.pack_linear(torch.randn(64, 256, dtype=torch.bfloat16), None)
+    rows, added = object(), []
+    monkeypatch.setattr(layers, "rows", rows)
+    monkeypatch.setattr(layers, "_add", lambda *given: added.append(given))
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    assert layers.ops.linear_in_shares is not None
+    out = layers.ops.linear_in_shares(packed, x, 1)
+    assert added == [(packed, x, out, rows)]
 
 
 @pytest.mark.slow
