@@ -162,11 +162,11 @@ class AdapterLayers:
 
     def _logits(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:
         out_TO = self._base.logits(packed, x_TI)
-        if self.rows is not None:
-            if self._heads and (head := self._outputs.get(HEAD)) is not None and head.packed is packed:
-                for slot, index in self.rows.runs():
-                    if (own := self._heads.get(slot)) is not None:
-                        out_TO[index] = self._base.logits(own, x_TI[index]).to(out_TO.dtype)
+        head = self._outputs.get(HEAD) if self._heads else None
+        if self.rows is not None and head is not None and head.packed is packed:
+            for slot, index in self.rows.runs():
+                if (own := self._heads.get(slot)) is not None:
+                    out_TO[index] = self._base.logits(own, x_TI[index]).to(out_TO.dtype)
         return self._adapted(packed, x_TI, out_TO)
 
     def _embedding(self, table: PackedLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
