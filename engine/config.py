@@ -26,6 +26,7 @@ QuantChoice = Literal[
 Batching = Literal["continuous", "static"]
 Speculate = Literal["auto", "on", "off"]
 UseMTP = Literal["auto", "on", "off"]
+Exact = Literal["machine", "portable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,8 @@ class EngineConfig:
     """Drafts of the layer for multi-token prediction that the checkpoint may have: where there is no
     `draft_path` and they can be verified; `on` refuses to load elsewhere."""
     deterministic: bool = False
+    exact: Exact = "machine"
+    """`portable`: logits have the same bits on every CPU and for `tp` 1, 2 and 4, or the model is refused."""
     lora_bytes: int = LORA_BYTES
     """Most memory of LoRA adapters."""
     plans_adapters: bool = False

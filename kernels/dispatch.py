@@ -8,7 +8,7 @@ import torch
 from .cpu.backend import CPUBackend
 from .cpu.compiling import NativeUnavailable
 from .cpu.isa import cache_folder, pick_cores, usable_levels
-from .cpu.library import backend_name, load_backend
+from .cpu.library import OTHER_BITS, PORTABLE_CPU, backend_name, load_backend
 from .onednn import ONEDNN, supports
 from .ops import Ops
 from .quant_formats import Quant
@@ -43,11 +43,13 @@ def select_ops(
     quant: Quant | None = None,
     *,
     deterministic: bool = False,
+    portable: bool = False,
 ) -> Ops:
     """Select the backend that LLMBOX_KERNELS names, or else the best one for this device and these dtypes.
 
     The C++ kernels have a thread pool of their own, so torch is set to one thread. `deterministic` asks for
     row-invariant kernels at the cost of speed; `Ops.row_invariant` says whether the selected backend is.
+    `portable` leaves out C++ kernels whose results over int8 keys and values are not those of all others.
     Raises UnknownBackend if LLMBOX_KERNELS cannot be followed, QuantUnavailable if no backend runs `quant`.
     """
     requested = os.environ.get("LLMBOX_KERNELS")
@@ -60,9 +62,11 @@ def select_ops(
         return TORCH_BACKENDS[requested]
     if why := why_unknown_kernels(site):
         raise UnknownBackend(why)
+    if portable and requested in OTHER_BITS:
+        raise UnknownBackend(f"LLMBOX_KERNELS={requested}: its bits are not those of others; leave it unset")
     if runs_native(device, dtype, kv_dtype or dtype):
         try:
-            return start(load_backend(requested or BEST_CPU), threads, quant)
+            return start(load_backend(requested or (PORTABLE_CPU if portable else BEST_CPU)), threads, quant)
         except NativeUnavailable as error:
             if quant is not None:
                 raise QuantUnavailable(f"{quant.name} weights need the C++ kernels: {error}") from None

@@ -1,6 +1,6 @@
 """Data types of the operations: expert layers, the KV cache's shape and the layout of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -9,6 +9,13 @@ from torch import Tensor
 
 from .activation import Activation
 from .lora import AdaptedRows, ExpertAdapters
+
+CosSin = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    return angle.cos(), angle.sin()
+
 
 Scoring = Literal["softmax", "sigmoid"]
 """Function that turns a row's router logits into scores."""

@@ -23,9 +23,11 @@ from .op_types import (
     BatchLayout,
     CombineResults,
     ComputeResults,
+    CosSin,
     Experts,
     KernelProfiler,
     KVShape,
+    cos_sin,
 )
 from .recurrent import RecurrentOps
 from .sampling_types import (
@@ -246,6 +248,14 @@ class Ops:
     checksums: Callable[[memoryview, int, int], tuple[int, int]] | None = None
     """(data, CRC-32 and Adler-32 of what is before it) -> both, as zlib computes them; None: not faster than
     zlib. `data` can be written to.
+    """
+
+    cos_sin: CosSin = cos_sin
+    """float32 angles of RoPE -> their cosines and sines. The C++ kernels round them alike on every CPU."""
+
+    linear_in_shares: Callable[[PackedLinear, Tensor, int], Tensor] | None = None
+    """Linear whose sums are the same on one rank, and on 2 or 4 whose results are added in pairs: (packed,
+    x_TI, ranks) -> new tensor, the model's dtype on one rank and float32 on more. None: not had.
     """
 
     scratch: Callable[[str, Tensor, int, torch.dtype], Tensor] = _empty_scratch

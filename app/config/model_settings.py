@@ -141,6 +141,12 @@ class ModelSettings:
         "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",
         live=True,
     )
+    exact: Literal["machine", "portable"] = key(
+        "machine",
+        "Whose bits agree: portable has the same on every CPU and for --tp 1, 2 and 4, or refuses to load. "
+        "It needs integer weights (--quant int8) and --kv-dtype int8.",
+        live=True,
+    )
     overlap: bool = key(
         True, "On a GPU, prepare the next step while it computes one (a CPU takes them in turn).", live=True
     )

@@ -35,6 +35,7 @@ _SAME = (
         "chunked_prefill",
         "speculate",
         "deterministic",
+        "exact",
         "cuda_graphs",
     ),
 )

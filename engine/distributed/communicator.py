@@ -99,6 +99,8 @@ class TensorParallel:
         """With more than one rank, steps need a `communicator`; loading does not."""
         self.layout = layout
         self._communicator = communicator
+        self.sums_in_shares = False
+        """Add inputs of row-parallel linears as any number of ranks does (`exact` in engine/config.py)."""
 
     def join(self, communicator: Communicator) -> None:
         """Set the communicator, once, before the first step."""
@@ -120,6 +122,8 @@ class TensorParallel:
         CPU the float32 results of `Ops.logits` are summed and rounded once, as on a single rank. On a GPU
         that would double the bytes on the links: there each rank rounds first, as other engines do.
         """
+        if self.sums_in_shares:
+            return self._linear_in_shares(ops, packed, x_TI)
         if self.layout.tp == 1 or self._defers_all_reduce(len(x_TI), width, x_TI.dtype):
             return ops.linear(packed, x_TI)
         if x_TI.dtype == torch.float32 or x_TI.device.type != "cpu":
@@ -127,6 +131,15 @@ class TensorParallel:
             ops.host_callback(self.communicator.all_reduce, (out_TE,))
             return out_TE
         part_TE = ops.logits(packed, x_TI)
+        out_TE = ops.scratch("sum", part_TE, part_TE.shape[1], x_TI.dtype)
+        ops.host_callback(self.communicator.all_reduce, (part_TE, out_TE))
+        return out_TE
+
+    def _linear_in_shares(self, ops: Ops, packed: PackedLinear, x_TI: Tensor) -> Tensor:
+        assert ops.linear_in_shares is not None
+        part_TE = ops.linear_in_shares(packed, x_TI, self.layout.tp)
+        if self.layout.tp == 1:
+            return part_TE
         out_TE = ops.scratch("sum", part_TE, part_TE.shape[1], x_TI.dtype)
         ops.host_callback(self.communicator.all_reduce, (part_TE, out_TE))
         return out_TE

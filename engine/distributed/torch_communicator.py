@@ -132,7 +132,12 @@ class TorchCommunicator:
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Write the result of `sum_in_order` into `out`."""
+    """Write the sum of `parts` into `out`: neighbors in pairs, then pairs of those, in float32 and rounded
+    once at the end.
+    """
+    while len(parts) > 2:
+        pairs = [parts[i].float() + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
+        parts = pairs if len(parts) % 2 == 0 else [*pairs, parts[-1].float()]
     if len(parts) == 2 and parts[0].dtype == torch.float32:
         torch.add(*parts, out=out)  # one operation, rounded once
     else:

@@ -35,7 +35,7 @@ from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
 from ..core.speculation.proposer import Proposer
 from ..device.cuda_order import cuda_machine
-from ..distributed.communicator import SINGLE, TensorParallel
+from ..distributed.communicator import TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import read_machine
 from ..ipc.messages import Progress, ToDaemon
@@ -132,7 +132,7 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
     worker_pids: list[int] = []
     ranks: RankProcesses | None = None
     if layout.ranks == 1:
-        share = load_rank(config, plan, SINGLE, weights_progress(progress))
+        share = load_rank(config, plan, TensorParallel(layout), weights_progress(progress))
         local, plan = share.finish()
         if isinstance(local, GPUModelRunner):
             runner = local
@@ -179,6 +179,7 @@ def load_rank(
 ) -> RankEngine:
     """Load this rank's shard of the model. Raises ModelError or DeviceError."""
     layout, directory = rank.layout, Path(config.model_path)
+    rank.sums_in_shares = config.exact == "portable"
     model_config = parse_config(directory)
     device, free_before = rank_device(plan, layout)
     threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
@@ -206,8 +207,8 @@ def load_rank(
     check_drafts(model_config, config)
     weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
     model, measured = load_weights(model_config, weights, progress)
-    rotary = Rotary(model_config, plan.context, device)
-    kernels: tuple[str, ...] = (ops.name, "" if ops.packing is None else ops.packing.layout)
+    rotary = Rotary(model_config, plan.context, device, ops.cos_sin)
+    kernels: tuple[str, ...] = (ops.name, "" if ops.packing is None else ops.packing.layout, config.exact)
     if model_config.is_bidirectional:
         vectors = read_model_vectors(model_config, directory)
         context, size = plan.context, plan.block_size
@@ -341,7 +342,10 @@ def backend(
     place: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
     require_runnable(plan, KernelSite(device=place, has_native=has_native, capability=capability), config)
     try:
-        return select_ops(device, dtype, kv_dtype, threads, quant, deterministic=config.deterministic)
+        portable = config.exact == "portable"
+        return select_ops(
+            device, dtype, kv_dtype, threads, quant, deterministic=config.deterministic, portable=portable
+        )
     except QuantUnavailable as error:
         raise DeviceError(f"{error}: load with --quant none, or another checkpoint") from None
     except UnknownBackend as error:

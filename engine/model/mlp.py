@@ -70,7 +70,7 @@ def _read_xielu(weights: Weights) -> XIELU:
 
 
 def _softplus(x: float) -> float:
-    return float(torch_functional.softplus(torch.tensor(x)))
+    return float(torch_functional.softplus(torch.tensor(x, dtype=torch.float64)))
 
 
 class SparseMoE:

@@ -20,6 +20,11 @@ from .blocks import Mixer
 from .forward_context import ForwardContext
 
 
+def decay_rates(logs_H: Tensor) -> Tensor:
+    """Return -exp(A_log), computed in float64: in float32 the last bit differs between CPUs."""
+    return -logs_H.double().exp().float()
+
+
 class RecurrentLayer:
     """Base of recurrent layers, each of which is a `Mixer`: the operations, and the layer's place in the
     state.
@@ -92,7 +97,7 @@ class GatedDeltaNet(RecurrentLayer):
             self.gates = weights.linear({"in_proj_b": values, "in_proj_a": values}, hidden, bias=False)
         self.weight_KC = _conv_of_qkv(weights, recurrent.conv_width, key_rows, key_rows, value_rows)
         heads = slice(values.start, values.stop)
-        rate_H = -weights.floats("A_log", recurrent.heads)[heads].exp()
+        rate_H = decay_rates(weights.floats("A_log", recurrent.heads)[heads])
         bias_H = weights.floats("dt_bias", recurrent.heads)[heads].contiguous()
         self.weights = ScanWeights(rate_H, bias_H)
         norm_B = weights.floats("norm.weight", recurrent.value_dim)
@@ -156,7 +161,7 @@ class Mamba2(RecurrentLayer):
         rate_H, bias_H, skip_H = (
             _cut(weights.floats(name, recurrent.heads), heads) for name in ("A_log", "dt_bias", "D")
         )
-        self.weights = ScanWeights(-rate_H.exp(), bias_H, skip_H)
+        self.weights = ScanWeights(decay_rates(rate_H), bias_H, skip_H)
         self.norm_GB, self.norms_first = None, recurrent.norm == "norm_first"
         if recurrent.norm is not None:
             self.norm_GB = _cut(weights.floats("norm.weight", recurrent.values), values).view(groups.size, -1)
@@ -209,7 +214,7 @@ class KimiDeltaAttention(RecurrentLayer):
         self.weight_KC = _conv_of_qkv(weights, recurrent.conv_width, rows, rows, rows)
         rate_H = _cut(weights.floats("A_log", 1, 1, recurrent.heads, 1).view(-1), heads)
         bias = _cut(weights.floats("dt_bias", recurrent.values), rows)
-        self.weights = ScanWeights(-rate_H.exp(), bias)
+        self.weights = ScanWeights(decay_rates(rate_H), bias)
         self.norm_HB = weights.vector("o_norm.weight", dim).expand(heads.size, -1).contiguous()
         self.output = weights.linear({"o_proj": hidden}, rows, bias=False)
 

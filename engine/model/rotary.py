@@ -12,15 +12,22 @@ import math
 import torch
 from torch import Tensor
 
+from llmbox.kernels.op_types import CosSin, cos_sin
+
 from ..model_config.config import ModelConfig
 from ..model_config.rope import RopeConfig
 from ..model_config.vision.config import VisionConfig
 
 
 class Rotary:
-    """RoPE tables of a model, one for each of `config.ropes`. `context`: the longest sequence served."""
+    """RoPE tables of a model, one for each of `config.ropes`. `context`: the longest sequence served.
+    `turn`: `Ops.cos_sin`.
+    """
 
-    def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, context: int, device: torch.device, turn: CosSin = cos_sin
+    ) -> None:
+        self._turn = turn
         half = config.rope_width // 2
         inverse_A1D2, scale_A1D2 = (torch.zeros(len(config.ropes), 1, half) for _ in range(2))
         for a, rope in enumerate(config.ropes):
@@ -51,10 +58,10 @@ class Rotary:
             assert self._axis_D2 is not None
             angle = positions_T.float()[self._axis_D2].T * self._inverse_A1D2
             positions_T = positions_T[0]
-        cos, sin = angle.cos() * self._scale_A1D2, angle.sin() * self._scale_A1D2
+        cos, sin = (each * self._scale_A1D2 for each in self._turn(angle))
         for a, rope in self._growths:
             steps_T = (positions_T + rope.growth_start) // rope.original_context
-            growth_T1 = (1 + steps_T.float()).log_().unsqueeze(1)
+            growth_T1 = (1 + steps_T.double()).log_().float().unsqueeze(1)
             growth_T1 = growth_T1.mul_(rope.query_growth).add_(1)
             cos[a] *= growth_T1
             sin[a] *= growth_T1
@@ -85,7 +92,9 @@ def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> 
     if rope.rope_type == "dynamic" and context > max_positions:
         stretch = rope.factor * context / max_positions - (rope.factor - 1)
         theta *= stretch ** (dim / (dim - 2))
-    inverse = 1.0 / theta**exponents
+    # Powers in float64: those of float32 differ in their last bit between instruction sets.
+    powers = (theta ** exponents.double()).float()
+    inverse = 1.0 / powers
     match rope.rope_type:
         case "linear":
             return inverse / rope.factor
@@ -98,7 +107,7 @@ def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> 
             return yarn(rope, inverse, dim)
         case "longrope":
             factors = rope.long_factor if context > rope.original_context else rope.short_factor
-            return 1.0 / (torch.tensor(factors) * theta**exponents)
+            return 1.0 / (torch.tensor(factors) * powers)
     return inverse
 
 

@@ -35,6 +35,10 @@ class RunnablePlan:
     is_bidirectional: bool = False
     """True for a model that keeps no keys and values: an encoder."""
 
+    has_experts: bool = False
+    has_latent: bool = False
+    """True for attention over a compressed latent (MLA)."""
+
     @classmethod
     def of(cls, plan: MemoryPlan, model: ModelConfig) -> "RunnablePlan":
         return cls(
@@ -46,6 +50,8 @@ class RunnablePlan:
             is_stored=model.quant is not None,
             cpu_part=model.cpu_part,
             is_bidirectional=model.is_bidirectional,
+            has_experts=model.experts is not None,
+            has_latent=model.latent is not None,
         )
 
 
@@ -83,6 +89,8 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             "differently in another batch. It needs the Triton kernels on a GPU, or the C++ kernels on a "
             "CPU, in bfloat16 or float32; see `llmbox doctor`"
         )
+    if config.exact == "portable" and (reason := _why_not_portable(plan, site)):
+        raise DeviceError(f"exact portable was asked for, but {reason}")
     overlaps = site.device == "cuda" if config.overlap is None else config.overlap
     if plan.cpu_part and (overlaps or site.device == "cuda"):
         raise DeviceError(
@@ -117,4 +125,30 @@ def why_no_drafts(stages: int, *, overlaps: bool, row_invariant: bool) -> str:
             "the kernels that run here may compute a row differently beside others, so that drafts could "
             "change tokens; see `llmbox doctor`"
         )
+    return ""
+
+
+_PORTABLE_QUANTS = frozenset({"int8", "int8-g32", "int4", "int4-g128", "int4-mix"})
+_PORTABLE_RANKS = (1, 2, 4)
+
+
+def _why_not_portable(plan: RunnablePlan, site: KernelSite) -> str:
+    """Return the reason why other machines or ranks may compute other bits, with a remedy; empty if none
+    does.
+    """
+    tp = plan.ranks // plan.stages
+    if site.device != "cpu" or not site.has_native:
+        return "it needs the C++ kernels on a CPU: load with --device cpu; see `llmbox doctor`"
+    if plan.quant not in _PORTABLE_QUANTS:
+        return f"weights are {plan.quant}, not integers of llmbox's own: load with --quant int8"
+    if plan.kv_dtype != "int8":
+        return f"keys and values are {plan.kv_dtype}: load with --kv-dtype int8"
+    if plan.has_experts and plan.dtype != "bfloat16":
+        return f"routers are {plan.dtype}: load with --dtype bfloat16"
+    if plan.has_latent or plan.is_bidirectional or plan.cpu_part:
+        return "not all operations of this model are integers: load without --exact"
+    if tp not in _PORTABLE_RANKS:
+        return f"--tp {tp} adds in another order: use --tp 1, 2 or 4, or --pp"
+    if tp > 1 and plan.has_experts:
+        return "ranks round the results of experts: load this mixture without --tp; --pp works"
     return ""

@@ -54,6 +54,7 @@ class AdapterLayers:
             ops,
             linear=self._linear,
             logits=self._logits,
+            linear_in_shares=self._linear_in_shares if ops.linear_in_shares else None,
             embedding=self._embedding,
             experts=self._mix_experts,
             expert_results=None if ops.expert_results is None else self._expert_results,
@@ -152,20 +153,25 @@ class AdapterLayers:
             self.rows = None
 
     def _linear(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:
-        out_TO = self._base.linear(packed, x_TI)
+        return self._adapted(packed, x_TI, self._base.linear(packed, x_TI))
+
+    def _linear_in_shares(self, packed: PackedLinear, x_TI: Tensor, ranks: int) -> Tensor:
+        assert self._base.linear_in_shares is not None
+        return self._adapted(packed, x_TI, self._base.linear_in_shares(packed, x_TI, ranks))
+
+    def _adapted(self, packed: PackedLinear, x_TI: Tensor, out_TO: Tensor) -> Tensor:
         if self.rows is not None:
             self._add(packed, x_TI, out_TO, self.rows)
         return out_TO
 
     def _logits(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:
         out_TO = self._base.logits(packed, x_TI)
-        if self.rows is not None:
-            if self._heads and (head := self._outputs.get(HEAD)) is not None and head.packed is packed:
-                for slot, index in self.rows.runs():
-                    if (own := self._heads.get(slot)) is not None:
-                        out_TO[index] = self._base.logits(own, x_TI[index]).to(out_TO.dtype)
-            self._add(packed, x_TI, out_TO, self.rows)
-        return out_TO
+        head = self._outputs.get(HEAD) if self._heads else None
+        if self.rows is not None and head is not None and head.packed is packed:
+            for slot, index in self.rows.runs():
+                if (own := self._heads.get(slot)) is not None:
+                    out_TO[index] = self._base.logits(own, x_TI[index]).to(out_TO.dtype)
+        return self._adapted(packed, x_TI, out_TO)
 
     def _embedding(self, table: PackedLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         out_TE = self._base.embedding(table, ids_T, scale)

@@ -81,6 +81,8 @@ class CPUBackend:
             populate_blocks=attention.populate_blocks,
             block_tensors=CPUKVCache.block_tensors,
             checksums=self.checksums,
+            cos_sin=self.cos_sin,
+            linear_in_shares=self.linear_in_shares,
             graph=self.graph,
             host_callback=self.recorder.host_callback,
             scratch=self.recorder.scratch,
@@ -113,6 +115,12 @@ class CPUBackend:
             return zlib.crc32(data, crc), zlib.adler32(data, adler)
         return sums[0].value, sums[1].value
 
+    def cos_sin(self, angle: Tensor) -> tuple[Tensor, Tensor]:
+        angle = angle.contiguous()
+        cos, sin = torch.empty_like(angle), torch.empty_like(angle)
+        self.library.llmbox_turn(angle.data_ptr(), angle.numel(), cos.data_ptr(), sin.data_ptr())
+        return cos, sin
+
     def embedding(self, table: CPULinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         out_TE = self.recorder.result(f"embedding {table.pointer}", len(ids_T), table.inputs, table.dtype)
         quantized = table.quant is not None
@@ -128,31 +136,41 @@ class CPUBackend:
     def logits(self, packed: CPUWeights, x_TI: Tensor) -> Tensor:
         return self._linear("logits", packed, x_TI, torch.float32)
 
-    def _linear(self, name: str, packed: CPUWeights, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    def linear_in_shares(self, packed: CPUWeights, x_TI: Tensor, ranks: int) -> Tensor:
+        """Sum integer weights in 4 shares of all groups of inputs, or 2 or 1 where these do not divide."""
+        (quant,) = {part.quant for part in packed.parts}
+        assert quant is not None
+        assert not quant.grid
+        groups = quant.groups(packed.inputs) * ranks
+        shares = next(each for each in (4, 2, 1) if groups % each == 0)
+        dtype = packed.dtype if ranks == 1 else torch.float32
+        return self._linear("shares", packed, x_TI, dtype, shares=shares // ranks)
+
+    def _linear(
+        self, name: str, packed: CPUWeights, x_TI: Tensor, dtype: torch.dtype, shares: int = 1
+    ) -> Tensor:
         out_TO = self.recorder.result(name, len(x_TI), packed.outputs, dtype)
         if out_TO.untyped_storage().data_ptr() == x_TI.untyped_storage().data_ptr():
             # A linear that reads another one of as many outputs does not write over its input.
             out_TO = self.recorder.result(f"{name} of {name}", len(x_TI), packed.outputs, dtype)
         first = 0
         for part in packed.parts:
-            self._linear_to(out_TO[:, first : first + part.outputs], part, x_TI)
+            self._linear_to(out_TO[:, first : first + part.outputs], part, x_TI, shares)
             first += part.outputs
         return out_TO
 
-    def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor) -> Tensor:
+    def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor, shares: int = 1) -> Tensor:
         assert x_TI.dtype == packed.dtype
         assert x_TI.stride(1) == 1
-        quantized = packed.quant is not None
-        make = self.library.llmbox_quant_op if quantized else self.library.llmbox_linear_op
-        op = make(
-            DTYPES[packed.dtype],
-            packed.pointer,
-            x_TI.data_ptr(),
-            x_TI.stride(0),
-            out_TO.data_ptr(),
-            out_TO.stride(0),
-            DTYPES[out_TO.dtype],
-        )
+        library, dtype = self.library, DTYPES[packed.dtype]
+        numbers = packed.pointer, x_TI.data_ptr(), x_TI.stride(0), out_TO.data_ptr(), out_TO.stride(0)
+        if packed.is_wide:
+            op = library.llmbox_wide_linear_op(*numbers, DTYPES[out_TO.dtype])
+        elif shares > 1:
+            op = library.llmbox_shared_quant_op(dtype, *numbers, DTYPES[out_TO.dtype], shares)
+        else:
+            make = library.llmbox_linear_op if packed.quant is None else library.llmbox_quant_op
+            op = make(dtype, *numbers, DTYPES[out_TO.dtype])
         self.recorder.submit(op, Step(rows=len(x_TI)), packed, x_TI, out_TO)
         return out_TO
 

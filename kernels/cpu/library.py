@@ -15,6 +15,10 @@ from .prebuilt import find_prebuilt
 log = logging.getLogger(__name__)
 
 PREBUILT, COMPILED = "prebuilt", "compiled here"
+PORTABLE_CPU = "cpu exact"
+"""Name for the best level whose bits are those of all others, over int8 keys and values."""
+OTHER_BITS = frozenset({"cpu amx"})
+"""Attention over int8 walks chunks of another length there (native/attention/attention_dot.h)."""
 
 
 def backend_name(level: Level) -> str:
@@ -23,12 +27,14 @@ def backend_name(level: Level) -> str:
 
 @cache
 def load_backend(name: str) -> CPUBackend:
-    """Load a backend. `name` is "cpu" for the best level of this machine, or a level's. Raises
+    """Load a backend. `name` is "cpu" for the best level of this machine, PORTABLE_CPU, or a level's. Raises
     NativeUnavailable.
     """
     levels = {backend_name(level): level for level in usable_levels()}
     if name == "cpu":
         return best_backend(list(levels))
+    if name == PORTABLE_CPU:
+        return best_backend([level for level in levels if level not in OTHER_BITS])
     if name not in levels:
         raise NativeUnavailable(f"this machine cannot run {name!r}, only {', '.join(levels)}")
     level = levels[name]

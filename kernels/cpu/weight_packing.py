@@ -14,6 +14,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """dtype codes of native/library.cpp."""
 ORDERED = "+order"
 """End of a format's name, for weights with an order of inputs of their own."""
+WIDE = "float32"
+"""Format's name of weights kept in float32 for rows of bfloat16."""
 STACKED, TIMES = "+", "*"
 """In the name of a stack's format: between its parts, and between format, outputs and bytes of a part."""
 BLOCK_GRIDS: dict[BlockGrid, int] = {
@@ -38,7 +40,8 @@ class PackedHandle:
 
 class CPULinear(PackedHandle):
     """Packed weights of a linear. `quant` None: unquantized. `kept` owns the memory of attached panels.
-    `has_order`: inputs are gathered in an order of the weights (act-order).
+    `has_order`: inputs are gathered in an order of the weights (act-order). `is_wide`: weights are float32,
+    rows of bfloat16.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class CPULinear(PackedHandle):
         kept: object = None,
         *,
         has_order: bool = False,
+        is_wide: bool = False,
     ) -> None:
         self.outputs, self.inputs = shape
         self.has_order = has_order
+        self.is_wide = is_wide
         self.dtype = dtype
         self.quant = quant
         self._kept = kept
@@ -107,7 +112,10 @@ class Packer:
 
     def pack(self, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None = None) -> CPULinear:
         outputs, inputs = weight_OI.shape
-        quant, weight, bias = self.format(kind), weight_OI.contiguous(), float_bias(bias_O)
+        quant, dtype, bias = self.format(kind), weight_OI.dtype, float_bias(bias_O)
+        # Beside integer weights, so that a model has the same bits on all instruction sets.
+        is_wide = kind == "router" and self.quant is not None and dtype == torch.bfloat16
+        weight = weight_OI.contiguous().float() if is_wide else weight_OI.contiguous()
         numbers = DTYPES[weight.dtype], inputs, outputs
         if quant is None:
             made = self.library.llmbox_linear_new(*numbers, weight.data_ptr(), pointer(bias))
@@ -115,7 +123,7 @@ class Packer:
             made = self.library.llmbox_quant_new(
                 *numbers, quant.bits, quant.group, grid_of(quant), weight.data_ptr(), pointer(bias)
             )
-        return CPULinear(self.library, made, (outputs, inputs), weight.dtype, quant)
+        return CPULinear(self.library, made, (outputs, inputs), dtype, quant, is_wide=is_wide)
 
     def pack_quantized(
         self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
@@ -209,7 +217,7 @@ class Packer:
                 for part, size in zip(packed.parts, sizes, strict=True)
             )
         if packed.quant is None:
-            return ""
+            return WIDE if packed.is_wide else ""
         return packed.quant.name + (ORDERED if packed.has_order else "")
 
     def attach(
@@ -224,16 +232,20 @@ class Packer:
             return self._attach_stack(name, shape, dtype, panels, bias_O)
         (outputs, inputs), bias = shape, float_bias(bias_O)
         quant, has_order = KERNEL_QUANTS.get(name.removesuffix(ORDERED)), name.endswith(ORDERED)
+        is_wide = name == WIDE
         at = panels.data_ptr()
         if at % 64:
             return None
         if quant is None:
-            made = self.library.llmbox_linear_at(DTYPES[dtype], inputs, outputs, at, pointer(bias))
+            kept_as = torch.float32 if is_wide else dtype
+            made = self.library.llmbox_linear_at(DTYPES[kept_as], inputs, outputs, at, pointer(bias))
         else:
             made = self.library.llmbox_quant_at(
                 inputs, outputs, quant.bits, quant.group, grid_of(quant), has_order, at, pointer(bias)
             )
-        linear = CPULinear(self.library, made, shape, dtype, quant, panels, has_order=has_order)
+        linear = CPULinear(
+            self.library, made, shape, dtype, quant, panels, has_order=has_order, is_wide=is_wide
+        )
         return linear if self.library.llmbox_packed_bytes(linear.pointer) == panels.nbytes else None
 
     def _attach_stack(

@@ -13,7 +13,7 @@ constexpr int MAX_STREAMS = 8;
 // totals[j] = sum over k of coefs[j, k] * tanh(routed[k]).
 inline void mix_coefs(const float* coefs, const float* routed, int streams, int count, float* totals) {
     float turned[MAX_STREAMS];
-    for (int k = 0; k < streams; k++) turned[k] = std::tanh(routed[k]);
+    for (int k = 0; k < streams; k++) turned[k] = tanh(splat(routed[k]))[0];
     for (int j = 0; j < count; j++) {
         totals[j] = 0.f;
         for (int k = 0; k < streams; k++) totals[j] += coefs[j * streams + k] * turned[k];
@@ -126,15 +126,6 @@ private:
     int streams_, width_;
 };
 
-template <class T> NOINLINE float sum_of_squares(const T* x, int width) {
-    Floats squares = splat(0.f);
-    for (int i = 0; i < width; i += LANES) {
-        const Floats v = load(x + i, width - i);
-        squares = multiply_add(v, v, squares);
-    }
-    return sum(squares);
-}
-
 // Each of `parts` parts of a row *= root mean square of `like` / its own, in place.
 template <class T> class MatchSizeOp : public Op {
 public:
@@ -180,9 +171,9 @@ public:
             double total = 0, squares = 0;
             for (int begin = 0; begin < width_; begin += PIECE) {
                 const int end = std::min(begin + PIECE, width_);
-                Floats sums = splat(0.f);
-                for (int i = begin; i < end; i += LANES) sums += load(gate + i, end - i);
-                total += sum(sums);
+                LaneSums sums;
+                sums.add_each(end - begin, [&](Floats& part, int i) { part += load(gate + begin + i, end - begin - i); });
+                total += sums.total();
                 squares += sum_of_squares(gate + begin, end - begin);
             }
             out_[2 * row] = static_cast<float>(total);

@@ -10,12 +10,7 @@ namespace llmbox {
 
 // out = x / sqrt(mean(x^2) + eps) * weight for `width` numbers. Weights are of x's type or float32.
 template <class T, class W> NOINLINE void norm_row(const T* x, const W* weight, T* out, int width, float eps) {
-    Floats squares = splat(0.f);
-    for (int i = 0; i < width; i += LANES) {
-        Floats v = load(x + i, width - i);
-        squares = multiply_add(v, v, squares);
-    }
-    const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width) + eps));
+    const Floats scale = splat(1.f / std::sqrt(sum_of_squares(x, width) / static_cast<float>(width) + eps));
     for (int i = 0; i < width; i += LANES)
         store(out + i, load(x + i, width - i) * scale * load(weight + i, width - i), width - i);
 }
@@ -23,20 +18,20 @@ template <class T, class W> NOINLINE void norm_row(const T* x, const W* weight, 
 // out = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias for `width` numbers; `bias` may be null.
 template <class T, class W>
 NOINLINE void layer_norm_row(const T* x, const W* weight, const W* bias, T* out, int width, float eps) {
-    Floats total = splat(0.f), squares = splat(0.f);
-    for (int i = 0; i < width; i += LANES) total += load(x + i, width - i);
-    const float mean = sum(total) / static_cast<float>(width);
-    int i = 0;
-    for (; i + LANES <= width; i += LANES) {
-        const Floats v = load(x + i, LANES) - splat(mean);
-        squares = multiply_add(v, v, squares);
-    }
-    for (; i < width; i++) {  // lanes past the end would not be 0 without the mean
+    LaneSums total, squares;
+    total.add_each(width, [&](Floats& part, int i) __attribute__((always_inline)) { part += load(x + i, width - i); });
+    const float mean = total.total() / static_cast<float>(width);
+    const int whole = width / SUM_LANES * SUM_LANES;
+    squares.add_each(whole, [&](Floats& part, int i) __attribute__((always_inline)) {
+        const Floats v = load(x + i) - splat(mean);
+        part = multiply_add(v, v, part);
+    });
+    for (int i = whole; i < width; i++) {  // lanes past the end would not be 0 without the mean
         const float v = load(x + i, 1)[0] - mean;
-        squares[i % LANES] += v * v;
+        squares.parts[i % SUM_LANES / LANES][i % LANES] += v * v;
     }
-    const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width) + eps)), center = splat(mean);
-    for (i = 0; i < width; i += LANES) {
+    const Floats scale = splat(1.f / std::sqrt(squares.total() / static_cast<float>(width) + eps)), center = splat(mean);
+    for (int i = 0; i < width; i += LANES) {
         const int left = width - i;
         const Floats v = (load(x + i, left) - center) * scale * load(weight + i, left);
         store(out + i, bias ? v + load(bias + i, left) : v, left);
@@ -134,6 +129,24 @@ private:
     float eps_;
     T* out_;
 };
+
+// Cosine and sine of an angle below 10^6, rounded in one way on all CPUs: reduced by quarter turns and summed as fdlibm
+// does (Sun Microsystems, 1993), in float64 and without a fused operation.
+inline void turn(float angle, float* cos, float* sin) {
+    constexpr double QUARTERS = 6.36619772367581382433e-01, SHIFT = 6755399441055744.0;  // 2 / pi; 1.5 * 2^52
+    constexpr double HIGH = 1.57079632673412561417e+00, LOW = 6.07710050650619224932e-11;  // of pi / 2
+    constexpr double SINES[] = {1.58969099521155010221e-10, -2.50507602534068634195e-08, 2.75573137070700676789e-06,
+                                -1.98412698298579493134e-04, 8.33333333332248946124e-03, -1.66666666666666324348e-01};
+    constexpr double COSINES[] = {-1.13596475577881948265e-11, 2.08757232129817482790e-09, -2.75573143513906633035e-07,
+                                  2.48015872894767294178e-05, -1.38888888888741095749e-03, 4.16666666666666019037e-02};
+    const double x = angle, count = x * QUARTERS + SHIFT - SHIFT, rest = x - count * HIGH - count * LOW, z = rest * rest;
+    double odd = 0, even = 0;
+    for (int i = 0; i < 6; i++) odd = odd * z + SINES[i], even = even * z + COSINES[i];
+    const auto s = static_cast<float>(rest + rest * z * odd), c = static_cast<float>(1 - (0.5 * z - z * z * even));
+    const int quarter = static_cast<int>(static_cast<int64_t>(count) & 3);
+    *cos = quarter == 0 ? c : quarter == 1 ? -s : quarter == 2 ? -c : s;
+    *sin = quarter == 0 ? s : quarter == 1 ? c : quarter == 2 ? -s : -c;
+}
 
 // Rotates one head of `width` numbers in place: halves (a, b) become (a cos - b sin, b cos + a sin).
 // cos repeats its first half, sin holds (-sin, sin).

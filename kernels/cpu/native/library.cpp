@@ -265,6 +265,11 @@ Op* llmbox_attention_op(int dtype, int kv_dtype, const KVCache* cache, int layer
     return with_kv_type(kv_dtype, [&]<class E>(E) { return make_attention<E>(dtype, call); });
 }
 
+// Of `count` angles; outside of a step.
+void llmbox_turn(const float* angles, int64_t count, float* cos, float* sin) {
+    for (int64_t i = 0; i < count; i++) turn(angles[i], cos + i, sin + i);
+}
+
 // x [rows, width] float32.
 Op* llmbox_best_op(const float* x, int64_t x_stride, int width, float* best, int64_t* ids) {
     return new ArgmaxOp(x, x_stride, width, best, ids);

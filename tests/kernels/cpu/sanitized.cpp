@@ -1,6 +1,7 @@
 // Every operation on odd shapes, with buffers that end where their data ends: run under ASan and UBSan. With the
 // argument `digests`, what each left is hashed and printed, so that two machines or instruction sets can be compared.
 #include "checked_amx.h"
+#include "emulated_amx.h"
 #include "library.cpp"
 #include "attention/attention_bf16.cpp"
 #include "attention/attention_f32.cpp"
@@ -99,7 +100,7 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
     step.rows = rows;
     run(llmbox_linear_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
     run(llmbox_linear_op(dtype, linear, x.data(), inputs, wide.data(), outputs, FLOAT32), step);
-    must_be_finite(out, "linear"), must_be_finite(wide, "logits");
+    must_be_finite(out, "linear of floats"), must_be_finite(wide, "logits of floats");
     check_strided(dtype, rows, inputs, outputs, [&](void* from, int x_stride, void* to, int out_stride) {
         return llmbox_linear_op(dtype, linear, from, x_stride, to, out_stride, FLOAT32);
     });
@@ -123,6 +124,15 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
     run(llmbox_embedding_op(dtype, linear, 2.5f, taken.data(), inputs), step);
     if (!std::isnan(taken.get(0))) exit(1);
     llmbox_linear_free(linear);
+    if (dtype == FLOAT32) return;
+    Buffer routers(FLOAT32, weight.count);
+    Linear* wide_linear = llmbox_linear_new(FLOAT32, inputs, outputs, routers.data(), biases);
+    for (Buffer* to : {&out, &wide}) {
+        to->poison();
+        run(llmbox_wide_linear_op(wide_linear, static_cast<bf16*>(x.data()), inputs, to->data(), outputs, to->dtype), step);
+        must_be_finite(*to, "wide linear");
+    }
+    llmbox_linear_free(wide_linear);
 }
 
 void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int outputs) {
@@ -161,6 +171,15 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
         run(llmbox_quant_op(dtype, same, x.data(), inputs, again.data(), outputs, dtype), step);
         if (again.bytes != out.bytes) exit(1);
         llmbox_linear_free(same);
+    }
+    // In parts as ranks have them.
+    const int groups = ceil_div(inputs, group);
+    for (int shares : {1, 2, 4}) {
+        if (groups % shares) continue;
+        again.poison();
+        run(llmbox_shared_quant_op(dtype, linear, x.data(), inputs, again.data(), outputs, dtype, shares), step);
+        if (shares == 1 && again.bytes != out.bytes) exit(1);
+        must_be_finite(again, "quantised linear in shares");
     }
     llmbox_linear_free(linear);
 }
@@ -270,7 +289,7 @@ void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, i
     };
     run_rows(0, rows, out);
     run_rows(rows - 1, 1, alone);
-    must_be_finite(alone, "experts");
+    must_be_finite(alone, format ? "experts of integers" : "experts of floats");
     for (size_t i = 0; i < out.count; i++)
         if (std::isfinite(out.get(i)) == (rows > 1 && i < size_t(hidden))) exit(1);
     if (!std::equal(alone.bytes.rbegin(), alone.bytes.rend(), out.bytes.rbegin())) exit(1);
@@ -480,7 +499,7 @@ void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, i
             run(llmbox_attention_op(dtype, kv_dtype, cache, 1, q.data(), query_heads * width, query_heads, window, 0.1f,
                                     softcap, sunk, out.data()),
                 step);
-            must_be_finite(out, "attention");
+            must_be_finite(out, kv_dtype == INT8_SCALED ? "attention over int8" : "attention over floats");
         }
     }
     llmbox_cache_copy(cache, 0, 1);
@@ -507,6 +526,7 @@ int main(int count, char**) {
             check_quant(dtype, format, 17, 300, 70);
             check_quant(dtype, format, 33, 256, 7);
             check_quant(dtype, format, 207, 130, 66);
+            check_quant(dtype, format, 9, 4 * format.group, 66);
         }
         for (const Grid4 grid : {Grid4::PLAIN, Grid4::ZEROS, Grid4::E2M1})
             for (const int rows : {1, 2, 3, 4, 11}) check_stored(dtype, grid, rows, 130, 70);

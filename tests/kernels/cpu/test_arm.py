@@ -2,20 +2,24 @@
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from llmbox.kernels.cpu import compiling
-from llmbox.kernels.cpu.isa import LEVELS, Level
+from llmbox.kernels.cpu.isa import LEVELS, Level, cpu_flags
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 ARM = [level for level in LEVELS if level.machine in {"aarch64", None}]
 FLAGS = ("-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-w", "-I", str(compiling.SOURCES))
 FOUR_FUSED_LANES = ("-mfma",)
 """Flags under which the portable kernels of x86-64 have the vectors and the multiply-add of Arm."""
-LIBM = "state of a scan"
-"""Lines that depend on `exp` and `log1p` of the C library, whose last bit differs between machines."""
+EMULATED_TILES = ("-DLLMBOX_EMULATED_TILES",)
+FLOATS = " of floats ", " over floats "
+"""In lines of products of float weights, or of keys and values, whose sums depend on the instruction set."""
+CHUNKS = " over int8 "
+"""In lines of attention whose chunks are longer with AMX."""
 
 LIBCPP = (
     "-D_LIBCPP_ABI_NAMESPACE=__1",
@@ -73,6 +77,41 @@ int main() {
 }
 """
 
+FUNCTIONS = """
+#include "sampling/integer_softmax.h"
+#include <cstdio>
+#include <cstdlib>
+using namespace llmbox;
+// Digests of what functions make of every `step`-th float between -170 and 170.
+template <class Of> void digest(const char* name, uint32_t step, Of of) {
+    uint64_t digest = 0xcbf29ce484222325u;
+    for (uint64_t n = 0; n < 2 * 0x432a0000ull; n += 16ull * step) {
+        alignas(64) float x[16], y[16];
+        for (int i = 0; i < 16; i++) {
+            const auto at = static_cast<uint32_t>(n + i * step);
+            x[i] = as_float(at >> 1 | at << 31);
+        }
+        for (int i = 0; i < 16; i += LANES) store(y + i, of(load(x + i)));
+        for (int i = 0; i < 16; i++) digest = (digest ^ as_bits(y[i])) * 0x100000001b3u;
+    }
+    printf("%s %016lx\\n", name, static_cast<unsigned long>(digest));
+}
+int main(int, char** words) {
+    const uint32_t step = atoi(words[1]);
+    digest("power_of_two", step, [](Floats x) { return power_of_two(x); });
+    digest("exp_negative", step, [](Floats x) { return exp_negative(x); });
+    digest("exp_fine", step, [](Floats x) { return exp_fine(max(-abs(x), splat(-50.f))); });
+    digest("tanh", step, [](Floats x) { return tanh(x); });
+    digest("softplus", step, [](Floats x) { return softplus(x); });
+    digest("multiply_add", step, [](Floats x) { return multiply_add(x, x * splat(0.7f), splat(-0.3f)); });
+    digest("bfloat16", step, [](Floats x) {
+        bf16 rounded[LANES];
+        store(rounded, x);
+        return load(rounded);
+    });
+}
+"""
+
 
 def compile_for_arm(level: Level, source: Path, program: Path) -> None:
     for tool, package in ((COMPILER, "g++-aarch64-linux-gnu"), (EMULATOR, "qemu-user-static")):
@@ -114,8 +153,59 @@ def test_every_operation_has_the_bits_of_the_portable_kernels(tmp_path: Path) ->
     if "fma" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this machine cannot run fused multiply-adds to compare with")
     run(*compiling.find_compiler(), *FLAGS, *FOUR_FUSED_LANES, driver, "-o", tmp_path / "here")
-    here = run(tmp_path / "here", "digests").splitlines()
-    assert [line for line in here if LIBM not in line] == [line for line in portable if LIBM not in line]
+    assert run(tmp_path / "here", "digests").splitlines() == portable
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_without_products_of_floats_all_instruction_sets_have_the_same_bits(tmp_path: Path) -> None:
+    """Those of this machine, AMX with its tiles in C++, and Arm in the emulator."""
+    driver = Path(__file__).parent / "sanitized.cpp"
+    programs = {}
+    levels = [level for level in LEVELS if level.machine in {"x86_64", None} and level.needs <= cpu_flags()]
+    if any(level.name == "avx512-bf16" for level in levels):
+        levels.insert(0, LEVELS[0])
+        assert LEVELS[0].name == "amx"
+    for level in levels:
+        program = tmp_path / level.name
+        tiles = EMULATED_TILES if level.name == "amx" else ()
+        run(*compiling.find_compiler(), *FLAGS, *tiles, *level.flags, driver, "-o", program)
+        programs[level.name] = (program, "digests")
+    if shutil.which(COMPILER) and shutil.which(EMULATOR):
+        compile_for_arm(ARM[0], driver, tmp_path / "arm")
+        programs["arm"] = (EMULATOR, tmp_path / "arm", "digests")
+    found = {name: run(*program).splitlines() for name, program in programs.items()}
+    wanted = found["portable"]
+    assert wanted[-1] == "clean"
+    assert len(wanted) > 6000
+    for name, lines in found.items():
+        left_out = (*FLOATS, CHUNKS) if name == "amx" else FLOATS
+        assert without(left_out, lines) == without(left_out, wanted), name
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_functions_of_numbers_are_the_same(tmp_path: Path) -> None:
+    """Every fifth float on instruction sets with fused multiply-adds; elsewhere every 997th."""
+    source = tmp_path / "functions.cpp"
+    source.write_text(FUNCTIONS)
+    fused = [level for level in LEVELS if level.needs and level.needs <= cpu_flags() and level.name != "amx"]
+    portable = next(level for level in LEVELS if not level.needs)
+    digests: dict[str, set[str]] = {"5": set(), "997": set()}
+    for level in (*fused, portable):
+        program = tmp_path / level.name
+        run(*compiling.find_compiler(), *FLAGS, "-O2", *level.flags, source, "-o", program)
+        for step, found in digests.items():
+            if step == "997" or level is not portable:
+                found.add(run(program, step))
+    if shutil.which(COMPILER) and shutil.which(EMULATOR):
+        compile_for_arm(portable, source, tmp_path / "arm")
+        digests["997"].add(run(EMULATOR, tmp_path / "arm", "997"))
+    assert {step: len(found) for step, found in digests.items()} == {"5": 1, "997": 1}
+
+
+def without(kinds: Sequence[str], lines: list[str]) -> list[str]:
+    return [line for line in lines if not any(kind in line for kind in kinds)]
 
 
 @pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)

@@ -113,6 +113,7 @@ TITLES = {
     "model.draft": "Draft model",
     "model.lora_memory": "Memory for adapters",
     "model.deterministic": "Deterministic kernels only",
+    "model.exact": "Same bits on every CPU",
     "model.overlap": "Overlapped scheduling on a GPU",
     "model.cuda_graphs": "CUDA graphs",
     "model.overrides": "Settings of single models",

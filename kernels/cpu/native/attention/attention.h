@@ -48,7 +48,7 @@ protected:
     float sink_share(const Work<E>& work, int r, float sink) const {
         float most = work.most[r];  // AMX keeps it before it is multiplied
         if constexpr (Tiled::OWN_SOFTMAX) most *= powers_.cap == 0 ? powers_.factor : powers_.cap;
-        return std::exp2(sink * LOG2_E - most);
+        return power_of_two(splat(sink * LOG2_E - most))[0];
     }
 
     const KVCache& cache_;
@@ -247,7 +247,7 @@ private:
         for (int r = 0; r < work.rows; r++) {
             In* to = out_ + (static_cast<int64_t>(row + r / group_) * heads + head * group_ + r % group_) * dim;
             const float* from = work.out + r * cache_.padded_dim;
-            float total = sum(load(work.total + r * LANES));
+            float total = load_as<LaneSums>(work.total + r * SUM_LANES).total();
             if (sinks_) total += this->sink_share(work, r, sinks_[head * group_ + r % group_]);
             const Floats inverse = splat(1.f / total);
             for (int d = 0; d < dim; d += LANES) llmbox::store(to + d, load(from + d) * inverse, dim - d);

@@ -10,7 +10,8 @@
 namespace llmbox {
 
 // How a context is walked: strips that share one softmax, and the most rows of queries that walk together. With AMX
-// both products are so fast that what is done once for a chunk (maxima, rescaled sums) would show.
+// both products are so fast that what is done once for a chunk (maxima, rescaled sums) would show. Sums are rounded at
+// chunks: their length is part of the result.
 template <class E> struct Walked {
     static constexpr int STRIPS = 4, ROWS = 48;
 };

@@ -11,22 +11,6 @@ namespace llmbox {
 constexpr float LOG2_E = 1.44269504f;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// 2^x, relative error below 2e-7; 0 for -infinity, NaN for NaN.
-INLINE Floats power_of_two(Floats x) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-    const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 9);  // above the integer below x
-    Floats p = splat(1.87757667e-3f);
-    p = multiply_add(p, f, splat(8.98934009e-3f));
-    p = multiply_add(p, f, splat(5.58263181e-2f));
-    p = multiply_add(p, f, splat(2.40153617e-1f));
-    p = multiply_add(p, f, splat(6.93153073e-1f));
-    p = multiply_add(p, f, splat(9.99999925e-1f));
-    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
-#else
-    return exp_negative(x * splat(0.693147180f));
-#endif
-}
-
 // The working memory of one tile: rows of queries, and what their chunks left so far.
 template <class E> struct Work {
     static constexpr int SLOTS = Chunk<E>::SLOTS;
@@ -36,7 +20,7 @@ template <class E> struct Work {
     PackedRows<E> q, p;
     float* scores;    // [rows][SLOTS]
     float* out;       // [rows][dim]
-    float* total;     // [rows][LANES], to be summed
+    float* total;     // [rows][SUM_LANES], to be summed
     float *most, *scale;  // [rows]
     int32_t* sums;    // of one product, two for each of 16 rows
     uint8_t* values;  // of a chunk, gathered: [SLOTS / PACK][dim] words
@@ -45,7 +29,7 @@ template <class E> struct Work {
     Work(int rows, int dim, Scratch& scratch) : rows(rows), dim(dim) {
         constexpr int PARTS = AttentionWords<E>::PARTS, packed = sizeof(Packed) / sizeof(float);
         const int q_part = dim / E::PACK, p_part = SLOTS / E::PACK, room = round_up(rows, ROWS);
-        const size_t words = dim + SLOTS + PARTS * (q_part + p_part) + LANES + 2 + 2 * packed;
+        const size_t words = dim + SLOTS + PARTS * (q_part + p_part) + SUM_LANES + 2 + 2 * packed;
         const size_t own = PARTS > 1 ? PARTS * ROWS * std::max(dim, SLOTS) : 0;
         float* memory = scratch.take<float>(room * words + own + SLOTS / E::PACK * dim);
         const auto take = [&](size_t width) {
@@ -61,13 +45,13 @@ template <class E> struct Work {
         scores = take(SLOTS);
         q = take_packed(q_part);
         p = take_packed(p_part);
-        total = take(LANES);
+        total = take(SUM_LANES);
         most = take(1);
         scale = take(1);
         sums = reinterpret_cast<int32_t*>(memory);
         values = reinterpret_cast<uint8_t*>(memory + own);
         std::fill_n(out, static_cast<size_t>(rows) * dim, 0.f);
-        std::fill_n(total, static_cast<size_t>(rows) * LANES, 0.f);
+        std::fill_n(total, static_cast<size_t>(rows) * SUM_LANES, 0.f);
         std::fill_n(most, rows, NOTHING);
     }
 };
@@ -150,25 +134,24 @@ INLINE void update_softmax(const Work<E>& work, int r, const Chunk<E>& chunk, si
     }
     const float before = work.most[r], now = std::max(before, max(most));
     const Floats zero = splat(now == NOTHING ? 0.f : now);  // nothing seen yet: all weights 0
-    Floats total = splat(0.f);
+    LaneSums total;
     alignas(64) float weights[Chunk<E>::SLOTS];
     UNROLL for (int v = 0; v < VECTORS; v++) {
         Floats weight = power_of_two(scores[v] - zero);
-        total += weight;
+        total.parts[v % SUM_VECTORS] += weight;
         if (W::SCALED) weight = weight * scales(chunk.values[v * LANES / STRIP], v * LANES % STRIP);
         llmbox::store(weights + v * LANES, weight);
     }
     work.p.pack(r, weights, Chunk<E>::SLOTS);
-    float* sums = work.total + r * LANES;
     work.scale[r] = 1.f;
     if (now != before) {
         work.scale[r] = before == NOTHING ? 0.f : power_of_two(splat(before - now))[0];
         work.most[r] = now;
-        total = multiply_add(load(sums), splat(work.scale[r]), total);
-    } else {
-        total += load(sums);
     }
-    llmbox::store(sums, total);
+    UNROLL for (int v = 0; v < SUM_VECTORS; v++) {
+        float* sums = work.total + r * SUM_LANES + v * LANES;
+        llmbox::store(sums, multiply_add(load(sums), splat(work.scale[r]), total.parts[v]));
+    }
 }
 
 }  // namespace llmbox

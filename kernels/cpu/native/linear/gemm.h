@@ -207,8 +207,9 @@ public:
     OpWork work(const Step& step) const override {
         return {static_cast<double>(shape_.packed_bytes()), static_cast<double>(shape_.inputs) * shape_.outputs * step.rows};
     }
-    LinearOp(const LinearShape& shape, Out* out, int64_t out_stride)
-        : shape_(shape), out_(out), out_stride_(out_stride) {}
+    // `tiles`: room for so many tiles of sums. With more than one `multiply` adds the bias.
+    LinearOp(const LinearShape& shape, Out* out, int64_t out_stride, int tiles = 1)
+        : tiles_(tiles), shape_(shape), out_(out), out_stride_(out_stride) {}
 
     void prepare(const Step& step, Pool& pool) override {
         Op::prepare(step, pool);
@@ -221,7 +222,7 @@ protected:
 
     void run_panels(const Step& step, Member& member) {
         const int blocks = row_blocks(step.rows), block = rows_of_block(step.rows);
-        float* tile = member.scratch.template take<float>(block * PANEL);
+        float* tile = member.scratch.template take<float>(static_cast<size_t>(tiles_) * block * PANEL);
         for (int item = runs_.take(member.index); item >= 0; item = runs_.take(member.index)) {
             const int panel = item / blocks, row = item % blocks * block;
             const int rows = std::min(step.rows - row, block);
@@ -230,6 +231,10 @@ protected:
             write(panel, row, rows, tile);
         }
     }
+
+    const float* bias(int panel) const { return shape_.bias.empty() ? nullptr : shape_.bias.data() + panel * PANEL; }
+
+    const int tiles_;
 
 private:
     // What will be written: lines far apart, each of which is read from memory first.
@@ -242,14 +247,54 @@ private:
 
     void write(int panel, int row, int rows, const float* tile) {
         const int column = panel * PANEL, columns = std::min(PANEL, shape_.outputs - column);
-        const float* bias = shape_.bias.empty() ? nullptr : shape_.bias.data() + column;
-        write_tile(tile, rows, columns, bias, out_ + row * out_stride_ + column, out_stride_);
+        const float* added = tiles_ == 1 ? bias(panel) : nullptr;
+        write_tile(tile, rows, columns, added, out_ + row * out_stride_ + column, out_stride_);
     }
 
     const LinearShape& shape_;
     Out* out_;
     int64_t out_stride_;
     WorkPartition runs_;  // of panels, each with all its blocks of rows
+};
+
+// float32 weights whose sums are rounded alike on all CPUs.
+struct FusedF32 : F32 {
+    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add(columns, row, sum); }
+};
+
+// float32 weights, rows of bf16: the same bits on all instruction sets, where products of two bf16 differ.
+template <class Out> class WideLinearOp : public LinearOp<Out> {
+public:
+    WideLinearOp(const Linear& linear, const bf16* x, int64_t x_stride, Out* out, int64_t out_stride)
+        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        LinearOp<Out>::prepare(step, pool);
+        pool.shared().template take<float>(static_cast<size_t>(step.rows) * linear_.words);
+    }
+
+    void run(const Step& step, Member& member) override {
+        float* wide = member.pool.shared().template get<float>();
+        const auto rows = member.share(step.rows);
+        for (int row = rows.begin; row < rows.end; row++)
+            for (int i = 0; i < linear_.words; i += LANES)
+                store(wide + static_cast<size_t>(row) * linear_.words + i, load(x_ + row * x_stride_ + i, linear_.words - i),
+                      linear_.words - i);
+        if (member.index == 0) words_ = {reinterpret_cast<const uint8_t*>(wide), linear_.words * sizeof(float)};
+        member.barrier();
+        this->run_panels(step, member);
+    }
+
+protected:
+    void multiply(int panel, int row, int rows, float* tile, Member&) override {
+        multiply_panel<FusedF32>(linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
+    }
+
+private:
+    const Linear& linear_;
+    const bf16* x_;
+    int64_t x_stride_;
+    WordRows words_{};  // of x
 };
 
 // Weights and rows of the same type.

@@ -52,14 +52,19 @@ template <class C> constexpr int64_t lora_panel_bytes(int64_t rank) {
 }
 
 template <class C, int RANKS, class T> INLINE void shrink_block(const C* a, const T* x, int inputs, float* low) {
-    Floats sums[RANKS] = {};
-    for (int i = 0; i < inputs; i += LANES, a += RANKS * LANES) {
+    LaneSums sums[RANKS];
+    const auto add = [&](int v, int i) {
         UNROLL for (size_t ahead = 0; ahead < RANKS * LANES * sizeof(C); ahead += 64)
             prefetch(reinterpret_cast<const uint8_t*>(a) + LORA_AHEAD + ahead);
         const Floats from = load(x + i, inputs - i);
-        UNROLL for (int r = 0; r < RANKS; r++) sums[r] = multiply_add(from, load(a + r * LANES), sums[r]);
-    }
-    UNROLL for (int r = 0; r < RANKS; r++) low[r] = sum(sums[r]);
+        UNROLL for (int r = 0; r < RANKS; r++)
+            sums[r].parts[v] = multiply_add(from, load(a + r * LANES), sums[r].parts[v]);
+        a += RANKS * LANES;
+    };
+    for (int i = 0; i < inputs; i += SUM_LANES)
+        UNROLL for (int v = 0; v < SUM_VECTORS; v++)
+            if (i + v * LANES < inputs) add(v, i + v * LANES);
+    UNROLL for (int r = 0; r < RANKS; r++) low[r] = sums[r].total();
 }
 
 template <class C, class T> inline void lora_shrink_as(const LoraWeights& w, int block, const T* x, int inputs, float* low) {

@@ -109,21 +109,22 @@ inline uint8_t best_step(const float* x, const float* weights, float need, float
 inline float try_scale(const SteppedGroup& group, float scale, SteppedCodes& out) {
     alignas(64) float x[MAX_GROUP];
     const float inverse = 1 / scale;
-    Floats crosses = splat(0.f), squares = splat(0.f);
+    LaneSums crosses, squares;
     for (int k = 0; k < MAX_GROUP; k += LANES) store(x + k, load(group.x + k) * splat(inverse));
     for (int s = 0; s < STEPS; s++) {
         const int begin = s * STEP_INPUTS;
         out.steps[s] = best_step(x + begin, group.weights + begin, group.need[s] * inverse, group.middle[s] * inverse);
         const Step4 code(out.steps[s]);
         const Grid grid(splat(static_cast<float>(code.step)), splat(static_cast<float>(code.zero)));
-        for (int k = begin; k < begin + STEP_INPUTS; k += LANES) {
-            const Floats v = load(x + k), number = grid(v), weighted = number * load(group.weights + k);
+        UNROLL for (int v = 0; v < SUM_VECTORS; v++) {
+            const int k = begin + v * LANES;
+            const Floats w = load(x + k), number = grid(w), weighted = number * load(group.weights + k);
             store_bytes(out.numbers + k, to_nearest(number));
-            crosses = multiply_add(weighted, v, crosses);
-            squares = multiply_add(weighted, number, squares);
+            crosses.parts[v] = multiply_add(weighted, w, crosses.parts[v]);
+            squares.parts[v] = multiply_add(weighted, number, squares.parts[v]);
         }
     }
-    const float cross = sum(crosses), square = sum(squares);
+    const float cross = crosses.total(), square = squares.total();
     out.scale = square > 0 ? scale * cross / square : 0;
     return square > 0 ? scale * scale * cross * cross / square : 0;
 }

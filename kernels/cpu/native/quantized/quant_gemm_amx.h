@@ -70,13 +70,15 @@ struct TileScratch {
     }
 };
 
-// All units of a panel for some rows, from `row` of x on (the first of a block). WORDS of 4 inputs to a group, BITS of
+// All units of some groups of a panel for some rows, from `row` of x on (the first of a block). WORDS of 4 inputs to a group, BITS of
 // the weights.
 template <int WORDS, int BITS> class PanelUnits {
 public:
-    PanelUnits(const QuantLinear& linear, int panel, const QuantRows& x, int row, int rows, float* tile, Member& member)
+    PanelUnits(const QuantLinear& linear, int panel, GroupSpan span, const QuantRows& x, int row, int rows, float* tile,
+               Member& member)
         : linear_(linear),
           panel_(panel),
+          span_(span),
           x_(x),
           row_(row),
           rows_(rows),
@@ -89,7 +91,7 @@ public:
     }
 
     INLINE void run() {
-        TileGroups groups = begin(0);
+        TileGroups groups = begin(span_.begin);
         while (widening_.left) widening_.some(1);
         while (groups.count) {
             const TileGroups next = begin(groups.first + groups.count);
@@ -145,7 +147,7 @@ private:
 
     // A slice: bytes as they are, or int4 that is to be widened before it is multiplied.
     INLINE TileGroups begin(int first) {
-        const int count = std::max(0, std::min(slice_, linear_.groups - first));
+        const int count = std::max(0, std::min(slice_, span_.end - first));
         if (BITS == 8) return {at(first) + linear_.codes_offset, linear_.group_bytes, first, count};
         uint8_t* to = scratch_.codes + first / slice_ % 2 * slice_ * (WORDS * PANEL_STRIDE);
         const int pieces = count * STEPS * PARTS;
@@ -211,6 +213,7 @@ private:
 
     const QuantLinear& linear_;
     const int panel_;
+    const GroupSpan span_;
     const QuantRows& x_;
     const int row_, rows_, blocks_, slice_;  // slice: groups
     float* tile_;
@@ -225,10 +228,10 @@ private:
 
 // tile[rows][PANEL] += x * panel.
 template <int WORDS>
-inline void multiply_tiles(const QuantLinear& linear, int panel, const QuantRows& x, int row, int rows, float* tile,
-                           Member& member) {
-    if (linear.bits == 8) PanelUnits<WORDS, 8>(linear, panel, x, row, rows, tile, member).run();
-    else PanelUnits<WORDS, 4>(linear, panel, x, row, rows, tile, member).run();
+inline void multiply_tiles(const QuantLinear& linear, int panel, GroupSpan span, const QuantRows& x, int row, int rows,
+                           float* tile, Member& member) {
+    if (linear.bits == 8) PanelUnits<WORDS, 8>(linear, panel, span, x, row, rows, tile, member).run();
+    else PanelUnits<WORDS, 4>(linear, panel, span, x, row, rows, tile, member).run();
 }
 
 }  // namespace llmbox

@@ -16,6 +16,11 @@ struct Offsets4 {
           e2m1(linear.is_e2m1()) {}
 };
 
+// Groups of a panel that are multiplied.
+struct GroupSpan {
+    int begin, end;
+};
+
 // Some groups of a panel, one behind the other: where the codes, offsets and scales of the first lie.
 struct Groups {
     const uint8_t *codes, *scales;

@@ -19,21 +19,26 @@ public:
     // Those of the step, before the first of them is multiplied.
     void take(const QuantRows& rows) { rows_ = rows; }
 
-    // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
     NOINLINE void multiply(int panel, int row, int rows, float* tile, Member& member) const {
         std::fill_n(tile, rows * PANEL, 0.f);
         if (linear_.is_blocks())
             return multiply_blocks(linear_, panel, rows_, row, rows, tile, member.spare.take<uint8_t>(WideBlocks::BYTES));
-#if LLMBOX_TILES
-        if (rows >= TILES_FROM) {
-            const auto with_words = linear_.group == 32 ? multiply_tiles<8> : multiply_tiles<32>;
-            return with_words(linear_, panel, rows_, row, rows, tile, member);
-        }
-#endif
-        if (linear_.bits == 8) multiply_slices<8>(panel, row, rows, tile, nullptr);
-        else if (rows <= WIDEN_ROWS && linear_.is_e2m1()) multiply_slices<FP4>(panel, row, rows, tile, nullptr);
-        else if (rows <= WIDEN_ROWS) multiply_slices<4>(panel, row, rows, tile, nullptr);
-        else multiply_slices<8>(panel, row, rows, tile, member.spare.take<uint8_t>(SLICE * PANEL));
+        add_groups(panel, {0, linear_.groups}, row, rows, tile, member);
+    }
+
+    // In `shares` equal parts of the groups, to the first of which `bias` is added, which may be null. Their sums are added
+    // in pairs, so ranks with half of the parts each come to the same. The tile has room for all.
+    NOINLINE void multiply_shares(int panel, int row, int rows, float* tile, int shares, const float* bias, Member& member) const {
+        const int size = rows * PANEL, groups = linear_.groups / shares;
+        std::fill_n(tile, shares * size, 0.f);
+        for (int s = 0; s < shares; s++)
+            add_groups(panel, {s * groups, (s + 1) * groups}, row, rows, tile + s * size, member);
+        for (int i = 0; bias && i < size; i += LANES) store(tile + i, load(tile + i) + load(bias + i % PANEL));
+        for (int step = 1; step < shares; step *= 2)
+            for (int s = 0; s < shares; s += 2 * step) {
+                float *to = tile + s * size, *from = to + step * size;
+                for (int i = 0; i < size; i += LANES) store(to + i, load(to + i) + load(from + i));
+            }
     }
 
 private:
@@ -43,13 +48,28 @@ private:
     static constexpr int WIDEN_ROWS = WIDENED_TILE;
     static constexpr int TILES_FROM = 7;  // with AMX
 
+    // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
+    void add_groups(int panel, GroupSpan span, int row, int rows, float* tile, Member& member) const {
+#if LLMBOX_TILES
+        if (rows >= TILES_FROM) {
+            const auto with_words = linear_.group == 32 ? multiply_tiles<8> : multiply_tiles<32>;
+            return with_words(linear_, panel, span, rows_, row, rows, tile, member);
+        }
+#endif
+        if (linear_.bits == 8) multiply_slices<8>(panel, span, row, rows, tile, nullptr);
+        else if (rows <= WIDEN_ROWS && linear_.is_e2m1()) multiply_slices<FP4>(panel, span, row, rows, tile, nullptr);
+        else if (rows <= WIDEN_ROWS) multiply_slices<4>(panel, span, row, rows, tile, nullptr);
+        else multiply_slices<8>(panel, span, row, rows, tile, member.spare.take<uint8_t>(SLICE * PANEL));
+    }
+
     // BITS are those of the codes that are multiplied: 8 also for int4 that goes through `widened`.
-    template <int BITS> void multiply_slices(int panel, int row, int rows, float* tile, uint8_t* widened) const {
+    template <int BITS>
+    void multiply_slices(int panel, GroupSpan span, int row, int rows, float* tile, uint8_t* widened) const {
         const int highest = BITS == 8 ? ROW_TILE : WIDENED_TILE;
         const int tiles = ceil_div(rows, highest), slice = SLICE / linear_.group;
-        for (int g = 0; g < linear_.groups; g += slice) {
+        for (int g = span.begin; g < span.end; g += slice) {
             const uint8_t* at = linear_.at(panel, g);
-            const int count = std::min(slice, linear_.groups - g);
+            const int count = std::min(slice, span.end - g);
             const size_t bytes = count * linear_.group_bytes;
             const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
             Groups groups{at + linear_.codes_offset, at, Offsets4(linear_, at), linear_.group_bytes,
@@ -102,11 +122,11 @@ private:
     QuantRows rows_;
 };
 
-// In: type of x.
+// In: type of x. `shares`: parts of the inputs whose sums are added in pairs, which divide the groups; 1: one sum.
 template <class In, class Out> class QuantLinearOp : public LinearOp<Out> {
 public:
-    QuantLinearOp(const QuantLinear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
-        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride), panels_(linear) {}
+    QuantLinearOp(const QuantLinear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride, int shares = 1)
+        : LinearOp<Out>(linear, out, out_stride, shares), linear_(linear), x_(x), x_stride_(x_stride), panels_(linear) {}
 
     void prepare(const Step& step, Pool& pool) override {
         LinearOp<Out>::prepare(step, pool);
@@ -136,7 +156,8 @@ public:
 
 protected:
     void multiply(int panel, int row, int rows, float* tile, Member& member) override {
-        panels_.multiply(panel, row, rows, tile, member);
+        if (this->tiles_ == 1) panels_.multiply(panel, row, rows, tile, member);
+        else panels_.multiply_shares(panel, row, rows, tile, this->tiles_, this->bias(panel), member);
     }
 
 private:

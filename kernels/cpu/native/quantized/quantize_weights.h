@@ -53,12 +53,7 @@ struct QuantFormat {
 
 // The root of the mean square of x[group].
 inline float root_mean_square(const float* x, int group) {
-    Floats squares = splat(0.f);
-    for (int k = 0; k < group; k += LANES) {
-        const Floats v = load(x + k);
-        squares = multiply_add(v, v, squares);
-    }
-    return std::sqrt(sum(squares) / static_cast<float>(group));
+    return std::sqrt(sum_of_squares(x, group) / static_cast<float>(group));
 }
 
 // The scale for int4 that fits a group best. Rounding to nearest with the largest weight at the end of the
@@ -74,15 +69,16 @@ inline float best_int4_scale(const float* x, int group) {
     float best_scale = extreme / -8, best_gain = 0;
     for (int step = -5; step <= 5; step++) {
         const Floats inverse = splat(-(8 + 0.2f * static_cast<float>(step)) / extreme);
-        Floats crosses = splat(0.f), squares = splat(0.f);
-        for (int k = 0; k < group; k += LANES) {
-            const Floats v = load(x + k), code = to_floats(to_nearest(clamp(v * inverse, -8, 7)));
-            const Floats weighted = (abs(v) + typical) * code;
-            crosses = multiply_add(weighted, v, crosses);
-            squares = multiply_add(weighted, code, squares);
-        }
+        LaneSums crosses, squares;
+        for (int k = 0; k < group; k += SUM_LANES)
+            UNROLL for (int v = 0; v < SUM_VECTORS; v++) {
+                const Floats w = load(x + k + v * LANES), code = to_floats(to_nearest(clamp(w * inverse, -8, 7)));
+                const Floats weighted = (abs(w) + typical) * code;
+                crosses.parts[v] = multiply_add(weighted, w, crosses.parts[v]);
+                squares.parts[v] = multiply_add(weighted, code, squares.parts[v]);
+            }
         // error = sum weight x^2 - cross^2 / square for the best scale, cross / square
-        const float cross = sum(crosses), square = sum(squares);
+        const float cross = crosses.total(), square = squares.total();
         if (square > 0 && cross * cross > best_gain * square) {
             best_gain = cross * cross / square;
             best_scale = cross / square;

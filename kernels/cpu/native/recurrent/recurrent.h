@@ -101,8 +101,6 @@ struct ScanHeads {
 
 enum ScanRule : int { DELTA = 0, SSM = 1, KDA = 2 };  // as Python names them (kernels/cpu/recurrent.py)
 
-inline float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); }
-
 // kernels/recurrent.py::ScanShape says what is computed. Rows are first brought into float32 with their decays and
 // factors, [q | k | decay | factor], the decays of KDA key by key; then each thread takes some columns of a head's state
 // through all rows.
@@ -151,20 +149,23 @@ private:
         }
         const T* gate = gates_ + row * gates_stride_;
         float *decay = to + 2 * keys, *factor = decay + decays();
-        for (int head = 0; head < shape_.heads; head++) {
-            if constexpr (RULE == KDA) {
-                for (int i = head * dim; i < (head + 1) * dim; i++)
-                    decay[i] = std::exp(rate_[head] * softplus(to_float(gate[shape_.heads + i]) + bias_[i]));
-                factor[head] = shape_.beta / (1.f + std::exp(-to_float(gate[head])));
-            } else if constexpr (RULE == DELTA) {
-                const float step = softplus(to_float(gate[shape_.heads + head]) + bias_[head]);
-                decay[head] = std::exp(rate_[head] * step);
-                factor[head] = shape_.beta / (1.f + std::exp(-to_float(gate[head])));
-            } else {
-                const float step = softplus(to_float(gate[head]) + bias_[head]);
-                factor[head] = step < shape_.least ? shape_.least : step > shape_.most ? shape_.most : step;
-                decay[head] = std::exp(rate_[head] * factor[head]);
+        const int heads = shape_.heads;
+        for (int head = 0; RULE == KDA && head < heads; head++)
+            for (int i = head * dim, end = i + dim; i < end; i += LANES) {
+                const Floats x = load(gate + heads + i, end - i) + load(bias_ + i, end - i);
+                store(decay + i, exp_negative(splat(rate_[head]) * softplus(x)), end - i);
             }
+        for (int head = 0; head < heads; head += LANES) {
+            const int left = heads - head;
+            Floats step = splat(0.f);
+            if constexpr (RULE != KDA)
+                step = softplus(load(gate + (IS_DELTA ? heads : 0) + head, left) + load(bias_ + head, left));
+            if constexpr (RULE == SSM) {
+                const Floats least = splat(shape_.least), most = splat(shape_.most);
+                step = step < least ? least : step > most ? most : step;
+            }
+            if constexpr (RULE != KDA) store(decay + head, exp_negative(load(rate_ + head, left) * step), left);
+            store(factor + head, IS_DELTA ? splat(shape_.beta) * sigmoid(load(gate + head, left)) : step, left);
         }
     }
 
@@ -172,12 +173,7 @@ private:
         const int dim = shape_.key_dim;
         Floats by = splat(scale);
         if constexpr (IS_DELTA) {
-            Floats squares = splat(0.f);
-            for (int i = 0; i < dim; i += LANES) {
-                const Floats v = load(from + i, dim - i);
-                squares = multiply_add(v, v, squares);
-            }
-            by = splat(scale / std::sqrt(sum(squares) + 1e-6f));
+            by = splat(scale / std::sqrt(sum_of_squares(from, dim) + 1e-6f));
         }
         for (int i = 0; i < dim; i += LANES) store(to + i, load(from + i, dim - i) * by, dim - i);
     }
@@ -304,12 +300,12 @@ private:
     }
 
     NOINLINE void norm(const T* x, const T* gate, const float* weight, T* out) const {
-        Floats squares = splat(0.f);
-        for (int i = 0; i < width_; i += LANES) {
+        LaneSums squares;
+        squares.add_each(width_, [&](Floats& part, int i) {
             const Floats v = gated(x, gate, i);
-            squares = multiply_add(v, v, squares);
-        }
-        const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width_) + eps_));
+            part = multiply_add(v, v, part);
+        });
+        const Floats scale = splat(1.f / std::sqrt(squares.total() / static_cast<float>(width_) + eps_));
         for (int i = 0; i < width_; i += LANES) {
             const int left = width_ - i;
             Floats v = gated(x, gate, i) * scale * load(weight + i, left);
@@ -340,8 +336,7 @@ public:
             T* x = x_ + row * x_stride_ + begin;
             const T* gate = gate_ + row * gate_stride_ + begin;
             for (int i = 0; i < count; i += LANES) {
-                const Floats g = load(gate + i, count - i), e = exp_negative(-abs(g)), one = splat(1.f);
-                const Floats share = (g < splat(0.f) ? e : one) / (one + e);
+                const Floats g = load(gate + i, count - i), share = sigmoid(g);
                 store(x + i, load(x + i, count - i) * (WITH_GATE ? share * g : share), count - i);
             }
         });

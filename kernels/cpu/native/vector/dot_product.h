@@ -22,7 +22,7 @@ struct F32 {
     using Row = Floats;
     static INLINE Columns columns(const void* from) { return load_as<Floats>(from); }
     static INLINE Row row(uint32_t word) { return splat(as_float(word)); }
-    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add(columns, row, sum); }
+    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add_loosely(columns, row, sum); }
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -60,8 +60,8 @@ struct BF16 {
         return {splat(as_float(word << 16)), splat(as_float(word & 0xffff0000u))};
     }
     static INLINE void dot(Floats& sum, Columns columns, Row row) {
-        sum = multiply_add(columns.low, row.low, sum);
-        sum = multiply_add(columns.high, row.high, sum);
+        sum = multiply_add_loosely(columns.low, row.low, sum);
+        sum = multiply_add_loosely(columns.high, row.high, sum);
     }
 };
 

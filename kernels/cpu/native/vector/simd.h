@@ -3,10 +3,14 @@
 // Plain GCC vector types with + and *; intrinsics only where the compiler does worse. Fused multiply-adds are
 // written out and -ffp-contract=off keeps the compiler from making others: left to itself it fuses in one
 // instance of a template and not in the next, and then a row's bits depend on the tile it fell in.
+//
+// All widths give the same bits: sums over lanes are `LaneSums`, of 16 lanes on every instruction set, and each
+// function here rounds in one way everywhere (docs/cpu-kernels.md, "One answer on any machine").
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -70,10 +74,12 @@ INLINE uint32_t as_bits(float x) { return load_word(&x); }
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
 
-// Round to nearest even; NaN stays NaN (plain rounding could carry its payload into infinity).
+// Round to nearest even; NaN stays NaN (plain rounding could carry its payload into infinity), and denormals become
+// zero, as the instruction for it does (Intel SDM, VCVTNEPS2BF16).
 INLINE bf16 to_bf16(float x) {
     if (x != x) return {0x7fc0};
     uint32_t bits = as_bits(x);
+    if (!(bits & 0x7f800000u)) bits &= 0x80000000u;
     return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
@@ -94,13 +100,16 @@ INLINE void store(bf16* to, Floats v) {
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
     rounded = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc00000));
+    __mmask16 tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
+    rounded = _mm512_mask_and_epi32(rounded, tiny, bits, _mm512_set1_epi32(0x80000000));
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 #endif
 #elif defined(__aarch64__)
 INLINE Floats load(const bf16* from) { return (Floats)vshll_n_u16(load_as<uint16x4_t>(from), 16); }
 INLINE void store(bf16* to, Floats v) {
-    const Words bits = (Words)v, rounded = bits + splat(0x7fffu) + (bits >> 16 & splat(1u));
+    const Words sign = (Words)v & splat(0x80000000u), tiny = (Words)(((Words)v & splat(0x7f800000u)) == splat(0u));
+    const Words bits = tiny ? sign : (Words)v, rounded = bits + splat(0x7fffu) + (bits >> 16 & splat(1u));
     store_as(to, vshrn_n_u32((uint32x4_t)(v == v ? rounded : splat(0x7fc00000u)), 16));
 }
 #else
@@ -153,7 +162,26 @@ INLINE void prefetch_stream(const void* address) {
 
 // ------------------------------------------------------------------ arithmetic
 
-// a * b + c, rounded once where the hardware can.
+// Of a CPU that cannot multiply and add in one instruction: a * b + c in float64, where the product is exact, rounded
+// to odd, so that rounding to float32 is the only one that counts (Boldo and Melquiond, 2008).
+#if !defined(__AVX2__) && !defined(__FMA__) && !defined(__aarch64__)
+#define LLMBOX_FUSED 0
+typedef float HalfFloats __attribute__((vector_size(LANES * 2)));
+typedef double Doubles __attribute__((vector_size(LANES * 4)));
+typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
+INLINE HalfFloats fused_half(HalfFloats a, HalfFloats b, HalfFloats c) {
+    const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
+    const Doubles added = __builtin_convertvector(c, Doubles), sum = product + added, back = sum - product;
+    const Doubles lost = (product - (sum - back)) + (added - back), zero = {};  // exact: TwoSum (Knuth)
+    const Longs inexact = (lost > zero) | (lost < zero), even = ((Longs)sum & 1) - 1;
+    const Longs step = ((lost > zero) ^ (sum > zero)) | 1;  // away from zero or towards it
+    return __builtin_convertvector((Doubles)((Longs)sum + (step & inexact & even)), HalfFloats);
+}
+#else
+#define LLMBOX_FUSED 1
+#endif
+
+// a * b + c, rounded once.
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -164,17 +192,31 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #elif defined(__aarch64__)
     return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    return a * b + c;
+    HalfFloats parts[3][2];
+    store_as(parts[0], a), store_as(parts[1], b), store_as(parts[2], c);
+    for (int i = 0; i < 2; i++) parts[0][i] = fused_half(parts[0][i], parts[1][i], parts[2][i]);
+    return load_as<Floats>(parts[0]);
 #endif
 }
 
+// a * b + c, rounded once where the hardware can: for sums of float weights, which would take many times as long.
+INLINE Floats multiply_add_loosely(Floats a, Floats b, Floats c) { return LLMBOX_FUSED ? multiply_add(a, b, c) : a * b + c; }
+
+INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 INLINE Floats abs(Floats a) { return (Floats)((Words)a & splat(0x7fffffffu)); }
 
-// Sums pairwise, in one order for all rows.
+// Adds the upper half of the lanes to the lower one until one is left.
 INLINE float sum(Floats v) {
+#if defined(__AVX2__)
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-    return _mm512_reduce_add_ps((__m512)v);
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+    const __m256 eight = (__m256)v;
+#endif
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     float x[LANES];
     store(x, v);
@@ -182,6 +224,39 @@ INLINE float sum(Floats v) {
         for (int i = 0; i < half; i++) x[i] += x[i + half];
     return x[0];
 #endif
+}
+
+// A sum over many numbers in an order that does not depend on LANES: number i goes to partial sum i % 16, and those are
+// added as lanes are.
+constexpr int SUM_LANES = 16, SUM_VECTORS = SUM_LANES / LANES;
+struct LaneSums {
+    Floats parts[SUM_VECTORS] = {};
+
+    // `add`(part, i) adds the numbers from i on to a part, for all i below `count`.
+    template <class Add> INLINE void add_each(int count, Add add) {
+        int i = 0;
+        for (; i + SUM_LANES <= count; i += SUM_LANES)
+            UNROLL for (int v = 0; v < SUM_VECTORS; v++) add(parts[v], i + v * LANES);
+        UNROLL for (int v = 0; v < SUM_VECTORS; v++)
+            if (i + v * LANES < count) add(parts[v], i + v * LANES);
+    }
+    INLINE float total() const {
+        Floats sums[SUM_VECTORS];
+        UNROLL for (int v = 0; v < SUM_VECTORS; v++) sums[v] = parts[v];
+        UNROLL for (int half = SUM_VECTORS / 2; half; half /= 2)
+            UNROLL for (int v = 0; v < half; v++) sums[v] += sums[v + half];
+        return sum(sums[0]);
+    }
+};
+
+// Of `count` numbers.
+template <class T> INLINE float sum_of_squares(const T* x, int count) {
+    LaneSums squares;
+    squares.add_each(count, [&](Floats& part, int i) __attribute__((always_inline)) {
+        const Floats v = load(x + i, count - i);
+        part = multiply_add(v, v, part);
+    });
+    return squares.total();
 }
 
 INLINE int32_t sum(Ints v) {
@@ -210,13 +285,14 @@ struct Range {
     bool finite;
 };
 template <class In> INLINE Range range_of(const In* x, int count) {
-    Floats most = splat(0.f), total = splat(0.f);
-    for (int i = 0; i < count; i += LANES) {
+    Floats most = splat(0.f);
+    LaneSums total;
+    total.add_each(count, [&](Floats& part, int i) __attribute__((always_inline)) {
         const Floats size = abs(load(x + i, count - i));
         most = max(size, most);
-        total += size;
-    }
-    return {max(most), sum(total) < __builtin_inff()};
+        part += size;
+    });
+    return {max(most), total.total() < __builtin_inff()};
 }
 
 // e^x for x <= 0, relative error below 2e-7; 0 below -87, NaN for NaN.
@@ -252,13 +328,60 @@ INLINE Floats tanh(Floats x) {
     return size < splat(0.25f) ? multiply_add(p * square, x, x) : far;
 }
 
+// 2^x, relative error below 2e-7; 0 for -infinity, NaN for NaN. Others compute what two instructions of AVX-512 do.
+INLINE Floats power_of_two(Floats x) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 9);  // above the integer below x; rounded down
+#else
+    x = splat(-160.f) > x ? splat(-160.f) : x > splat(160.f) ? splat(160.f) : x;
+#if defined(__AVX2__)
+    const Floats whole = (Floats)_mm256_floor_ps((__m256)x);
+#else
+    Floats whole = to_floats(__builtin_convertvector(x, Ints));
+    whole = whole > x ? whole - splat(1.f) : whole;
+#endif
+    Floats f = x - whole;
+    f = f + whole > x ? (Floats)((Ints)f - 1) : f;  // between -0.5 and 0 it is not exact
+#endif
+    Floats p = splat(1.87757667e-3f);
+    p = multiply_add(p, f, splat(8.98934009e-3f));
+    p = multiply_add(p, f, splat(5.58263181e-2f));
+    p = multiply_add(p, f, splat(2.40153617e-1f));
+    p = multiply_add(p, f, splat(6.93153073e-1f));
+    p = multiply_add(p, f, splat(9.99999925e-1f));
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    // In two factors, as one may be denormal: only the second product is rounded.
+    const Ints n = __builtin_convertvector(whole, Ints), first = n >> 1, second = n - first;
+    return p * (Floats)((first + 127) << 23) * (Floats)((second + 127) << 23);
+#endif
+}
+
+// ln(1 + x) for 0 <= x <= 1, relative error below 3e-7: twice the inverse hyperbolic tangent of x / (2 + x).
+INLINE Floats log_one_plus(Floats x) {
+    const Floats z = x / (splat(2.f) + x), square = z * z;
+    Floats p = splat(1.f / 13);
+    for (const float factor : {1.f / 11, 1.f / 9, 1.f / 7, 1.f / 5, 1.f / 3}) p = multiply_add(p, square, splat(factor));
+    return multiply_add(p * square, z + z, z + z);
+}
+
+// ln(1 + e^x); NaN for NaN.
+INLINE Floats softplus(Floats x) {
+    const Floats positive = x < splat(0.f) ? splat(0.f) : x;
+    return positive + log_one_plus(exp_negative(-abs(x)));
+}
+
+INLINE Floats sigmoid(Floats x) {
+    const Floats e = exp_negative(-abs(x)), one = splat(1.f);
+    return (x < splat(0.f) ? e : one) / (one + e);
+}
+
 // Nearest integer: adding 1.5 * 2^23 leaves it in the low bits of the sum. For |x| < 2^22.
 INLINE Ints to_nearest(Floats x) {
     const Floats shift = splat(12582912.f);
     return (Ints)(x + shift) - (Ints)shift;
 }
-
-INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
 typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
 INLINE void store_bytes(void* to, Ints v) { store_as(to, __builtin_convertvector(v, SignedBytes)); }
