@@ -36,6 +36,8 @@ class ProcessExit:
     from_outside: bool = False
     """The end was caused from outside the engine: no request can be blamed for it."""
     load_failure: LoadFailed | None = None
+    is_stuck: bool = False
+    """It was killed because it stood still."""
 
     def load_error(self, name: str) -> ApiError:
         """Return the error of a load that ended so: 400 if the model cannot be served, else 500."""
@@ -117,7 +119,9 @@ class EngineProcess:
         if (failure := self._client.load_failure) is not None:
             return ProcessExit(cause=failure.message, from_outside=True, load_failure=failure)
         if self._stuck_reason is not None:
-            return ProcessExit(cause=self._stuck_reason, from_outside=self._stopped_from_outside)
+            return ProcessExit(
+                cause=self._stuck_reason, from_outside=self._stopped_from_outside, is_stuck=True
+            )
         if ended.code == -signal.SIGKILL and ended.transport_error is None:
             # Not killed by us. An OOM kill may be a request's fault, an operator's SIGKILL is not.
             if oom_kills() > self._oom_kills:

@@ -4,6 +4,7 @@ loading -> ready <-> restarting -> failed -> restarting (one start after a cool-
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -95,17 +96,13 @@ class Supervisor:
         self._pace = FinishRate(self._options.clock)
         self._watchdog = Watchdog(self, self._options.watch)
         self._requests = RequestJournal(
-            self._send, on_empty=self._watchdog.rest, on_finish=self._pace.record_finish
+            self._send, on_empty=self._watchdog.rest_between_requests, on_finish=self._pace.record_finish
         )
         self.queue = self._requests.queue
         self._reserved = QueueReservations()
-        self._block_query: EngineQuery[BlockMap] = EngineQuery(lambda: self._send(AskBlocks()))
-        self._profile_starts: EngineQuery[StepProfile] = EngineQuery(
-            lambda: self._send(AskProfile(seconds=_PROFILE_S))
-        )
-        self._profile_ends: EngineQuery[StepProfile] = EngineQuery(
-            lambda: self._send(AskProfile(seconds=0.0))
-        )
+        self._block_query = EngineQuery[BlockMap](lambda: self._send(AskBlocks()))
+        self._profile_starts = EngineQuery[StepProfile](lambda: self._send(AskProfile(seconds=_PROFILE_S)))
+        self._profile_ends = EngineQuery[StepProfile](lambda: self._send(AskProfile(seconds=0.0)))
         self._process: EngineProcess | None = None
         self._launched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -170,6 +167,7 @@ class Supervisor:
         if self._task is None or self.state == "stopped":
             return
         self._change("stopped", message)
+        self._watchdog.rest()
         self._task.cancel()
         await asyncio.wait({self._task})
         if self._process is not None:
@@ -217,7 +215,7 @@ class Supervisor:
     @property
     def load_stage(self) -> str:
         """Current stage of the first load. The tokenizer is read after the engine is ready."""
-        return self.cause or ENGINE_READY
+        return self.problem or ENGINE_READY
 
     def readiness(self) -> tuple[bool, str]:
         """Return (ready, cause if not)."""
@@ -234,8 +232,10 @@ class Supervisor:
 
     @property
     def problem(self) -> str:
-        """`cause`, and the time until a model that was given up is started again."""
-        seconds = self.seconds_to_try
+        """`cause`, and how long a load has stood still, or when a model that was given up starts again."""
+        silence, seconds = self._watchdog.silence, self.seconds_to_try
+        if silence and self.state in {"loading", "restarting"}:
+            return f"{self.cause}; it has stood still for {silence:.0f} s"
         return self.cause if seconds is None else f"{self.cause}; it is started again in {seconds} s"
 
     def retire(self) -> None:
@@ -256,21 +256,23 @@ class Supervisor:
             self._give_up(f"internal error: {error}")
 
     async def _keep_alive(self) -> None:
-        while True:
+        for attempt in itertools.count():
             self._process = EngineProcess(self.name, self._receive)
-            death = await self._process.run(self._spawn, self.admitted, self._launched.set)
+            death = await self._process.run(self._spawn, self.admitted, self._watch_load)
             self._watchdog.rest()
             for query in (self._block_query, self._profile_starts, self._profile_ends):
                 query.complete(None)
             if self.state == "loading":
-                self._load_failed(death)
+                if death.is_stuck and not attempt:
+                    continue  # one more try: what it waited for may be there by now
+                self._change("failed", death.cause)
+                self._fail_start(death.load_error(self.name))
                 return
             self._died(death)
             if self._half_open:
                 await self._cool_down(f"the engine could not be started again: {death.cause}")
             elif self._deaths.too_many:
-                limits = self._options.deaths
-                times = f"{limits.deaths} times in {limits.window:.0f} s"
+                times = f"{self._options.deaths.deaths} times in {self._options.deaths.window:.0f} s"
                 await self._cool_down(f"the engine died {times}: {death.cause}")
             else:
                 await self._options.sleep(self._deaths.pause)
@@ -316,10 +318,6 @@ class Supervisor:
             log.error("engine %s: request %s brought it down repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
 
-    def _load_failed(self, death: ProcessExit) -> None:
-        self._change("failed", death.cause)
-        self._fail_start(death.load_error(self.name))
-
     def _fail_start(self, error: ApiError) -> None:
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
@@ -356,6 +354,10 @@ class Supervisor:
             case Ready():
                 self._became_ready(message.info)
 
+    def _watch_load(self) -> None:
+        self._launched.set()
+        self._watchdog.watch(is_loading=True)
+
     def _became_ready(self, info: ModelInfo) -> None:
         if self.state not in {"loading", "restarting"}:
             return
@@ -365,6 +367,7 @@ class Supervisor:
         if self._half_open:
             self._half_open = False
             self._deaths.clear()
+        self._watchdog.rest()
         first = self.state == "loading"
         self._change("ready", "")
         if first and self._started is not None and not self._started.done():

@@ -8,9 +8,11 @@ import time
 import pytest
 
 from llmbox.app.engines.restart_policy import RestartLimits, WatchLimits
+from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.app.errors import ApiError
 from support.engines import (
     assert_undisturbed,
+    config,
     is_running,
     kill,
     read,
@@ -20,6 +22,7 @@ from support.engines import (
     undisturbed,
     until,
 )
+from support.fake_engine import fake_launch
 
 PATIENT = RestartLimits(deaths=1000, pauses=(0.0,))
 
@@ -139,6 +142,44 @@ async def test_a_stopped_engine_is_noticed_killed_and_resumed(tmp_path):
         assert supervisor.restarts == 1
         assert not is_running(stopped)
         await until(lambda: supervisor.readiness()[0])
+
+
+async def test_a_load_that_stands_still_is_reported_killed_and_tried_once_more(tmp_path):
+    watch = WatchLimits(tick=0.25, stuck_load_ticks=12)
+    subject = Supervisor(config(tmp_path), SupervisorOptions(launch=fake_launch(), watch=watch))
+    starting = asyncio.create_task(subject.start())
+    try:
+        await subject.launched()
+        stopped = subject.pid
+        kill(subject, signal.SIGSTOP)
+        await until(lambda: "stood still" in subject.load_stage)
+        assert "stood still" in subject.readiness()[1]
+        await starting
+        assert subject.readiness() == (True, "")
+        assert not is_running(stopped)
+        await assert_undisturbed([subject.submit(request(1))])
+    finally:
+        await subject.stop()
+
+
+async def test_a_load_that_stands_still_twice_fails_with_the_reason(tmp_path, caplog):
+    watch = WatchLimits(tick=0.1, stuck_load_ticks=10)
+    subject = Supervisor(
+        config(tmp_path, load_delay=1e6), SupervisorOptions(launch=fake_launch(), watch=watch)
+    )
+    with pytest.raises(ApiError, match=r"no progress for 1 s: it loads, and neither computes nor reads"):
+        await subject.start()
+    assert (subject.state, subject.pid) == ("failed", None)
+    assert sum("no progress for 1 s" in record.message for record in caplog.records) == 2
+    assert any("stands still" in record.message for record in caplog.records)
+
+
+async def test_a_load_that_computes_is_given_time(tmp_path):
+    """It says nothing for a second, three times over; an idle one would be given up after half of one."""
+    watch = WatchLimits(tick=0.1, stuck_load_ticks=5)
+    async with supervised(tmp_path, supervisor={"watch": watch}, load_spin=3.0) as supervisor:
+        await assert_undisturbed([supervisor.submit(request(1))])
+        assert supervisor.restarts == 0
 
 
 async def test_a_stop_shorter_than_the_limit_is_only_reported(tmp_path):

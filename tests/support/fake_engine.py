@@ -68,6 +68,8 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A request with this many output tokens gets no more until the model's folder holds the file `go`: for
     tests that look at something under way, however long they are kept from the processor."""
     load_delay: float = 0.0
+    load_spin: float = 0.0
+    """Processor seconds that it burns while it loads."""
     load_error: tuple[str, str] | None = None
     """(`bad_model` or `does_not_fit`, message)."""
     load_crash: bool = False
@@ -407,6 +409,9 @@ def load_fake(config: EngineConfig, progress: Callable[[Progress], None]) -> Fak
     for done in (0, 500, 1000):
         progress(Progress(phase="weights", done=done, total=1000))
         time.sleep(options.load_delay / 3)
+        end = time.process_time() + options.load_spin / 3
+        while time.process_time() < end:
+            pass
     if options.load_crash:
         raise RuntimeError("told to crash while loading")
     if options.load_error is not None:
