@@ -63,6 +63,9 @@ class EngineConfig:
     then keeps its default size within the limit."""
     kv_tokens: int | None = None
     """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
+    kv_share: float = 1.0
+    """Share of the planned KV pool to take, one whole context in any case: less after the kernel killed the
+    engine for memory."""
     block_size: int = BLOCK_SIZE
     threads: int | None = None
     """Number of CPU threads, summed over all ranks."""
@@ -107,6 +110,10 @@ class EngineConfig:
     use it. Off by default, because premium requests preempt others when no block is free."""
     watermark: float = 0.01
     """Fraction of KV blocks kept free at admission, so that running requests can grow."""
+
+    def shrink_pool(self, planned: int, context: int) -> int:
+        """Return the blocks to take of those that were planned. `context`: blocks of one whole context."""
+        return max(min(context, planned), int(planned * self.kv_share))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

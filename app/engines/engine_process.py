@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from llmbox.engine.config import EngineConfig
@@ -19,6 +19,7 @@ from ..errors import ApiError
 from .restart_policy import is_stopped, oom_kills
 
 log = logging.getLogger("llmbox.engines")
+_LEAST_KV_SHARE: Final = 1 / 16
 _LEVELS = {
     "DEBUG": logging.DEBUG,
     "INFO": logging.INFO,
@@ -38,6 +39,16 @@ class ProcessExit:
     load_failure: LoadFailed | None = None
     is_stuck: bool = False
     """It was killed because it stood still."""
+    is_out_of_memory: bool = False
+    """The kernel killed it for memory."""
+
+    def next_config(self, config: EngineConfig) -> EngineConfig:
+        """Return the config of the next start: with half the KV pool where the memory did not suffice."""
+        if not self.is_out_of_memory:
+            return config
+        share = max(_LEAST_KV_SHARE, config.kv_share / 2)
+        log.warning("engine %s is started with %.0f %% of its KV cache from now on", config.name, 100 * share)
+        return replace(config, kv_share=share)
 
     def load_error(self, name: str) -> ApiError:
         """Return the error of a load that ended so: 400 if the model cannot be served, else 500."""
@@ -125,7 +136,7 @@ class EngineProcess:
         if ended.code == -signal.SIGKILL and ended.transport_error is None:
             # Not killed by us. An OOM kill may be a request's fault, an operator's SIGKILL is not.
             if oom_kills() > self._oom_kills:
-                return ProcessExit(cause="killed by the kernel: out of memory")
+                return ProcessExit(cause="killed by the kernel: out of memory", is_out_of_memory=True)
             return ProcessExit(cause=str(ended), from_outside=True)
         return ProcessExit(cause=str(ended))
 

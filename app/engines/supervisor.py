@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from llmbox.engine.config import EngineConfig
@@ -287,7 +287,7 @@ class Supervisor:
                 continue
             await self._options.sleep(wait)
             try:
-                self.admitted = await self.readmit()
+                self.admitted = replace(await self.readmit(), kv_share=self.admitted.kv_share)
             except ApiError as error:
                 cause = f"the engine could not be started again: {error.message}"
                 continue
@@ -305,8 +305,8 @@ class Supervisor:
 
     def _died(self, death: ProcessExit) -> None:
         log.error("engine %s died: %s", self.name, death.cause)
-        self.restarts += 1
-        self.stats = EngineStats()
+        self.admitted = death.next_config(self.admitted)
+        self.restarts, self.stats = self.restarts + 1, EngineStats()
         self._deaths.add()
         now = self._options.clock()
         if now - self._died_at > self._options.deaths.window:

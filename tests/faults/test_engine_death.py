@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from llmbox.app.engines import engine_process
 from llmbox.app.engines.restart_policy import RestartLimits, WatchLimits
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.app.errors import ApiError
@@ -124,6 +125,27 @@ async def test_deaths_far_apart_do_not_add_up(tmp_path):
             await until(lambda seen=restarts: supervisor.restarts > seen)
             now += 20.0
         await until(lambda: supervisor.state == "ready")
+
+
+async def test_after_the_kernel_killed_it_for_memory_it_takes_less(tmp_path, monkeypatch):
+    """Half of the KV pool each time, down to what one request may need."""
+    kills = 0
+    monkeypatch.setattr(engine_process, "oom_kills", lambda: kills)
+    sizes = {"num_blocks": 1000, "context": 1600}
+    async with supervised(tmp_path, supervisor={"deaths": PATIENT}, step_delay=0.005, **sizes) as supervisor:
+        found = [supervisor.info.num_blocks]
+        for round_ in range(5):
+            streams = [supervisor.submit(request(round_ * 100 + i, 80)) for i in range(4)]
+            reading = asyncio.create_task(assert_undisturbed(streams))
+            await until(lambda seen=streams[0]: seen.output_ids)
+            kills += 1
+            kill(supervisor)
+            await reading
+            found.append(supervisor.info.num_blocks)
+        assert found == [1000, 500, 250, 125, 100, 100]
+        kill(supervisor)  # not for memory: nothing changes
+        await until(lambda: supervisor.restarts == 6 and supervisor.state == "ready")
+        assert supervisor.info.num_blocks == 100
 
 
 async def test_a_stopped_engine_is_noticed_killed_and_resumed(tmp_path):

@@ -384,7 +384,7 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         context_window=context,
         vocab_size=max(options.vocab_size, options.declared_vocab),
         block_size=config.block_size,
-        num_blocks=options.num_blocks,
+        num_blocks=config.shrink_pool(options.num_blocks, -(-context // config.block_size)),
         weights_bytes=1000,
         kv_bytes=options.num_blocks * config.block_size,
         kv_bytes_per_token=1,
