@@ -169,9 +169,9 @@ class Supervisor:
         self._change("stopped", message)
         self._watchdog.rest()
         self._task.cancel()
-        await asyncio.wait({self._task})
-        if self._process is not None:
+        if self._process is not None:  # first: whoever is cancelled here leaves no process
             await self._process.end(_STOP_GRACE if was_ready else 0.0)
+        await asyncio.wait({self._task})
         self._fail_start(ApiError(503, message, code=code, type="server_error"))
 
     def fail_open(self, code: str, message: str) -> None:
