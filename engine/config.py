@@ -66,6 +66,9 @@ class EngineConfig:
     """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
     kv_host_bytes: int | None = None
     """Main memory for KV blocks that a GPU evicts; None: by what is free. 0: they are not kept."""
+    kv_share: float = 1.0
+    """Share of the planned KV pool to take, one whole context in any case: less after the kernel killed the
+    engine for memory."""
     block_size: int = BLOCK_SIZE
     threads: int | None = None
     """Number of CPU threads, summed over all ranks."""
@@ -117,6 +120,10 @@ class EngineConfig:
     use it. Off by default, because premium requests preempt others when no block is free."""
     watermark: float = 0.01
     """Fraction of KV blocks kept free at admission, so that running requests can grow."""
+
+    def shrink_pool(self, planned: int, context: int) -> int:
+        """Return the blocks to take of those that were planned. `context`: blocks of one whole context."""
+        return max(min(context, planned), int(planned * self.kv_share))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

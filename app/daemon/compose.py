@@ -14,9 +14,10 @@ from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
 from ..batches import BatchRunner
 from ..config.paths import Paths
 from ..config.settings import Settings
+from ..engines.engine_process import SupervisorOptions
 from ..engines.manager import EngineManager
 from ..engines.restart_policy import RestartLimits
-from ..engines.supervisor import Supervisor, SupervisorOptions
+from ..engines.supervisor import Supervisor
 from ..events import Events
 from ..gateway.gateway import Gateway
 from ..metrics.metrics import EngineReading, Metrics

@@ -1,12 +1,15 @@
-"""Lifetime of one engine process and how it ended, and the prewarmed process that waits for a model."""
+"""Lifetime of one engine process and how it ended, the prewarmed process that waits for a model, and what a
+supervisor needs for both.
+"""
 
 import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import RankLost
@@ -18,9 +21,13 @@ from llmbox.engine.ipc.profile_messages import AskProfile, StepProfile
 from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
-from .restart_policy import is_stopped, oom_kills
+from .restart_policy import RestartLimits, WatchLimits, is_stopped, oom_kills
+
+if TYPE_CHECKING:
+    from .supervisor import Supervisor
 
 log = logging.getLogger("llmbox.engines")
+_LEAST_KV_SHARE: Final = 1 / 16
 _LEVELS = {
     "DEBUG": logging.DEBUG,
     "INFO": logging.INFO,
@@ -38,6 +45,18 @@ class ProcessExit:
     from_outside: bool = False
     """The end was caused from outside the engine: no request can be blamed for it."""
     load_failure: LoadFailed | None = None
+    is_stuck: bool = False
+    """It was killed because it stood still."""
+    is_out_of_memory: bool = False
+    """The kernel killed it for memory."""
+
+    def next_config(self, config: EngineConfig) -> EngineConfig:
+        """Return the config of the next start: with half the KV pool where the memory did not suffice."""
+        if not self.is_out_of_memory:
+            return config
+        share = max(_LEAST_KV_SHARE, config.kv_share / 2)
+        log.warning("engine %s is started with %.0f %% of its KV cache from now on", config.name, 100 * share)
+        return replace(config, kv_share=share)
 
     def load_error(self, name: str) -> ApiError:
         """Return the error of a load that ended so: 400 if the model cannot be served, else 500."""
@@ -126,11 +145,13 @@ class EngineProcess:
         if (failure := self._client.load_failure) is not None:
             return ProcessExit(cause=failure.message, from_outside=True, load_failure=failure)
         if self._stuck_reason is not None:
-            return ProcessExit(cause=self._stuck_reason, from_outside=self._stopped_from_outside)
+            return ProcessExit(
+                cause=self._stuck_reason, from_outside=self._stopped_from_outside, is_stuck=True
+            )
         if ended.code == -signal.SIGKILL and ended.transport_error is None:
             # Not killed by us. An OOM kill may be a request's fault, an operator's SIGKILL is not.
             if oom_kills() > self._oom_kills:
-                return ProcessExit(cause="killed by the kernel: out of memory")
+                return ProcessExit(cause="killed by the kernel: out of memory", is_out_of_memory=True)
             return ProcessExit(cause=str(ended), from_outside=True)
         return ProcessExit(cause=str(ended))
 
@@ -313,3 +334,23 @@ class PrewarmedProcess:
 def _discard(forking: "asyncio.Future[SpawnedProcess]") -> None:
     if not forking.cancelled() and forking.exception() is None:
         forking.result().discard()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorOptions:
+    """Limits and dependencies of a supervisor."""
+
+    launch: Launch = field(default_factory=Launch)
+    spares: PrewarmedProcess | None = None
+    """Source of processes, instead of `launch`."""
+    queue_limit: int = 512
+    """Open requests beyond those that can run at once."""
+    queue_per_key: int = 64
+    """Open requests of one tenant that are taken although others fill the queue."""
+    deaths: RestartLimits = field(default_factory=RestartLimits)
+    watch: WatchLimits = field(default_factory=WatchLimits)
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    """Sleeps between two starts."""
+    on_change: Callable[["Supervisor"], None] = lambda _: None
+    """Called after every change of `state`."""

@@ -22,10 +22,10 @@ from .admission import (
     model_unloaded,
     require_same,
 )
-from .engine_process import PrewarmedProcess
+from .engine_process import PrewarmedProcess, SupervisorOptions
 from .loaded_model import LoadedModel, ModelReadiness, Readiness, judge_readiness
 from .restart_policy import RestartLimits, WatchLimits, keep_config
-from .supervisor import Supervisor, SupervisorOptions
+from .supervisor import Supervisor
 
 log = logging.getLogger("llmbox.engines")
 

@@ -3,15 +3,24 @@ model; the watchdog that finds a hung engine.
 """
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.hardware.proc import read_state, thread_states
+from llmbox.engine.hardware.proc import (
+    bytes_from_disk,
+    family_of,
+    read_state,
+    thread_states,
+    waits_for_file_lock,
+)
+
+log = logging.getLogger("llmbox.engines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +136,19 @@ class WatchLimits:
     """Silent ticks without processor time until the engine is given up."""
     busy_ticks: int = 120
     """Silent ticks, busy or not, until the engine is given up."""
+    stuck_load_ticks: int = 24
+    """Ticks of a load without a message and without work (`load_work`) until the engine is given up."""
+    busy_load_ticks: int = 720
+    """Ticks of a load without a message, working or not, until the engine is given up."""
 
 
 class Watched(Protocol):
     """Engine process as the watchdog sees it."""
 
+    name: str
+
+    @property
+    def pid(self) -> int | None: ...
     def ping(self) -> None: ...
     def processor_seconds(self) -> float | None:
         """Processor seconds used so far. None when unknown, or while a thread waits for a disk or a core:
@@ -143,7 +160,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Timer that pings a silent engine and kills one that stays silent."""
+    """Timer that pings a silent engine and kills one that stays silent, or stands still while it loads."""
 
     def __init__(self, watched: Watched, limits: WatchLimits) -> None:
         self._watched = watched
@@ -151,12 +168,13 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
         self.got_message = True
         """Set by the owner for each message; cleared every tick."""
+        self._is_loading = False
         self._silent = self._unused = 0
-        self._seconds: float | None = None
+        self._work: float | None = None
 
-    def watch(self) -> None:
+    def watch(self, *, is_loading: bool = False) -> None:
         if self._timer is None:
-            self.got_message = True
+            self.got_message, self._is_loading = True, is_loading
             self._arm()
 
     def rest(self) -> None:
@@ -165,12 +183,18 @@ class Watchdog:
             self._timer = None
         self._silent = self._unused = 0
 
+    def rest_between_requests(self) -> None:
+        """Stop, unless it watches a load, which may have no requests."""
+        if not self._is_loading:
+            self.rest()
+
     @property
     def silence(self) -> float:
-        """Seconds of silence that readiness should report; 0 while it answers."""
-        if self.got_message or self._silent < self._limits.unready_ticks:
+        """Seconds of silence that readiness should report; 0 while it answers, or loads and works."""
+        ticks = self._unused if self._is_loading else self._silent
+        if self.got_message or ticks < self._limits.unready_ticks:
             return 0.0
-        return self._silent * self._limits.tick
+        return ticks * self._limits.tick
 
     def _arm(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._limits.tick, self._tick)
@@ -180,28 +204,69 @@ class Watchdog:
         if self.got_message:
             self.got_message = False
             self._silent = self._unused = 0
-            self._seconds = None
+            self._work = None
             return
         self._silent += 1
-        if self._silent == 1:
+        if self._silent == 1 and not self._is_loading:
             self._watched.ping()
         self._unused = 0 if self._computes() else self._unused + 1
+        if self._is_loading:
+            self._judge_load()
+        else:
+            self._judge_step()
+
+    def _judge_step(self) -> None:
         if self._unused >= self._limits.stuck_ticks:
-            self._give_up("it does not answer and uses no processor time")
+            self._give_up("answer", self._silent, "it does not answer and uses no processor time")
         elif self._silent >= self._limits.busy_ticks:
-            self._give_up("it has been in one step for too long")
+            self._give_up("answer", self._silent, "it has been in one step for too long")
+
+    def _judge_load(self) -> None:
+        limits = self._limits
+        if self._unused >= limits.stuck_load_ticks:
+            self._give_up("progress", self._unused, "it loads, and neither computes nor reads")
+        elif self._silent >= limits.busy_load_ticks:
+            self._give_up("progress", self._silent, "its load has been in one stage for too long")
+        elif self._unused == limits.unready_ticks:
+            log.warning("engine %s loads and stands still: %.0f s so far", self._watched.name, self.silence)
 
     def _computes(self) -> bool:
-        before, self._seconds = self._seconds, self._watched.processor_seconds()
-        if self._seconds is None:
+        before, least = self._work, 0.0
+        if self._is_loading:
+            self._work, least = load_work(self._watched.pid), _LEAST_LOAD_WORK * self._limits.tick
+        else:
+            self._work = self._watched.processor_seconds()
+        if self._work is None:
             return True
         # The first reading has nothing to compare with: it counts as unused.
-        return before is not None and self._seconds > before
+        return before is not None and self._work > before + least
 
-    def _give_up(self, reason: str) -> None:
-        seconds = self._silent * self._limits.tick
+    def _give_up(self, what: str, ticks: int, reason: str) -> None:
+        seconds = ticks * self._limits.tick
         self.rest()
-        self._watched.kill_stuck(f"no answer for {seconds:.0f} s: {reason}")
+        self._watched.kill_stuck(f"no {what} for {seconds:.0f} s: {reason}")
+
+
+_LEAST_LOAD_WORK: Final = 0.01
+"""Share of a core below which a load does no work: threads of libraries poll."""
+_DISK_BYTES_A_SECOND: Final = 10e6
+"""Bytes from a disk that count as much as a second of a processor."""
+
+
+def load_work(pid: int | None) -> float | None:
+    """Return the work of a load so far: processor seconds of the process and its descendants, and what they
+    have read from disks. None counts as work: it is unknown, or one of them waits for a disk, a core, or a
+    lock on a file, which another process holds while it compiles kernels or rounds weights.
+    """
+    if pid is None:
+        return None
+    family, work = family_of(pid), 0.0
+    for each in family:
+        seconds = processor_seconds(each)
+        if seconds is None and (each == pid or read_state(each) is not None):
+            return None
+        work += (seconds or 0.0) + bytes_from_disk(each) / _DISK_BYTES_A_SECOND
+    return None if waits_for_file_lock(family) else work
 
 
 def processor_seconds(pid: int) -> float | None:

@@ -4,11 +4,11 @@ loading -> ready <-> restarting -> failed -> restarting (one start after a cool-
 """
 
 import asyncio
+import itertools
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Final
 
 from llmbox.engine.config import EngineConfig
@@ -27,20 +27,18 @@ from llmbox.engine.ipc.messages import (
     Vocabulary,
 )
 from llmbox.engine.ipc.profile_messages import StepProfile
-from llmbox.engine.ipc.spawn import Launch, SpawnedProcess, spawn
+from llmbox.engine.ipc.spawn import SpawnedProcess, spawn
 
 from ..errors import ApiError
 from ..util.formatting import ENGINE_READY, STARTING, format_load_progress
 from .admission import FinishRate, QueueReservation, QueueReservations, State, queue_full, refuse_by_state
-from .engine_process import EngineProcess, EngineQueries, PrewarmedProcess, ProcessExit
+from .engine_process import EngineProcess, EngineQueries, ProcessExit, SupervisorOptions
 from .pair_switch import PairSwitch
 from .request_journal import RequestJournal, TokenStream
 from .restart_policy import (
     RestartBreaker,
-    RestartLimits,
     RestartPolicy,
     Watchdog,
-    WatchLimits,
     keep_config,
     processor_seconds,
 )
@@ -48,26 +46,6 @@ from .restart_policy import (
 _STOP_GRACE: Final = 2.0
 
 log = logging.getLogger("llmbox.engines")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisorOptions:
-    """Limits and dependencies of a supervisor."""
-
-    launch: Launch = field(default_factory=Launch)
-    spares: PrewarmedProcess | None = None
-    """Source of processes, instead of `launch`."""
-    queue_limit: int = 512
-    """Open requests beyond those that can run at once."""
-    queue_per_key: int = 64
-    """Open requests of one tenant that are taken although others fill the queue."""
-    deaths: RestartLimits = field(default_factory=RestartLimits)
-    watch: WatchLimits = field(default_factory=WatchLimits)
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    """Sleeps between two starts."""
-    on_change: Callable[["Supervisor"], None] = lambda _: None
-    """Called after every change of `state`."""
 
 
 class Supervisor:
@@ -160,11 +138,12 @@ class Supervisor:
         if self._task is None or self.state == "stopped":
             return
         self._change("stopped", message)
+        self._watchdog.rest()
         self.pair_switch.close()
         self._task.cancel()
-        await asyncio.wait({self._task})
-        if self._process is not None:
+        if self._process is not None:  # first: whoever is cancelled here leaves no process
             await self._process.end(_STOP_GRACE if was_ready else 0.0)
+        await asyncio.wait({self._task})
         self._fail_start(ApiError(503, message, code=code, type="server_error"))
 
     def fail_open(self, code: str, message: str) -> None:
@@ -207,7 +186,7 @@ class Supervisor:
     @property
     def load_stage(self) -> str:
         """Current stage of the first load. The tokenizer is read after the engine is ready."""
-        return self.cause or ENGINE_READY
+        return self.problem or ENGINE_READY
 
     def readiness(self) -> tuple[bool, str]:
         """Return (ready, cause if not)."""
@@ -224,8 +203,10 @@ class Supervisor:
 
     @property
     def problem(self) -> str:
-        """`cause`, and the time until a model that was given up is started again."""
-        seconds = self.seconds_to_try
+        """`cause`, and how long a load has stood still, or when a model that was given up starts again."""
+        silence, seconds = self._watchdog.silence, self.seconds_to_try
+        if silence and self.state in {"loading", "restarting"}:
+            return f"{self.cause}; it has stood still for {silence:.0f} s"
         return self.cause if seconds is None else f"{self.cause}; it is started again in {seconds} s"
 
     def retire(self) -> None:
@@ -246,25 +227,27 @@ class Supervisor:
             self._give_up(f"internal error: {error}")
 
     async def _keep_alive(self) -> None:
-        while True:
+        for attempt in itertools.count():
             self._process = EngineProcess(self.name, self._receive)
-            death = await self._process.run(self._spawn, self.admitted, self._launched.set)
+            death = await self._process.run(self._spawn, self.admitted, self._watch_load)
             self._watchdog.rest()
             self._queries.drop()
             if self.state == "loading":
+                if death.is_stuck and not attempt:
+                    continue  # one more try: what it waited for may be there by now
                 self._change("failed", death.cause)
                 self._fail_start(death.load_error(self.name))
                 return
             if (planned := self.pair_switch.take_exit(death.cause)) is not None:
-                self.admitted, self.stats = planned, EngineStats()
+                self.admitted = replace(planned, kv_share=self.admitted.kv_share)
+                self.stats = EngineStats()
                 self._requests.engine_died(from_outside=True)
                 continue
             self._died(death)
             if self._half_open:
                 await self._cool_down(f"the engine could not be started again: {death.cause}")
             elif self._deaths.too_many:
-                limits = self._options.deaths
-                times = f"{limits.deaths} times in {limits.window:.0f} s"
+                times = f"{self._options.deaths.deaths} times in {self._options.deaths.window:.0f} s"
                 await self._cool_down(f"the engine died {times}: {death.cause}")
             else:
                 await self._options.sleep(self._deaths.pause)
@@ -279,7 +262,8 @@ class Supervisor:
                 continue
             await self._options.sleep(wait)
             try:
-                self.admitted = await self.readmit(self.config)
+                admitted = await self.readmit(self.config)
+                self.admitted = replace(admitted, kv_share=self.admitted.kv_share)
             except ApiError as error:
                 cause = f"the engine could not be started again: {error.message}"
                 continue
@@ -296,7 +280,7 @@ class Supervisor:
 
     def _rest(self) -> None:
         """Note that no request is open."""
-        self._watchdog.rest()
+        self._watchdog.rest_between_requests()
         if self.config.auto_disaggregate:
             self.pair_switch.note_idle()
 
@@ -306,8 +290,8 @@ class Supervisor:
 
     def _died(self, death: ProcessExit) -> None:
         log.error("engine %s died: %s", self.name, death.cause)
-        self.restarts += 1
-        self.stats = EngineStats()
+        self.admitted = death.next_config(self.admitted)
+        self.restarts, self.stats = self.restarts + 1, EngineStats()
         self._deaths.add()
         now = self._options.clock()
         if now - self._died_at > self._options.deaths.window:
@@ -355,6 +339,10 @@ class Supervisor:
             case Ready():
                 self._became_ready(message.info)
 
+    def _watch_load(self) -> None:
+        self._launched.set()
+        self._watchdog.watch(is_loading=True)
+
     def _became_ready(self, info: ModelInfo) -> None:
         if self.state not in {"loading", "restarting"}:
             return
@@ -365,6 +353,7 @@ class Supervisor:
         if self._half_open:
             self._half_open = False
             self._deaths.clear()
+        self._watchdog.rest()
         first = self.state == "loading"
         self._change("ready", "")
         if first and self._started is not None and not self._started.done():

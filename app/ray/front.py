@@ -12,7 +12,8 @@ from ..config.model_settings import MemorySettings
 from ..config.paths import find_paths
 from ..config.settings import Settings
 from ..daemon.compose import DaemonParts, compose
-from ..engines.supervisor import Supervisor, SupervisorOptions
+from ..engines.engine_process import SupervisorOptions
+from ..engines.supervisor import Supervisor
 from ..errors import ApiError
 from ..http.app import DIALECTS, create_app
 from ..text.tokenizer.tokenizer import load_model_text

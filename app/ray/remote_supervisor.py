@@ -26,8 +26,9 @@ from llmbox.engine.ipc.messages import (
 )
 from llmbox.engine.ipc.profile_messages import StepProfile
 
+from ..engines.engine_process import SupervisorOptions
 from ..engines.prefix_table import block_hashes
-from ..engines.supervisor import Supervisor, SupervisorOptions
+from ..engines.supervisor import Supervisor
 from ..errors import ApiError
 from .replica import NEEDS_VOCABULARY, ReplicaFacts
 

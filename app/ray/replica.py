@@ -11,7 +11,8 @@ from llmbox import __version__
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, ModelInfo, RequestOutput, Vocabulary
 
-from ..engines.supervisor import Supervisor, SupervisorOptions
+from ..engines.engine_process import SupervisorOptions
+from ..engines.supervisor import Supervisor
 from ..errors import ApiError
 
 _NO_LIMIT: Final = 1 << 30

@@ -6,6 +6,7 @@ recorder finds that stay in memory, and no hash is made for it that the prefix c
 
 import secrets
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..config import SchedulerConfig
@@ -18,8 +19,10 @@ from ..ipc.schedule_record import (
     POOLED,
     POOLED_LAST,
     PROMPT_LOGPROBS,
+    DraftedRow,
     EngineFacts,
     ScheduleRecord,
+    encode_drafts,
 )
 from .microbatching import ONE_STAGE, PipelineDepth
 from .outputs import finish_reason
@@ -27,9 +30,12 @@ from .outputs import finish_reason
 if TYPE_CHECKING:
     from .kv_cache.manager import KVCacheManager
     from .request import Request
+    from .step import ScheduledRequest
 
 LEAST_BLOCKS: Final = 8192
 _MOST_TENANTS: Final = 10_000
+_MOST_DRAFTED_ROWS: Final = 1000
+"""Rows with drafts that are remembered of a sequence: more than a record has room for."""
 _KEY_BYTES: Final = 8
 """Bytes of a block's hash that tell it from others here; a mix-up would only spoil a replay."""
 
@@ -39,6 +45,16 @@ class _Arrival(NamedTuple):
     call: int
     resumed: int
     fork: int
+
+
+@dataclass(slots=True)
+class _Drafts:
+    """Rows of a sequence that had draft tokens."""
+
+    end: int
+    """Tokens of output after the last one."""
+    rows: list[DraftedRow] = field(default_factory=list)
+    is_whole: bool = True
 
 
 class ScheduleRecorder:
@@ -52,6 +68,7 @@ class ScheduleRecorder:
         self._facts: EngineFacts | None = None
         self._origin: float | None = None
         self._arrivals: dict[str, _Arrival] = {}
+        self._drafts: dict[str, _Drafts] = {}
         self._tenants: dict[str, int] = {}
         self._owners: OrderedDict[bytes, int] = OrderedDict()
         self._most_blocks = max(LEAST_BLOCKS, 2 * kv_cache.pool.num_blocks)
@@ -70,13 +87,26 @@ class ScheduleRecorder:
         self._arrivals[request.request_id] = _Arrival(self._count, self._calls, request.num_output, fork)
         self._count += 1
 
+    def note_drafts(self, row: "ScheduledRequest", taken: int, *, is_of_model: bool) -> None:
+        """Record a row with draft tokens that gave `taken` tokens. What a model proposes may be fewer tokens
+        than it was given blocks for: no replay knows that.
+        """
+        name, end = row.request.request_id, row.request.num_output
+        drafts = self._drafts.get(name)
+        if drafts is None:
+            drafts = self._drafts[name] = _Drafts(self._arrivals[name].resumed)
+        drafts.is_whole &= not is_of_model and len(drafts.rows) < _MOST_DRAFTED_ROWS
+        if drafts.is_whole:
+            drafts.rows.append(DraftedRow(end - taken - drafts.end, len(row.drafts), taken - 1))
+            drafts.end = end
+
     def end(self, request: "Request", now: float) -> ScheduleRecord:
         """Return the record of a sequence that leaves, with whatever end."""
         arrival = self._arrivals.pop(request.request_id)
         owner, shared = self._link(arrival.number, request.block_hashes) if self._pool.caching else (-1, 0)
         if len(self._tenants) > _MOST_TENANTS:
             self._tenants.clear()  # callers may then have numbers of earlier ones: a replay shares otherwise
-        return ScheduleRecord(
+        record = ScheduleRecord(
             run=self._run,
             facts=self._facts_now(),
             number=arrival.number,
@@ -95,6 +125,11 @@ class ScheduleRecorder:
             owner=owner,
             shared=shared,
         )
+        if (drafts := self._drafts.pop(request.request_id, None)) is None:
+            return record
+        data, has_room = encode_drafts(drafts.rows, record.room)
+        is_whole = has_room and drafts.is_whole
+        return record._replace(drafts=data, flags=record.flags | (0 if is_whole else DRAFTED))
 
     def _micros(self, at: float) -> int:
         return round(1e6 * (at - (self._origin or 0.0)))
@@ -155,6 +190,5 @@ def _flags(request: "Request") -> int:
         (IMAGES, bool(request.images)),
         (ADAPTER, bool(request.adapter)),
         (LIMITED, request.constraint is not None),
-        (DRAFTED, request.drafts is not None),
     )
     return sum(flag for flag, holds in told if holds)

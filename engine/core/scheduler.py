@@ -335,7 +335,8 @@ class Scheduler:
             request.num_computed = end = row.end - row.num_rejected(len(taken))
             self.kv_cache.commit_row(row)
             if row.drafts:
-                self.drafting.record_acceptance(row, taken)
+                is_of_model = self.drafting.record_acceptance(row, taken)
+                self.ledger.note_drafts(row, len(taken), is_of_model=is_of_model)
             if taken:
                 outputs.append(self._answer(request, taken, row.drafts))
             elif request.pools and end == request.num_tokens:

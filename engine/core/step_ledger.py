@@ -179,6 +179,11 @@ class StepLedger:
         if self.recorder is not None:
             self.recorder.note_step(pipeline)
 
+    def note_drafts(self, row: "ScheduledRequest", taken: int, *, is_of_model: bool) -> None:
+        """Record a row with draft tokens that gave `taken` tokens."""
+        if self.recorder is not None:
+            self.recorder.note_drafts(row, taken, is_of_model=is_of_model)
+
     def end(self, request: "Request") -> None:
         """Keep the times of a sequence that leaves the engine until `take`."""
         if request.clock is not None:

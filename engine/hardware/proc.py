@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
@@ -51,6 +51,38 @@ def thread_states(pid: int) -> list[ProcessState]:
     except OSError:
         return []
     return [state for folder in folders if (state := _read(folder / "stat")) is not None]
+
+
+def family_of(pid: int) -> list[int]:
+    """Return a process and its descendants, itself first. Those that end just now may be missing."""
+    found = [pid]
+    for parent in found:
+        for file in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                found += map(int, file.read_text(encoding="ascii").split())
+            except OSError:  # the thread has ended
+                continue
+    return found
+
+
+def bytes_from_disk(pid: int) -> int:
+    """Return how much a process has read from disks so far; 0 if it is gone or the kernel does not count."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), 0)
+
+
+def waits_for_file_lock(pids: Iterable[int]) -> bool:
+    """Return whether one of the processes waits for a lock on a file that another process holds."""
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return False
+    # 7: -> FLOCK  ADVISORY  WRITE 4711 fe:01:1835 0 EOF
+    waiting = {line.split()[5] for line in lines if " -> " in line}
+    return not waiting.isdisjoint(map(str, pids))
 
 
 def _read(path: Path) -> ProcessState | None:

@@ -123,7 +123,7 @@ class Planner:
                 "512 MiB, or as much as the weights if these are more, and one context in any case; more "
                 "with --memory or --max-running"
             )
-        blocks = min(room, wanted)
+        blocks = self.config.shrink_pool(min(room, wanted), self._blocks(context))
         spare = have - self.weights - workspace - beside - blocks * self.block_bytes
         return MemoryPlan(
             device=self.budget.device,

@@ -54,7 +54,12 @@ class ReplayReport:
     """Time that the replay took."""
 
 
-_INEXACT = ((DRAFTED, "draft tokens"), (IMAGES, "pictures"), (ADAPTER, "adapters"), (LIMITED, "grammars"))
+_INEXACT = (
+    (DRAFTED, "more draft tokens than are recorded"),
+    (IMAGES, "pictures"),
+    (ADAPTER, "adapters"),
+    (LIMITED, "grammars"),
+)
 
 
 def replay_records(

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.pair_switch import WAIT_S, WINDOW_S
 from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.engines.step_times import Interference
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams

@@ -7,10 +7,14 @@ import time
 
 import pytest
 
+from llmbox.app.engines import engine_process
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.restart_policy import RestartLimits, WatchLimits
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from support.engines import (
     assert_undisturbed,
+    config,
     is_running,
     kill,
     read,
@@ -20,6 +24,7 @@ from support.engines import (
     undisturbed,
     until,
 )
+from support.fake_engine import fake_launch
 
 PATIENT = RestartLimits(deaths=1000, pauses=(0.0,))
 
@@ -123,6 +128,27 @@ async def test_deaths_far_apart_do_not_add_up(tmp_path):
         await until(lambda: supervisor.state == "ready")
 
 
+async def test_after_the_kernel_killed_it_for_memory_it_takes_less(tmp_path, monkeypatch):
+    """Half of the KV pool each time, down to what one request may need."""
+    kills = 0
+    monkeypatch.setattr(engine_process, "oom_kills", lambda: kills)
+    sizes = {"num_blocks": 1000, "context": 1600}
+    async with supervised(tmp_path, supervisor={"deaths": PATIENT}, step_delay=0.005, **sizes) as supervisor:
+        found = [supervisor.info.num_blocks]
+        for round_ in range(5):
+            streams = [supervisor.submit(request(round_ * 100 + i, 80)) for i in range(4)]
+            reading = asyncio.create_task(assert_undisturbed(streams))
+            await until(lambda seen=streams[0]: seen.output_ids)
+            kills += 1
+            kill(supervisor)
+            await reading
+            found.append(supervisor.info.num_blocks)
+        assert found == [1000, 500, 250, 125, 100, 100]
+        kill(supervisor)  # not for memory: nothing changes
+        await until(lambda: supervisor.restarts == 6 and supervisor.state == "ready")
+        assert supervisor.info.num_blocks == 100
+
+
 async def test_a_stopped_engine_is_noticed_killed_and_resumed(tmp_path):
     watch = WatchLimits(tick=0.25)
     async with supervised(tmp_path, supervisor={"watch": watch}, step_delay=0.01) as supervisor:
@@ -139,6 +165,44 @@ async def test_a_stopped_engine_is_noticed_killed_and_resumed(tmp_path):
         assert supervisor.restarts == 1
         assert not is_running(stopped)
         await until(lambda: supervisor.readiness()[0])
+
+
+async def test_a_load_that_stands_still_is_reported_killed_and_tried_once_more(tmp_path):
+    watch = WatchLimits(tick=0.25, stuck_load_ticks=12)
+    subject = Supervisor(config(tmp_path), SupervisorOptions(launch=fake_launch(), watch=watch))
+    starting = asyncio.create_task(subject.start())
+    try:
+        await subject.launched()
+        stopped = subject.pid
+        kill(subject, signal.SIGSTOP)
+        await until(lambda: "stood still" in subject.load_stage)
+        assert "stood still" in subject.readiness()[1]
+        await starting
+        assert subject.readiness() == (True, "")
+        assert not is_running(stopped)
+        await assert_undisturbed([subject.submit(request(1))])
+    finally:
+        await subject.stop()
+
+
+async def test_a_load_that_stands_still_twice_fails_with_the_reason(tmp_path, caplog):
+    watch = WatchLimits(tick=0.1, stuck_load_ticks=10)
+    subject = Supervisor(
+        config(tmp_path, load_delay=1e6), SupervisorOptions(launch=fake_launch(), watch=watch)
+    )
+    with pytest.raises(ApiError, match=r"no progress for 1 s: it loads, and neither computes nor reads"):
+        await subject.start()
+    assert (subject.state, subject.pid) == ("failed", None)
+    assert sum("no progress for 1 s" in record.message for record in caplog.records) == 2
+    assert any("stands still" in record.message for record in caplog.records)
+
+
+async def test_a_load_that_computes_is_given_time(tmp_path):
+    """It says nothing for a second, three times over; an idle one would be given up after half of one."""
+    watch = WatchLimits(tick=0.1, stuck_load_ticks=5)
+    async with supervised(tmp_path, supervisor={"watch": watch}, load_spin=3.0) as supervisor:
+        await assert_undisturbed([supervisor.submit(request(1))])
+        assert supervisor.restarts == 0
 
 
 async def test_a_stop_shorter_than_the_limit_is_only_reported(tmp_path):

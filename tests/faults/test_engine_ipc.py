@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.restart_policy import WatchLimits
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.ipc.spawn import Launch
 from support import garbling_engine, little_daemon
 from support.engines import assert_undisturbed, config, is_running, request, supervised, until

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from llmbox.app.engines.engine_process import PrewarmedProcess
-from llmbox.app.engines.restart_policy import RestartLimits
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.engine_process import PrewarmedProcess, SupervisorOptions
+from llmbox.app.engines.restart_policy import RestartLimits, WatchLimits
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, Vocabulary
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.sampling_params import SamplingParams
+from support.cpu_quota import cpu_quota
 from support.engines import kill, read_all, request, until
 from support.tiny_models import make_tiny_model
 
@@ -86,3 +87,30 @@ async def test_killed_in_mid_stream_the_tokens_are_the_same(tmp_path, quant):
         await supervisor.stop()
         await apart.stop()
         spares.close()
+
+
+@pytest.mark.parametrize("use_cgroup", [True, False])
+async def test_with_hardly_any_processor_time_no_engine_is_killed(tmp_path, use_cgroup):
+    """A few hundredths of a core: an engine that used none for a second would be given up."""
+    make_tiny_model(tmp_path)
+    config = EngineConfig(
+        model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=256 << 20, threads=1
+    )
+    watch = WatchLimits(tick=0.25, stuck_ticks=4, busy_ticks=10**6)
+    supervisor = Supervisor(config, SupervisorOptions(watch=watch))
+    try:
+        await supervisor.start()
+        undisturbed = await read_all([supervisor.submit(short(i, "a")) for i in range(4)])
+        first = supervisor.pid
+        with cpu_quota(first, 0.04, use_cgroup=use_cgroup) as means:
+            assert use_cgroup or means == "signals"
+            starved = await read_all([supervisor.submit(short(i, "b")) for i in range(4)])
+        assert [tokens for tokens, _ in starved] == [tokens for tokens, _ in undisturbed]
+        assert (supervisor.restarts, supervisor.pid) == (0, first)
+    finally:
+        await supervisor.stop()
+
+
+def short(number: int, suffix: str) -> AddRequest:
+    message = asked(number, suffix)
+    return replace(message, params=replace(message.params, max_tokens=60))

@@ -1,19 +1,19 @@
-"""A disk that fills up, or a crash, while a key is made: the old keys or the new ones, never half."""
+"""A disk that fills up, or a crash, while keys or settings are written: the old or the new, never half."""
 
-import errno
-import os
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Self
 
 import pytest
 
+from llmbox.app.config.loader import read_file, remove_value, set_value
+from llmbox.app.config.settings import schema
 from llmbox.app.errors import CliError
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import KeySpec
+from support.full_disk import STEPS, fail_at
 
 
 @pytest.fixture
@@ -26,9 +26,6 @@ def store(file: Path) -> KeyStore:
     return KeyStore(file)
 
 
-STEPS = ["open", "write", "fsync", "replace"]
-
-
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("change", ["add", "rotate", "remove"])
 def test_a_full_disk_leaves_the_old_keys(
@@ -37,7 +34,7 @@ def test_a_full_disk_leaves_the_old_keys(
     _, secret = store.add(KeySpec(name="laptop"))
     before = file.read_bytes()
     with monkeypatch.context() as patch:
-        _fail_at(patch, step)
+        fail_at(patch, step)
         with pytest.raises(CliError, match="cannot write") as caught:
             {
                 "add": lambda: store.add(KeySpec(name="other")),
@@ -54,42 +51,25 @@ def test_a_full_disk_leaves_the_old_keys(
     assert len(KeyStore(file).list()) == 2
 
 
-def _fail_at(patch: pytest.MonkeyPatch, step: str) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise full
-
-    if step == "fsync":
-        patch.setattr(os, "fsync", fail)
-    elif step == "replace":
-        patch.setattr(Path, "replace", fail)
-    elif step == "open":
-        real = os.open
-        patch.setattr(
-            os,
-            "open",
-            lambda path, *rest, **more: fail() if str(path).endswith(".new") else real(path, *rest, **more),
-        )
-    else:
-        patch.setattr("llmbox.app.util.atomic_file.open", _FullFile, raising=False)
-
-
-class _FullFile:
-    """Takes half of what it is given."""
-
-    def __init__(self, handle: int, _mode: str) -> None:
-        self._handle = handle
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
-
-    def write(self, data: bytes) -> None:
-        os.write(self._handle, data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("change", ["set", "remove"])
+def test_a_full_disk_leaves_the_old_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, change: str
+) -> None:
+    file, port = tmp_path / "config" / "config.toml", schema()["server.port"]
+    set_value(file, port, 1234)
+    before = file.read_bytes()
+    changes = {"set": lambda: set_value(file, port, 99), "remove": lambda: remove_value(file, port)}
+    with monkeypatch.context() as patch:
+        fail_at(patch, step)
+        with pytest.raises(CliError, match="cannot write") as caught:
+            changes[change]()
+    assert "No space left" in caught.value.why
+    assert file.read_bytes() == before
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+    changes[change]()
+    (value, _) = read_file(file).get("server.port", (None, 0))
+    assert value == (99 if change == "set" else None)
 
 
 def test_what_a_crash_left_behind_is_no_obstacle(store: KeyStore, file: Path) -> None:

@@ -18,8 +18,9 @@ import pytest
 
 from llmbox.app.admin_client import Client
 from llmbox.app.config.paths import find_paths
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.restart_policy import RestartLimits
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import CliError
 from llmbox.app.lifecycle.instance import read_pid_file
 from llmbox.engine.config import EngineConfig

@@ -85,8 +85,12 @@ class Clients:
         self._reserved[request.id] = request
         try:
             await asyncio.sleep(request.preparing)
-        finally:
-            del self._reserved[request.id]
+        except asyncio.CancelledError:  # the place is given back when the task has ended
+            task = asyncio.current_task()
+            assert task is not None
+            task.add_done_callback(lambda _: self._reserved.pop(request.id))
+            raise
+        del self._reserved[request.id]
         generation = Generation(
             id=request.id,
             endpoint="/v1/completions",

@@ -7,6 +7,7 @@ and the bounds of fairness after every step.
 import signal
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
@@ -14,13 +15,17 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.fair_shares import band_of
 from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
+from llmbox.engine.core.kv_cache.tiers import KVTiers
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.step import StepPlan, StepResult
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.ipc.engine_channel import Channel, DaemonGone
 from llmbox.engine.ipc.messages import ModelInfo, Progress, StepOutputs
+from llmbox.engine.kv_store.folder import FORMAT, KVFolder
+from llmbox.engine.kv_store.store import BlockStore
 from llmbox.engine.process import engine_main
 from support.fake_runner import FakeOverlappingRunner, FakeRunner, RunnerError
+from support.kv_tiers import MODEL, FakeBlockMemory
 from support.scheduling import INFO, make_scheduler
 
 from .machine import Machine, VirtualProcess
@@ -29,6 +34,8 @@ from .streams import EngineSocket
 POISON = 60
 """Token of prompts that bring the engine down; no model draws it."""
 FOREVER = 1e9
+LOAD_ALLOCATIONS = 6
+"""Allocations of a load: memory may run out at each."""
 
 
 class BrokenRuleError(AssertionError):
@@ -47,6 +54,10 @@ class ModelSetup:
     step_faults: dict[int, str] = field(default_factory=dict)
     load_faults: dict[int, str] = field(default_factory=dict)
     """By the number of the start."""
+    load_faults_at: int = 1
+    """Number of the allocation of a load at which they strike."""
+    has_tiers: bool = False
+    """Its KV cache has a tier on disk, which outlives its engine."""
     poison: str = "raise"
     poison_after: int = 0
     outbox_limit: int = 8 << 20
@@ -95,12 +106,15 @@ class StepFaults:
 
     def _misbehave(self, kind: str, fault: str, plan: StepPlan) -> None:
         process = self.process
-        if kind in {"raise", "memory", "after", "collect"}:
+        if kind in {"raise", "memory", "inside", "after", "collect"}:
             process.cause, process.said = fault, "exited with code 70"
         if kind == "raise":
             raise RunnerError("told to fail")
         if kind == "memory":
             raise MemoryError("an allocation failed")
+        if kind == "inside":
+            self._compute_part(plan, self.machine.chance.randrange(plan.num_tokens))
+            raise MemoryError("an allocation inside a layer failed")
         if kind == "after":
             self.crash_next = True
         if kind == "collect":
@@ -123,6 +137,15 @@ class StepFaults:
         if kind == "nan":
             self.poisoned = {row.request.request_id for row in plan.rows[:1]}
 
+    def _compute_part(self, plan: StepPlan, tokens: int) -> None:
+        """Write the KV of so many tokens, as a step does that fails between two writes."""
+        self._copy(plan.copies)  # type: ignore[attr-defined]
+        for row in plan.rows:
+            count = min(tokens, row.num_tokens)
+            for position in range(row.start, row.start + count):
+                self.slots[self._slot(row.request, position)] = -position  # type: ignore[attr-defined]
+            tokens -= count
+
 
 class SimulatedRunner(StepFaults, FakeRunner):
     """Runner of one step at a time."""
@@ -135,8 +158,12 @@ class SimulatedOverlappingRunner(StepFaults, FakeOverlappingRunner):
 class SimulatedEngine(Engine):
     """Engine that checks itself after every step."""
 
-    def __init__(self, setup: ModelSetup, process: VirtualProcess, machine: Machine) -> None:
+    def __init__(
+        self, setup: ModelSetup, config: EngineConfig, process: VirtualProcess, machine: Machine
+    ) -> None:
         sizes = dict(setup.sizes)
+        context = -(-sizes["context"] // sizes["block_size"])
+        sizes["num_blocks"] = config.shrink_pool(sizes["num_blocks"], context)
         depth, stages = sizes.pop("depth", 0), sizes.pop("stages", 1)
         kinds = sizes.get("state_slots", 0), sizes.get("window", 0), sizes.get("window_blocks", 0)
         place = sizes["num_blocks"], sizes["block_size"]
@@ -149,6 +176,12 @@ class SimulatedEngine(Engine):
             runner = SimulatedRunner(*place, *kinds)
             driven = SyncExecutor(runner)
         runner.setup, runner.process, runner.machine = setup, process, machine
+        if setup.has_tiers:
+            store = BlockStore(
+                open_kv_folder(machine.folder / setup.name), MODEL, {"origins": []}, clock=clock
+            )
+            memory = FakeBlockMemory(runner)
+            scheduler.kv_cache.tiers = KVTiers(store, memory, scheduler.kv_cache, clock)
         super().__init__(scheduler, driven, setup.info, clock)
         self.scheduler = scheduler
         self.rules = StepRules(self, setup, depth)
@@ -227,8 +260,8 @@ class StepRules:
         if tokens > budget and sizes.get("chunked_prefill", True):
             raise BrokenRuleError(f"{tokens} tokens in a step, allowed are {budget}")
         admitted = [r for r in self._waited.values() if r.request_id in scheduler._running]
-        free = int(sizes.get("watermark", 0.0) * sizes["num_blocks"])
         pool = scheduler.pool
+        free = int(sizes.get("watermark", 0.0) * pool.num_blocks)
         if len(scheduler._running) > len(admitted) > 0 and pool.num_available < free:
             raise BrokenRuleError(f"admission left {pool.num_available} blocks, the watermark is {free}")
 
@@ -288,6 +321,17 @@ class StepRules:
                 del since[gone]
 
 
+def open_kv_folder(root: Path) -> KVFolder:
+    """Open the folder of a model's blocks. Its secret is no random one, so that a seed repeats a run."""
+    root.mkdir(mode=0o700, exist_ok=True)
+    if not (root / "secret").exists():
+        (root / "format").write_text(f"{FORMAT}\n")
+        (root / "secret").write_bytes(bytes(64))
+    folder = KVFolder(root, 1 << 30)
+    folder.open()
+    return folder
+
+
 def run_engine(process: VirtualProcess, machine: Machine, setups: dict[str, ModelSetup]) -> int:
     """Run the engine's main loop in a virtual process; return its exit code."""
     limit = min((each.outbox_limit for each in setups.values()), default=8 << 20)
@@ -316,16 +360,29 @@ def _load(
     process.name = setup.name
     setup.starts += 1
     send(Progress(phase="weights", done=0, total=100))
-    process.compute(setup.load_seconds * machine.slowness)
-    match setup.load_faults.get(setup.starts, ""):
+    fault = setup.load_faults.get(setup.starts, "")
+    for number in range(1, LOAD_ALLOCATIONS + 1):
+        process.compute(setup.load_seconds / LOAD_ALLOCATIONS * machine.slowness)
+        if number == setup.load_faults_at:
+            _fail_load(process, fault)
+    send(Progress(phase="weights", done=100, total=100))
+    process.engine = SimulatedEngine(setup, config, process, machine)
+    return process.engine
+
+
+def _fail_load(process: VirtualProcess, fault: str) -> None:
+    match fault:
         case "fit":
             process.cause = "load fit"
             raise DoesNotFit("the weights do not fit any more")
         case "raise":
             process.cause, process.said = "load raise", "exited with code 70"
             raise RunnerError("told to fail while loading")
+        case "memory":
+            process.cause, process.said = "load memory", "exited with code 70"
+            raise MemoryError("an allocation of the load failed")
         case "kill":
             process.die(signal.SIGKILL, "load kill", "killed by SIGKILL")
-    send(Progress(phase="weights", done=100, total=100))
-    process.engine = SimulatedEngine(setup, process, machine)
-    return process.engine
+        case "hang":
+            process.cause, process.said = "load hang", "no progress for"
+            process.compute(FOREVER, "S")

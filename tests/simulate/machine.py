@@ -4,9 +4,11 @@ A process runs the engine's own main loop. It hands over wherever a real one wou
 compute, and only there can it be killed, stopped or starved. Every delay is drawn from the seed.
 """
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,8 @@ from greenlet import getcurrent, greenlet
 from llmbox.engine.hardware.proc import ProcessState
 from llmbox.engine.ipc.spawn import SpawnedProcess
 
-from .streams import READ, WRITE, DaemonEnd, Pipe, Poll
+from .streams import READ, WRITE, ChildEnd, DaemonEnd, ForkChannel, Pipe, Poll
+from .threads import Strand, VirtualThread
 from .virtual_loop import VirtualLoop
 
 
@@ -41,14 +44,19 @@ class Death:
     """Text that the daemon's log must have about it."""
     name: str = ""
     """Model that it served; empty if it had none yet."""
+    is_of_model: bool = False
+    """The model was still its own: it was not unloaded, or loaded again."""
 
 
-class VirtualProcess:
+class VirtualProcess(Strand):
     """Engine process; stands for its `subprocess.Popen` too."""
 
     def __init__(self, machine: "Machine", pid: int) -> None:
-        self._machine = machine
+        super().__init__(machine)
         self.pid = pid
+        self.is_server = False
+        """It is a fork server."""
+        self.threads: list[VirtualThread] = []
         self.returncode: int | None = None
         self.name = ""
         self.engine: Any = None
@@ -58,9 +66,6 @@ class VirtualProcess:
         self.is_killed_by_daemon = False
         self._used = 0.0
         self._since: float | None = None
-        self._ticket = 0
-        self._is_due = False
-        self._is_waiting = False
         self.inbox, self.outbox = Pipe(machine), Pipe(machine, machine.capacity)
         self.log = Pipe(machine)
         self.greenlet = greenlet(self._main)
@@ -93,21 +98,13 @@ class VirtualProcess:
             self._used += self._machine.loop.time() - self._since
         self._since, self.letter = None, "S"
 
-    def suspend(self, seconds: float | None, *, alone: bool = False) -> None:
-        """Give way until `wake`, or for `seconds`. `alone`: nothing else wakes it."""
-        self._ticket += 1
-        self._is_waiting = not alone
-        loop = self._machine.loop
-        timer = None if seconds is None else loop.call_later(seconds, self._resume, self._ticket)
-        self.greenlet.parent.switch()
-        self._is_waiting = False
-        if timer is not None:
-            timer.cancel()
+    @property
+    def process(self) -> "VirtualProcess":
+        return self
 
-    def wake(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
-            self._machine.loop.call_soon(self._resume, self._ticket)
+    @property
+    def has_ended(self) -> bool:
+        return self.exited is not None
 
     # ------------------------------------------------------------------ outside of it
 
@@ -126,9 +123,9 @@ class VirtualProcess:
     def go_on(self) -> None:
         if self.exited is None and self.letter == "T":
             self.letter = "S"
-            if self._is_due:
-                self._is_due = False
-                self._machine.loop.call_soon(self._resume, self._ticket)
+            super().go_on()
+            for thread in self.threads:
+                thread.go_on()
 
     def die(self, number: int, cause: str, said: str = "") -> None:
         """End it by a signal, wherever it is."""
@@ -139,19 +136,13 @@ class VirtualProcess:
             raise ProcessKilled(number)
         if self.greenlet:
             self._machine.current = self
-            self.greenlet.throw(ProcessKilled(number))
+            before, self._machine.strand = self._machine.strand, self
+            try:
+                self.greenlet.throw(ProcessKilled(number))
+            finally:
+                self._machine.strand = before
         else:  # it had not begun
             self._end(-number)
-
-    def _resume(self, ticket: int) -> None:
-        if self.exited is not None or ticket != self._ticket:
-            return
-        if self.letter == "T":
-            self._is_due = True
-            return
-        self._machine.current = self
-        self.greenlet.parent = getcurrent()
-        self.greenlet.switch()
 
     def _main(self) -> None:
         try:
@@ -175,6 +166,8 @@ class Machine:
     def __init__(self, loop: VirtualLoop, chance: Random, program: Callable[[VirtualProcess], int]) -> None:
         self.loop, self.chance, self.program = loop, chance, program
         self.current: VirtualProcess
+        self.strand: Strand | None = None
+        """What runs now; None: the daemon's loop."""
         self.capacity = 1 << 30
         self.slowness = 1.0
         """Factor of all delays and of computing: above 1 the machine is short of processor time."""
@@ -182,6 +175,8 @@ class Machine:
         self.spawn_errors = 0
         """Number of processes that cannot be started, from now on."""
         self.oom_kills = 0
+        self.folder = Path()
+        """Files of this run."""
         self.processes: dict[int, VirtualProcess] = {}
         self.descriptors: dict[int, str] = {}
         self.deaths: list[Death] = []
@@ -189,6 +184,10 @@ class Machine:
         self._ends: dict[int, DaemonEnd] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._pidfds: dict[int, VirtualProcess] = {}
+        self._children: dict[int, tuple[Pipe, Pipe]] = {}
+        """Pipes of a process that is not forked yet, by the descriptors that it is to get."""
+        self.fork_errors = 0
+        """Number of forks that fail, from now on."""
         self._next_pid, self._next_fd = 100, 1000
         loop.watch, loop.unwatch = self._watch, self._unwatch
         loop.thread_delay = self.latency
@@ -217,7 +216,45 @@ class Machine:
             close=self._close,
             fdopen=lambda number, *_, **__: self._ends.pop(number),
             killpg=self.killpg,
+            kill=self.killpg,
+            pipe=self._pipe,
+            waitpid=self._waitpid,
+            waitstatus_to_exitcode=int,
+            strerror=os.strerror,
+            WNOHANG=os.WNOHANG,
         )
+
+    @property
+    def socket(self) -> Any:
+        """The module `socket`, as `ForkServer` uses it."""
+        return SimpleNamespace(
+            socketpair=self._socketpair,
+            send_fds=lambda channel, _, files: channel.fork(files),
+            AF_UNIX=1,
+            SOCK_STREAM=1,
+        )
+
+    def _socketpair(self, *_: int) -> tuple[DaemonEnd, ChildEnd]:
+        inbox, outbox = Pipe(self), Pipe(self, self.capacity)
+        child = ChildEnd(self, (inbox, outbox))
+        self._children[child.fileno()] = child.pipes
+        return DaemonEnd(self, outbox, inbox, "socket"), child
+
+    def _pipe(self) -> tuple[int, int]:
+        pipe = Pipe(self)
+        end = DaemonEnd(self, pipe, None, "pipe")
+        self._ends[end.number] = end
+        number = self.open_descriptor("end of a child")
+        self._children[number] = (pipe, pipe)
+        return end.number, number
+
+    def _waitpid(self, pid: int, options: int) -> tuple[int, int]:
+        process = self.processes[pid]
+        if process.exited is None:
+            assert options, "the daemon would block"
+            return 0, 0
+        process.returncode = process.exited
+        return pid, process.exited
 
     @property
     def select(self) -> Any:
@@ -230,6 +267,7 @@ class Machine:
             end.close()
         else:
             self._pidfds.pop(number, None)
+            self._children.pop(number, None)
             self.close_descriptor(number)
 
     def _pidfd_open(self, pid: int) -> int:
@@ -251,18 +289,44 @@ class Machine:
 
     # ------------------------------------------------------------------ processes
 
-    def spawn(self, _: Any) -> SpawnedProcess:
+    def spawn(self, launch: Any) -> SpawnedProcess:
         if self.spawn_errors:
             self.spawn_errors -= 1
             self.deaths.append(Death(0, self.loop.time(), 1, "spawn"))
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        self._next_pid += 1
-        process = self.processes[self._next_pid] = VirtualProcess(self, self._next_pid)
-        sock = DaemonEnd(self, process.outbox, process.inbox, "socket")
+        process = self._add_process()
         log = DaemonEnd(self, process.log, None, "pipe")
         self._ends[log.number] = log
+        sock: Any
+        if launch.command[-1:] == ("--forks",):
+            process.is_server = True
+            sock = ForkChannel(self, process)
+        else:
+            sock = DaemonEnd(self, process.outbox, process.inbox, "socket")
         self.loop.call_later(self.latency(), process.start)
         return SpawnedProcess(process, sock, log.number)
+
+    def fork(self, server: VirtualProcess, channel: int, log: int) -> int | None:
+        """Fork from a server: return the pid, an error number below zero, or None if the server has ended."""
+        if server.exited is not None:
+            return None
+        if self.fork_errors:
+            self.fork_errors -= 1
+            return -11
+        process = self._add_process()
+        process.inbox, process.outbox = self._children.pop(channel)
+        process.log, _ = self._children.pop(log)
+        self.loop.call_later(self.latency(), process.start)
+        return process.pid
+
+    def _add_process(self) -> VirtualProcess:
+        self._next_pid += 1
+        process = self.processes[self._next_pid] = VirtualProcess(self, self._next_pid)
+        return process
+
+    @property
+    def fork_servers(self) -> list[VirtualProcess]:
+        return [each for each in self.processes.values() if each.is_server and each.exited is None]
 
     def killpg(self, pid: int, number: int) -> None:
         """Deliver a signal that the daemon sent."""

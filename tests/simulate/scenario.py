@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from llmbox.engine.sampling_params import SamplingParams
 
-from .engine import POISON, ModelSetup
+from .disks import LOG_FAULTS, READ_FAULTS, WRITE_FAULTS
+from .engine import LOAD_ALLOCATIONS, POISON, ModelSetup
 
 Weather = Literal["calm", "crowd", "poison", "outside", "storm", "models"]
 """Kinds of runs: `calm` and `crowd` have no faults of the machine and the strictest rules, `poison` has only
@@ -70,7 +71,16 @@ class Scenario:
     latency: float = 0.0005
     capacity: int = 1 << 30
     keep_spare: bool = False
+    forks: bool = False
+    """Processes are forked from a server, where a spare is kept; else the spare is taken."""
     ttl: float | None = None
+    log_faults: dict[int, str] = field(default_factory=dict)
+    """By the number of the insert into the request log. With `writes_log` alone."""
+    writes_log: bool = False
+    """The request log has its thread and its file; else its queue is read at the end."""
+    write_faults: dict[int, str] = field(default_factory=dict)
+    read_faults: dict[int, str] = field(default_factory=dict)
+    """Faults of the disk by the number of the write, and of the read."""
     memory: int = 1 << 40
     """Bytes that models may take together."""
     drain: float = 30.0
@@ -82,7 +92,19 @@ class Scenario:
     @property
     def blames_nobody(self) -> bool:
         """No engine dies in a way that a request can be blamed for, but for poison."""
-        inside = {"raise", "memory", "after", "collect", "segv", "oom", "spin", "hang", "slow", "garble"}
+        inside = {
+            "inside",
+            "raise",
+            "memory",
+            "after",
+            "collect",
+            "segv",
+            "oom",
+            "spin",
+            "hang",
+            "slow",
+            "garble",
+        }
         steps = {kind for setup in self.models for kind in setup.step_faults.values()}
         return not steps & inside and not {event.kind for event in self.events} & {"oom", "starve", "hang"}
 
@@ -104,6 +126,7 @@ def draw_scenario(seed: int, weather: Weather | None = None) -> Scenario:
         ttl=chance.choice([None, 5.0, 300.0]),
         drain=chance.choice([0.0, 5.0, 30.0]),
     )
+    scenario.forks = scenario.keep_spare and chance.random() < 0.5
     if chance.random() < 0.4:
         scenario.queue_limit = chance.randint(0, 6)
         scenario.queue_per_key = chance.randint(0, 3)
@@ -115,7 +138,21 @@ def draw_scenario(seed: int, weather: Weather | None = None) -> Scenario:
         scenario.memory = chance.choice([1, 2]) * MODEL_BYTES + MODEL_BYTES // 2
     if scenario.has_faults:
         _draw_faults(chance, scenario, span)
+    scenario.writes_log = chance.random() < 0.1
+    if scenario.has_faults:
+        _draw_disk_faults(chance, scenario)
     return scenario
+
+
+def _draw_disk_faults(chance: Random, scenario: Scenario) -> None:
+    if scenario.writes_log:
+        for _ in range(chance.choice([0, 1, 3])):
+            scenario.log_faults[chance.randint(1, 6)] = chance.choice(LOG_FAULTS)
+    if not any(model.has_tiers for model in scenario.models):
+        return
+    for _ in range(chance.choice([0, 1, 4, 12])):
+        scenario.write_faults[chance.randint(1, chance.choice([5, 60]))] = chance.choice(WRITE_FAULTS)
+        scenario.read_faults[chance.randint(1, chance.choice([5, 40]))] = chance.choice(READ_FAULTS)
 
 
 MODEL_BYTES = 10_000
@@ -146,9 +183,11 @@ def _draw_model(chance: Random, name: str, weather: Weather) -> ModelSetup:
         sizes["draft_rows"] = chance.choice([3, 9])
     if chance.random() < 0.15:
         sizes["state_slots"] = max_running + chance.choice([1, 9])
+    has_tiers = not depth and not sizes.get("state_slots") and sizes["cache"] and chance.random() < 0.25
     return ModelSetup(
         name=name,
         sizes=sizes,
+        has_tiers=has_tiers,
         step_seconds=chance.choice([0.002, 0.02, 0.2]),
         load_seconds=chance.choice([0.1, 2.0, 20.0]),
         poison=chance.choice(["raise", "segv", "oom", "hang", "memory", "after"])
@@ -229,7 +268,7 @@ def _draw_behavior(chance: Random) -> dict[str, Any]:
 
 def _draw_faults(chance: Random, scenario: Scenario, span: float) -> None:
     weather, events = scenario.weather, scenario.events
-    blameless = ["kill", "stop", "spawn", "load", "jump", "unload", "cancel", "load_kill"]
+    blameless = ["kill", "stop", "spawn", "load", "jump", "unload", "cancel", "load_kill", "fork", "server"]
     outside = {
         "poison": ["jump", "cancel"],
         "outside": blameless,
@@ -241,13 +280,17 @@ def _draw_faults(chance: Random, scenario: Scenario, span: float) -> None:
         setup = chance.choice(scenario.models)
         kind = chance.choice(outside)
         if kind == "load":
-            setup.load_faults[chance.randint(2, 4)] = chance.choice(["fit", "raise", "kill"])
+            setup.load_faults[chance.randint(2, 4)] = chance.choice(
+                ["fit", "raise", "kill", "memory", "hang"]
+            )
+            setup.load_faults_at = chance.randint(1, LOAD_ALLOCATIONS)
             continue
         value = {
             "stop": chance.choice([1.0, 7.0, 1e6]),
             "jump": chance.choice([-1e5, -1.0, 3600.0, 1e7]),
             "starve": chance.choice([2.0, 30.0]),
             "spawn": chance.randint(1, 3),
+            "fork": chance.randint(1, 3),
         }.get(kind, 0.0)
         events.append(MachineEvent(at=chance.random() * end, kind=kind, model=setup.name, value=value))
     steps = {
@@ -258,6 +301,7 @@ def _draw_faults(chance: Random, scenario: Scenario, span: float) -> None:
             "kill",
             "raise",
             "memory",
+            "inside",
             "after",
             "collect",
             "segv",

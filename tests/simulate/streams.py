@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from llmbox.engine.ipc.spawn import PID_BYTES
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -188,3 +190,43 @@ class Poll:
         sock.outgoing.on_room = process.wake if self._events & WRITE else lambda: None
         process.suspend(None if milliseconds is None else milliseconds / 1000)
         sock.incoming.take = sock.outgoing.on_room = lambda: None
+
+
+class ForkChannel:
+    """The daemon's end of the socket of a fork server, which forks as soon as it is asked."""
+
+    def __init__(self, machine: "Machine", server: Any) -> None:
+        self._machine, self._server = machine, server
+        self._answer = b""
+        self.number = machine.open_descriptor("control socket")
+
+    def fork(self, files: tuple[int, ...]) -> None:
+        pid = self._machine.fork(self._server, *files)
+        self._answer = b"" if pid is None else pid.to_bytes(PID_BYTES, "little", signed=True)
+
+    def settimeout(self, seconds: float) -> None:
+        return
+
+    def recv(self, most: int) -> bytes:
+        assert most == PID_BYTES
+        return self._answer
+
+    def close(self) -> None:
+        self._machine.close_descriptor(self.number)
+
+
+class ChildEnd:
+    """The end of a socket pair that a new process gets."""
+
+    def __init__(self, machine: "Machine", pipes: tuple[Pipe, Pipe]) -> None:
+        self._machine, self.pipes = machine, pipes
+        self._number = machine.open_descriptor("end of a child")
+
+    def fileno(self) -> int:
+        return self._number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._machine.close_descriptor(self._number)

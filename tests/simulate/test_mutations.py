@@ -30,7 +30,9 @@ def test_a_mistake_is_caught_and_taken_back(tmp_path):
     make_copy(tmp_path)
     mutation = next(each for each in MUTATIONS if each.why == "a shared block is freed with its first holder")
     before = (tmp_path / mutation.file).read_text("utf-8")
-    assert check(tmp_path, mutation, seeds=10) == "simulator"
+    found = check(tmp_path, mutation, seeds=10)
+    assert found.startswith("seed ")
+    assert check(tmp_path, mutation, seeds=0, killer=found, tests=False) == found
     assert (tmp_path / mutation.file).read_text("utf-8") == before
     harmless = Mutation(mutation.file, "class BlockPool:", "class BlockPool:  # the same", "nothing")
-    assert check(tmp_path, harmless, seeds=2, tests=False) == ""
+    assert check(tmp_path, harmless, seeds=2, killer=found, tests=False) == ""

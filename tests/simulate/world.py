@@ -1,11 +1,14 @@
 """World of one simulated run: the daemon's parts as they are, clients, and faults at their times."""
 
 import asyncio
+import atexit
 import logging
+import shutil
+import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -28,13 +31,19 @@ from llmbox.app.gateway.gateway import Gateway
 from llmbox.app.metrics.metrics import Metrics
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Registry
-from llmbox.app.store import RequestLog
+from llmbox.app.store import RecordFilter, RequestLog, Retention
+from llmbox.app.store import writer as request_writer
+from llmbox.app.store.database import open_database
+from llmbox.app.store.queries import requests as queries
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import client, engine_channel
 from llmbox.engine.ipc import spawn as spawn_module
+from llmbox.engine.kv_store import block_file, store, store_threads
+from llmbox.engine.kv_store import folder as kv_folder
 from llmbox.engine.process import engine_main
 
 from .clients import Clients
+from .disks import Disk, failing_inserts
 from .engine import BrokenRuleError, run_engine
 from .machine import Death, Machine, VirtualProcess
 from .rules import (
@@ -47,10 +56,14 @@ from .rules import (
     check_rest,
 )
 from .scenario import MODEL_BYTES, MachineEvent, Scenario
+from .threads import queue_of, threading_of
 from .virtual_loop import VirtualClock, VirtualLoop
 
 PATIENCE = 40_000.0
 """Virtual seconds within which everything must have ended."""
+
+
+KEEP_ALL = Retention(rows_days=1e6, content_days=1e6, stored_days=1e6, batch_days=1e6)
 
 
 class StubText:
@@ -80,9 +93,11 @@ class World:
         self.loop = VirtualLoop(self.clock)
         self.setups = {setup.name: setup for setup in scenario.models}
         self.machine = Machine(self.loop, self.chance, self._program)
+        self.machine.folder = folder()
         self.machine.mean_latency = scenario.latency
         self.machine.capacity = scenario.capacity
         self.machine.on_death = self._note_death
+        self.disk = Disk(self.machine, scenario.write_faults, scenario.read_faults)
         self.log: list[tuple[float, int, str]] = []
         self.trace = sha256()
         self.clients = Clients(self)
@@ -129,8 +144,34 @@ class World:
         )
         self.events = Events()
         self.residency = ModelScheduler(self.engines, self.events, deps)
-        self.request_log = RequestLog(folder() / "requests.db")
+        # A clock that jumps makes rows look old.
+        self.request_log = RequestLog(self._open_log(), KEEP_ALL)
+        if scenario.writes_log:
+            self.request_log.start()
         self.gateway = Gateway(self.engines, self.request_log, metrics(), settings)
+
+    def _open_log(self) -> Path:
+        """Return the path of the request log, which has the newest schema already."""
+        path = self.machine.folder / "requests.db"
+        if self.scenario.writes_log:
+            shutil.copyfile(empty_log(), path)
+        return path
+
+    def read_log(self) -> dict[str, list[Any]]:
+        """Rows of the request log by the id of the request."""
+        rows: dict[str, list[Any]] = {}
+        if self.scenario.writes_log:
+            for path in self.machine.folder.glob("requests.db*"):
+                if path.suffix not in {".db-wal", ".db-shm"} and not path.name.endswith(("-wal", "-shm")):
+                    for row in _rows(path):
+                        rows.setdefault(row.id, []).append(row)
+            return rows
+        queue = self.request_log._queue
+        while not queue.empty():
+            item = queue.get_nowait()
+            if isinstance(item, tuple):
+                rows.setdefault(item[0].id, []).append(item[0])
+        return rows
 
     def config(self, name: str) -> EngineConfig:
         return EngineConfig(model_path=str(folder() / name), name=name, device="cpu")
@@ -138,23 +179,42 @@ class World:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Put the virtual machine under the product's code."""
-        machine, clock = self.machine, self.clock
+        machine, clock, scenario = self.machine, self.clock, self.scenario
+        threading, disk = threading_of(machine), self.disk
         handler = _LogHandler(self)
         logger = logging.getLogger("llmbox")
         nothing = SimpleNamespace(freeze=lambda: None, enable=lambda: None)
         before = logger.propagate, logger.level
         with ExitStack() as stack:
+            if scenario.writes_log or any(setup.has_tiers for setup in scenario.models):
+                machine.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder())))
+                shutil.copyfile(folder() / "output-hash.key", machine.folder / "output-hash.key")
             for module, name, value in (
                 (time, "monotonic", clock.monotonic),
                 (time, "perf_counter", clock.monotonic),
                 (time, "time", clock.time),
+                (time, "time_ns", lambda: int(clock.time() * 1e9)),
+                (time, "thread_time", clock.monotonic),
+                (store, "threading", threading),
+                (store_threads, "threading", threading),
+                (kv_folder, "filesystem_of", lambda _: "tmpfs"),
+                (block_file, "os", disk.os),
+                (request_writer, "threading", threading),
+                (request_writer, "queue", queue_of(machine)),
+                (queries, "add", failing_inserts(machine, scenario.log_faults, queries.add)),
                 (client, "os", machine.os),
                 (spawn_module, "os", machine.os),
+                (spawn_module, "socket", machine.socket),
+                (spawn_module, "spawn", machine.spawn),
+                (engine_process, "os", machine.os),
                 (engine_process, "spawn", machine.spawn),
-                (engine_process, "can_fork", lambda: False),  # a spare process is kept, as with a GPU
+                (engine_process, "can_fork", lambda: self.scenario.forks),
                 (engine_process, "oom_kills", lambda: machine.oom_kills),
                 (restart_policy, "read_state", machine.read_state),
                 (restart_policy, "thread_states", machine.thread_states),
+                (restart_policy, "family_of", lambda pid: [pid]),
+                (restart_policy, "bytes_from_disk", lambda _: 0),
+                (restart_policy, "waits_for_file_lock", lambda _: False),
                 (engine_channel, "select", machine.select),
                 (engine_main, "gc", nothing),
                 (engine_main, "setproctitle", lambda _: None),
@@ -171,6 +231,8 @@ class World:
                 logger.setLevel(level)
 
     def _program(self, process: VirtualProcess) -> int:
+        if process.is_server:
+            process.suspend(None, alone=True)  # until it is killed
         return run_engine(process, self.machine, self.setups)
 
     # ------------------------------------------------------------------ the run
@@ -229,7 +291,12 @@ class World:
             case "hang":
                 setup = self.setups[event.model]
                 setup.step_faults[setup.steps + 1] = "hang"
-            case "stop" if process and process.engine is not None:  # nothing watches a load
+            case "fork":
+                machine.fork_errors = int(event.value)
+            case "server":
+                for server in machine.fork_servers:
+                    server.die(9, "", "")
+            case "stop" if process:
                 process.cause = process.cause or "stop"
                 process.stop()
                 self.loop.call_later(event.value, process.go_on)
@@ -266,7 +333,8 @@ class World:
 
     def _end_faults(self) -> None:
         machine = self.machine
-        machine.slowness, machine.spawn_errors = 1.0, 0
+        machine.slowness, machine.spawn_errors, machine.fork_errors = 1.0, 0, 0
+        self.disk.end_faults()
         for setup in self.setups.values():
             setup.client_steps = setup.steps
             setup.step_faults.clear()
@@ -280,6 +348,7 @@ class World:
         await self.residency.close()
         await self.engines.close()
         await self.gateway.close()
+        self.request_log.close()
         await asyncio.sleep(10.0)
 
     # ------------------------------------------------------------------ notes
@@ -288,7 +357,7 @@ class World:
         self.trace.update(f"{self.loop.time()!r} {text}\n".encode())
 
     def note_log(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        text = record.getMessage().replace(str(self.machine.folder), "")  # its name differs in each run
         if record.name == "llmbox.engine":
             date = "2026-01-01 00:00:00,000"
             self.machine.current.print(f"{date} {record.levelname} {record.name}: {text}")
@@ -314,6 +383,7 @@ class World:
         self.note(f"{process.pid} {process.name} ended with {death.code}: {death.cause}")
         for model in self.engines.models():
             supervisor = model.supervisor
+            death.is_of_model |= supervisor.pid == process.pid
             if supervisor.pid == process.pid and death.said:
                 self.must_be_logged.append((process.name, death, supervisor))
 
@@ -329,8 +399,10 @@ class _LogHandler(logging.Handler):
 
 @cache
 def folder() -> Path:
-    """Folder that nothing is written to; the key of output hashes is always the same."""
-    found = Path(tempfile.mkdtemp(prefix="llmbox-simulate-"))
+    """Folder of all runs, in memory if possible; the key of output hashes is always the same."""
+    memory = Path("/dev/shm")
+    found = Path(tempfile.mkdtemp(prefix="llmbox-simulate-", dir=memory if memory.is_dir() else None))
+    atexit.register(shutil.rmtree, found, ignore_errors=True)
     (found / "output-hash.key").write_bytes(bytes(32))
     return found
 
@@ -338,3 +410,21 @@ def folder() -> Path:
 @cache
 def metrics() -> Metrics:
     return Metrics()
+
+
+@cache
+def empty_log() -> Path:
+    """Request log without a row, of the newest schema."""
+    path = folder() / "empty.db"
+    open_database(path).dispose()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+    return path
+
+
+def _rows(path: Path) -> list[Any]:
+    engine = open_database(path)
+    try:
+        return [row for _, row in queries.find(engine, RecordFilter(limit=10_000))]
+    finally:
+        engine.dispose()

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.request_journal import TokenStream
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
 from llmbox.engine.sampling_params import SamplingParams

@@ -68,6 +68,8 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A request with this many output tokens gets no more until the model's folder holds the file `go`: for
     tests that look at something under way, however long they are kept from the processor."""
     load_delay: float = 0.0
+    load_spin: float = 0.0
+    """Processor seconds that it burns while it loads."""
     load_error: tuple[str, str] | None = None
     """(`bad_model` or `does_not_fit`, message)."""
     pair_error: tuple[str, str] | None = None
@@ -384,7 +386,7 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         context_window=context,
         vocab_size=max(options.vocab_size, options.declared_vocab),
         block_size=config.block_size,
-        num_blocks=options.num_blocks,
+        num_blocks=config.shrink_pool(options.num_blocks, -(-context // config.block_size)),
         weights_bytes=1000,
         kv_bytes=options.num_blocks * config.block_size,
         kv_bytes_per_token=1,
@@ -411,6 +413,9 @@ def load_fake(config: EngineConfig, progress: Callable[[Progress], None]) -> Fak
     for done in (0, 500, 1000):
         progress(Progress(phase="weights", done=done, total=1000))
         time.sleep(options.load_delay / 3)
+        end = time.process_time() + options.load_spin / 3
+        while time.process_time() < end:
+            pass
     if options.load_crash:
         raise RuntimeError("told to crash while loading")
     error = options.load_error or (options.pair_error if config.disaggregate else None)

@@ -9,13 +9,22 @@ from typing import Final
 
 from ...config import SchedulerConfig
 from ...errors import DoesNotFit
-from ...ipc.schedule_record import POOLED, POOLED_LAST, PROMPT_LOGPROBS, EngineFacts, ScheduleRecord
+from ...ipc.schedule_record import (
+    POOLED,
+    POOLED_LAST,
+    PROMPT_LOGPROBS,
+    DraftedRow,
+    EngineFacts,
+    ScheduleRecord,
+    decode_drafts,
+)
 from ...sampling_params import SamplingParams
 from ..kv_cache.block_pool import BlockPool
 from ..microbatching import PipelineDepth
 from ..request import Request
 from ..scheduler import Scheduler
-from ..step import SampledToken, StepPlan, StepResult
+from ..speculation.draft_scheduler import DraftScheduler
+from ..step import SampledToken, ScheduledRequest, StepPlan, StepResult
 
 GOING_ON: Final = SampledToken(0)
 LAST: Final = SampledToken(1)
@@ -52,6 +61,42 @@ class ScheduleOutcome:
     end_s: list[float] = field(default_factory=list)
 
 
+class RecordedDrafts(DraftScheduler):
+    """Gives rows the number of draft tokens that they had, and accepts as many as were accepted."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler.config, scheduler.kv_cache)
+        self._records: dict[str, dict[int, DraftedRow]] = {}
+
+    def begin(self, record: ScheduleRecord) -> None:
+        rows, end = dict[int, DraftedRow](), record.resumed
+        for row in decode_drafts(record.drafts):
+            rows[end + row.gap] = row
+            end += row.gap + row.accepted + 1
+        if rows:
+            self._records[str(record.number)] = rows
+
+    def extend(self, plan: StepPlan, running: int) -> None:
+        if not self._records:
+            return
+        for place, row in enumerate(plan.rows):
+            drafted = self.find(row)
+            if drafted is not None and row.num_tokens == 1 and row.samples:
+                self.add(plan, place, [GOING_ON.token_id] * drafted.drafted, running)
+
+    def find(self, row: ScheduledRequest) -> DraftedRow | None:
+        """Return what the row had when its sequence had as much output."""
+        rows = self._records.get(row.request.request_id)
+        return None if rows is None else rows.get(row.request.num_output)
+
+    def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> bool:  # noqa: ARG002
+        row.request.num_scheduled = row.request.num_computed
+        return False
+
+    def forget(self, name: str) -> None:
+        self._records.pop(name, None)
+
+
 class ReplayedEngine:
     """A scheduler with its cache, driven as `Engine` drives them; the tokens come from the records."""
 
@@ -72,6 +117,7 @@ class ReplayedEngine:
         pool = BlockPool(facts.num_blocks, facts.block_size, enable_prefix_cache=facts.caching)
         self.scheduler = Scheduler(config, pool, clock)
         self.scheduler.ledger.recorder = None
+        self._drafts = self.scheduler.drafting = RecordedDrafts(self.scheduler)
         self.outcome = ScheduleOutcome()
         self._depth = facts.depth
         self._pipeline = PipelineDepth(facts.stages, facts.depth + 1 - facts.stages)
@@ -111,6 +157,7 @@ class ReplayedEngine:
             return
         self._outputs[name] = output
         self._open[name] = request
+        self._drafts.begin(record)
 
     def abort(self, number: int) -> bool:
         """Remove a sequence. False if it is not there."""
@@ -149,7 +196,7 @@ class ReplayedEngine:
         oldest, ended, now = self._launched.popleft(), [], self._clock()
         for output in self.scheduler.update(oldest, self._result(oldest)):
             request = self._open[output.request_id]
-            if request.num_output == 1 and output.token_ids:
+            if output.token_ids and request.num_output == len(output.token_ids):
                 self._first_s.append(now - request.arrived_at)
             self.outcome.output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
@@ -173,6 +220,7 @@ class ReplayedEngine:
     def _note_end(self, name: str) -> None:
         request, now = self._open.pop(name), self._clock()
         del self._outputs[name]
+        self._drafts.forget(name)
         scheduled = now if request.scheduled_at is None else request.scheduled_at
         self._queue_s.append(scheduled - request.arrived_at)
         self._end_s.append(now - request.arrived_at)
@@ -180,16 +228,23 @@ class ReplayedEngine:
         self.scheduler.ledger.take()
 
     def _result(self, plan: StepPlan) -> StepResult:
-        outputs, tokens, pooled = self._outputs, dict[str, SampledToken](), dict[str, "array[int]"]()
+        outputs, result = self._outputs, StepResult()
+        tokens, pooled = result.tokens, result.pooled
         for row in plan.rows:
             request = row.request
             name = request.request_id
             if row.samples:
-                is_last = row.end - request.num_prompt + 1 >= outputs.get(name, math.inf)
+                end = row.end
+                if row.drafts:
+                    drafted = self._drafts.find(row)
+                    accepted = 0 if drafted is None else min(drafted.accepted, len(row.drafts))
+                    result.accepted[name] = [GOING_ON] * accepted
+                    end += accepted - len(row.drafts)
+                is_last = end - request.num_prompt + 1 >= outputs.get(name, math.inf)
                 tokens[name] = LAST if is_last else GOING_ON
             elif request.pools:
                 pooled[name] = array("q")
-        return StepResult(tokens=tokens, pooled=pooled)
+        return result
 
 
 def _params(record: ScheduleRecord) -> SamplingParams:

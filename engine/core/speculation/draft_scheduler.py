@@ -165,8 +165,9 @@ class DraftScheduler:
         for model in self._models:
             model.record_step(seconds)
 
-    def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> None:
-        """Record how many drafts of a finished row were accepted. `taken`: tokens that the row gave.
+    def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> bool:
+        """Record how many drafts of a finished row were accepted. `taken`: tokens that the row gave. Returns
+        whether a model proposed them.
 
         Resets `num_scheduled` to `num_computed`, because rows of rejected drafts are void.
         """
@@ -179,9 +180,10 @@ class DraftScheduler:
         history = candidate.history
         if candidate.model is not None:
             candidate.model.record_verification(request, drafted, accepted)
-            return
+            return True
         history.record_verification(candidate.method, candidate.match, drafted, accepted)
         history.record_gain(accepted - drafted * self._charge)
+        return False
 
     def remember(self, request: Request) -> None:
         """Keep the answer of a request that has ended, for drafts of later ones."""
@@ -275,7 +277,7 @@ class DraftScheduler:
         added = 0
         for each, length in zip(candidates, lengths, strict=True):
             drafts = each.drafts[:length] if each.model is None else each.drafts
-            if count := self._add(plan, each.place, drafts, running):
+            if count := self.add(plan, each.place, drafts, running):
                 added += count
                 self._drafted[each.request] = each
         if added:
@@ -310,7 +312,7 @@ class DraftScheduler:
                 each.drafts, each.model, each.method = proposed, best, best.proposer.method
                 each.chance = best.chance(each.request)
 
-    def _add(self, plan: StepPlan, place: int, drafts: list[int], running: int) -> int:
+    def add(self, plan: StepPlan, place: int, drafts: list[int], running: int) -> int:
         """Add the drafts that have KV slots to a row of the plan; return their number."""
         assert plan.rows[place].request.num_pending == 1
         if self._kv_cache.states is not None:  # drafts of other requests have taken some meanwhile

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from llmbox.app.engines import engine_process as module
-from llmbox.app.engines.engine_process import PrewarmedProcess
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.engine_process import PrewarmedProcess, SupervisorOptions
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.engine.hardware import proc
 from llmbox.engine.ipc import spawn as spawning

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.engine_process import SupervisorOptions
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from support.engines import config, request, supervised
 

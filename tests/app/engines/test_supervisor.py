@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.request_journal import RequestJournal
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.engine.ipc.messages import AbortRequest, AddRequest, KeepImages, PreparedImage, RequestOutput
 from llmbox.engine.ipc.spawn import Launch
@@ -17,6 +18,7 @@ from support.engines import (
     assert_undisturbed,
     config,
     go_on,
+    is_running,
     kill,
     read,
     read_all,
@@ -45,6 +47,16 @@ async def test_a_refused_request_ends_with_the_engines_reason(tmp_path):
     async with supervised(tmp_path) as supervisor:
         _, last = await read(supervisor.submit(request(1, max_tokens=5000)))
         assert (last.finish_reason, last.error_code) == ("error", "does_not_fit")
+
+
+async def test_a_stop_whose_caller_leaves_at_once_leaves_no_process(tmp_path):
+    """Seed 22617 of the simulator: the caller of an unload left before the engine was told to end."""
+    async with supervised(tmp_path) as supervisor:
+        pid = supervisor.pid
+        stopping = asyncio.create_task(supervisor.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await until(lambda: not is_running(pid))
 
 
 async def test_cancel_frees_at_once_and_disturbs_nobody(tmp_path):

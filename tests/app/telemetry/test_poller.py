@@ -136,6 +136,34 @@ async def test_ticks_flow_only_while_somebody_looks(tmp_path):
     assert not scene.poller.is_busy or scene.gateway.requests
 
 
+async def test_fifty_watchers_have_one_poller(tmp_path):
+    """Each tick is computed once, and everybody gets that one; the last to leave ends it."""
+    scene = Scene(tmp_path)
+    polls, poll = 0, scene.poller.poll
+
+    async def noted() -> Tick:
+        nonlocal polls
+        polls += 1
+        return await poll()
+
+    scene.poller.poll = noted
+    running = asyncio.create_task(scene.poller.run())
+    feeds = [scene.events.subscribe() for _ in range(50)]
+    try:
+        async with asyncio.timeout(60):
+            first = await asyncio.gather(*(anext(feed) for feed in feeds))
+            second = await asyncio.gather(*(anext(feed) for feed in feeds))
+        assert polls in {2, 3}, "one more may be under way"
+        for events in (first, second):
+            assert all(event is events[0] for event in events)
+        assert scene.events.subscribers == 50
+        for feed in feeds:
+            await feed.aclose()
+        assert (scene.events.subscribers, scene.poller.is_busy) == (0, False)
+    finally:
+        running.cancel()
+
+
 async def test_it_ends_though_somebody_comes_as_it_is_told_to(tmp_path):
     for turns in range(9):
         scene = Scene(tmp_path)

@@ -1,16 +1,24 @@
 """What is recorded of a sequence: small, with places in place of hashes, and bounded in memory."""
 
+import random
+from contextlib import suppress
+
 import msgspec
 import pytest
 
 from llmbox.app.store.sequence_record import encode_schedule
 from llmbox.engine.core.schedule_recorder import ScheduleRecorder
+from llmbox.engine.core.speculation.draft_choice import MOST_DRAFTS
 from llmbox.engine.ipc.schedule_record import (
     ABORTED,
     MOST_BYTES,
+    MOST_DRAFTED,
+    DraftedRow,
     EngineFacts,
     ScheduleRecord,
+    decode_drafts,
     decode_schedule,
+    encode_drafts,
 )
 from support.clock import Clock
 from support.scheduling import make_request, make_scheduler, step
@@ -121,3 +129,50 @@ def test_texts_and_hashes_are_not_in_a_record():
     data = encode_schedule(told.schedule)
     assert b"secret" not in data
     assert not any(block[:4] in data for block in request.block_hashes)
+
+
+def drafted_rows(seed, count):
+    draw, rows = random.Random(seed), []
+    for _ in range(count):
+        drafted = draw.choice([1, 3, 7, 7, MOST_DRAFTED, draw.randrange(1, MOST_DRAFTED + 1)])
+        gap = draw.choice([0, 0, 0, 1, 2, 19, 20, 21, 40, draw.randrange(300)])
+        rows.append(DraftedRow(gap, drafted, drafted if draw.random() < 0.6 else draw.randrange(drafted + 1)))
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_with_drafts_are_found_again_as_far_as_they_had_room(seed):
+    rows = drafted_rows(seed, seed * 2)
+    data, is_whole = encode_drafts(rows, 1000)
+    assert is_whole
+    assert decode_drafts(data) == rows
+    for room in (0, 1, 7, 60):
+        short, is_whole = encode_drafts(rows, room)
+        found = decode_drafts(short)
+        assert len(short) <= room
+        assert found == rows[: len(found)]
+        assert is_whole == (found == rows)
+
+
+def test_an_answer_of_some_hundred_rows_with_drafts_has_room():
+    draw = random.Random(1)
+    rows = [
+        DraftedRow(draw.choice([0, 0, 1, 3]), 7, 7 if draw.random() < 0.7 else draw.randrange(8))
+        for _ in range(150)
+    ]
+    assert encode_drafts(rows, 90)[1]
+
+
+@pytest.mark.parametrize("data", [b"\x00", b"\xff" * 9, bytes(60)])
+def test_other_bytes_are_no_rows_or_some(data):
+    with suppress(ValueError):
+        assert all(row.accepted <= row.drafted <= MOST_DRAFTED for row in decode_drafts(data))
+
+
+def test_a_record_s_room_is_what_is_left_of_its_bytes():
+    assert MOST_DRAFTS <= MOST_DRAFTED
+    scheduler = make_scheduler(clock=Clock())
+    (told,) = run(scheduler, make_request("a", range(10), max_tokens=7))
+    assert 60 < told.room <= MOST_BYTES - len(encode_schedule(told))
+    full = told._replace(drafts=bytes(told.room))
+    assert MOST_BYTES - 8 < len(encode_schedule(full)) <= MOST_BYTES

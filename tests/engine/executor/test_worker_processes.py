@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.restart_policy import RestartLimits
-from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError, ParallelError
 from llmbox.engine.executor.expert_load import LoadHistory

@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 import zipfile
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -471,3 +472,34 @@ def test_adapters_are_shown_beside_a_broken_list_of_models(panel, signed_in):
         assert signed_in.get("/admin/models/adapters").status_code == 200
     finally:
         file.unlink() if before is None else file.write_bytes(before)
+
+
+def test_fifty_tabs_are_served_by_one_poller_and_leave_nothing(panel, signed_in):
+    """Each has the fragments of its page; ticks come as to one reader; no descriptor stays open."""
+    views = ["overview", "models", "activity", "memory", "requests"]
+    pid = panel.box.running.pid
+    cookie = "; ".join(f"{name}={value}" for name, value in signed_in.cookies.items())
+    before = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    limits = httpx.Limits(max_connections=None)
+    with ExitStack() as tabs:
+        browser = tabs.enter_context(
+            httpx.Client(base_url=panel.url, limits=limits, timeout=PATIENCE, headers={"Cookie": cookie})
+        )
+        streams = []
+        for number in range(50):
+            tab = tabs.enter_context(browser.stream("GET", f"/admin/live/{views[number % len(views)]}"))
+            assert tab.status_code == 200
+            streams.append(tab.iter_lines())
+        for lines in streams:
+            assert any(line.startswith("event: ") for line in lines)
+        with signed_in.stream("GET", "/admin/api/events") as feed:
+            lines = feed.iter_lines()
+            times = []
+            while len(times) < 3:
+                if next(lines) == "event: tick":
+                    times.append(json.loads(next(lines).removeprefix("data: "))["time"])
+        assert len(set(times)) == 3
+        panel.complete()  # requests are answered beside them
+    until(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) <= before + 4)
+    assert panel.box.running.pid == pid
+    assert signed_in.get("/admin").status_code == 200

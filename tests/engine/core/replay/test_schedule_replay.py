@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from llmbox.app.store.sequence_record import encode_schedule
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.replay.replayed_engine import percentiles
 from llmbox.engine.core.replay.schedule_replay import ScheduleReplay, WhatIf
 from llmbox.engine.core.replay.step_cost import LinearStepCost
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.ipc.schedule_record import DRAFTED, MOST_BYTES, decode_schedule
 from llmbox.engine.sampling_params import SamplingParams
 from support.clock import Clock
 from support.fake_runner import FakeOverlappingRunner, FakeRunner
@@ -87,7 +89,9 @@ class RecordedEngine:
         return self.records
 
 
-def play(engine, seed, *, count=60, priorities=(0,), tenants=("",), aborts=0.1, gap=0.0):
+def play(
+    engine, seed, *, count=60, priorities=(0,), tenants=("",), aborts=0.1, gap=0.0, longest=30, **params
+):
     """Random traffic: chats that go on, shared beginnings, several choices, clients that leave."""
     draw = random.Random(seed)
     shared = [[draw.randrange(1000) for _ in range(40)] for _ in range(3)]
@@ -101,7 +105,8 @@ def play(engine, seed, *, count=60, priorities=(0,), tenants=("",), aborts=0.1, 
                 prompt = draw.choice(shared)[: draw.randrange(1, 41)] + prompt[:9]
             elif kind < 0.5 and engine.answers:
                 prompt = draw.choice(list(engine.answers.values()))[:50] + prompt[:9]
-            engine.add(name, prompt, max_tokens=draw.randrange(1, 30), **options)
+            options |= params
+            engine.add(name, prompt, max_tokens=draw.randrange(1, longest), **options)
             done += 1
             if draw.random() < 0.1:
                 engine.add(f"s{done}", prompt, max_tokens=9, fork_of=name, **options)
@@ -148,6 +153,31 @@ def test_same_steps(name, depth, seed):
     assert outcome.prefix_hits == scheduler.kv_cache.prefix_hits
     assert outcome.output_tokens == scheduler.output_tokens
     assert followed.same_ends == followed.ends > 0
+
+
+@pytest.mark.parametrize("config", [{}, {"num_blocks": 24}, {"cache": False}, {"premium_share": 0.2}])
+@pytest.mark.parametrize("seed", range(3))
+def test_same_steps_with_drafts(config, seed):
+    """As many draft tokens, as many of them accepted, and the blocks that they took ahead of need."""
+    engine = RecordedEngine({"draft_rows": 9, **config})
+    records = play(
+        engine, seed, priorities=(-1, 0, 0, 3), tenants=("a", "b"), longest=36, aborts=0.05, temperature=0.0
+    )
+    stats = engine.scheduler.drafting.stats()
+    assert stats["draft_tokens"] > stats["accepted_tokens"] > 50
+    plans, followed, replay = replayed(records)
+    assert plans == engine.plans
+    outcome, scheduler = followed.outcome, engine.scheduler
+    assert outcome.evictions == scheduler.pool.evictions
+    assert outcome.preemptions == scheduler.active.preemptions
+    assert outcome.output_tokens == scheduler.output_tokens
+    assert followed.same_ends == followed.ends > 0
+    assert not any(record.flags & DRAFTED for record in records)
+    assert sum(bool(record.drafts) for record in records) > 10
+    assert max(len(encode_schedule(record)) for record in records) <= MOST_BYTES
+    again = [decode_schedule(encode_schedule(record)) for record in records]
+    assert replayed(again)[0] == plans
+    assert replay.simulate(COST).output_tokens == scheduler.output_tokens
 
 
 def test_the_traffic_of_these_tests_evicts_preempts_and_shares():
