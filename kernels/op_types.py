@@ -91,7 +91,7 @@ class Mixture:
     """[E, F]."""
     count: int
     per_token: int
-    normalised: bool
+    normalized: bool
     """True if the routing weights of the chosen experts are normalized to sum to one."""
     routing: Routing = field(default_factory=Routing)
     activation: Activation = "silu"

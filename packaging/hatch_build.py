@@ -133,8 +133,8 @@ def _copy(modules: Path) -> None:
     for package, names in KEPT.items():
         facts = json.loads((modules / package / "package.json").read_text())
         (notice,) = (modules / package).glob("LICENSE*")
-        licence = notice.read_text().strip()
-        notices.append(f"{package} {facts['version']}\n\n{licence}\n")
+        text = notice.read_text().strip()
+        notices.append(f"{package} {facts['version']}\n\n{text}\n")
         for name in names:
             target = VENDOR / Path(name).name
             shutil.copyfile(modules / package / name, target)

@@ -30,7 +30,7 @@ They are compiled at the first start of llmbox, on the machine it runs on, where
 
 def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
     """(the libraries, what to tell of those that could not be made)."""
-    compiling, prebuilt = (module(name) for name in ("compiling", "prebuilt"))
+    compiling, build = (module(name) for name in ("compiling", "build"))
     levels, timeout = wanted_levels(), compile_timeout()
     try:
         compiler = compiling.find_compiler()
@@ -39,12 +39,12 @@ def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
         return [], [WITHOUT.format(names=names, why=error)] if levels else []
     made, problems = [], []
     for level in levels:
-        path = folder / prebuilt.prebuilt_path(level).name
+        path = folder / build.prebuilt_path(level).name
         try:
             with tempfile.TemporaryDirectory(dir=folder) as room:
                 library = Path(room) / path.name
                 compiling.compile_library(compiler, level, library, LINK, timeout=timeout)
-                prebuilt.seal(library)
+                build.seal(library)
                 library.chmod(0o755)
                 library.replace(path)
         except compiling.NativeUnavailable as error:

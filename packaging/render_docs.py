@@ -66,7 +66,7 @@ def dialect_fields() -> str:
     pieces: dict[str, str] = {}
     for router in DIALECTS:
         tag = router.tags[0]
-        heading = f"| {tag}: route | honoured | without effect | 400 |\n| --- | --- | --- | --- |\n"
+        heading = f"| {tag}: route | honored | without effect | 400 |\n| --- | --- | --- | --- |\n"
         rows = (f"| {name} | {fields_of(kind)} |\n" for name, kind in rows_of(router))
         pieces[tag] = pieces.get(tag, heading) + "".join(rows)
     return "\n".join(pieces.values())

@@ -1,6 +1,6 @@
 """Output of the command line: data to stdout, messages and questions to stderr.
 
-JSON is one object with a `schema` field, never coloured. Without a terminal there are no spinners and at most
+JSON is one object with a `schema` field, never colored. Without a terminal there are no spinners and at most
 one progress line every 5 s.
 """
 
@@ -41,7 +41,7 @@ def write_lines(lines: Sequence[str]) -> None:
         return
     import subprocess
 
-    # Git's setting: colours pass, and text that fits stays on the screen.
+    # Git's setting: colors pass, and text that fits stays on the screen.
     environ = {"LESS": "FRX", **os.environ}
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # q before the end
         subprocess.run(  # noqa: S603 - the user's own pager
@@ -75,12 +75,12 @@ def is_live(stream: Any = None) -> bool:
     return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
 
 
-def has_colour(stream: Any = None) -> bool:
+def has_color(stream: Any = None) -> bool:
     return is_live(stream) and not os.environ.get("NO_COLOR")
 
 
 def bold(text: str, stream: Any = None) -> str:
-    return f"\x1b[1m{text}\x1b[0m" if has_colour(stream or sys.stdout) else text
+    return f"\x1b[1m{text}\x1b[0m" if has_color(stream or sys.stdout) else text
 
 
 def width() -> int:
@@ -94,7 +94,7 @@ def width() -> int:
 
 def print_error(error: CliError) -> None:
     """Print four lines: what failed, why, what to run next, where the log is."""
-    prefix = "\x1b[31mError:\x1b[0m" if has_colour() else "Error:"
+    prefix = "\x1b[31mError:\x1b[0m" if has_color() else "Error:"
     say(f"{prefix} {printable(error.what)}")
     for label, text in (("Why", error.why), ("Try", error.fix), ("Log", error.log)):
         if text:

@@ -13,7 +13,8 @@ from typing import Final, Protocol
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware.machine import read_cpu
-from llmbox.engine.ipc.messages import EngineStats, ModelInfo, StepWork
+from llmbox.engine.ipc.messages import EngineStats, ModelInfo
+from llmbox.engine.ipc.sequence_times import StepWork
 from llmbox.engine.planning.disaggregation import find_obstacle
 
 from ..errors import ApiError

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from llmbox.engine.ipc.messages import EngineStats, ModelInfo, StepWork
+from llmbox.engine.ipc.messages import EngineStats, ModelInfo
+from llmbox.engine.ipc.sequence_times import StepWork
 
 STALE_S: Final = 120.0
 """Seconds of refusals after which a measured time begins to count for less, down to half: a machine that was

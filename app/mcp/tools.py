@@ -241,7 +241,7 @@ TOOLS: Final[dict[str, Tool]] = {
         Tool(
             name="recommended_models",
             title="Recommended models",
-            description="List recommended models by purpose and short name, with size, licence and how each "
+            description="List recommended models by purpose and short name, with size, license and how each "
             "fits this machine. The hub is not asked.",
             arguments=NoArguments,
             run=_recommended,

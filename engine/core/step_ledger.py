@@ -13,9 +13,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..ipc.messages import StepWork
 from ..ipc.schedule_record import ScheduleRecord
-from ..ipc.sequence_times import PhaseTimes, SequenceTimes
+from ..ipc.sequence_times import PhaseTimes, SequenceTimes, StepWork
 from .microbatching import PipelineDepth
 from .schedule_recorder import ScheduleRecorder
 

@@ -34,7 +34,7 @@ class Unpacked:
     minimum_parts_NP: Tensor | None = None
 
 
-def dequantise(kind: str, raw: Tensor) -> Tensor:
+def dequantize(kind: str, raw: Tensor) -> Tensor:
     """Dequantize the bytes of whole blocks to float32 [count], in order."""
     if kind in FLOATS:
         return raw.contiguous().view(FLOATS[kind]).float()

@@ -144,7 +144,7 @@ def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
     }
 
 
-def _qwen_experts(gguf: GgufFile, config: Config, *, normalised: bool) -> Config:
+def _qwen_experts(gguf: GgufFile, config: Config, *, normalized: bool) -> Config:
     count, per_token = selected_experts(gguf)
     inner = gguf.integer("expert_feed_forward_length", config["intermediate_size"])
     found = {
@@ -152,7 +152,7 @@ def _qwen_experts(gguf: GgufFile, config: Config, *, normalised: bool) -> Config
         "num_experts_per_tok": per_token,
         "moe_intermediate_size": inner,
         "intermediate_size": config["intermediate_size"] or inner,
-        "norm_topk_prob": normalised,
+        "norm_topk_prob": normalized,
     }
     if shared := gguf.value("expert_shared_feed_forward_length"):
         found["shared_expert_intermediate_size"] = shared
@@ -160,16 +160,16 @@ def _qwen_experts(gguf: GgufFile, config: Config, *, normalised: bool) -> Config
 
 
 def qwen3_moe_fields(gguf: GgufFile, config: Config) -> Config:
-    return _window(gguf) | _qwen_experts(gguf, config, normalised=True)
+    return _window(gguf) | _qwen_experts(gguf, config, normalized=True)
 
 
 def qwen2_moe_fields(gguf: GgufFile, config: Config) -> Config:
     biases = {"qkv_bias": config["attention_bias"]}
-    return biases | _window(gguf) | _qwen_experts(gguf, config, normalised=False)
+    return biases | _window(gguf) | _qwen_experts(gguf, config, normalized=False)
 
 
 def olmoe_fields(gguf: GgufFile, config: Config) -> Config:
-    found = _qwen_experts(gguf, config, normalised=False)
+    found = _qwen_experts(gguf, config, normalized=False)
     return found | {"intermediate_size": found["moe_intermediate_size"]}
 
 
@@ -188,7 +188,7 @@ def qwen3_5_fields(gguf: GgufFile, config: Config) -> Config:
     if has_tiled_outputs(gguf):
         found["linear_values_tiled"] = True
     if gguf.value("expert_count"):
-        found |= _qwen_experts(gguf, config, normalised=True)
+        found |= _qwen_experts(gguf, config, normalized=True)
     return found
 
 

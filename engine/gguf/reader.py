@@ -256,7 +256,7 @@ class _Reader:
         if dtype not in BLOCKS:
             raise ModelError(
                 f"{self._path}: tensor {shown(name)} is {dtype}, which cannot be read; readable: "
-                f"{', '.join(BLOCKS)}: take another quantisation of the model"
+                f"{', '.join(BLOCKS)}: take another quantization of the model"
             )
         block, nbytes = BLOCKS[dtype]
         count = math.prod(shape)

@@ -15,7 +15,7 @@ from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import bytes_of, read_fully, refuse_non_finite
 from ..errors import ModelError
 from .architectures import architecture_of
-from .blocks import dequantise
+from .blocks import dequantize
 from .config import count_layers, dtype_of
 from .families import has_delta_nets, has_tiled_outputs, has_tiled_values
 from .names import NOT_NEEDED, GgufTensorPlace, places_of
@@ -185,7 +185,7 @@ class GgufTensors:
                     count = min(CHUNK_BLOCKS, blocks - start)
                     raw = torch.empty(count * block_bytes, dtype=torch.uint8)
                     read_fully(stream.readinto, bytes_of(raw), entry)
-                    out[start * block : (start + count) * block] = dequantise(entry.dtype, raw)
+                    out[start * block : (start + count) * block] = dequantize(entry.dtype, raw)
                     self._done += raw.nbytes
                     self._progress(self._done, self._total)
         except OSError as error:

@@ -12,7 +12,7 @@ from ..sampling_params import Pooling, SamplingParams
 from .block_map import BlockMap
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
 from .profile_messages import AskProfile, StepProfile
-from .sequence_times import SequenceTimes
+from .sequence_times import SequenceTimes, StepWork
 
 PrefixMissReason = Literal[
     "off",
@@ -296,22 +296,6 @@ class DraftCounts:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """Counters of steps whose results were taken: differences of two tell the time of the steps between."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    decode_rows: int = 0
-    """Rows of one token."""
-    prefill_steps: int = 0
-    """Steps with prompts, in which decoding requests wait for them."""
-    prefill_seconds: float = 0.0
-    """Time of these steps, with that of their decoding requests."""
-    prefill_tokens: int = 0
-    """Prompt tokens computed, without those found in a cache and with those computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Times of one sequence in the engine, sent once when it has ended."""
+"""Times of one sequence in the engine, sent once when it has ended, and totals of all steps."""
 
 from dataclasses import dataclass, field
 
@@ -48,3 +48,19 @@ class SequenceTimes:
     decode: PhaseTimes = field(default_factory=PhaseTimes)
     schedule: ScheduleRecord | None = None
     """None: none was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Counters of steps whose results were taken: differences of two tell the time of the steps between."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    decode_rows: int = 0
+    """Rows of one token."""
+    prefill_steps: int = 0
+    """Steps with prompts, in which decoding requests wait for them."""
+    prefill_seconds: float = 0.0
+    """Time of these steps, with that of their decoding requests."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed, without those found in a cache and with those computed again."""

@@ -105,7 +105,7 @@ class SparseMoE:
             downs,
             config.count,
             config.per_token,
-            config.normalised,
+            config.normalized,
             _routing(config, weights),
             model.activation,
             None if len(held) == config.count else held,

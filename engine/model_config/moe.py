@@ -52,7 +52,7 @@ class ExpertsConfig:
     """Number of experts that each token selects."""
     inner: int
     """Intermediate size of an expert: rows of its gate and up projections."""
-    normalised: bool
+    normalized: bool
     """True if the routing weights of the selected experts are normalized to sum to one."""
     layers: tuple[bool, ...]
     """True for each layer with experts; the others have an MLP."""
@@ -128,7 +128,7 @@ def in_all_layers(fields: Fields, layers: int, selected: tuple[int, int], **more
     count, per_token = selected
     inner = fields.integer("intermediate_size")
     return ExpertsConfig(
-        count=count, per_token=per_token, inner=inner, normalised=True, layers=(True,) * layers, **more
+        count=count, per_token=per_token, inner=inner, normalized=True, layers=(True,) * layers, **more
     )
 
 
@@ -141,7 +141,7 @@ def in_sparse_layers(
         count=count,
         per_token=per_token,
         inner=fields.integer("moe_intermediate_size"),
-        normalised=fields.flag("norm_topk_prob", default=False),
+        normalized=fields.flag("norm_topk_prob", default=False),
         layers=sparse_layers(fields, layers),
         **more,
     )
@@ -177,7 +177,7 @@ def lfm2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         count=count,
         per_token=per_token,
         inner=fields.integer("moe_intermediate_size"),
-        normalised=fields.flag("norm_topk_prob", default=True),
+        normalized=fields.flag("norm_topk_prob", default=True),
         layers=tuple(layer >= dense for layer in range(layers)),
         scoring="sigmoid",
         scale=fields.number("routed_scaling_factor", 1.0),
@@ -192,7 +192,7 @@ def olmoe_experts(fields: Fields, layers: int) -> ExpertsConfig:
         count=count,
         per_token=per_token,
         inner=fields.integer("intermediate_size"),
-        normalised=fields.flag("norm_topk_prob", default=False),
+        normalized=fields.flag("norm_topk_prob", default=False),
         layers=(True,) * layers,
     )
 
@@ -231,7 +231,7 @@ def granite_hybrid_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         count=count,
         per_token=per_token,
         inner=fields.integer("expert_intermediate_size"),
-        normalised=True,
+        normalized=True,
         layers=(True,) * layers,
         shared_inner=fields.integer("intermediate_size"),
         module="",
@@ -267,7 +267,7 @@ def ernie_experts(fields: Fields, layers: int) -> ExpertsConfig:
         count=count,
         per_token=per_token,
         inner=inner,
-        normalised=True,
+        normalized=True,
         layers=tuple(first <= layer <= last and (layer + 1) % interval == 0 for layer in range(layers)),
         shared_inner=inner * fields.integer("moe_num_shared_experts", 0),
         correction="moe_statics.e_score_correction_bias",
@@ -318,7 +318,7 @@ def deepseek_experts(fields: Fields, layers: int, **router: Any) -> ExpertsConfi
         count=count,
         per_token=per_token,
         inner=inner,
-        normalised=fields.flag("norm_topk_prob", default=True),
+        normalized=fields.flag("norm_topk_prob", default=True),
         layers=layers_after_dense(fields, layers),
         scale=fields.number("routed_scaling_factor", 1.0),
         groups=groups,

@@ -104,7 +104,7 @@ class Calibration:
             self._run_layer()
         moment_II = self._sums[name] / self._rows
         if not moment_II.isfinite().all():
-            raise ModelError(f"the rows that {name} meets are not finite: quantise without --calibrate")
+            raise ModelError(f"the rows that {name} meets are not finite: quantize without --calibrate")
         return moment_II
 
     def _record_moment(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ from ..ipc.subprocess_job import ReportProgress, run_job
 from ..model.decoder import Decoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
-from ..weights.adapter_weights import AdapterReader
-from ..weights.adapters import EMBEDDING, HEAD, AdapterLayers, unknown_module, wrong_base
+from ..weights.adapter_weights import AdapterReader, unknown_module, wrong_base
+from ..weights.adapters import EMBEDDING, HEAD, AdapterLayers
 from ..weights.expert_adapters import ExpertAdditions
 from ..weights.source import WeightRequest
 from .quantize import DISK_RESERVE, copy_side_files

@@ -103,12 +103,12 @@ def quantize(
         )
     if writing is not None and config.experts is not None:
         raise ModelError(
-            "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
+            "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantize "
             "without --calibrate"
         )
     uncommon = "recurrent layers" if config.recurrent else "layers of several sizes"
     if writing is not None and (config.recurrent or config.layer_sizes):
-        raise ModelError(f"models with {uncommon} cannot be calibrated yet: quantise without --calibrate")
+        raise ModelError(f"models with {uncommon} cannot be calibrated yet: quantize without --calibrate")
     target = None
     if isinstance(quant, CompressedTarget):
         target, quant = quant, quant.quant

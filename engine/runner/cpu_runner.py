@@ -95,7 +95,7 @@ class CPUModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Execute one step. Decoding rows come first, sorted by context: attention batches neighbours."""
+        """Execute one step. Decoding rows come first, sorted by context: attention batches neighbors."""
         if plan.adapter_loads:
             self._adapters.load(plan.adapter_loads)
         for cache in self._caches:

@@ -1,6 +1,6 @@
 """Sampling: from logits to token ids.
 
-A row's token is a function of that row's logits and its request, bit by bit: neither the neighbours in the
+A row's token is a function of that row's logits and its request, bit by bit: neither the neighbors in the
 batch nor the way a kernel splits its work can change it. `kernels/reference/sampling.py` has the meaning in
 plain torch; `Ops.draw` (C++) and `Ops.sample` (Triton) follow it. Between them only the last bit of `exp` may
 differ: it changes about one sample in ten million, and one in ten thousand of flat distributions over a whole

@@ -16,9 +16,9 @@ from torch import Tensor
 from llmbox.kernels.lora import LoraPiece, LoraSite, LoraWeights
 from llmbox.kernels.ops import PackedLinear
 
-from ..checkpoint.adapter import AdapterTarget
+from ..checkpoint.adapter import AdapterError, AdapterTarget
 from ..checkpoint.files import open_regular
-from ..checkpoint.safetensors import TensorEntry
+from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES, bytes_of, read_fully, refuse_non_finite
 from ..partition import ShardSlice
 from .source import WeightRequest
@@ -131,3 +131,19 @@ class AdapterReader:
     def _read_into(stored: Tensor, stream: FileIO, entry: TensorEntry) -> None:
         stream.seek(entry.offset)
         read_fully(stream.readinto, bytes_of(stored), entry)
+
+
+def wrong_base(name: str, entry: TensorEntry, shape: Sequence[int], expected: Sequence[int]) -> AdapterError:
+    return AdapterError(
+        f"{entry.file}: tensor {shown(entry.name)}: it adapts a {name} of {_by(shape)}, and the model's has "
+        f"{_by(expected)}: the adapter is of another base"
+    )
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def unknown_module(name: str, entry: TensorEntry) -> AdapterError:
+    where = f"{entry.file}: tensor {shown(entry.name)}"
+    return AdapterError(f"{where}: the model has no linear {name}: the adapter is of another base")

@@ -28,7 +28,15 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError
-from .adapter_weights import AdaptedLinear, AdapterReader, AdapterShare, cut, weights_of
+from .adapter_weights import (
+    AdaptedLinear,
+    AdapterReader,
+    AdapterShare,
+    cut,
+    unknown_module,
+    weights_of,
+    wrong_base,
+)
 from .expert_adapters import AdaptedExperts, ExpertStack, is_held_elsewhere
 from .source import WeightRequest
 
@@ -388,19 +396,3 @@ def _stored_name(linear: AdaptedLinear, name: str) -> str:
     """Return the name in the request of a linear for that of an adapter."""
     names = list(linear.asked.outputs)
     return next((each for each in names if plain_name(each) == name), names[0])
-
-
-def wrong_base(name: str, entry: TensorEntry, shape: Sequence[int], expected: Sequence[int]) -> AdapterError:
-    return AdapterError(
-        f"{entry.file}: tensor {shown(entry.name)}: it adapts a {name} of {_by(shape)}, and the model's has "
-        f"{_by(expected)}: the adapter is of another base"
-    )
-
-
-def _by(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def unknown_module(name: str, entry: TensorEntry) -> AdapterError:
-    where = f"{entry.file}: tensor {shown(entry.name)}"
-    return AdapterError(f"{where}: the model has no linear {name}: the adapter is of another base")

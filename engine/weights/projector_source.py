@@ -10,7 +10,7 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops
 
 from ..checkpoint.safetensors import TensorEntry
-from ..gguf.blocks import dequantise
+from ..gguf.blocks import dequantize
 from ..gguf.projector import read_projector
 from ..gguf.projector_tensors import ProjectorTensor, check_projector_tensors
 from ..gguf.tensors import half_split_rope, read_bytes
@@ -66,4 +66,4 @@ class ProjectorSource(Checkpoint):
 
     def _floats(self, name: str) -> Tensor:
         entry = self._stored[name]
-        return dequantise(entry.dtype, read_bytes(entry))
+        return dequantize(entry.dtype, read_bytes(entry))

@@ -8,27 +8,18 @@ import torch
 from torch import Tensor
 
 from ..activation import UNGATED, XIELU, Activation
-from ..lora import ExpertAdapters, LoraRows
-from ..op_types import ExpertResults, Mixture
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
 from .altup import CPUAltUp
 from .attention import CPUAttention, CPUAttentionMetadata, CPUKVCache
 from .command_buffer import CommandGraph, CommandRecorder
-from .ffi import NativeHeldExperts, NativeRouting, Step
+from .experts import ACTIVATIONS, CPUExperts
+from .ffi import Step
 from .lora import CPULora
 from .profile import CPUProfiler
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
-from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer, pointers
-
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
-"""Activation codes of native/elementwise.h."""
-
-
-def strided(rows: Tensor | None) -> tuple[int | None, int]:
-    """Return address and stride of rows that may be missing."""
-    return (None, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
+from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer
 
 
 class CPUBackend:
@@ -51,6 +42,7 @@ class CPUBackend:
         """Build `Ops`, with unquantized weights or with weights quantized as they are packed."""
         packer = Packer(self.library, self.layout, quant)
         attention = CPUAttention(self.library, self.recorder)
+        experts = CPUExperts(self.library, self.recorder)
         return Ops(
             name=f"{self.name} ({self.origin})" + ("" if quant is None else f", {quant.name} weights"),
             pack_embedding=lambda weight_VE, tied: packer.pack("tied" if tied else "table", weight_VE),
@@ -69,9 +61,9 @@ class CPUBackend:
             scale=self.scale,
             concat=self.concat,
             linear_by_head=self.linear_by_head,
-            experts=self.experts,
-            expert_results=self.expert_results,
-            combine_experts=self.combine_experts,
+            experts=experts.experts,
+            expert_results=experts.expert_results,
+            combine_experts=experts.combine_experts,
             make_kv_cache=lambda shape, _device: CPUKVCache(self.library, shape),
             plan_attention=lambda ragged, _cache, window: CPUAttentionMetadata(ragged, window),
             write_kv=attention.write_kv,
@@ -315,97 +307,6 @@ class CPUBackend:
         for head, linear in enumerate(packed):
             self._linear_to(out_THO[:, head], linear, x_THI[:, head])
         return out_THO
-
-    def experts(
-        self,
-        mixture: Mixture,
-        x_TE: Tensor,
-        logits_TX: Tensor,
-        shared_TE: Tensor | None = None,
-        gate_T1: Tensor | None = None,
-        adapters: ExpertAdapters | None = None,
-    ) -> Tensor:
-        """Run the experts; logits of router and gate are float32, as `logits` returns them."""
-        out_TE = self.recorder.result("experts", len(x_TE), x_TE.shape[1], x_TE.dtype)
-        self._experts_to(out_TE, mixture, x_TE, logits_TX, (shared_TE, gate_T1), adapters)
-        return out_TE
-
-    def expert_results(
-        self, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, adapters: ExpertAdapters | None = None
-    ) -> ExpertResults:
-        rows, (hidden, per_token) = len(x_TE), (x_TE.shape[1], mixture.per_token)
-        results = ExpertResults(
-            self.recorder.result("expert results", rows, per_token * hidden, x_TE.dtype),
-            self.recorder.result("expert shares", rows, per_token, torch.float32),
-            self.recorder.result("expert owners", rows, per_token, torch.int32),
-        )
-        self._experts_to(results.rows_TKE, mixture, x_TE, logits_TX, (None, None), adapters, results)
-        return results
-
-    def _experts_to(
-        self,
-        out: Tensor,
-        mixture: Mixture,
-        x_TE: Tensor,
-        logits_TX: Tensor,
-        shared: tuple[Tensor | None, Tensor | None],
-        adapters: ExpertAdapters | None,
-        results: ExpertResults | None = None,
-    ) -> None:
-        shared_TE, _ = shared
-        assert logits_TX.dtype == torch.float32
-        assert shared_TE is None or (shared_TE.dtype == x_TE.dtype and shared_TE.stride(1) == 1)
-        assert logits_TX.stride(1) == x_TE.stride(1) == 1
-        assert results is None or mixture.owners is not None
-        here = NativeHeldExperts.of(mixture, None if results is None else mixture.owners)
-        op = self.library.llmbox_experts_op(
-            DTYPES[x_TE.dtype],
-            mixture.gate_ups[0].quant is not None,
-            mixture.count,
-            here,
-            len(mixture.here),
-            pointer(mixture.load_X),
-            pointers(mixture.gate_ups),
-            pointers(mixture.downs),
-            *strided(x_TE),
-            *strided(logits_TX),
-            mixture.per_token,
-            mixture.normalised,
-            NativeRouting.of(mixture.routing),
-            ACTIVATIONS[mixture.activation],
-            *(each for tensor in shared for each in strided(tensor)),
-            *strided(out),
-            None if adapters is None else adapters.gate_ups.addresses.buffer_info()[0],
-            None if adapters is None else adapters.downs.addresses.buffer_info()[0],
-            None if results is None else results.shares_TK.data_ptr(),
-            None if results is None else results.owners_TK.data_ptr(),
-        )
-        step = Step(rows=len(x_TE))
-        if adapters is not None:
-            assert isinstance(adapters.rows, LoraRows)
-            step.use_adapters(adapters.rows)
-        self.recorder.submit(op, step, mixture, here.kept, x_TE, logits_TX, shared, out, adapters, results)
-
-    def combine_experts(
-        self, results: ExpertResults | None, shared_TE: Tensor | None = None, gate_T1: Tensor | None = None
-    ) -> Tensor:
-        rows, shares = (None, None) if results is None else (results.rows_TKE, results.shares_TK)
-        like = shared_TE if rows is None else rows
-        assert like is not None
-        per_token = 0 if shares is None else shares.shape[1]
-        out_TE = self.recorder.result("experts", len(like), like.shape[1] // max(1, per_token), like.dtype)
-        op = self.library.llmbox_combine_op(
-            DTYPES[like.dtype],
-            pointer(rows),
-            pointer(shares),
-            per_token,
-            out_TE.shape[1],
-            *strided(shared_TE),
-            *strided(gate_T1),
-            *strided(out_TE),
-        )
-        self.recorder.submit(op, Step(rows=len(like)), results, shared_TE, gate_T1, out_TE)
-        return out_TE
 
     def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> CommandGraph:
         return CommandGraph(self.recorder, body)

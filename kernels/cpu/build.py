@@ -1,10 +1,12 @@
-"""Compile the kernels once and keep the library in the cache. Torch-free, as `doctor` uses it.
+"""Kernel libraries: prebuilt ones of the wheel, and those that are compiled once and kept in the cache.
 
-The file name has a digest of all inputs (sources, flags, compiler), and the file ends with a digest of its
-content: another version is another file, and a damaged one is noticed and built again.
+Torch-free, as `doctor` uses it. `packaging/kernel_libraries.py` makes the prebuilt ones. A file's name has a
+digest of its inputs (sources and flags; in the cache the compiler too), and the file ends with one of its
+content: one of other sources is never loaded, and a damaged one is noticed.
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -25,11 +27,12 @@ from .compiling import (
     find_compiler,
 )
 from .isa import Level, cache_folder, usable_levels
-from .prebuilt import is_sealed, prebuilt_path, seal
 
 log = logging.getLogger(__name__)
 
 UNFINISHED = "unfinished-"
+DIGEST_BYTES = 32
+FOLDER = Path(__file__).parent / "prebuilt"
 compile_progress: ContextVar[Progress] = ContextVar("compile_progress", default=lambda _done, _total: None)
 """Progress callback of a compile, whoever asked for the kernels."""
 
@@ -137,3 +140,36 @@ def locked(path: Path) -> Iterator[None]:
             compile_progress.get()(0, 0)
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+def seal(path: Path) -> None:
+    body = path.read_bytes()
+    path.write_bytes(body + hashlib.sha256(body).digest())
+
+
+def is_sealed(path: Path) -> bool:
+    """Return whether the file exists and is undamaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
+
+
+def prebuilt_path(level: Level) -> Path:
+    """Return the path of the library of these sources."""
+    return FOLDER / f"{level.name}-{digest_sources(*FLAGS, *level.flags)}.so"
+
+
+def find_prebuilt(level: Level) -> tuple[Path | None, str]:
+    """Return (prebuilt library for `level` or None, reason why it cannot be used).
+
+    Owner and mode are not checked: whoever could replace the file could replace the Python code beside it.
+    """
+    path = prebuilt_path(level)
+    if is_sealed(path):
+        return path, ""
+    if path.exists():
+        return None, f"the prebuilt library {path} is damaged"
+    others = [*FOLDER.glob(f"{level.name}-{'?' * DIGITS}.so")]
+    return None, f"the prebuilt library {others[0]} is of other sources" if others else ""

@@ -6,11 +6,10 @@ from functools import cache
 from itertools import pairwise
 
 from .backend import CPUBackend
-from .build import library_path, native_expected
+from .build import find_prebuilt, library_path, native_expected
 from .compiling import NativeUnavailable, find_compiler, layout
 from .ffi import DeniedInstructions, open_library
 from .isa import Level, usable_levels
-from .prebuilt import find_prebuilt
 
 log = logging.getLogger(__name__)
 

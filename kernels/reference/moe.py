@@ -17,7 +17,7 @@ LEAST_TOTAL = 1e-20
 
 
 def route(
-    logits_TX: Tensor, per_token: int, normalised: bool, routing: Routing = PLAIN
+    logits_TX: Tensor, per_token: int, normalized: bool, routing: Routing = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Route rows to the top-K experts: ids [T, K] int64 and their weights [T, K] float32.
 
@@ -35,7 +35,7 @@ def route(
         chosen_by_TX = in_best_groups(chosen_by_TX, routing)
     experts_TK = best(chosen_by_TX, per_token)
     shares_TK = scores_TX.gather(1, experts_TK)
-    if normalised:
+    if normalized:
         shares_TK = shares_TK / (shares_TK.sum(1, keepdim=True) + LEAST_TOTAL)
     if routing.factors_X is not None:
         shares_TK = shares_TK * routing.factors_X[experts_TK]
@@ -163,7 +163,7 @@ class ExpertLayer:
 
 def _chosen(mixture: Mixture, logits_TX: Tensor) -> tuple[Tensor, Tensor]:
     """Route the rows, and count those of each expert."""
-    experts_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
+    experts_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalized, mixture.routing)
     if mixture.load_X is not None:
         mixture.load_X.add_(torch.bincount(experts_TK.flatten(), minlength=mixture.count))
     return experts_TK, shares_TK

@@ -4,8 +4,8 @@
     python -P tests/bench/asgi_servers.py [--rounds 5] [--streams 64] [--events 400] [--only NAME,NAME]
 
 One process serves a bare ASGI application, another one is the client. Rounds are interleaved over the
-servers, so that a noisy neighbour hits all of them; every figure is given with its spread, and speed also as
-CPU time of the server, which the neighbours move less.
+servers, so that a noisy neighbor hits all of them; every figure is given with its spread, and speed also as
+CPU time of the server, which the neighbors move less.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""llama.cpp's quantiser, from its own library: what it makes of a weight, and of which weights.
+"""llama.cpp's quantizer, from its own library: what it makes of a weight, and of which weights.
 
 The bytes never leave memory: a weight is rounded by `ggml_quantize_chunk` and made float32 again by
 its type's `to_float`.

@@ -110,7 +110,7 @@ def test_wrong_questions_get_named_errors(box: Box):
         ("requests?modle=x", "'modle'.*It takes before, errors, key, limit, model, since, status"),
         ("requests?request=x", "'request'"),
         ("models?x=1", "'x'.*It takes none"),
-        ("telemetry?series=cpu,gpu0.colour", "gpu0.colour"),
+        ("telemetry?series=cpu,gpu0.color", "gpu0.color"),
         ("logs?level=loud", "debug, info"),
     ):
         with pytest.raises(ApiRefusal, match=words):

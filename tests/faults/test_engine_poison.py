@@ -1,4 +1,4 @@
-"""A request that brings the engine down fails alone; its neighbours get their undisturbed tokens."""
+"""A request that brings the engine down fails alone; its neighbors get their undisturbed tokens."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Pulls that are killed, and deletions and loads that cross them: resumed, serialised, never ready early."""
+"""Pulls that are killed, and deletions and loads that cross them: resumed, serialized, never ready early."""
 
 import os
 import random

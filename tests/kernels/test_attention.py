@@ -210,7 +210,7 @@ def test_a_broken_token_spoils_the_heads_that_see_it(ops: Ops, kv_dtype: torch.d
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
-def test_a_decoding_row_does_not_depend_on_its_neighbours(ops: Ops, kv_dtype: torch.dtype) -> None:
+def test_a_decoding_row_does_not_depend_on_its_neighbors(ops: Ops, kv_dtype: torch.dtype) -> None:
     together = Step(ops, [(past, 1) for past in (9, 30, 31, 5, 63, 200)], kv_dtype=kv_dtype)
     rows = together.run()
     for n, (past, _) in enumerate(together.sequences):

@@ -20,17 +20,17 @@ SHAPES = [(1, 32, 24, 4, 1), (7, 72, 40, 8, 3), (40, 130, 66, 5, 5), (260, 64, 3
 
 
 def mixture_of(
-    ops: Ops, hidden: int, inner: int, count: int, chosen: int, dtype: torch.dtype, *, normalised: bool = True
+    ops: Ops, hidden: int, inner: int, count: int, chosen: int, dtype: torch.dtype, *, normalized: bool = True
 ) -> Mixture:
     gate_ups = [torch.randn(2 * inner, hidden) / hidden**0.5 for _ in range(count)]
     downs = [torch.randn(hidden, inner) / inner**0.5 for _ in range(count)]
     pack = lambda weights: [ops.pack_linear(weight.to(dtype), None) for weight in weights]  # noqa: E731
-    return Mixture(pack(gate_ups), pack(downs), count, chosen, normalised)
+    return Mixture(pack(gate_ups), pack(downs), count, chosen, normalized)
 
 
 def by_linears(ops: Ops, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
     """[T, K, E] of each row alone through its experts."""
-    chosen_TK, _ = route(logits_TX, mixture.per_token, mixture.normalised)
+    chosen_TK, _ = route(logits_TX, mixture.per_token, mixture.normalized)
     rows = []
     for row, experts in enumerate(chosen_TK.tolist()):
         for expert in experts:
@@ -39,13 +39,13 @@ def by_linears(ops: Ops, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> T
     return torch.stack(rows).view(*chosen_TK.shape, -1)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_shares(normalised: bool) -> None:
+@pytest.mark.parametrize("normalized", [False, True])
+def test_shares(normalized: bool) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
-    chosen, shares = route(logits, 2, normalised)
+    chosen, shares = route(logits, 2, normalized)
     assert chosen.tolist() == [[1, 3], [0, 1]], "of equal ones the lower number"
     expected = logits.softmax(1).gather(1, chosen)
-    torch.testing.assert_close(shares, expected / expected.sum(1, keepdim=True) if normalised else expected)
+    torch.testing.assert_close(shares, expected / expected.sum(1, keepdim=True) if normalized else expected)
 
 
 CORRECTION = torch.tensor([0.0, 0.4, 0.0, -0.2, 0.0, 0.1, 0.0, 0.9])
@@ -69,23 +69,23 @@ def test_sparsely_chosen_experts_are_weighed_among_those_near_the_best() -> None
     torch.testing.assert_close(shares, torch.stack([first, torch.tensor(1.0)]).view(1, 2))
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_groups_and_corrections_choose_but_do_not_weigh(normalised: bool) -> None:
+@pytest.mark.parametrize("normalized", [False, True])
+def test_groups_and_corrections_choose_but_do_not_weigh(normalized: bool) -> None:
     logits = torch.tensor([[2.0, -1.0, 0.0, 1.9, 0.5, 0.4, -3.0, -3.0]])
     routing = Routing(scoring="sigmoid", groups=4, top_groups=2, group_best=2, correction_X=CORRECTION)
-    chosen, shares = route(logits, 3, normalised, routing)
+    chosen, shares = route(logits, 3, normalized, routing)
     scores = logits[0].sigmoid()
     # Sums of pairs: 0.88 + 0.67, 0.5 + 0.67, 0.62 + 0.70, 0.05 + 0.95: the first and the third.
     assert chosen.tolist() == [[0, 5, 1]]
-    expected = scores[chosen[0]] / (scores[chosen[0]].sum() if normalised else 1)
+    expected = scores[chosen[0]] / (scores[chosen[0]].sum() if normalized else 1)
     torch.testing.assert_close(shares[0], expected)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
 def test_is_what_plain_torch_gives(
-    ops: Ops, normalised: bool, routing: Routing, activation: Activation
+    ops: Ops, normalized: bool, routing: Routing, activation: Activation
 ) -> None:
     """With biases of experts and a shared expert."""
     gates = 48 if activation == "relu2" else 96
@@ -98,7 +98,7 @@ def test_is_what_plain_torch_gives(
             [ops.pack_linear(w.clone(), b.clone()) for w, b in zip(ws, bs, strict=True)]
             for ws, bs in zip(weights, biases, strict=True)
         ]
-        mixture = Mixture(*linears, 8, 3, normalised, routing, activation)
+        mixture = Mixture(*linears, 8, 3, normalized, routing, activation)
         alone = ops.experts(mixture, x, logits, shared).clone()
         return torch.stack((alone, ops.experts(mixture, x, logits, shared, gate)))
 
@@ -106,15 +106,15 @@ def test_is_what_plain_torch_gives(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_is_the_sum_of_its_linears(
-    ops: Ops, dtype: torch.dtype, normalised: bool, shape: tuple[int, ...]
+    ops: Ops, dtype: torch.dtype, normalized: bool, shape: tuple[int, ...]
 ) -> None:
     rows, hidden, inner, count, chosen = shape
-    mixture = mixture_of(ops, hidden, inner, count, chosen, dtype, normalised=normalised)
+    mixture = mixture_of(ops, hidden, inner, count, chosen, dtype, normalized=normalized)
     x, logits = torch.randn(rows, hidden).to(dtype), torch.randn(rows, count)
-    _, shares = route(logits, chosen, normalised)
+    _, shares = route(logits, chosen, normalized)
     got = ops.experts(mixture, x, logits)
     expected = weigh(by_linears(ops, mixture, x, logits).float(), shares)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -124,7 +124,7 @@ def test_is_the_sum_of_its_linears(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_choice_has_the_bits_of_the_linears(ops: Ops, dtype: torch.dtype) -> None:
     if not ops.row_invariant:
-        pytest.skip("a row's bits hang on its neighbours in these kernels")
+        pytest.skip("a row's bits hang on its neighbors in these kernels")
     mixture = mixture_of(ops, 100, 70, 6, 1, dtype)
     x, logits = torch.randn(50, 100).to(dtype), torch.randn(50, 6)
     assert torch.equal(ops.experts(mixture, x, logits), by_linears(ops, mixture, x, logits)[:, 0])
@@ -133,7 +133,7 @@ def test_one_choice_has_the_bits_of_the_linears(ops: Ops, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_the_others(ops: Ops, dtype: torch.dtype) -> None:
     if not ops.row_invariant:
-        pytest.skip("a row's bits hang on its neighbours in these kernels")
+        pytest.skip("a row's bits hang on its neighbors in these kernels")
     mixture = mixture_of(ops, 130, 66, 8, 3, dtype)
     x, logits = torch.randn(300, 130).to(dtype), torch.randn(300, 8)
     logits[:, 2] += 3  # one expert that nearly all choose
@@ -192,7 +192,7 @@ def test_a_row_of_a_rank_with_some_experts_does_not_depend_on_the_others(
     ops: Ops, dtype: torch.dtype
 ) -> None:
     if not ops.row_invariant:
-        pytest.skip("a row's bits hang on its neighbours in these kernels")
+        pytest.skip("a row's bits hang on its neighbors in these kernels")
     mixture = split(mixture_of(ops, 130, 66, 8, 3, dtype), range(2, 5))
     x, logits = torch.randn(100, 130).to(dtype), torch.randn(100, 8)
     logits[50:70, 5:] += 20  # rows that choose nothing of what is here

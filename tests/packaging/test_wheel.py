@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.kernels.cpu.build import prebuilt_path
 from llmbox.kernels.cpu.compiling import find_compiler
 from llmbox.kernels.cpu.isa import LEVELS
-from llmbox.kernels.cpu.prebuilt import prebuilt_path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("app", "engine", "kernels", "ui", "migrations")

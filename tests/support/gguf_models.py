@@ -212,7 +212,7 @@ def named(model: Path, config: dict[str, Any], arch: str) -> Iterator[tuple[str,
 
 
 def side_by_side(array: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter of Llama does: of each head what rotates together becomes neighbours."""
+    """As llama.cpp's converter of Llama does: of each head what rotates together becomes neighbors."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 

@@ -70,7 +70,7 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
     accent, primary = color("accent"), color("primary")
     if theme.name not in {each.name for each in OWN} and _distance(accent, color("warning")) < 40:
         accent = color("secondary")  # some themes have one color for both
-    grey, rule = back.blend(text, 0.6), back.blend(text, 0.2)
+    gray, rule = back.blend(text, 0.6), back.blend(text, 0.2)
 
     def on_ground(fore: Color, *, bold: bool = False, ground: Color = back) -> Style:
         return Style(color=fore.rich_color, bgcolor=ground.rich_color, bold=bold)
@@ -79,14 +79,14 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
         "": on_ground(text),
         "title": on_ground(text, bold=True),
         "strong": on_ground(text, bold=True),
-        "muted": on_ground(grey),
+        "muted": on_ground(gray),
         "rule": on_ground(rule),
         "good": on_ground(color("success")),
         "warn": on_ground(color("warning")),
         "bad": on_ground(color("error"), bold=True),
         "accent": on_ground(primary),
         "selected": on_ground(text, bold=True, ground=color("panel")),
-        "header": on_ground(grey, bold=True),
+        "header": on_ground(gray, bold=True),
         "kv": on_ground(accent),
         "cached": on_ground(back.blend(accent, 0.5)),
         "kvfree": on_ground(back.blend(accent, 0.22)),
@@ -99,7 +99,7 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
     return {
         name: style
         if name == "tab"
-        else on_ground(rule if name == "rule" else grey, ground=Color.from_rich_color(style.bgcolor))
+        else on_ground(rule if name == "rule" else gray, ground=Color.from_rich_color(style.bgcolor))
         for name, style in made.items()
     }
 

@@ -141,7 +141,7 @@ def quantize(
     if threads is not None:
         arguments += ["--threads", str(threads)]
     module = "llmbox.engine.quantize.quantize"
-    report = run_job(program, module, arguments, failed="not quantised", words=_words)
+    report = run_job(program, module, arguments, failed="not quantized", words=_words)
     if as_json:
         output.write_json("quantize", {"model": ref.name, "out": str(target), **report})
     else:

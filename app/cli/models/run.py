@@ -235,7 +235,7 @@ class _Thoughts:
         self.seen = True
         if output.is_live():
             self._shown = True
-            sys.stderr.write(f"\x1b[2m{piece}\x1b[0m" if output.has_colour() else piece)
+            sys.stderr.write(f"\x1b[2m{piece}\x1b[0m" if output.has_color() else piece)
             sys.stderr.flush()
 
     def end(self) -> None:

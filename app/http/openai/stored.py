@@ -102,7 +102,7 @@ class Store:
         previous: str = "",
     ) -> "Store | None":
         """Return the slot; None where `body` does not ask for storage. Raises ApiError 400 where it cannot be
-        honoured.
+        honored.
         """
         if not body.store:
             return None

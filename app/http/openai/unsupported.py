@@ -64,7 +64,7 @@ _REASONS = {
 
 
 def refuse_unsupported(request: msgspec.Struct, inside: str = "") -> None:
-    """Refuse the first field that this build cannot honour. Raises ApiError 400 with `param`.
+    """Refuse the first field that this build cannot honor. Raises ApiError 400 with `param`.
 
     `inside`: of the field that holds `request`, with a dot at its end.
     """

@@ -193,7 +193,7 @@ def _sequence(*first: Any, use_regex: bool) -> Any:
 
 
 def _of_pieces(words: _Words) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer: neighbours merge to the best scored piece, or in the order of the
+    """Build a SentencePiece BPE tokenizer: neighbors merge to the best scored piece, or in the order of the
     file's merges; characters without a piece are spelt in bytes.
     """
     if words.kind == "gemma4":

@@ -149,7 +149,7 @@ class RowPrices:
         return table
 
     def _levels(self, requests: int, rows: Sequence[int]) -> list[float]:
-        """Return the levels of steps with so many rows: between neighbours that are known, or beyond the last
+        """Return the levels of steps with so many rows: between neighbors that are known, or beyond the last
         one at the assumed price of a row.
         """
 

@@ -169,7 +169,7 @@ def gemma4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         count=count,
         per_token=per_token,
         inner=fields.integer("moe_intermediate_size"),
-        normalised=True,
+        normalized=True,
         layers=(True,) * layers,
         shared_inner=fields.integer("intermediate_size"),
         module="",

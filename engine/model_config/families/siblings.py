@@ -156,7 +156,7 @@ def hunyuan_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
         count=count,
         per_token=per_token,
         inner=inner,
-        normalised=True,
+        normalized=True,
         layers=(True,) * layers,
         shared_inner=inner,
         router="gate.wg",

@@ -215,7 +215,7 @@ def launch(
         CAPPED=powers.cap is not None,
         SINKS=powers.sinks_H is not None,
         SPANS=spans_N is not None,
-        QUANTISED=conversion_mode(cache, q_THD.dtype),
+        QuantizED=conversion_mode(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         **result.constants(head_dim),
         num_warps=tile.warps,
@@ -272,7 +272,7 @@ def attention_kernel(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     SPANS: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    QuantizED: tl.constexpr,
     PRECISION: tl.constexpr,
     EIGHT: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -360,7 +360,7 @@ def attention_kernel(
             acc_b, top_b, total_b = attend(
                 q_tile, q_tail, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
                 from_key, from_key, to_key, row_position, oldest, scale, cap, page_stride, kv_heads * PAGE, d,
-                ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
+                ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, QuantizED, PRECISION,
             )  # fmt: skip
             acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
     else:
@@ -376,7 +376,7 @@ def attention_kernel(
         acc, top, total = attend(
             q_tile, q_tail, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
             from_key, plain, to_key, row_position, oldest, scale, cap, page_stride, kv_heads * PAGE, d,
-            ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
+            ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, QuantizED, PRECISION,
         )  # fmt: skip
 
     stored = real[:, None] & real_d[None, :]

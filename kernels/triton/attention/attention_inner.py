@@ -11,7 +11,7 @@ from .softcap import tanh
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)
-"""Value of QUANTISED for conversion in two steps: see `conversion_mode`."""
+"""Value of QuantizED for conversion in two steps: see `conversion_mode`."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def attend(
     TAIL_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    QuantizED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Return the sum of exp2(score - top) v, top, and the sum of exp2(score - top), over keys from_key ..
@@ -58,13 +58,13 @@ def attend(
         acc, top, total = step(
             acc, top, total, q_tile, q_tail, k, v, k_scale, v_scale, table, start, to_key, row_position,
             oldest, scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD,
-            False, WINDOW, CAPPED, QUANTISED, PRECISION,
+            False, WINDOW, CAPPED, QuantizED, PRECISION,
         )  # fmt: skip
     for start in range(plain, to_key, COLUMNS):
         acc, top, total = step(
             acc, top, total, q_tile, q_tail, k, v, k_scale, v_scale, table, start, to_key, row_position,
             oldest, scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD,
-            True, WINDOW, CAPPED, QUANTISED, PRECISION,
+            True, WINDOW, CAPPED, QuantizED, PRECISION,
         )  # fmt: skip
     return acc, top, total
 
@@ -99,7 +99,7 @@ def step(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    QuantizED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Add one tile of keys to the online softmax: rescale the sums to the new maximum, then add exp2(score -
@@ -122,7 +122,7 @@ def step(
     if TAIL == 0:
         v_tile = load_tile(v + place, real, d, MASKED, D, D_PAD)
 
-    k_tile = convert_tile(k_tile, q_tile.dtype, QUANTISED)
+    k_tile = convert_tile(k_tile, q_tile.dtype, QuantizED)
     score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if TAIL:
         t = tl.arange(0, TAIL_PAD)
@@ -130,9 +130,9 @@ def step(
         if MASKED:
             in_tail = in_tail & real[:, None]
         tail = tl.load(k + first[:, None] + (D + t)[None, :], mask=in_tail, other=0.0)
-        tail = convert_tile(tail, q_tile.dtype, QUANTISED)
+        tail = convert_tile(tail, q_tile.dtype, QuantizED)
         score = tl.dot(q_tail, tl.trans(tail), score, input_precision=PRECISION)
-    if QUANTISED:
+    if QuantizED:
         scale_place = page * scale_stride + key % PAGE
         if MASKED:
             k_scales = tl.load(k_scale + scale_place, mask=real, other=0.0)
@@ -153,9 +153,9 @@ def step(
 
     new_top, weight, keep = weigh(score, top)
     total = total * keep + tl.sum(weight, 1)
-    if QUANTISED:
+    if QuantizED:
         weight = weight * v_scales[None, :]
-    v_tile = convert_tile(v_tile, q_tile.dtype, QUANTISED)
+    v_tile = convert_tile(v_tile, q_tile.dtype, QuantizED)
     acc = tl.dot(weight.to(q_tile.dtype), v_tile, acc * keep[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
@@ -188,9 +188,9 @@ def load_tile(
 
 
 @triton.jit
-def convert_tile(tile: tl.tensor, dtype: tl.constexpr, QUANTISED: tl.constexpr) -> tl.tensor:
+def convert_tile(tile: tl.tensor, dtype: tl.constexpr, QuantizED: tl.constexpr) -> tl.tensor:
     """Convert a tile of the cache to the dtype of the queries."""
-    if QUANTISED == BY_FLOAT32:
+    if QuantizED == BY_FLOAT32:
         tile = tile.to(tl.float32)
     return tile.to(dtype)
 

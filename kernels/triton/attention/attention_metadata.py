@@ -51,7 +51,7 @@ def plan_attention(
     longest = ragged.block_tables_NB.shape[1] * ragged.block_size
     sdpa = window is None and not fixed and ragged.spans_N is None
     sdpa = sdpa and all_are_long(ragged.query_lens[decoding:], sdpa_from)
-    return TritonAttentionMetadata(ragged, window, decoding, longest, fixed, sdpa and not cache.quantised)
+    return TritonAttentionMetadata(ragged, window, decoding, longest, fixed, sdpa and not cache.quantized)
 
 
 def num_splits(plan: TritonAttentionMetadata, kv_heads: int, device: torch.device) -> int:

@@ -38,11 +38,11 @@ class TritonKVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        pairs = [(self.k, self.v), (self.k_scale, self.v_scale)] if self.quantised else [(self.k, self.v)]
+        pairs = [(self.k, self.v), (self.k_scale, self.v_scale)] if self.quantized else [(self.k, self.v)]
         return [tensor for pair in pairs for tensor in (pair[:1] if self.latent else pair)]
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return self.k.dtype in LARGEST
 
 
@@ -56,7 +56,7 @@ def conversion_mode(cache: TritonKVCache, dtype: torch.dtype) -> int:
     """
     if cache.k.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16:
         return BY_FLOAT32 if tiles.capability(cache.k.device) == (8, 9) else 1
-    return int(cache.quantised)
+    return int(cache.quantized)
 
 
 def make_kv_cache(shape: KVShape, device: torch.device) -> TritonKVCache:

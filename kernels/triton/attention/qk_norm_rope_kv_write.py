@@ -56,7 +56,7 @@ def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
             out, out, out, cos_TD, sin_TD, x_TnD, out, cos_TD, sin_TD, out, x_TnD.stride(0),
             cos_TD.stride(0), 0.0, heads, heads, heads, 1, 0, D=head_dim,
             HALF_PAD=power_of_two(head_dim // 2), HEADS=at_once, PAGE=1, NORM=False, ROTATE=True, WRITE=False,
-            QUANTISE=False, LARGEST=1.0, num_warps=warps_for(head_dim, at_once),
+            QuantizE=False, LARGEST=1.0, num_warps=warps_for(head_dim, at_once),
         )  # fmt: skip
     return out
 
@@ -110,7 +110,7 @@ def run(
         NORM=norm_nD is not None,
         ROTATE=angles is not None,
         WRITE=True,
-        QUANTISE=cache.quantised,
+        QuantizE=cache.quantized,
         LARGEST=LARGEST.get(cache.k.dtype, 1.0),
         num_warps=warps_for(head_dim, at_once),
     )
@@ -143,7 +143,7 @@ def heads_kernel(
     NORM: tl.constexpr,
     ROTATE: tl.constexpr,
     WRITE: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    QuantizE: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
     """Norm (NORM), rotate (ROTATE) and store HEADS heads of one row, in two halves.
@@ -195,7 +195,7 @@ def heads_kernel(
             block = (slot // PAGE).to(tl.int64)
             is_kv, is_key = (head >= query_heads) & (head < heads), head < first_value
             token = tl.where(is_key, head - first_key, head - first_value) * PAGE + slot % PAGE
-            if QUANTISE:
+            if QuantizE:
                 low_f = low.to(tl.float32)
                 high_f = high.to(tl.float32)
                 most = tl.max(tl.maximum(magnitude(low_f), magnitude(high_f)), 1)

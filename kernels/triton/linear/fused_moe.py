@@ -242,7 +242,7 @@ def experts(
     fixed: bool = False,
 ) -> Tensor:
     """Implement `Ops.experts`. `fixed`: a row's bits never depend on its neighbors."""
-    chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised, mixture.routing)
+    chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalized, mixture.routing)
     here, count = mixture.here, mixture.count
     if mixture.held is not None:  # neighbors; rows of experts that are not here come last
         chosen_TK = chosen_TK - here[0]

@@ -40,13 +40,13 @@ def test_json_is_one_line_with_a_schema(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colour_can_be_refused(monkeypatch: pytest.MonkeyPatch, variable: str, value: str):
+def test_color_can_be_refused(monkeypatch: pytest.MonkeyPatch, variable: str, value: str):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert output.has_colour(Terminal())
+    assert output.has_color(Terminal())
     monkeypatch.setenv(variable, value)
-    assert not output.has_colour(Terminal())
-    assert not output.has_colour(io.StringIO())
+    assert not output.has_color(Terminal())
+    assert not output.has_color(io.StringIO())
 
 
 def test_progress_without_a_terminal_is_one_line_in_five_seconds(

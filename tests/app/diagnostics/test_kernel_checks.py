@@ -6,9 +6,9 @@ import pytest
 
 from llmbox.app.diagnostics.checks import Finding, check_kernels
 from llmbox.app.lifecycle.program import Program
-from llmbox.kernels.cpu import compiling, prebuilt
+from llmbox.kernels.cpu import build, compiling
+from llmbox.kernels.cpu.build import seal
 from llmbox.kernels.cpu.isa import KERNEL_CACHE, usable_levels
-from llmbox.kernels.cpu.prebuilt import seal
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.support import BEST_CPU, TRITON, known_kernels
 
@@ -18,7 +18,7 @@ BEST, LEAST = usable_levels()[0], usable_levels()[-1]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of prebuilt libraries; the cache is empty."""
-    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
     monkeypatch.setenv(KERNEL_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))  # where they go without a cache
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def bring(level):
-    path = prebuilt.prebuilt_path(level)
+    path = build.prebuilt_path(level)
     path.write_bytes(b"code")
     seal(path)
     return path

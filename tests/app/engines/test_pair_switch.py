@@ -8,7 +8,8 @@ from llmbox.app.engines.pair_switch import HOLD_S, WAIT_S, WINDOW_S, PairJudge
 from llmbox.app.engines.step_times import Interference
 from llmbox.app.errors import ApiError
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.ipc.messages import EngineStats, StepWork
+from llmbox.engine.ipc.messages import EngineStats
+from llmbox.engine.ipc.sequence_times import StepWork
 from support.clock import Clock
 from support.engines import assert_undisturbed, config, request, supervised, until
 from support.fake_engine import write_model

@@ -94,7 +94,7 @@ def test_one_that_left_stays_on_trial_until_the_engine_confirms():
 
 
 def test_one_that_left_counts_as_present():
-    """The neighbour must not look as if it had been alone."""
+    """The neighbor must not look as if it had been alone."""
     trial = PoisonDetector()
     trial.record_crash(["poison", "a"])
     trial.client_left("poison")

@@ -8,7 +8,8 @@ import pytest
 
 from llmbox.app.config.entries import LatencyTarget
 from llmbox.app.engines.queue_model import ForecastError, QueueModel
-from llmbox.engine.ipc.messages import AddRequest, EngineStats, StepWork
+from llmbox.engine.ipc.messages import AddRequest, EngineStats
+from llmbox.engine.ipc.sequence_times import StepWork
 from llmbox.engine.sampling_params import SamplingParams
 from support.clock import Clock
 from support.scheduling import INFO, FakeEngine, unique_prompt

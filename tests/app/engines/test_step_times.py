@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from llmbox.app.engines.step_times import Interference, MeasuredSteps, StepCurve, recommend_pair
-from llmbox.engine.ipc.messages import EngineStats, StepWork
+from llmbox.engine.ipc.messages import EngineStats
+from llmbox.engine.ipc.sequence_times import StepWork
 from support.clock import Clock
 from support.scheduling import INFO as SCHEDULED
 

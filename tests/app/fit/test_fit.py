@@ -230,7 +230,7 @@ def test_a_mixture_larger_than_the_gpu_is_proposed_for_main_memory(hub: StubHub,
     assert not any(each.startswith("--device cpu") for each in verdict(big(hub), roomy).remedies), "is dense"
 
 
-def test_quantised_weights_are_read_faster(hub: StubHub):
+def test_quantized_weights_are_read_faster(hub: StubHub):
     found = big(hub)
     plain, packed = verdict(found, gpus(2), tp=2), verdict(found, gpus(1), quant="int4")
     assert plain.speed is not None

@@ -65,7 +65,7 @@ def test_writers_at_once_lose_nothing(registry: Registry):
 @pytest.mark.parametrize(
     "text",
     ["temperature", "temperature=", "temperature=hot", "temperature=nan", "temperature=2.1", "ctx=1.5",
-     "ctx=1", "top_k=-1", "colour=red", "system=", "system=" + "x" * (SYSTEM_LIMIT + 1)],
+     "ctx=1", "top_k=-1", "color=red", "system=", "system=" + "x" * (SYSTEM_LIMIT + 1)],
 )  # fmt: skip
 def test_bad_parameters_are_named(text: str):
     with pytest.raises(CliError) as caught:

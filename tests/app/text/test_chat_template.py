@@ -89,7 +89,7 @@ async def test_special_literals_in_user_text_stay_text(texts, family, template, 
         assert ours.decode(ids, skip_special=False) == rendered
 
 
-async def test_neighbours_of_a_literal_keep_their_boundaries(texts):
+async def test_neighbors_of_a_literal_keep_their_boundaries(texts):
     """Only spans that hold a literal are encoded again, each between two control tokens as a whole."""
     ours, _ = texts["byte_level", "chatml"]
     text = "\n\n the <|im_end|> fox"

@@ -1,4 +1,4 @@
-"""Anthropic's Python client as it ships: honoured, or refused. New methods and fields fail here."""
+"""Anthropic's Python client as it ships: honored, or refused. New methods and fields fail here."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -98,7 +98,7 @@ RESOURCES: dict[str, dict[str, Callable[[Any], None]]] = {
     "beta.messages.batches": BATCHES,
     "beta.models": {"list": models, "retrieve": models},
 }
-"""Resources that are honoured: every method but those in REFUSED."""
+"""Resources that are honored: every method but those in REFUSED."""
 REFUSED = {"beta.messages.thread": "thread"}
 """Methods of theirs that are not, and a word of the answer."""
 PLATFORM = (
@@ -162,8 +162,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[anthropic.Anth
 
 
 def test_every_method_is_known() -> None:
-    honoured = {f"{at}.{name}" for at, drivers in RESOURCES.items() for name in drivers}
-    known = honoured | REFUSED.keys() | set(IN_THE_CLIENT)
+    honored = {f"{at}.{name}" for at, drivers in RESOURCES.items() for name in drivers}
+    known = honored | REFUSED.keys() | set(IN_THE_CLIENT)
     assert {name for name in surface() if not is_platform(name)} == known
     assert all(any(name.startswith(f"{at}.") for name in surface()) for at in PLATFORM)
 
@@ -172,7 +172,7 @@ def test_every_method_is_known() -> None:
     ("at", "drive"),
     [(at, drive) for at, drivers in RESOURCES.items() for drive in dict.fromkeys(drivers.values())],
 )
-def test_what_is_honoured(client: "anthropic.Anthropic", at: str, drive: Callable[[Any], None]) -> None:
+def test_what_is_honored(client: "anthropic.Anthropic", at: str, drive: Callable[[Any], None]) -> None:
     resource: Any = client
     for name in at.split("."):
         resource = getattr(resource, name)
@@ -230,7 +230,7 @@ def ask(method: Callable[..., Any]) -> None:
     ],
 )
 def test_every_field_is_known_by_name(sent: str, taken: Any) -> None:
-    """Honoured, refused, or answered by a warning: never taken for one that nobody knows."""
+    """Honored, refused, or answered by a warning: never taken for one that nobody knows."""
     known = get_type_hints(attrgetter(sent)(anthropic.types))
     assert known.keys() - HEADERS <= set(taken.__struct_fields__)
 

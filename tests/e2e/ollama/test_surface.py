@@ -1,4 +1,4 @@
-"""Ollama's Python client as it ships: honoured, or refused in words. New methods and fields fail here."""
+"""Ollama's Python client as it ships: honored, or refused in words. New methods and fields fail here."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -120,7 +120,7 @@ def test_every_method_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", DRIVEN)
-def test_what_is_honoured(client: ollama.Client, name: str) -> None:
+def test_what_is_honored(client: ollama.Client, name: str) -> None:
     assert DRIVEN[name](client) is not False
 
 
@@ -134,7 +134,7 @@ def test_what_is_refused_says_so(client: ollama.Client, name: str) -> None:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_every_field_is_known_by_name(name: str) -> None:
-    """Honoured, refused, or answered by a warning: never taken for one that nobody knows."""
+    """Honored, refused, or answered by a warning: never taken for one that nobody knows."""
     sent: dict[str, Any] = dict(inspect.signature(getattr(ollama.Client, name)).parameters)
     assert sent.keys() - {"self"} <= set(TYPES[name].__struct_fields__)
 

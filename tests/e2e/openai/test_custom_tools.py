@@ -157,7 +157,7 @@ def custom(**format_):
         ([custom(syntax="regex", definition="[")], "tools[0].custom.format.grammar.definition"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(client, tools, param):
+def test_what_cannot_be_honored_is_refused(client, tools, param):
     with pytest.raises(openai.BadRequestError) as caught:
         respond(client, tools=tools)
     assert caught.value.param == param

@@ -41,7 +41,7 @@ def post(url, route, **fields):
 @pytest.mark.parametrize(
     "name", ["lora", "lora_request", "adapter", "mm_processor_kwargs", "logits_processors"]
 )
-def test_what_is_not_honoured_is_refused(url, route, name):
+def test_what_is_not_honored_is_refused(url, route, name):
     answer = post(url, route, **{name: [{"id": 0, "scale": 1}]})
     assert answer.status_code == 400, answer.text
     assert name in answer.text

@@ -34,7 +34,7 @@ ASKED = [{"role": "user", "content": "hello"}]
 SEEDS = range(6)
 
 
-class Colour(Enum):
+class Color(Enum):
     RED = "red"
     BLUE = "dark blue"
 
@@ -42,7 +42,7 @@ class Colour(Enum):
 class Item(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     name: Annotated[str, pydantic.Field(max_length=4)]
-    colour: Colour
+    color: Color
     price: Annotated[int, pydantic.Field(ge=0, le=99)]
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's Python client as it ships: honoured, or refused. New methods and fields fail here."""
+"""OpenAI's Python client as it ships: honored, or refused. New methods and fields fail here."""
 
 import inspect
 import json
@@ -155,7 +155,7 @@ RESOURCES: dict[str, dict[str, Callable[[Any], None]]] = {
     "batches": dict.fromkeys(("create", "retrieve", "list", "cancel"), run_batches),
     "conversations": dict.fromkeys(("create", "retrieve", "update", "delete", *ITEMS), converse),
 }
-"""Resources that are honoured: every method but those in SOCKETS."""
+"""Resources that are honored: every method but those in SOCKETS."""
 SOCKETS = ("responses.connect", "beta.responses.connect")
 """WebSockets, which no route of ours speaks."""
 PLATFORM = (
@@ -251,7 +251,7 @@ def test_every_method_is_known() -> None:
     ("at", "drive"),
     [(at, drive) for at, drivers in RESOURCES.items() for drive in dict.fromkeys(drivers.values())],
 )
-def test_what_is_honoured(client: "openai.OpenAI", at: str, drive: Callable[[Any], None]) -> None:
+def test_what_is_honored(client: "openai.OpenAI", at: str, drive: Callable[[Any], None]) -> None:
     resource: Any = client
     for name in at.split("."):
         resource = getattr(resource, name)
@@ -317,7 +317,7 @@ def ask(method: Callable[..., Any]) -> None:
     ],
 )
 def test_every_field_is_known_by_name(sent: str, taken: Any, left: set[str]) -> None:
-    """Honoured, refused, or answered by a warning: never taken for one that nobody knows.
+    """Honored, refused, or answered by a warning: never taken for one that nobody knows.
 
     `left`: the type, and `async`, which is no name in Python; it is ignored with a warning.
     """

@@ -1,4 +1,4 @@
-"""Whatever a request holds: at worst it ends alone with an error, and its neighbours are undisturbed."""
+"""Whatever a request holds: at worst it ends alone with an error, and its neighbors are undisturbed."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from support.lanes import examples
 from support.real_engines import ask, load, run
 from support.tiny_models import VOCAB, make_tiny_model
 
-NEIGHBOUR = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.1}
+Neighbor = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.1}
 NUMBERS = count()
 
 
@@ -33,7 +33,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(engine):
-    return ids_of(run(engine, [ask("n", range(3, 40), 24, **NEIGHBOUR)])["n"])
+    return ids_of(run(engine, [ask("n", range(3, 40), 24, **Neighbor)])["n"])
 
 
 def ids_of(outputs):
@@ -108,9 +108,9 @@ REQUESTS = st.builds(
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arbitrary_requests_end_alone(engine, undisturbed, requests):
     """Every one of them is answered to its end, and the engine and the request beside them go on."""
-    neighbour = ask("n", range(3, 40), 24, **NEIGHBOUR)
+    neighbor = ask("n", range(3, 40), 24, **Neighbor)
     reader = FrameReader(ToEngine)
-    (*received,) = reader.feed(b"".join(map(encode, [neighbour, *requests])))
+    (*received,) = reader.feed(b"".join(map(encode, [neighbor, *requests])))
     outputs = run(engine, received)
     assert ids_of(outputs["n"]) == undisturbed
     for request in requests:
@@ -157,7 +157,7 @@ def test_a_grammar_before_the_vocabulary_is_an_error(tmp_path):
 
 
 def test_a_second_request_with_an_id_does_not_touch_the_first(engine, undisturbed):
-    engine.add(ask("n", range(3, 40), 24, **NEIGHBOUR))
+    engine.add(ask("n", range(3, 40), 24, **Neighbor))
     assert engine.add(ask("n", [9], 2)) is None
     outputs = []
     while engine.has_work:

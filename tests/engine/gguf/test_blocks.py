@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from llmbox.engine.gguf.blocks import dequantise
+from llmbox.engine.gguf import blocks
 from llmbox.engine.gguf.reader import BLOCKS
 from support.gguf_models import SCALES, random_blocks
 
@@ -16,7 +16,7 @@ def test_the_same_bits(kind: str) -> None:
     raw = random_blocks(kind, 77)
     wanted = dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(-1)
     assert np.isfinite(wanted).all()
-    np.testing.assert_array_equal(dequantise(kind, torch.from_numpy(raw)).numpy(), wanted)
+    np.testing.assert_array_equal(blocks.dequantize(kind, torch.from_numpy(raw)).numpy(), wanted)
 
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,7 +26,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def test_floats(kind: str) -> None:
     dtype = DTYPES[kind]
     values = torch.randn(123).to(dtype)
-    assert torch.equal(dequantise(kind, values.view(torch.uint8)), values.float())
+    assert torch.equal(blocks.dequantize(kind, values.view(torch.uint8)), values.float())
 
 
 def test_all_formats_are_covered() -> None:

@@ -55,7 +55,7 @@ def test_what_it_sees_with_is_not_counted(model: Path) -> None:
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
-def test_its_language_part_is_quantised(model: Path, tmp_path: Path) -> None:
+def test_its_language_part_is_quantized(model: Path, tmp_path: Path) -> None:
     quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
     wanted = tokens(load(model, quant="int8"), [ask("a", PROMPT, 8)])
     assert tokens(load(tmp_path / "out"), [ask("a", PROMPT, 8)]) == wanted

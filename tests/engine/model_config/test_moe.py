@@ -55,7 +55,7 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
 def test_mixtral_counts_its_own_way(tmp_path: Path) -> None:
     experts = read(tmp_path, "mixtral").experts
     assert experts is not None
-    assert (experts.count, experts.per_token, experts.inner, experts.normalised) == (4, 2, 96, True)
+    assert (experts.count, experts.per_token, experts.inner, experts.normalized) == (4, 2, 96, True)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_what_cannot_be_cut_is_told_with_what_can(changes, tp, pp, words):
         check_layout(replace(SHAPE, **changes), tp, pp, None)
 
 
-def test_groups_of_quantised_weights_are_not_cut():
+def test_groups_of_quantized_weights_are_not_cut():
     check_layout(SHAPE, 16, 1, QUANTS["int8"])
     shape = replace(SHAPE, ffn=12288 + 64 * 4)
     check_layout(shape, 2, 1, None)

@@ -431,10 +431,10 @@ def test_a_large_model_may_take_more_than_half_of_a_cpu_box():
     assert got.context >= 4096
 
 
-# ---------------------------------------------------------------------------- quantised weights
+# ---------------------------------------------------------------------------- quantized weights
 
 
-def test_quantised_weights_are_reckoned_by_part():
+def test_quantized_weights_are_reckoned_by_part():
     shape = replace(QWEN_3_600M, exact_params=None)
     head = shape.vocab * shape.hidden
     int8, int4 = (plan(shape, 64 * GB, quant=quant).weights_bytes for quant in ("int8", "int4"))
@@ -463,7 +463,7 @@ def test_a_checkpoint_of_int8_may_meet_int8_rows():
         plan(stored, 64 * GB, "cuda", quant="fp8-block")
 
 
-def test_automatic_quantisation_takes_the_first_that_fits():
+def test_automatic_quantization_takes_the_first_that_fits():
     def chosen(memory):
         return plan(QWEN_3_600M, memory, quant="auto", memory_bytes=memory, context=512, kv_tokens=512).quant
 
@@ -477,7 +477,7 @@ def test_automatic_quantisation_takes_the_first_that_fits():
         chosen(GB // 8)
 
 
-def test_what_automatic_quantisation_took_is_said_with_the_reason():
+def test_what_automatic_quantization_took_is_said_with_the_reason():
     def notes(memory, quant="auto"):
         return plan(QWEN_3_600M, memory, quant=quant, memory_bytes=memory, context=512, kv_tokens=512).notes
 

@@ -64,7 +64,7 @@ def test_kv_heads_are_shared_until_each_rank_has_one():
     assert sizes == {2: whole // 2, 8: whole // 8, 16: whole // 8}
 
 
-def test_quantised_ranks_hold_their_part_of_the_head():
+def test_quantized_ranks_hold_their_part_of_the_head():
     have = MemoryBudget(device="cpu", available=10**11)
     config = EngineConfig(model_path="none", name="m", quant="int8", tp=2)
     two = estimate(LLAMA_3_8B, have, config).weights_bytes

@@ -1,4 +1,4 @@
-"""`engine.quantize`: what it writes loads by itself and answers as quantisation at load does."""
+"""`engine.quantize`: what it writes loads by itself and answers as quantization at load does."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def answer(model: Path, **options: Any) -> list[int]:
     ("arch", "tied"), [("qwen2", True), ("llama", False), ("qwen3_moe", False), ("gemma3_text", True)]
 )
 @pytest.mark.parametrize("to", FORMATS)
-def test_it_answers_as_the_original_quantised_at_load(tmp_path: Path, to: str, arch: str, tied: bool) -> None:
+def test_it_answers_as_the_original_quantized_at_load(tmp_path: Path, to: str, arch: str, tied: bool) -> None:
     source = make_tiny_model(tmp_path / "model", arch=arch, tie_word_embeddings=tied)
     report = made(source, tmp_path / "out", to)
     wanted = answer(source, quant=to)
@@ -134,7 +134,7 @@ def test_experts_are_not_calibrated(tmp_path: Path) -> None:
         quantize(source, tmp_path / "out", QUANTS["int8"], 1, tell, tell)
 
 
-def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
+def test_what_is_quantized_already_is_refused(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "model")
     made(source, tmp_path / "out", "int8")
     with pytest.raises(ModelError, match="int8 weights already"):
@@ -143,7 +143,7 @@ def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "out", quant="int4")
     config = source / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"bits": 4}}))
-    with pytest.raises(ModelError, match="quantised"):
+    with pytest.raises(ModelError, match="quantized"):
         made(source, tmp_path / "foreign", "int4")
 
 

@@ -58,11 +58,11 @@ def test_every_mix_of_rules_step_by_step(data, seed):
     requests = [make_request(f"r{n}", **any_params(data, n)) for n in range(data.draw(st.integers(1, 3)))]
     steps = Steps(OPS, V, requests, LateDevice(), late=data.draw(st.booleans()))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
-    favourites = torch.zeros(V)
-    favourites[[3, 4, 4400]] = 9.0
+    favorites = torch.zeros(V)
+    favorites[[3, 4, 4400]] = 9.0
     for _ in range(2):
         noise_SV = (torch.randn(len(requests), V, generator=generator) * 2 * coarse).round() / coarse
-        logits_SV = (noise_SV + favourites).to(dtype)
+        logits_SV = (noise_SV + favorites).to(dtype)
         before = logits_SV.clone()
         wanted = Sampler(V, CPU).sample(logits_SV, steps.known)
         found = steps.draw(logits_SV)
@@ -109,13 +109,13 @@ def test_changed_logits_are_those_of_the_sampler_bit_by_bit(dtype):
 
 
 def test_a_long_list_moves_to_a_larger_place_with_its_counts():
-    """A neighbour takes the place that it left."""
+    """A neighbor takes the place that it left."""
     request = make_request(
         prompt=range(LEAST - 4), repetition_penalty=2.0, frequency_penalty=1.0, temperature=0.0
     )
     late = Steps(OPS, V, [request], LateDevice(), late=True)
-    favourite = [*range(1000, 1004), 1000, 1004, 1000, 1005, 1006, 1007]
-    for token in favourite:
+    favorite = [*range(1000, 1004), 1000, 1004, 1000, 1005, 1006, 1007]
+    for token in favorite:
         logits_1V = torch.zeros(1, V)
         logits_1V[0, token] = 100.0
         (found,) = late.draw(logits_1V)
@@ -126,8 +126,8 @@ def test_a_long_list_moves_to_a_larger_place_with_its_counts():
     first, count = lists._facts_R5[next(iter(late.rows._held.values())).row, :2].tolist()
     assert (first, count) == (LEAST, LEAST - 4 + 7)
     held = dict(zip(*lists._marks_3N[:2, first : first + count].tolist(), strict=True))
-    assert held == dict.fromkeys(range(LEAST - 4), 0) | Counter(favourite[:-1])
-    assert lists._marks_3N[0, 0] == 2, "the neighbour's"
+    assert held == dict.fromkeys(range(LEAST - 4), 0) | Counter(favorite[:-1])
+    assert lists._marks_3N[0, 0] == 2, "the neighbor's"
 
 
 class Launches(TorchDispatchMode):

@@ -79,7 +79,7 @@ def test_the_smallest_nucleus_that_reaches_top_p_is_kept(top_p, kept):
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_broken_rows_fail_and_their_neighbours_do_not(broken):
+def test_broken_rows_fail_and_their_neighbors_do_not(broken):
     logits = torch.randn(3, VOCAB)
     logits[1, 5] = broken
     params = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})

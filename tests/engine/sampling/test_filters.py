@@ -49,7 +49,7 @@ def test_greedy_takes_the_lowest_of_the_best_ids(logits, half):
 
 @given(many_logits(), temperatures, st.integers(1, 1600), top_ps, min_ps, seeds)
 @settings(max_examples=examples(100))
-def test_neighbours_that_need_other_methods_change_nothing(logits, temperature, top_k, top_p, min_p, seed):
+def test_neighbors_that_need_other_methods_change_nothing(logits, temperature, top_k, top_p, min_p, seed):
     kinds = [
         {"top_k": top_k, "top_p": top_p, "min_p": min_p},
         {"top_p": top_p},

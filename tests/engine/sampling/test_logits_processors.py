@@ -29,13 +29,13 @@ def random_logits(seed: int = 0) -> torch.Tensor:
 
 
 def edited(logits: torch.Tensor, request) -> torch.Tensor:
-    """The row after the rules, among neighbours of other kinds."""
-    neighbours = [
+    """The row after the rules, among neighbors of other kinds."""
+    neighbors = [
         make_request("a"),
         make_request("b", logit_bias={1: 9.0}, frequency_penalty=1.0, output=[4]),
     ]
     rows = torch.stack([torch.zeros_like(logits), logits, torch.zeros_like(logits)])
-    rules = [LogitsProcessors(one, len(logits)) for one in (neighbours[0], request, neighbours[1])]
+    rules = [LogitsProcessors(one, len(logits)) for one in (neighbors[0], request, neighbors[1])]
     for rule in rules:
         rule.refresh()
     apply_rules(rows, rules)

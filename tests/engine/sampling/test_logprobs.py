@@ -68,7 +68,7 @@ def test_absent_logprobs_are_none():
     assert sample_one(torch.zeros(4), make_request(logprobs=0)).logprobs.top == []
 
 
-def test_a_broken_prompt_row_has_nan_and_its_neighbours_do_not():
+def test_a_broken_prompt_row_has_nan_and_its_neighbors_do_not():
     logits = random_logits(3, 50)
     logits[1, 8] = math.nan
     entries = Sampler(50, CPU).prompt_logprobs(logits, [1, 2, 3], 2)

@@ -56,7 +56,7 @@ def test_uniform_fills_the_unit_interval_evenly():
         assert chi_square < cells - 1 + 4 * math.sqrt(2 * (cells - 1))
 
 
-def test_neighbouring_positions_are_uncorrelated():
+def test_neighboring_positions_are_uncorrelated():
     values = [uniform(3, i) - 0.5 for i in range(20_000)]
     correlation = sum(a * b for a, b in itertools.pairwise(values)) / len(values) * 12
     assert abs(correlation) < 4 / math.sqrt(len(values))

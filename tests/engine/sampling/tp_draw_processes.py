@@ -70,10 +70,10 @@ def work(meet: Path, layout: ParallelLayout, vocab: int, seed: int) -> None:
     ]
     generator = torch.Generator().manual_seed(seed)
     steps = Steps(ops, vocab, requests, LateDevice(), late=True, rank=rank)
-    favourites_V = torch.zeros(vocab)
-    favourites_V[[3, 4, 5, 600]] = 4.0
+    favorites_V = torch.zeros(vocab)
+    favorites_V[[3, 4, 5, 600]] = 4.0
     for levels in (3, None, None)[: None if NIGHTLY else 2]:
-        logits_SV = 2 * torch.randn(len(requests), vocab, generator=generator) + favourites_V
+        logits_SV = 2 * torch.randn(len(requests), vocab, generator=generator) + favorites_V
         if levels is not None:  # ties at every border
             logits_SV = torch.randint(levels, (len(requests), vocab), generator=generator).float()
             logits_SV[1, 7] = torch.nan

@@ -150,7 +150,7 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
     step.ids = ids.data();
     run(llmbox_quant_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
     run(llmbox_quant_embedding_op(dtype, linear, 2.5f, taken.data(), inputs), step);
-    must_be_finite(out, "quantised linear"), must_be_finite(taken, "quantised embedding");
+    must_be_finite(out, "quantized linear"), must_be_finite(taken, "quantized embedding");
     check_strided(dtype, rows, inputs, outputs, [&](void* from, int x_stride, void* to, int out_stride) {
         return llmbox_quant_op(dtype, linear, from, x_stride, to, out_stride, FLOAT32);
     });
@@ -179,7 +179,7 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
         again.poison();
         run(llmbox_shared_quant_op(dtype, linear, x.data(), inputs, again.data(), outputs, dtype, shares), step);
         if (shares == 1 && again.bytes != out.bytes) exit(1);
-        must_be_finite(again, "quantised linear in shares");
+        must_be_finite(again, "quantized linear in shares");
     }
     llmbox_linear_free(linear);
 }

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu import build, compiling, prebuilt
+from llmbox.kernels.cpu import build, compiling
 from llmbox.kernels.cpu import ffi as native
 from llmbox.kernels.cpu import library as load
+from llmbox.kernels.cpu.build import seal
 from llmbox.kernels.cpu.ffi import DeniedInstructions
 from llmbox.kernels.cpu.isa import LEVELS, Level, usable_levels
-from llmbox.kernels.cpu.prebuilt import seal
 from llmbox.kernels.dispatch import select_ops
 
 PORTABLE = LEVELS[-1]
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sources.mkdir(), folder.mkdir()
     (sources / "library.cpp").write_text(SOURCE % (1, COMPILED_HERE))
     monkeypatch.setattr(compiling, "SOURCES", sources)
-    monkeypatch.setattr(prebuilt, "FOLDER", folder)
+    monkeypatch.setattr(build, "FOLDER", folder)
     monkeypatch.setattr(native, "FUNCTIONS", {"llmbox_answer": (ctypes.c_int, ())})
     monkeypatch.setenv("LLMBOX_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
@@ -44,7 +44,7 @@ def came(folder: Path, tmp_path: Path) -> Path:
 
 def bring(level: Level, tmp_path: Path, usable: int = 1) -> Path:
     """A library of today's sources by its name, with an answer of its own."""
-    path = prebuilt.prebuilt_path(level)
+    path = build.prebuilt_path(level)
     source = tmp_path / "came.cpp"
     source.write_text(SOURCE % (usable, CAME_ALONG))
     command = [*compiling.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(path)]

@@ -1,4 +1,4 @@
-"""Quantised linears: what the format says, how close it is, and one row, one result."""
+"""Quantized linears: what the format says, how close it is, and one row, one result."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def quant(request: pytest.FixtureRequest) -> Quant:
     return QUANTS[request.param]
 
 
-def quantised(level: str, quant: Quant) -> Ops:
+def quantized(level: str, quant: Quant) -> Ops:
     backend = load_backend(level)
     backend.use_threads([0, 1, 0])
     return backend.ops(quant)
@@ -49,7 +49,7 @@ def weights_of(ops: Ops, weight_OI: Tensor) -> Tensor:
 def test_is_close_to_the_exact_product(
     level: str, quant: Quant, dtype: torch.dtype, rows: int, inputs: int, outputs: int
 ) -> None:
-    ops = quantised(level, quant)
+    ops = quantized(level, quant)
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
     got = ops.linear(ops.pack_linear(weight, bias), x).double()
@@ -60,7 +60,7 @@ def test_is_close_to_the_exact_product(
 
 def test_eight_bits_are_rounded_to_the_nearest(level: str) -> None:
     weight = torch.randn(70, 200) / 20
-    got = weights_of(quantised(level, QUANTS["int8-g32"]), weight)
+    got = weights_of(quantized(level, QUANTS["int8-g32"]), weight)
     padded = torch.nn.functional.pad(weight, (0, 24)).view(70, 7, 32)
     scale = (padded.abs().amax(-1, keepdim=True) / 127).half().float()
     expected = ((padded / scale).round().clamp(-128, 127) * scale).view(70, 224)[:, :200]
@@ -69,9 +69,9 @@ def test_eight_bits_are_rounded_to_the_nearest(level: str) -> None:
 
 def test_a_product_is_that_of_the_rounded_numbers(level: str, quant: Quant) -> None:
     """Everything after the rounding of weights and rows is exact to float32."""
-    ops = quantised(level, quant)
+    ops = quantized(level, quant)
     weight, x = torch.randn(96, 256) / 16, torch.randn(5, 256)
-    rounded = weights_of(quantised(level, quant), weight) if quant.bits == 8 else None
+    rounded = weights_of(quantized(level, quant), weight) if quant.bits == 8 else None
     if rounded is None:  # a table never has four bits: read the weights back through unit rows
         rounded = ops.linear(ops.pack_linear(weight, None), torch.eye(256)).T
     groups = x.view(5, -1, quant.group)
@@ -84,7 +84,7 @@ def test_a_product_is_that_of_the_rounded_numbers(level: str, quant: Quant) -> N
 def test_four_bits_take_a_scale_of_almost_the_smallest_error(level: str) -> None:
     """An error counts |x| + the root mean square of its group. Of 400 scales a group, each with its codes."""
     quant, weight = QUANTS["int4-g128"], torch.randn(64, 512) / 20
-    packing = quantised(level, quant).packing
+    packing = quantized(level, quant).packing
     assert packing is not None
     groups = weight.view(-1, quant.group)
     counts = groups.abs() + groups.square().mean(-1, keepdim=True).sqrt()
@@ -109,7 +109,7 @@ def test_steps_are_those_of_plain_torch(level: str, inputs: int) -> None:
     """Outliers of either sign too, groups of zeros, and what is left of a group."""
     quant, weight = QUANTS["int4"], torch.randn(64, inputs) / 20
     weight[3, 5], weight[4, 6], weight[5], weight[6, :16] = 2.0, -2.0, 0.0, weight[6, :16].abs()
-    packing = quantised(level, quant).packing
+    packing = quantized(level, quant).packing
     assert packing is not None
     got = packing.round(quant, weight)
     padded = torch.nn.functional.pad(weight, (0, -inputs % 128)).view(64, -1, 128)
@@ -132,7 +132,7 @@ def weights_of_halves(rounded: QuantizedWeight) -> Tensor:
 
 
 def test_packed_from_rounded_weights_is_packed_at_once(level: str, quant: Quant) -> None:
-    ops, weight, x = quantised(level, quant), torch.randn(70, 300), torch.randn(9, 300)
+    ops, weight, x = quantized(level, quant), torch.randn(70, 300), torch.randn(9, 300)
     assert ops.packing is not None
     rounded = ops.packing.pack_quantized(ops.packing.round(quant, weight), torch.float32)
     assert torch.equal(ops.linear(rounded, x), ops.linear(ops.pack_linear(weight, None), x))
@@ -143,7 +143,7 @@ def test_packed_from_rounded_weights_is_packed_at_once(level: str, quant: Quant)
 def test_a_row_does_not_depend_on_the_number_of_rows(
     level: str, quant: Quant, dtype: torch.dtype, inputs: int, outputs: int
 ) -> None:
-    ops = quantised(level, quant)
+    ops = quantized(level, quant)
     packed = ops.pack_linear((torch.randn(outputs, inputs) / inputs**0.5).to(dtype), None)
     x = torch.randn(230, inputs).to(dtype)
     together = ops.linear(packed, x)
@@ -161,7 +161,7 @@ def test_tiles_give_the_bits_of_vectors(quant: Quant, dtype: torch.dtype, inputs
     """So each number of rows may take whichever is faster."""
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     x = torch.randn(230, inputs).to(dtype)
-    tiles, vectors = quantised(AMX, quant), quantised(VECTORS, quant)
+    tiles, vectors = quantized(AMX, quant), quantized(VECTORS, quant)
     of_tiles, of_vectors = tiles.pack_linear(weight, None), vectors.pack_linear(weight, None)
     expected = vectors.linear(of_vectors, x)
     for rows in [*range(1, 71), 200, 230]:
@@ -170,7 +170,7 @@ def test_tiles_give_the_bits_of_vectors(quant: Quant, dtype: torch.dtype, inputs
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_broken_row_is_nan_and_alone(level: str, quant: Quant, poison: float) -> None:
-    ops = quantised(level, quant)
+    ops = quantized(level, quant)
     packed = ops.pack_linear(torch.randn(70, 256), None)
     x = torch.randn(3, 256)
     clean = ops.linear(packed, x)
@@ -181,14 +181,14 @@ def test_a_broken_row_is_nan_and_alone(level: str, quant: Quant, poison: float) 
 
 
 def test_zero_weights_and_rows(level: str, quant: Quant) -> None:
-    ops = quantised(level, quant)
+    ops = quantized(level, quant)
     zero = ops.pack_linear(torch.zeros(3, 40), None)
     assert torch.equal(ops.linear(zero, torch.randn(2, 40)), torch.zeros(2, 3))
     packed = ops.pack_linear(torch.randn(3, 40), None)
     assert torch.equal(ops.linear(packed, torch.zeros(2, 40)), torch.zeros(2, 3))
 
 
-def test_what_cannot_run_quantised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_quantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     int8 = QUANTS["int8"]
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
     with pytest.raises(QuantUnavailable, match="with bfloat16 or float32"):

@@ -53,7 +53,7 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("eight", EIGHT_BITS)
-def test_quantised_rows(eight: torch.dtype) -> None:
+def test_quantized_rows(eight: torch.dtype) -> None:
     x = torch.randn(3, 100)
     assert_rows8(quantize_rows(x, RowFormat(eight, None)), x)
     groups = quantize_rows(x, RowFormat(eight, 32))

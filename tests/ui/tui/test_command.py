@@ -213,9 +213,9 @@ def test_poor_terminals(box: Box, terminal, environ):
     until(lambda: "No requests yet" in child.text or "Devices" in child.text)
     child.press("q")
     assert child.ended() == 0
-    colours = re.findall(rb"\x1b\[[0-9;]*38;2;(\d+);(\d+);(\d+)", child.output)
+    colors = re.findall(rb"\x1b\[[0-9;]*38;2;(\d+);(\d+);(\d+)", child.output)
     if "PYTHONUTF8" not in environ:
-        assert all(red == green == blue for red, green, blue in colours)
+        assert all(red == green == blue for red, green, blue in colors)
     if "NO_COLOR" not in environ:
         assert "█" not in child.text
 

@@ -226,11 +226,11 @@ async def test_a_daemon_that_goes_leaves_a_grey_frame_with_its_age(stage):
         styles = [
             segment.style for strip in _strips(scene)[4:-2] for segment in strip if segment.text.strip()
         ]
-        colours = {style.color.name for style in styles if style and style.color}
+        colors = {style.color.name for style in styles if style and style.color}
         alert = next(segment for segment in _strips(scene)[1] if "daemon gone" in segment.text)
-        assert alert.style.bold, "what tells of it is not grey"
-        assert alert.style.color.name not in colours
-        assert len(colours) <= 3, "everything but rules and scroll bars has one grey"
+        assert alert.style.bold, "what tells of it is not gray"
+        assert alert.style.color.name not in colors
+        assert len(colors) <= 3, "everything but rules and scroll bars has one gray"
 
 
 async def test_charts_begin_with_what_the_daemon_remembers(stage):

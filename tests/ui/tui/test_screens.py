@@ -1,4 +1,4 @@
-"""Every screen at three sizes, text and colours, against `screens/*.txt`.
+"""Every screen at three sizes, text and colors, against `screens/*.txt`.
 
 `LLMBOX_WRITE_SCREENS=1 pytest tests/ui/tui/test_screens.py` writes them anew: look at the difference.
 """
@@ -28,14 +28,14 @@ def told(style: Style | None) -> str:
 
 
 def picture(stage) -> str:
-    """The text of the screen, then which colours each line has, from left to right."""
+    """The text of the screen, then which colors each line has, from left to right."""
     strips = stage.app.screen._compositor.render_strips()
-    colours = []
+    colors = []
     for number, strip in enumerate(strips):
         cells = [told(segment.style) for segment in strip for _ in segment.text]
         runs = [f"{len(list(run))}x {name}" for name, run in groupby(cells)]
-        colours.append(f"{number:>2}: {', '.join(runs)}")
-    return "\n".join([*(strip.text.rstrip() for strip in strips), "=" * 40, *colours]) + "\n"
+        colors.append(f"{number:>2}: {', '.join(runs)}")
+    return "\n".join([*(strip.text.rstrip() for strip in strips), "=" * 40, *colors]) + "\n"
 
 
 def check(name: str, stage) -> None:

@@ -133,7 +133,7 @@ class MockApi:
         total = 19 * GB
         done = 9 * GB + int(self._box.now - self._begin) * 90_000_000
         error = {
-            "what": "it is gated: accept its licence on the hub",
+            "what": "it is gated: accept its license on the hub",
             "why": "",
             "fix": "export HF_TOKEN=..., then llmbox pull google/gemma-3-27b-it",
         }

@@ -78,7 +78,7 @@ template <> struct AttentionWords<INT8> {
         const Words both = ((Words)sum.high << 7) + (Words)sum.low;
         return to_floats((Ints)(both - splat(static_cast<uint32_t>(offset))));
     }
-    // Codes of LANES neighbours, from the word `at` on.
+    // Codes of LANES neighbors, from the word `at` on.
     static INLINE void put(Ints codes, int part, uint32_t* at) {
         const Ints high = (codes + 64) >> 7;
         store_bytes(at, high);

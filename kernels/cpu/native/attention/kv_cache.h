@@ -1,8 +1,8 @@
 // The paged KV cache, and how keys and values get into it.
 //
 // For each layer, block and kv head it keeps keys and then values, in `strips` strips of 16 tokens:
-//   keys    [strip][words of D][16 tokens]    a word holds PACK neighbouring dims of one token
-//   values  [strip][16 / PACK][D padded]      a word holds one dim of PACK neighbouring tokens
+//   keys    [strip][words of D][16 tokens]    a word holds PACK neighboring dims of one token
+//   values  [strip][16 / PACK][D padded]      a word holds one dim of PACK neighboring tokens
 // Both products of attention then are the same loop as in gemm.h, without shuffles. A block whose size is not a
 // multiple of 16 wastes the rest of its last strip.
 //

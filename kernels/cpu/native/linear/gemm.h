@@ -1,7 +1,7 @@
 // Linear layers: out[rows, outputs] = x[rows, inputs] * weight[outputs, inputs]^T + bias.
 //
 // Weights are packed into panels of 64 outputs. A panel is [words of the inputs][64 outputs], a word holding
-// PACK neighbouring inputs (dot_product.h): one broadcast word of x meets vectors of outputs, and memory is read in
+// PACK neighboring inputs (dot_product.h): one broadcast word of x meets vectors of outputs, and memory is read in
 // one direction. Inputs and outputs are padded with zeros. With AMX panels of bf16 are made of tiles (gemm_amx.h).
 //
 // Every output is one sum over the inputs in ascending order, in one float32 accumulator: the number of rows,

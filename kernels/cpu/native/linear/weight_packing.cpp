@@ -42,7 +42,7 @@ Linear* llmbox_linear_new(int dtype, int inputs, int outputs, const void* weight
     return nullptr;
 }
 
-// Quantised: `bits` 8 or 4, a scale for each `group` (32 or 128) inputs, `grid` as in QuantFormat.
+// Quantized: `bits` 8 or 4, a scale for each `group` (32 or 128) inputs, `grid` as in QuantFormat.
 QuantLinear* llmbox_quant_new(
     int dtype, int inputs, int outputs, int bits, int group, int grid, const void* weight, const float* bias) try {
     return with_type(dtype, [&]<class E>(E) {

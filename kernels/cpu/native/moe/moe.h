@@ -34,7 +34,7 @@ template <class T> struct ExpertsCall {
     HeldExperts here;
     int64_t* load;  // counts rows of each expert; may be null
     int per_row;
-    bool normalised;
+    bool normalized;
     Routing routing;
     int activation;
     const T* shared;  // may be null
@@ -204,7 +204,7 @@ private:
         float* scratch = member.scratch.template take<float>(4 * call_.experts);
         const auto mine = member.share(rows);
         for (int row = mine.begin; row < mine.end; row++)
-            routes_.choose(row, call_.logits + row * call_.logits_stride, call_.normalised, call_.routing,
+            routes_.choose(row, call_.logits + row * call_.logits_stride, call_.normalized, call_.routing,
                            scratch);
     }
 

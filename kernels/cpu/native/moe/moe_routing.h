@@ -23,9 +23,9 @@ inline void choose_largest(const float* from, int size, int count, int32_t* chos
 }
 
 // The `count` largest of `experts` logits, the largest first and of equal ones the lowest, with their shares of the softmax
-// over all; `normalised`: shares that sum to one. `scratch` has room for `experts`. NaN among the logits makes shares NaN.
+// over all; `normalized`: shares that sum to one. `scratch` has room for `experts`. NaN among the logits makes shares NaN.
 inline void choose_experts(
-    const float* logits, int experts, int count, bool normalised, float* scratch, int32_t* chosen, float* shares) {
+    const float* logits, int experts, int count, bool normalized, float* scratch, int32_t* chosen, float* shares) {
     choose_largest(logits, experts, count, chosen);
     const Floats most = splat(logits[chosen[0]]);
     for (int i = 0; i < experts; i += LANES)
@@ -33,7 +33,7 @@ inline void choose_experts(
     float total = 0, of_chosen = 0;
     for (int i = 0; i < experts; i++) total += scratch[i];
     for (int k = 0; k < count; k++) of_chosen += shares[k] = scratch[chosen[k]] / total;
-    for (int k = 0; normalised && k < count; k++) shares[k] /= of_chosen;
+    for (int k = 0; normalized && k < count; k++) shares[k] /= of_chosen;
 }
 
 // How a row chooses where its scores are no plain softmax: as `Routing` in kernels/op_types.py.
@@ -68,7 +68,7 @@ inline void keep_best_groups(float* scores, int experts, const Routing& by, floa
 }
 
 // As `choose_experts`, by another rule. `scratch` has room for four numbers an expert.
-inline void choose_by_rule(const float* logits, int experts, int count, bool normalised, const Routing& by, float* scratch,
+inline void choose_by_rule(const float* logits, int experts, int count, bool normalized, const Routing& by, float* scratch,
                            int32_t* chosen, float* shares) {
     float *scores = scratch, *chosen_by = scratch + experts;
     float most = logits[0];
@@ -88,7 +88,7 @@ inline void choose_by_rule(const float* logits, int experts, int count, bool nor
     choose_largest(chosen_by, experts, count, chosen);
     float of_chosen = 1e-20f;
     for (int k = 0; k < count; k++) of_chosen += shares[k] = scores[chosen[k]];
-    for (int k = 0; k < count; k++) shares[k] *= normalised ? by.scale / of_chosen : by.scale;
+    for (int k = 0; k < count; k++) shares[k] *= normalized ? by.scale / of_chosen : by.scale;
 }
 
 // SparseMixer without noise: one expert after the other, with its share of a softmax over those of the rest whose logits are
@@ -152,16 +152,16 @@ public:
     }
 
     // `scratch` has room for four numbers an expert.
-    void choose(int row, const float* logits, bool normalised, const Routing& by, float* scratch) {
+    void choose(int row, const float* logits, bool normalized, const Routing& by, float* scratch) {
         const size_t at = static_cast<size_t>(row) * per_row_;
         int32_t* chosen = chosen_.data() + at;
         float* shares = shares_.data() + at;
         if (by.jitter > 0) {
             choose_sparsely(logits, experts_, per_row_, by.jitter, scratch, chosen, shares);
         } else if (!by.plain()) {
-            choose_by_rule(logits, experts_, per_row_, normalised, by, scratch, chosen, shares);
+            choose_by_rule(logits, experts_, per_row_, normalized, by, scratch, chosen, shares);
         } else {
-            choose_experts(logits, experts_, per_row_, normalised, scratch, chosen, shares);
+            choose_experts(logits, experts_, per_row_, normalized, scratch, chosen, shares);
             for (int k = 0; by.scale != 1 && k < per_row_; k++) shares[k] *= by.scale;
         }
         for (int k = 0; by.factors && k < per_row_; k++) shares[k] *= by.factors[chosen[k]];

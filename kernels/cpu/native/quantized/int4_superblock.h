@@ -1,4 +1,4 @@
-// Four bits with steps: 16 neighbouring inputs of an output share a step and a zero, 128 share a scale.
+// Four bits with steps: 16 neighboring inputs of an output share a step and a zero, 128 share a scale.
 //
 //   weight = scale * (step * n - zero)        n: 0 .. 15
 //   a byte for 16 of them: step (1 .. 15) and, in its high half, z; zero = step * (z + 8) / 2, rounded down

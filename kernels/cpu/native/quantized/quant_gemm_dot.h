@@ -104,7 +104,7 @@ struct FourSteps {
 template <uint32_t FLIP> INLINE Words e2m1_bytes(Words n) {
 #if defined(__AVX2__) || defined(__aarch64__)
     constexpr uint32_t ALL = FLIP * 0x01010101u;
-    // Four neighbours of E2M1_VALUES a word.
+    // Four neighbors of E2M1_VALUES a word.
     constexpr uint32_t A = 0x03020100u ^ ALL, B = 0x0c080604u ^ ALL, C = 0xfdfeff00u ^ ALL, D = 0xf4f8fafcu ^ ALL;
 #if defined(__AVX512BW__)
     return (Words)_mm512_shuffle_epi8((__m512i)Words{A, B, C, D, A, B, C, D, A, B, C, D, A, B, C, D}, (__m512i)n);

@@ -2,7 +2,7 @@
 //
 // Inputs are cut into groups of 32 or 128. A weight has one float16 scale for each output and group, a row of x
 // one float32 scale for each group, found when it arrives. Inside a group sums are exact integers; across
-// groups they are added in float32 in ascending order, so a row's result does not depend on its neighbours.
+// groups they are added in float32 in ascending order, so a row's result does not depend on its neighbors.
 #pragma once
 
 #include "quantized/gguf_block_gemm.h"

@@ -1,7 +1,7 @@
 // Panels of int8 or int4 weights.
 //
 // A panel of 64 outputs is, group by group: 64 scales, with steps [2][64] words of 4 of those, with zeros 64 bytes of
-// them, then words of 4 neighbouring inputs of each output:
+// them, then words of 4 neighboring inputs of each output:
 //   int8   [group / 4][64]   bytes hold weight + 128 (with AMX and on Arm the weight)
 //   int4   [group / 8][64]   low halves of the bytes are inputs k .. k + 3, high halves k + 4 .. k + 7
 // Most dot instructions want unsigned weights; what the offset adds is taken off before the sum starts. Four bits become

@@ -1,4 +1,4 @@
-// Assignment of an operation's work: one run of neighbouring items for each thread.
+// Assignment of an operation's work: one run of neighboring items for each thread.
 //
 // Items that lie side by side in memory are best read by one thread: what it brings ahead is what it needs next. A
 // thread that is done takes single items from the end of the longest run that is left, so one that loses its core for

@@ -1,6 +1,6 @@
 // AMX: eight registers of 16 rows by 64 bytes ("tiles"), and products of them.
 //
-// C[rows][16] += A[rows][64 bytes] * B[16 words][16 outputs]: a word of B holds neighbouring inputs of one output,
+// C[rows][16] += A[rows][64 bytes] * B[16 words][16 outputs]: a word of B holds neighboring inputs of one output,
 // which is how panels (gemm.h) and strips (kv_cache.h) lie in memory anyway. Every number of C is one sum over the
 // words in ascending order, whatever the other rows are (Intel SDM, TDPBF16PS and TDPBSUD).
 //

@@ -1,4 +1,4 @@
-// Words: 32 bits of neighbours along the summed dimension.
+// Words: 32 bits of neighbors along the summed dimension.
 //
 // A word is one float, two bf16 or four bytes. Matrix products and attention broadcast one word of a row against
 // a vector of words, one for each output column, so one loop serves all types. `Columns` and `Row` are those two,
@@ -139,7 +139,7 @@ template <class Dot, int ROWS, int VECTORS> struct ByteSums {
     INLINE void begin(int r, int32_t value) {
         UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = (Ints)splat(static_cast<uint32_t>(value));
     }
-    // COUNT neighbouring words; those of a row begin at x[r] + at.
+    // COUNT neighboring words; those of a row begin at x[r] + at.
     template <int COUNT> INLINE void add(const Words (&weights)[VECTORS][COUNT], const int8_t* const (&x)[ROWS], int at) {
         UNROLL for (int w = 0; w < COUNT; w++)
             UNROLL for (int r = 0; r < ROWS; r++) {

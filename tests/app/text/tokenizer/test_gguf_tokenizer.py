@@ -128,7 +128,7 @@ def of_pieces(folder: Path, **values: Any) -> Tokenizer:
 
 
 def sentencepiece(text: str) -> list[str]:
-    """Its algorithm: neighbours that make the best scored piece are merged, the first of equals first."""
+    """Its algorithm: neighbors that make the best scored piece are merged, the first of equals first."""
     parts = list(text)
     while pairs := [(PIECES[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in PIECES]:
         _, at = max(pairs)

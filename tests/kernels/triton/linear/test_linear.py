@@ -278,14 +278,14 @@ def test_a_linear_takes_the_rows_that_norm_and_gate_left(
     x, weight, bias = case(3, 200, 48)
     packed, one, residual = ops.pack_linear(weight, bias), torch.ones(200), torch.randn(3, 200)
     ops = ops.before(packed)
-    quantise = linear.quantize_rows
+    quantize = linear.quantize_rows
     for before in (
         lambda: ops.rms_norm(x, one, 1e-6),
         lambda: ops.add_rms_norm(x, residual, one, 1e-6),
         lambda: ops.gate_mul(torch.cat((x, residual), 1), "silu"),
     ):
         left = before()
-        monkeypatch.setattr(linear, "quantize_rows", quantise)
+        monkeypatch.setattr(linear, "quantize_rows", quantize)
         expected = ops.linear(packed, left.clone())
         assert (expected.double() - exact(left, weight, bias)).norm() / expected.norm() < 0.06
         monkeypatch.setattr(linear, "quantize_rows", None)  # not called
