@@ -16,6 +16,8 @@ NATIVE_SCRATCH = MIB
 """Bytes of scratch memory per thread of the C++ kernels, mostly its attention tile."""
 PROMPT_LOGPROB_ROWS = 64
 """Rows of prompt logits computed at once."""
+ROUTER_PANEL = 64
+"""Outputs of a panel of the C++ kernels."""
 EXPERT_ROWS = 16
 """Tile size to which the rows of an expert are padded."""
 
@@ -44,7 +46,17 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
     head = 0 if shape.is_bidirectional else shape.table_params * head_bytes(shape, quant, size)
     table = shape.blocks.table if quant.is_gguf and shape.blocks else size
     kept = shape.params - shape.matmul_params
-    return int(kept * table + head) + layers_bytes(shape, quant, size)
+    routers = 0
+    if shape.experts is not None and size == 2:
+        routers = shape.experts.layers * router_bytes(shape.experts.count, shape.hidden)
+    return int(kept * table + head) + layers_bytes(shape, quant, size) + routers
+
+
+def router_bytes(experts: int, hidden: int) -> int:
+    """Return the bytes that a router beside quantized weights takes on a CPU beyond two a number: it is
+    float32, in whole panels.
+    """
+    return hidden * (4 * -(-experts // ROUTER_PANEL) * ROUTER_PANEL - 2 * experts)
 
 
 LORA_STACK = 5

@@ -41,9 +41,9 @@ def test_one_for_each_instruction_set_whole_and_by_the_name_that_is_looked_for(l
     assert levels(made) == ["amx", "avx512-bf16", "avx512", "avx2", "portable"]
     known = libraries.wanted_levels()
     assert [path.name for path in made] == [
-        libraries.module("prebuilt").prebuilt_path(level).name for level in known
+        libraries.module("build").prebuilt_path(level).name for level in known
     ]
-    assert all(libraries.module("prebuilt").is_sealed(path) for path in made)
+    assert all(libraries.module("build").is_sealed(path) for path in made)
     assert b"libstdc++.so" not in b"".join(path.read_bytes() for path in made)
     assert sorted(path for path in tmp_path.iterdir() if path.name != "native") == sorted(made)
 

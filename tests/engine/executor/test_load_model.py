@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DeviceError
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.executor.load_model import delta_or_none, memory_in_use
+from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
 SHAPES: list[dict[str, Any]] = [
@@ -72,3 +74,16 @@ def test_memory_in_use_sees_a_tensor():
     assert before is not None
     assert (delta_or_none(before, after) or 0) == pytest.approx(block.nbytes, rel=0.1)
     assert delta_or_none(None, after) is None
+
+
+def test_torch_kernels_do_not_promise_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    with pytest.raises(DeviceError, match="deterministic was asked for"):
+        load(make_tiny_model(tmp_path), deterministic=True)
+
+
+def test_our_kernels_do(tmp_path, monkeypatch):
+    monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
+    engine = load(make_tiny_model(tmp_path), deterministic=True)
+    assert engine.info.backend.startswith("cpu")
+    assert len(tokens(engine, [ask("a", [5, 6, 7], 4)])["a"]) == 4

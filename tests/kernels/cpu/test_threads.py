@@ -1,6 +1,7 @@
 """The pool: fewer threads while others take the cores, and the same bits whatever their number."""
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from llmbox.kernels.cpu import compiling
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.quant_formats import QUANTS
+from support.cli_box import until
 
 
 @pytest.mark.parametrize("subject", ["thread_throttle", "work_partition"])
@@ -34,3 +36,21 @@ def test_threads_come_and_go_between_jobs() -> None:
             expected = got if expected is None else expected
             assert torch.equal(got, expected)
         assert 1 <= backend.library.llmbox_threads_running() <= len(cores)
+
+
+IDLE_S = 0.5
+
+
+def test_nobody_spins_while_there_is_nothing_to_do() -> None:
+    backend = load_backend("cpu")
+    backend.use_threads([0, 1, 0, 1])
+    ops = backend.ops()
+    packed = ops.pack_linear(torch.randn(300, 200), None)
+    ops.linear(packed, torch.randn(50, 200))
+
+    def rests() -> bool:
+        before = time.process_time()
+        time.sleep(IDLE_S)
+        return time.process_time() - before < 0.1 * IDLE_S
+
+    until(rests)  # they spin for 50 microseconds of their own time; what other tests left may take longer
