@@ -31,6 +31,8 @@ BACKGROUND = (
     "engine/weights/packed_cache/",
 )  # fmt: skip
 """Files of tasks and threads that run beside requests. Calls below such a task are not the request's."""
+LOG_LINES = ("engine/ipc/client.py", "_Lines.data_received")
+"""Reads what an engine logs, which may be of its start."""
 PATIENCE_S = 120.0
 MAX_TOKENS = 24
 
@@ -104,7 +106,7 @@ class Recorder:
         while above is not None and above.f_code.co_qualname != "Handle._run":
             outermost = self._call_of(above) or outermost
             above = above.f_back
-        return outermost is not None and outermost[0].startswith(BACKGROUND)
+        return outermost is not None and (outermost[0].startswith(BACKGROUND) or outermost == LOG_LINES)
 
 
 def measure_flow() -> Flow:

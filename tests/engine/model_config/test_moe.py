@@ -114,7 +114,7 @@ def test_all_experts_take_memory_and_routers_stay_wide(tmp_path: Path) -> None:
     int8 = QUANTS["int8"]
     all_rounded = weights_bytes(replace(shape, experts=None), "bfloat16", int8)
     more = weights_bytes(shape, "bfloat16", int8) - all_rounded
-    assert more == pytest.approx(48 * 128 * 2048 * (2 - int8.bytes_per_weight), abs=2)
+    assert more == pytest.approx(48 * 128 * 2048 * (4 - int8.bytes_per_weight), abs=2), "routers are float32"
     assert is_fine("model.layers.0.mlp.experts.17.down_proj", 48)
     assert is_fine("model.layers.0.block_sparse_moe.experts.3.w2", 32)
     assert not is_fine("model.layers.0.mlp.experts.17.up_proj", 48)
@@ -150,7 +150,7 @@ def test_ranks_have_some_experts_whole(tmp_path: Path) -> None:
     plan = estimate(shape, budget, asked)
     assert plan.expert_parallel
     whole = estimate(shape, budget, replace(asked, tp=1, expert_parallel=False))
-    copies = 0.03  # routers, and keys and values, of which 16 ranks have 4 heads
+    copies = 0.05  # routers, and keys and values, of which 16 ranks have 4 heads
     assert plan.weights_bytes == pytest.approx(whole.weights_bytes / 16, rel=copies)
     more = estimate(shape, budget, replace(asked, redundant_experts=16))
     assert more.weights_bytes == pytest.approx(plan.weights_bytes * 9 / 8, rel=copies), (

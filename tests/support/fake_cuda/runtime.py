@@ -103,6 +103,7 @@ def fake_cuda(card: Card | None = None, *, nvml: bool = True, blank: bool = Fals
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", _pin_by(operations)))
         stack.enter_context(mock.patch.object(torch.Tensor, "to", _numbered(torch.Tensor.to)))
         stack.enter_context(mock.patch.object(torch, "tensor", _from_data(torch.tensor)))
+        stack.enter_context(mock.patch.object(torch, "empty", _pinned_by_any_thread(torch.empty, operations)))
         _patch_interpreter(stack, queue, blank=blank)
         _patch_attention(stack)
         _clear_caches()
@@ -245,6 +246,16 @@ def _from_data(tensor: Any) -> Any:
     def made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
         found = tensor(data, **kwargs)
         return found if device is None else found.to(device)
+
+    return made
+
+
+def _pinned_by_any_thread(empty: Any, operations: Operations) -> Any:
+    """Threads of the KV store allocate pinned memory too, and a mode hears of its own thread alone."""
+
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        found = empty(*args, **kwargs)
+        return operations.pin(found) if pin_memory else found
 
     return made
 

@@ -102,7 +102,7 @@ class Operations(TorchDispatchMode):
         pins = kwargs.pop("pin_memory", None) or False
         if not on_gpu and (wanted is None or wanted.type != "cuda"):
             result = func(*args, **kwargs)
-            return self._pin(result) if pins else result
+            return self.pin(result) if pins else result
         if func in COPIES:
             return self._copied(func, args, kwargs, wanted)
         self._check(func, seen, on_gpu)
@@ -172,9 +172,9 @@ class Operations(TorchDispatchMode):
     def pinned_copy(self, tensor: Tensor) -> Tensor:
         """`Tensor.pin_memory`."""
         assert not isinstance(tensor, GpuTensor), "only dense CPU tensors can be pinned"
-        return self._pin(tensor.clone())
+        return self.pin(tensor.clone())
 
-    def _pin(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         self._pinned.add(tensor.untyped_storage())
         return tensor
 
