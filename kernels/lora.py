@@ -121,10 +121,6 @@ class LoraWeights:
     packed: Any = None
     """Form that the backend made of them."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.a_RI.nbytes + sum(piece.b_Or.nbytes for piece in self.pieces)
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertLora:

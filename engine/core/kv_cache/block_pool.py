@@ -47,7 +47,7 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
-    def tell_evictions(self, on_evict: Callable[[int, bytes], None]) -> None:
+    def set_eviction_callback(self, on_evict: Callable[[int, bytes], None]) -> None:
         """Call `on_evict` with each block that is evicted from now on and its hash."""
         self._cache.on_evict = on_evict
 

@@ -107,9 +107,9 @@ class KVTiers:
         self.writes = None if self.disk is None else WriteBehind(blocks, self.disk, clock)
         self.reads = ReadAhead(blocks, self.disk, host, clock)
         if host is not None:
-            kv_cache.pool.tell_evictions(host.evicts("kv"))
+            kv_cache.pool.set_eviction_callback(host.evicts("kv"))
             if kv_cache.windows is not None:
-                kv_cache.windows.pool.tell_evictions(host.evicts("window"))
+                kv_cache.windows.pool.set_eviction_callback(host.evicts("window"))
             if kv_cache.states is not None:
                 kv_cache.states.pool.on_evict = host.evicts("state")
         self._kinds = tuple(memory.sizes)
