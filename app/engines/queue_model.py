@@ -208,15 +208,22 @@ class QueueModel:
             self.times.rest()
 
     def settle(
-        self, forecast: Forecast, target: LatencyTarget, ttft: float | None, tpot: float | None
+        self,
+        forecast: Forecast,
+        target: LatencyTarget,
+        ttft: float | None,
+        tpot: float | None,
+        *,
+        waited: float = 0.0,
     ) -> list[str]:
         """Compare an admitted request's times with its forecast, and learn from the error. Returns the
         targets that it missed.
 
-        Forecasts far below their target are not learned from: their error decides nothing.
+        Forecasts far below their target are not learned from: their error decides nothing. `waited`: seconds
+        of `ttft` before the forecast was made.
         """
         if ttft is not None and 4 * forecast.ttft > target.ttft:
-            self.errors[forecast.is_behind].ttft.add(forecast.measured_ttft, ttft)
+            self.errors[forecast.is_behind].ttft.add(forecast.measured_ttft, ttft - waited)
         if tpot is not None and 4 * forecast.tpot > target.tpot:
             self.errors[forecast.is_behind].tpot.add(forecast.measured_tpot, tpot)
         missed = missed_targets(ttft, tpot, target)

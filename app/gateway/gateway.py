@@ -240,9 +240,10 @@ class Gateway:
         if (lease := request.generation.image_lease) is not None:
             lease.release()
         record = _record(request, status, code, self.output_hash(request))
+        waited = request.timeline.submitted - request.timeline.began
         if self.admission.forecasts:
-            self.admission.settle(record)
-        self._metrics.record_request(record)
+            self.admission.settle(record, waited, request.generation.clock.model_s)
+        self._metrics.record_request(record, waited)
         self._write(request, record)
         self._observer.on_end(record, request.reason)
 
@@ -375,10 +376,10 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         cached_tokens=usage.cached_tokens,
         output_tokens=usage.output_tokens,
         n=generation.n,
-        queue_s=None if clock.scheduled is None else max(0.0, clock.scheduled - clock.arrived),
-        ttft_s=None if first is None else first - clock.arrived,
+        queue_s=None if clock.scheduled is None else max(0.0, clock.scheduled - clock.submitted),
+        ttft_s=None if first is None else first - clock.began,
         tpot_s=(last - first) / (longest - 1) if decoded and first is not None and last is not None else None,
-        e2e_s=time.monotonic() - clock.arrived,
+        e2e_s=time.monotonic() - clock.began,
         resumes=request.resumes,
         seed=None if pools else generation.params.seed,
         params=params_json(generation),

@@ -39,7 +39,10 @@ class Timeline:
     """Timestamps in monotonic seconds, except `created` (Unix seconds)."""
 
     created: float
-    arrived: float
+    began: float
+    """Headers of its HTTP exchange were read: the first token and the end are counted from here."""
+    submitted: float
+    """Gateway took it, tokenized."""
     scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -64,7 +67,8 @@ class OpenRequest:
         self.generation = generation
         self.sequences = sequences
         self.usage = TokenUsage(prompt_tokens=sum(map(len, generation.prompts)))
-        self.timeline = Timeline(created=time.time(), arrived=time.monotonic())
+        submitted = time.monotonic()
+        self.timeline = Timeline(time.time(), min(generation.clock.began, submitted), submitted)
         self.transcript = transcript
         self._more = more or iter(())
         self._reservation = reservation
@@ -172,13 +176,13 @@ class OpenRequest:
             else "prefill"
             if clock.first_token is None
             else "decode",
-            age=now - clock.arrived,
+            age=now - clock.began,
             stream=generation.stream,
             n=len(self.sequences),
             prompt_tokens=self.usage.prompt_tokens,
             cached_tokens=self.usage.cached_tokens,
             output_tokens=output,
-            ttft=None if clock.first_token is None else clock.first_token - clock.arrived,
+            ttft=None if clock.first_token is None else clock.first_token - clock.began,
             tokens_per_second=output / decoding if decoding > 0 else None,
             resumes=self.resumes,
             looked_up_tokens=self.usage.looked_up_tokens,

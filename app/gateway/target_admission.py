@@ -60,15 +60,19 @@ class TargetAdmission:
             self._metrics.record_admission(name, tier, "admitted")
             self.forecasts[generation.id] = queue, forecast, target
 
-    def settle(self, record: RequestRecord) -> None:
-        """Compare a request that has ended with its forecast."""
+    def settle(self, record: RequestRecord, waited: float, model_s: float) -> None:
+        """Compare a request that has ended with its forecast. `waited`: seconds before the gateway took it,
+        of which `model_s` for its model to be loaded, which is not the queue's.
+        """
         if (admitted := self.forecasts.pop(record.id, None)) is None:
             return
         queue, forecast, target = admitted
-        _note_never_met(queue, forecast, target, record)
-        if queue.settle(forecast, target, record.ttft_s, record.tpot_s):
+        ttft = None if record.ttft_s is None else record.ttft_s - model_s
+        _note_never_met(queue, forecast, target, record, ttft)
+        queued = max(0.0, waited - model_s)
+        if queue.settle(forecast, target, ttft, record.tpot_s, waited=queued):
             self._metrics.record_admission(record.model, record.tier, "missed")
-        self._metrics.record_forecast(record, forecast.ttft, forecast.tpot)
+        self._metrics.record_forecast(record, ttft, forecast.ttft + queued, forecast.tpot)
 
 
 def check_targets(
@@ -118,20 +122,20 @@ def _too_late(
 
 
 def _note_never_met(
-    queue: QueueModel, forecast: Forecast, target: LatencyTarget, record: RequestRecord
+    queue: QueueModel, forecast: Forecast, target: LatencyTarget, record: RequestRecord, ttft: float | None
 ) -> None:
     """Keep, and log once for each target, that a request missed it which nothing kept waiting.
 
     Forecasts alone prove nothing: those of a size that no step had yet are too long.
     """
-    missed = missed_targets(record.ttft_s, record.tpot_s, target)
+    missed = missed_targets(ttft, record.tpot_s, target)
     if not missed:
         queue.never_met = ""
     late = [each for each in missed if each in forecast.never_met(target)]
     if not forecast.is_first or not late:
         return
     told = {
-        "ttft": f"its first token came after {span(record.ttft_s)} (target {span(target.ttft)})",
+        "ttft": f"its first token came after {span(ttft)} (target {span(target.ttft)})",
         "tpot": f"a token came every {span(record.tpot_s)} (target {span(target.tpot)})",
     }
     queue.never_met = (

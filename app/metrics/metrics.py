@@ -105,11 +105,13 @@ class Metrics:
         """Count a decision by latency targets, or an admitted request that missed them."""
         self._admission.labels(model, tier, outcome).inc()
 
-    def record_forecast(self, record: RequestRecord, ttft: float, tpot: float) -> None:
-        """Record the error of an admitted request's forecast."""
+    def record_forecast(
+        self, record: RequestRecord, measured: float | None, ttft: float, tpot: float
+    ) -> None:
+        """Record the error of an admitted request's forecast. `measured`: its TTFT without a load."""
         labels = record.model, record.tier
-        if record.ttft_s is not None:
-            self._ttft_error.labels(*labels).observe(record.ttft_s - ttft)
+        if measured is not None:
+            self._ttft_error.labels(*labels).observe(measured - ttft)
         if record.tpot_s is not None:
             self._tpot_error.labels(*labels).observe(record.tpot_s - tpot)
 
@@ -118,8 +120,8 @@ class Metrics:
         if record.is_failure:
             self._failed.labels(record.model, record.error_code).inc()
 
-    def record_request(self, record: RequestRecord) -> None:
-        """Record a finished request that had reached an engine."""
+    def record_request(self, record: RequestRecord, waited: float) -> None:
+        """Record a finished request that had reached an engine, `waited` seconds after it came."""
         self.record_failure(record)
         labels = record.model, record.tier
         for reason in filter(None, record.finish_reasons.split(",")):
@@ -133,7 +135,7 @@ class Metrics:
             if seconds is not None:
                 histogram.labels(*labels).observe(seconds)
         if record.ttft_s is not None:
-            self._prefill.labels(*labels).observe(max(0.0, record.ttft_s - (record.queue_s or 0.0)))
+            self._prefill.labels(*labels).observe(max(0.0, record.ttft_s - waited - (record.queue_s or 0.0)))
             if record.e2e_s is not None:
                 self._decode.labels(*labels).observe(max(0.0, record.e2e_s - record.ttft_s))
 

@@ -69,15 +69,15 @@ class AnswerWriter:
     def end(self, parts: ParsedOutput) -> dict[str, Any]:
         """Build the last object. Times are nanoseconds."""
         clock, usage = self._opened.timeline, self._opened.usage_now()
-        begun = clock.scheduled if clock.scheduled is not None else clock.arrived
+        begun = clock.scheduled if clock.scheduled is not None else clock.submitted
         first = clock.first_token if clock.first_token is not None else begun
         last = clock.last_token if clock.last_token is not None else first
         told = {
             **self.part(parts),
             "done": True,
             "done_reason": self._opened.sequences[0].finish_reason,
-            "total_duration": _nanoseconds(last - clock.arrived),
-            "load_duration": 0,
+            "total_duration": _nanoseconds(last - clock.began),
+            "load_duration": _nanoseconds(self._call.generation.clock.model_s),
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": _nanoseconds(first - begun),
             "eval_count": usage.output_tokens,

@@ -1,10 +1,12 @@
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.gateway.open_request import OpenRequest
+from llmbox.app.gateway.request_times import ExchangeClock
 from llmbox.engine.ipc.messages import RequestOutput
 
 
@@ -12,7 +14,10 @@ def ending(error: BaseException | None) -> tuple[int, str, str]:
     """Status, code and reason of a request whose reader ends with `error`."""
     ends = []
     opened = OpenRequest(
-        SimpleNamespace(prompts=[[1]]), [], lambda request, *end: ends.append((*end, request.reason)), print
+        SimpleNamespace(prompts=[[1]], clock=ExchangeClock()),
+        [],
+        lambda request, *end: ends.append((*end, request.reason)),
+        print,
     )
     kind = None if error is None else type(error)
     opened.__exit__(kind, error, None)
@@ -31,7 +36,7 @@ def test_an_answer_that_could_not_be_made_is_a_failure_of_the_server():
 
 
 def test_drafts_of_all_steps_are_counted():
-    opened = OpenRequest(SimpleNamespace(prompts=[[1]], n=1), [], print, print)
+    opened = OpenRequest(SimpleNamespace(prompts=[[1]], n=1, clock=ExchangeClock()), [], print, print)
     opened._limits = SimpleNamespace(note_token=lambda: None)
     for drafted, accepted in ((0, 0), (7, 3), (2, 2)):
         ids = [5] * (accepted + 1)
@@ -39,3 +44,18 @@ def test_drafts_of_all_steps_are_counted():
         opened._last = [None]
         opened._note(SimpleNamespace(index=0), output)
     assert (opened.usage.draft_tokens, opened.usage.accepted_tokens) == (9, 5)
+
+
+def test_the_first_token_is_counted_from_the_exchanges_begin():
+    """Tokenizing and a load are part of what the client waited for."""
+    clock = ExchangeClock(began=time.monotonic() - 100.0)
+    generation = SimpleNamespace(
+        **dict.fromkeys(("id", "endpoint", "key", "client", "stream")),
+        prompts=[[1]], n=1, clock=clock, model=SimpleNamespace(name="m"),
+    )  # fmt: skip
+    sequence = SimpleNamespace(stream=SimpleNamespace(resumes=0), output_tokens=0)
+    opened = OpenRequest(generation, [sequence], print, print)
+    opened.timeline.first_token = opened.timeline.submitted + 1.0
+    live = opened.live()
+    assert 100.0 <= live.age < 200.0
+    assert live.ttft == opened.timeline.first_token - clock.began >= 101.0

@@ -59,14 +59,15 @@ def test_a_request_fills_its_histograms():
     metrics.record_request(
         RequestRecord(
             id="r", created=0, model="m", endpoint="chat", http_status=200, finish_reasons="stop,length",
-            queue_s=0.01, ttft_s=0.04, tpot_s=0.02, e2e_s=1.0, tier="premium",
-        )
+            queue_s=0.01, ttft_s=0.09, tpot_s=0.02, e2e_s=1.05, tier="premium",
+        ),
+        waited=0.05,
     )  # fmt: skip
     metrics.record_inter_token("m", "premium", 0.02)
     metrics.record_refusal("queue_full")
     got = samples(metrics)
     assert got["vllm:time_to_first_token_seconds_count", "m"] == 1
-    assert got["vllm:time_to_first_token_seconds_sum", "m"] == 0.04
+    assert got["vllm:time_to_first_token_seconds_sum", "m"] == 0.09
     assert round(got["vllm:request_prefill_time_seconds_sum", "m"], 6) == 0.03
     assert round(got["vllm:request_decode_time_seconds_sum", "m"], 6) == 0.96
     assert got["vllm:inter_token_latency_seconds_count", "m"] == 1
@@ -78,6 +79,7 @@ def test_a_request_fills_its_histograms():
 def test_a_request_without_a_first_token_leaves_latencies_alone():
     metrics = Metrics()
     metrics.record_request(
-        RequestRecord(id="r", created=0, model="m", endpoint="chat", http_status=200, finish_reasons="abort")
+        RequestRecord(id="r", created=0, model="m", endpoint="chat", http_status=200, finish_reasons="abort"),
+        waited=0.0,
     )
     assert ("vllm:time_to_first_token_seconds_count", "m") not in samples(metrics)
