@@ -240,10 +240,9 @@ class Gateway:
         if (lease := request.generation.image_lease) is not None:
             lease.release()
         record = _record(request, status, code, self.output_hash(request))
-        waited = request.timeline.submitted - request.timeline.began
         if self.admission.forecasts:
-            self.admission.settle(record, waited, request.generation.clock.model_s)
-        self._metrics.record_request(record, waited)
+            self.admission.settle(record, request.timeline.waited, request.generation.clock.model_s)
+        self._metrics.record_request(record, request.timeline.waited)
         self._write(request, record)
         self._observer.on_end(record, request.reason)
 

@@ -47,6 +47,11 @@ class Timeline:
     first_token: float | None = None
     last_token: float | None = None
 
+    @property
+    def waited(self) -> float:
+        """Seconds before the gateway took it."""
+        return self.submitted - self.began
+
 
 class OpenRequest:
     """Context manager around reading `deltas` once. Leaving it aborts the work and writes the record."""
