@@ -17,7 +17,7 @@ from ..store.sequence_record import (
     encode_schedule,
     encode_sequence,
 )
-from ..tracing.trace_context import TraceContext
+from ..tracing.tracer import TraceContext
 
 if TYPE_CHECKING:
     from .open_request import OpenRequest
