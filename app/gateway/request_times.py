@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llmbox.engine.ipc.sequence_times import PhaseTimes, SequenceTimes
 
 from ..engines.request_journal import TokenStream
-from ..store.sequence_record import (
+from ..store.record import (
     MOST_SEQUENCES,
     NO_PHASE,
     PhaseRecord,

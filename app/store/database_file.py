@@ -13,7 +13,7 @@ from llmbox.engine.ipc.schedule_record import decode_schedule
 
 from ..errors import CliError, Exit
 from .conversations import ChatToolServer
-from .sequence_record import decode_sequence
+from .record import decode_sequence
 from .tool_secrets import without_values
 
 BUSY_S = 10.0

@@ -17,8 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from ..config.settings import TelemetrySettings
-from ..store.record import RequestRecord
-from ..store.sequence_record import SequenceRecord, decode_sequence
+from ..store.record import RequestRecord, SequenceRecord, decode_sequence
 from .otlp_exporter import Attribute, OtlpExporter, encode_attributes, read_headers
 
 _HEADER: Final = re.compile(

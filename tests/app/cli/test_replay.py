@@ -7,8 +7,7 @@ import pytest
 from llmbox.app.cli.admin.replay import BlocksParam
 from llmbox.app.errors import Exit
 from llmbox.app.store import RequestLog
-from llmbox.app.store.record import RequestRecord
-from llmbox.app.store.sequence_record import SequenceRecord, encode_schedule, encode_sequence
+from llmbox.app.store.record import RequestRecord, SequenceRecord, encode_schedule, encode_sequence
 from llmbox.engine.ipc.schedule_record import EngineFacts, ScheduleRecord
 from support.cli_box import Box
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from llmbox.app.store.sequence_record import encode_schedule
+from llmbox.app.store.record import encode_schedule
 from llmbox.engine.core.schedule_recorder import ScheduleRecorder
 from llmbox.engine.core.speculation.draft_choice import MOST_DRAFTS
 from llmbox.engine.ipc.schedule_record import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from llmbox.app.store.sequence_record import encode_schedule
+from llmbox.app.store.record import encode_schedule
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.replay.replayed_engine import percentiles
