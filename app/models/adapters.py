@@ -1,6 +1,6 @@
-"""LoRA adapters of the box: each a name that stands for a model with an adapter, whose files are kept here.
+"""Names that stand for another model: LoRA adapters of the box, and aliases with parameters.
 
-The files are copied to a folder that is named by a digest of their content, so they never change while a
+Files of adapters are copied to a folder that is named by a digest of their content, so they never change while a
 request or a cached block depends on them.
 """
 
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from llmbox.engine.errors import ModelError
 
 from ..errors import CliError, Exit
 from .catalog import BUILTIN, HUB_ID, ModelRef, check_name, resolve
-from .registry import Alias, NameLookup, Registry
+from .registry import Alias, NameLookup, Registry, parse_parameters
 
 MERGE_JOB: Final = "llmbox.engine.quantize.merge_adapter"
 CHECK_SECONDS: Final = 120.0
@@ -297,3 +297,37 @@ def _copy(source: Path, target: Path, digest: "hashlib._Hash") -> None:
 def _added(name: str, base: str, adapter: Adapter) -> AddedAdapter:
     modules = len(adapter.targets) + len(adapter.saved)
     return AddedAdapter(name, base, adapter.rank, adapter.nbytes, modules)
+
+
+def set_alias(
+    registry: Registry,
+    environ: Mapping[str, str],
+    name: str,
+    ref: str,
+    parameters: Sequence[str],
+    memory: Mapping[str, ModelRef] | None = None,
+) -> Alias:
+    """Create or replace the alias `name` of the model `ref`.
+
+    `parameters` are `k=v`, `memory` is as for `resolve`. Raises CliError for invalid names or values.
+    """
+    names = registry.read()
+    check_name(name)
+    if ref in names.aliases:
+        raise CliError(
+            f"{ref} is an alias itself",
+            f"it stands for {names.aliases[ref].model}",
+            f"llmbox alias set {name} {names.aliases[ref].model}",
+            Exit.USAGE,
+        )
+    target = resolve(ref, environ, names, memory)
+    if name in names.aliases and names.aliases[name].adapter:
+        raise CliError(f"{name} is an adapter", "an alias would replace it", "choose another", Exit.CONFLICT)
+    holder = (memory or {}).get(name)
+    if name == "builtin" or name in names.directories or (holder is not None and holder.path != target.path):
+        raise CliError(f"{name} is a model's name", "an alias would hide it", "choose another", Exit.CONFLICT)
+    # The name of a directory that was not adopted is forgotten when it is unloaded.
+    known = target.name if target.name in names.directories else target.ref
+    alias = Alias(known, parse_parameters(list(parameters)))
+    registry.set_alias(name, alias)
+    return alias

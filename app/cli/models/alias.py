@@ -3,7 +3,7 @@
 import click
 
 from ...lifecycle.program import Command, Program, pass_program
-from ...models.aliases import set_alias
+from ...models.adapters import set_alias
 from .. import output
 from ..root import CommandGroup
 

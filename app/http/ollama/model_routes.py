@@ -19,7 +19,7 @@ from ...gateway.gateway import context_limit
 from ...hub.download import Download
 from ...hub.errors import HubError
 from ...lifecycle.drain import shutting_down
-from ...models.aliases import set_alias
+from ...models.adapters import set_alias
 from ...models.catalog import HUB_ID, hub_cache
 from ..auth.guard import Access, identity_of
 from ..openai.request_context import HttpRequest, RequestContext

@@ -20,7 +20,7 @@ from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.fit.fit import plan_alone
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.http.server.request import form_of
-from llmbox.app.models.aliases import set_alias
+from llmbox.app.models.adapters import set_alias
 from llmbox.app.models.catalog import DiskModel, describe
 from llmbox.app.models.load_request import ModelRequest
 from llmbox.app.models.registry import RANGES, Alias
