@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         ".models.convert:quantize",
         "Quantize a model's weights into a new folder.",
     ),
-    "alias": (".models.alias:alias", "Names and parameter variants of models."),
+    "alias": (".models.lora:alias", "Names and parameter variants of models."),
     "lora": (".models.lora:lora", "LoRA adapters of models: add, list, remove, merge."),
     "load": (".models.load:load", "Load a model into the running daemon."),
     "unload": (".models.load:unload", "Unload a model from memory."),
