@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "share": (".server.share:share", "Let other devices on your network use this box; --off ends it."),
     "key": (".admin.key:key", "API keys: make, list, rotate, revoke."),
     "requests": (".admin.requests:requests", "Read the request log, follow it, cancel a request."),
-    "why": (".admin.why:why", "Show where the time of one request went."),
+    "why": (".admin.replay:why", "Show where the time of one request went."),
     "replay": (".admin.replay:replay", "Compute past scheduling again, also with other limits."),
     "logs": (".server.logs:logs", "Read the daemon's log."),
     "stats": (".admin.stats:stats", "Show current load and throughput."),
