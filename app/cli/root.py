@@ -57,7 +57,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mcp": (".admin.mcp:mcp", "Serve MCP on stdin and stdout, for assistants that manage this box."),
     "ray": (".server.ray:ray", "Deploy a model under Ray Serve, on one box or several."),
     "service": (".server.service:service", "Run the daemon under systemd."),
-    "db": (".admin.db:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
+    "db": (".admin.doctor:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
     "doctor": (".admin.doctor:doctor", "Check this machine; every finding comes with a fix."),
     "bench": (".admin.bench:bench", "Measure a server: time to first token, throughput."),
     "version": (".admin.doctor:version", "Print the version."),
