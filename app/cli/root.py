@@ -54,7 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dash": ("llmbox.ui.tui.command:top", "The same as top."),
     "config": (".admin.config:config", "Show and change settings."),
     "connect": (".admin.connect:connect", "Print the settings with which other programs use this daemon."),
-    "mcp": (".admin.mcp:mcp", "Serve MCP on stdin and stdout, for assistants that manage this box."),
+    "mcp": (".admin.connect:mcp", "Serve MCP on stdin and stdout, for assistants that manage this box."),
     "ray": (".server.ray:ray", "Deploy a model under Ray Serve, on one box or several."),
     "service": (".server.service:service", "Run the daemon under systemd."),
     "db": (".admin.doctor:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
