@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": (".admin.bench:bench", "Measure a server: time to first token, throughput."),
     "version": (".admin.doctor:version", "Print the version."),
     "completion": (".admin.config:completion", "Print a shell's completion script."),
-    "uninstall": (".server.uninstall:uninstall", "Remove llmbox's files from this machine; models stay."),
+    "uninstall": (".server.service:uninstall", "Remove llmbox's files from this machine; models stay."),
 }
 
 
