@@ -16,8 +16,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.output.output_parser import OutputParser, ParsedOutput
 from ..openai.chat import ChatCall, heading_of
 from ..openai.chat_messages import call_id, reasoning_tokens
-from ..openai.generating import answer, inference_route
-from ..openai.request_context import HttpRequest, RequestContext
+from ..openai.request_context import HttpRequest, RequestContext, answer, inference_route
 from ..server.errors import encode_error
 from ..server.sse import SseOptions
 from .batches import batches_router

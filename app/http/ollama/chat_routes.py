@@ -24,8 +24,7 @@ from ..openai.embeddings import (
     pool,
     with_prompt,
 )
-from ..openai.generating import inference_route
-from ..openai.request_context import HttpRequest, RequestContext
+from ..openai.request_context import HttpRequest, RequestContext, inference_route
 from ..openai.sampling import public_id
 from ..openai.unsupported import unknown_fields
 from ..server.sse import EventStreamResponse, while_connected

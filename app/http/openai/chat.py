@@ -21,8 +21,7 @@ from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
 from .chat_messages import Parsing, build_chat, call_id, final_reason, input_of, reasoning_tokens
 from .completions import check_prompts, truncate_prompts
-from .generating import CheckedRequest, Deadlines
-from .request_context import ChunkHeader, RequestContext
+from .request_context import CheckedRequest, ChunkHeader, Deadlines, RequestContext
 from .request_types import ChatCompletionRequest, Message
 from .response_types import (
     CalledCustom,

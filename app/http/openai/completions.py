@@ -15,8 +15,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.fim import fim_prompt, fim_stop_ids
 from ...util.threads import off_loop
 from ..server.sse import data_event
-from .generating import CheckedRequest, Deadlines
-from .request_context import ChunkHeader, RequestContext
+from .request_context import CheckedRequest, ChunkHeader, Deadlines, RequestContext
 from .request_types import CompletionRequest
 from .response_types import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (

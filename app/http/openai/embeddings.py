@@ -23,8 +23,7 @@ from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, TokenUsage
 from ...util.threads import off_loop
 from .completions import prompt_ids, prompt_items, truncate_prompts
-from .generating import Deadlines, answer, inference_route
-from .request_context import HttpRequest, RequestContext
+from .request_context import Deadlines, HttpRequest, RequestContext, answer, inference_route
 from .request_types import EmbeddingRequest
 from .response_types import Embedding, EmbeddingList, EmbeddingUsage
 from .sampling import invalid, public_id

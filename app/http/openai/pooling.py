@@ -29,8 +29,7 @@ from .embeddings import (
     pooled,
     with_prompt,
 )
-from .generating import Deadlines, answer, inference_route
-from .request_context import HttpRequest, RequestContext
+from .request_context import Deadlines, HttpRequest, RequestContext, answer, inference_route
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
 from .rerank import encode_pairs, find_reranker, has_encoder_head
 from .response_types import EmbeddingUsage

@@ -17,8 +17,7 @@ from ...text.reranker import Reranker, answer_ids, build_rerank_prompts, not_a_r
 from ...util.threads import off_loop
 from .completions import check_prompts
 from .embeddings import check_inputs, pool, pooled
-from .generating import answer, inference_route
-from .request_context import HttpRequest, RequestContext
+from .request_context import HttpRequest, RequestContext, answer, inference_route
 from .request_types import RerankRequest
 from .response_types import EmbeddingUsage, Ranked, RankedDocument, Ranking
 from .sampling import invalid, public_id

@@ -22,9 +22,8 @@ from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
 from .embeddings import embeddings
 from .files import files_router
-from .generating import answer, inference_route
 from .pooling import classify_texts, pooling, score, score_plain
-from .request_context import HttpRequest, RequestContext
+from .request_context import HttpRequest, RequestContext, answer, inference_route
 from .request_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .rerank import rerank, rerank_plain, rerank_v2
 from .response_types import (

@@ -9,8 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from ...gateway.gateway import Gateway
 from ..openai.chat_messages import reasoning_tokens
-from ..openai.generating import answer, inference_route
-from ..openai.request_context import HttpRequest, RequestContext
+from ..openai.request_context import HttpRequest, RequestContext, answer, inference_route
 from ..openai.stored import Store
 from ..openai.unsupported import refuse_unsupported
 from ..server.sse import EventStreamResponse, while_connected
