@@ -13,10 +13,9 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.generation import Generation
 from ...security.security import Identity
-from ..openai.chat import ChatCall
+from ..openai.chat import ChatCall, prepare_translated, prepare_translated_completion
 from ..openai.chat_messages import PLAIN, Parsing
 from ..openai.completions import CompletionCall
-from ..openai.dialect import prepare_translated, prepare_translated_completion
 from ..openai.request_context import RequestContext
 from ..openai.request_types import NoEffect
 from ..openai.sampling import invalid
