@@ -42,19 +42,22 @@ from .response_types import (
 )
 from .sampling import (
     Logprobs,
+    budget_warnings,
     chat_logprobs,
     check_alternatives,
     check_common,
     check_max_tokens,
+    describe_thinking,
     invalid,
     prompt_logprobs,
     public_id,
     sampling_params,
     stop_strings,
+    thinking_budget,
+    with_effort,
 )
 from .stored import NOT_STORED, Store
 from .structured_output import add_grammar, find_answer_constraint, find_call_constraint, unknown_inside
-from .thinking import budget_warnings, describe_thinking, thinking_budget, with_effort
 from .unsupported import refuse_unsupported, unknown_fields
 
 

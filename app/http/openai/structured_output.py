@@ -37,8 +37,7 @@ from .request_types import (
     ResponseFormat,
     StructuredOutputs,
 )
-from .sampling import invalid
-from .thinking import within_grammar
+from .sampling import invalid, within_grammar
 from .unsupported import refuse_unsupported, unknown_fields
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
