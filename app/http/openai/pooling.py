@@ -25,13 +25,15 @@ from .embeddings import (
     build_pooling_generation,
     check_dimensions,
     check_inputs,
+    encode_pairs,
+    find_reranker,
+    has_encoder_head,
     pool,
     pooled,
     with_prompt,
 )
 from .request_context import Deadlines, HttpRequest, RequestContext, answer, inference_route
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
-from .rerank import encode_pairs, find_reranker, has_encoder_head
 from .response_types import EmbeddingUsage
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported

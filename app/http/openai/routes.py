@@ -20,12 +20,11 @@ from .chat import ChatCall, chat_ids, complete_chat, prepare_chat
 from .chat_messages import build_chat
 from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
-from .embeddings import embeddings
+from .embeddings import embeddings, rerank, rerank_plain, rerank_v2
 from .files import files_router
 from .pooling import classify_texts, pooling, score, score_plain
 from .request_context import HttpRequest, RequestContext, answer, inference_route
 from .request_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .rerank import rerank, rerank_plain, rerank_v2
 from .response_types import (
     ChatCompletion,
     Completion,
