@@ -19,10 +19,10 @@ from ..store import RequestLog
 from ..store.record import RequestRecord
 from .annotations import Annotations
 from .daemon_profile import DaemonProfiler
+from .device_memory import BlockReader
 from .engine_rates import ErrorRates, Latencies
 from .gpus import GpuReader, HostReader
 from .history import History
-from .kv_cache_map import BlockReader
 from .poller import Poller
 from .snapshot import Tick
 

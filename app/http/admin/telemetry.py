@@ -25,8 +25,8 @@ from ...services import Services
 from ...store.usage import ModelUsage, Outcomes, outcomes, usage_by_model
 from ...telemetry.annotations import MOST, Annotation
 from ...telemetry.daemon_profile import DaemonTimes
+from ...telemetry.device_memory import Blocks
 from ...telemetry.history import KEEP, is_series, resample, step_for
-from ...telemetry.kv_cache_map import Blocks
 from ...telemetry.snapshot import Tick
 from ..auth.guard import identity_of
 from ..server.sse import EventStreamResponse, SseOptions

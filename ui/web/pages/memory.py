@@ -5,8 +5,7 @@ from typing import Any, Final
 
 from litestar import Response, get
 
-from llmbox.app.telemetry.device_memory import KINDS, DeviceMemory, devices_of
-from llmbox.app.telemetry.kv_cache_map import Blocks
+from llmbox.app.telemetry.device_memory import KINDS, Blocks, DeviceMemory, devices_of
 
 from ..render import Panel, PanelRequest, page, panel_of, render
 
