@@ -17,12 +17,11 @@ from ..gateway.request_events import LiveRequest
 from ..logging.setup import component
 from ..store import RequestLog
 from ..store.record import RequestRecord
-from .annotations import Annotations
 from .daemon_profile import DaemonProfiler
 from .device_memory import BlockReader
 from .engine_rates import ErrorRates, Latencies
 from .gpus import GpuReader, HostReader
-from .history import History
+from .history import Annotations, History
 from .poller import Poller
 from .snapshot import Tick
 
