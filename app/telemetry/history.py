@@ -138,7 +138,7 @@ class History:
 
 
 def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) -> bool:
-    from ..store.queries import telemetry as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+    from ..store.queries import requests as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
     if engine is None:
         return False
@@ -151,7 +151,7 @@ def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) ->
 
 
 def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
-    from ..store.queries import telemetry as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+    from ..store.queries import requests as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
     return telemetry_queries.find_telemetry(engine, step, since)
 
@@ -344,7 +344,7 @@ def _write(engine: "Engine | None", mark: Annotation, oldest: float) -> None:
     if engine is None:
         return
     try:
-        from ..store.queries import telemetry as mark_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+        from ..store.queries import requests as mark_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
         mark_queries.add_annotation(engine, mark.time, mark.kind, mark.model, mark.text, oldest)
     except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: a mark is lost, no more
@@ -352,7 +352,7 @@ def _write(engine: "Engine | None", mark: Annotation, oldest: float) -> None:
 
 
 def _find_annotations(engine: "Engine", begin: float, most: int) -> list[Annotation]:
-    from ..store.queries import telemetry as mark_queries  # noqa: PLC0415 - as above
+    from ..store.queries import requests as mark_queries  # noqa: PLC0415 - as above
 
     rows = mark_queries.find_annotations(engine, begin, most)
     return [Annotation(time=at, kind=kind, model=model, text=text) for at, kind, model, text in rows]
