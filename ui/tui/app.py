@@ -39,8 +39,8 @@ from .screens.requests import RequestsScreen
 from .themes import DARK, NAMES, OWN
 from .widgets.dialogs import AskLine, Choose, Confirm, Help, KeyValueDialog
 from .widgets.header import key_lines
-from .widgets.key_value import fact_lines, fit_lines, request_lines
 from .widgets.lines import LineWidget
+from .widgets.request_rows import fact_lines, fit_lines, request_lines
 from .widgets.table import Grid
 
 SCREENS: tuple[type[View], ...] = (
