@@ -10,7 +10,6 @@ from .pages import adapters
 from .pages.chat import chat_page
 from .pages.first_run import first_run_page
 from .pages.keys import add_key, change_limits, keys_page, revoke_key, rotate_key
-from .pages.memory import memory_page
 from .pages.model_detail import add_alias, model_page, plan_piece, remove_alias, template_preview
 from .pages.models import (
     activity_page,
@@ -24,7 +23,7 @@ from .pages.models import (
     refresh_recommended,
     unload_model,
 )
-from .pages.overview import overview_page, telemetry_page, usage_piece
+from .pages.overview import memory_page, overview_page, telemetry_page, usage_piece
 from .pages.requests import (
     cancel_request,
     export_csv,

@@ -1,9 +1,11 @@
-"""Overview and telemetry pages: alerts, current load, charts, models, usage by model and by key, machine."""
+"""Overview, telemetry and memory pages: alerts, current load, charts, models, usage by model and by key, machine, KV
+blocks.
+"""
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from litestar import MediaType, Response, get
 from litestar.params import FromQuery
@@ -12,6 +14,7 @@ from llmbox.app.config.entries import find_target
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.http.admin.telemetry import usage_of
 from llmbox.app.store.usage import ModelUsage
+from llmbox.app.telemetry.device_memory import KINDS, Blocks, DeviceMemory, devices_of
 from llmbox.app.telemetry.snapshot import NA, GpuReading
 
 from ..render import Panel, PanelRequest, page, panel_of, render
@@ -188,3 +191,87 @@ def _gpu_plots(gpus: tuple[GpuReading, ...]) -> Iterator[Plot]:
         problem = next((f"GPU {gpu.index}: {gpu.problem}." for gpu in gpus if gpu.problem), "")
         note = "No readings in this time." if known else problem or f"{gpus[0].name} does not report it."
         yield Plot(f"GPU {title}", unit, lines, note)
+
+
+COLUMNS: Final = 96
+MOST_CELLS: Final = COLUMNS * 16
+CELL: Final = 10
+"""Side of a square in the map's units."""
+LABELS: Final = dict(zip(KINDS, ("weights", "KV in use", "KV cached", "KV free", "workspace"), strict=True))
+DAY: Final = 86400
+MOST_MEMORY_MARKS: Final = 12
+MOST_PREFIXES: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    device: DeviceMemory
+    parts: list[tuple[str, float, float]]
+    """(kind, start, share) of each part of the device's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    blocks: Blocks
+    paths: dict[str, str]
+    """Squares of each state as one SVG path."""
+    width: int
+    height: int
+    cells: str
+    """Blocks for the page's script: `count,live,cached,owner,holders` for each run of squares."""
+
+
+@get("/memory", name="panel_memory")
+async def memory_page(request: PanelRequest) -> Response[str]:
+    values = await _values(panel_of(request))
+    return page(request, "memory.html", "memory", **values)
+
+
+async def memory_pieces(panel: Panel) -> dict[str, str]:
+    values = await _values(panel)
+    return {name: render(f"live/{name}.html", panel, **values) for name in ("devices", "maps", "marks")}
+
+
+async def _values(panel: Panel) -> dict[str, Any]:
+    telemetry = panel.services.telemetry
+    tick = await telemetry.newest()
+    return {
+        "tick": tick,
+        "bars": [_bar(device) for device in devices_of(tick)],
+        "labels": LABELS,
+        "maps": [_map(blocks) for blocks in await telemetry.blocks.read(MOST_CELLS)],
+        "most_prefixes": MOST_PREFIXES,
+        "engines": {engine.model: engine for engine in tick.engines},
+        "marks": await telemetry.marks.since(tick.time - DAY, MOST_MEMORY_MARKS),
+    }
+
+
+def _bar(device: DeviceMemory) -> Bar:
+    parts, start = [], 0.0
+    for part in device.parts if device.total else ():
+        share = part.size / device.total
+        parts.append((part.kind, start, share))
+        start += share
+    return Bar(device, parts)
+
+
+def _map(blocks: Blocks) -> Map:
+    paths = {"live": "", "cached": "", "free": ""}
+    at = 0
+    for run in blocks.cells:
+        paths[run.state] += _strips(at, run.count)
+        at += run.count
+    cells = ";".join(f"{run.count},{run.live},{run.cached},{run.owner},{run.holders}" for run in blocks.cells)
+    width = min(at, COLUMNS) * CELL
+    return Map(blocks, paths, width, -(-at // COLUMNS) * CELL, cells)
+
+
+def _strips(first: int, count: int) -> str:
+    """Return the path of neighboring squares, row by row."""
+    path, last = "", first + count
+    while first < last:
+        row, column = divmod(first, COLUMNS)
+        end = min(last, (row + 1) * COLUMNS)
+        path += f"M{column * CELL} {row * CELL}h{(end - first) * CELL}v{CELL}h-{(end - first) * CELL}z"
+        first = end
+    return path
