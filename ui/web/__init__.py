@@ -7,13 +7,13 @@ from llmbox.app.http.auth.guard import Access
 
 from .live import live
 from .pages import adapters
-from .pages.chat import chat_page
 from .pages.first_run import first_run_page
 from .pages.keys import add_key, change_limits, keys_page, revoke_key, rotate_key
 from .pages.model_detail import add_alias, model_page, plan_piece, remove_alias, template_preview
 from .pages.models import (
     activity_page,
     change_download,
+    chat_page,
     discover_page,
     load_model,
     models_page,
