@@ -34,8 +34,7 @@ from .pages.requests import (
 )
 from .pages.settings import review_settings, save_settings, settings_page
 from .pages.system import backup, bundle, check_update, checks_piece, purge, system_page
-from .render import show_error
-from .static_files import static_file
+from .render import show_error, static_file
 
 panel_routes: list[ControllerRouterHandler] = [
     Router(
