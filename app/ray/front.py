@@ -15,7 +15,6 @@ from typing import Any, Final
 import msgspec
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.ipc.block_map import BlockMap
 from llmbox.engine.ipc.messages import (
     AbortRequest,
     AddRequest,
@@ -26,7 +25,7 @@ from llmbox.engine.ipc.messages import (
     PreparedImage,
     RequestOutput,
 )
-from llmbox.engine.ipc.profile_messages import StepProfile
+from llmbox.engine.ipc.profile_messages import BlockMap, StepProfile
 from llmbox.engine.ipc.spawn import Launch
 
 from ..config.model_settings import MemorySettings

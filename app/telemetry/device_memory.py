@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from llmbox.engine.ipc.block_map import BlockHolder, BlockMap, BlockRun, PrefixUse
+from llmbox.engine.ipc.profile_messages import BlockHolder, BlockMap, BlockRun, PrefixUse
 
 from ..engines.manager import EngineManager
 from ..engines.supervisor import Supervisor

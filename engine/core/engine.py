@@ -10,7 +10,6 @@ from typing import Any, Final, Protocol
 
 from ..checkpoint.adapter import has_int8_numbers, read_adapter
 from ..errors import EngineError, InvalidRequest
-from ..ipc.block_map import BlockMap
 from ..ipc.handover_messages import Prefill
 from ..ipc.messages import (
     AddRequest,
@@ -20,6 +19,7 @@ from ..ipc.messages import (
     StepOutputs,
     Vocabulary,
 )
+from ..ipc.profile_messages import BlockMap
 from ..ipc.sequence_times import SequenceTimes
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import GrammarCompiler

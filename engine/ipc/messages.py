@@ -9,9 +9,8 @@ from typing import Literal
 
 from ..config import EngineConfig
 from ..sampling_params import Pooling, SamplingParams
-from .block_map import BlockMap
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
-from .profile_messages import AskProfile, StepProfile
+from .profile_messages import AskProfile, BlockMap, StepProfile
 from .sequence_times import SequenceTimes, StepWork
 
 PrefixMissReason = Literal[

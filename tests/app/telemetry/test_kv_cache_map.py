@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llmbox.app.engines.engine_process import EngineQuery
 from llmbox.app.telemetry.device_memory import draw_map
-from llmbox.engine.ipc.block_map import BlockHolder, BlockMap, BlockRun
+from llmbox.engine.ipc.profile_messages import BlockHolder, BlockMap, BlockRun
 from support.engines import kill, request, supervised, until
 
 RUNS = st.lists(
