@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 import llmbox.migrations
-from llmbox.engine.ipc.schedule_record import decode_schedule
+from llmbox.engine.ipc.sequence_times import decode_schedule
 
 from ..errors import CliError, Exit
 from .conversations import ChatToolServer

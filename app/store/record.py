@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from llmbox.engine.ipc.schedule_record import ScheduleRecord
+from llmbox.engine.ipc.sequence_times import ScheduleRecord
 
 MOST_SEQUENCES: Final = 128
 """Sequences of a request whose times are kept: those that ended last."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..config import SchedulerConfig
-from ..ipc.schedule_record import (
+from ..ipc.sequence_times import (
     ABORTED,
     ADAPTER,
     DRAFTED,

@@ -13,8 +13,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..ipc.schedule_record import ScheduleRecord
-from ..ipc.sequence_times import PhaseTimes, SequenceTimes, StepWork
+from ..ipc.sequence_times import PhaseTimes, ScheduleRecord, SequenceTimes, StepWork
 from .microbatching import PipelineDepth
 from .schedule_recorder import ScheduleRecorder
 

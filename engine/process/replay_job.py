@@ -17,7 +17,7 @@ from ..core.replay.replayed_engine import ScheduleOutcome
 from ..core.replay.schedule_replay import ScheduleReplay, WhatIf
 from ..core.replay.step_cost import LinearStepCost
 from ..errors import EngineError
-from ..ipc.schedule_record import ADAPTER, DRAFTED, IMAGES, LIMITED, ScheduleRecord, decode_schedule
+from ..ipc.sequence_times import ADAPTER, DRAFTED, IMAGES, LIMITED, ScheduleRecord, decode_schedule
 from ..ipc.subprocess_job import ReportProgress, run_job
 
 

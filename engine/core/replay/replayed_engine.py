@@ -9,7 +9,7 @@ from typing import Final
 
 from ...config import SchedulerConfig
 from ...errors import DoesNotFit
-from ...ipc.schedule_record import (
+from ...ipc.sequence_times import (
     POOLED,
     POOLED_LAST,
     PROMPT_LOGPROBS,

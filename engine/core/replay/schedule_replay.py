@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import EngineError
-from ...ipc.schedule_record import ABORTED, EngineFacts, ScheduleRecord
+from ...ipc.sequence_times import ABORTED, EngineFacts, ScheduleRecord
 from .replayed_engine import OnPlan, ReplayedEngine, ScheduleOutcome
 from .step_cost import LinearStepCost, WorkTerms, fit_cost
 

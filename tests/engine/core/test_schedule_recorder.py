@@ -9,7 +9,7 @@ import pytest
 from llmbox.app.store.record import encode_schedule
 from llmbox.engine.core.schedule_recorder import ScheduleRecorder
 from llmbox.engine.core.speculation.draft_choice import MOST_DRAFTS
-from llmbox.engine.ipc.schedule_record import (
+from llmbox.engine.ipc.sequence_times import (
     ABORTED,
     MOST_BYTES,
     MOST_DRAFTED,

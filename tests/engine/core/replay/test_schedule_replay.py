@@ -12,7 +12,7 @@ from llmbox.engine.core.replay.replayed_engine import percentiles
 from llmbox.engine.core.replay.schedule_replay import ScheduleReplay, WhatIf
 from llmbox.engine.core.replay.step_cost import LinearStepCost
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.ipc.schedule_record import DRAFTED, MOST_BYTES, decode_schedule
+from llmbox.engine.ipc.sequence_times import DRAFTED, MOST_BYTES, decode_schedule
 from llmbox.engine.sampling_params import SamplingParams
 from support.clock import Clock
 from support.fake_runner import FakeOverlappingRunner, FakeRunner
