@@ -27,8 +27,7 @@ from .executor_interface import Executor, pipeline_of
 from .images import check_images
 from .kv_cache.snapshot import block_map
 from .outputs import finish_reason, make_error_output
-from .request import Request
-from .request_validation import check_request
+from .request import Request, check_request
 from .scheduler import Scheduler
 from .step import StepPlan
 
