@@ -24,7 +24,7 @@ from ..ipc.sequence_times import (
     ScheduleRecord,
     encode_drafts,
 )
-from .microbatching import ONE_STAGE, PipelineDepth
+from .executor_interface import ONE_STAGE, PipelineDepth
 from .outputs import finish_reason
 
 if TYPE_CHECKING:

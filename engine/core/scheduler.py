@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
+from .executor_interface import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .fair_shares import Flow, Flows, is_premium
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.handover_intake import DECODE_PROMPT_TOKENS
 from .kv_cache.manager import KVCacheManager
-from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
 from .preemption import RunningRequests
 from .request import Request

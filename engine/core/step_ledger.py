@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..ipc.sequence_times import PhaseTimes, ScheduleRecord, SequenceTimes, StepWork
-from .microbatching import PipelineDepth
+from .executor_interface import PipelineDepth
 from .schedule_recorder import ScheduleRecorder
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from ...ipc.sequence_times import (
     decode_drafts,
 )
 from ...sampling_params import SamplingParams
+from ..executor_interface import PipelineDepth
 from ..kv_cache.block_pool import BlockPool
-from ..microbatching import PipelineDepth
 from ..request import Request
 from ..scheduler import Scheduler
 from ..speculation.draft_scheduler import DraftScheduler
