@@ -1,4 +1,4 @@
-"""Routes that every dialect shares: health, readiness, metrics, load and unload, and vLLM's for LoRA adapters."""
+"""Routes that every dialect shares: health, readiness, metrics, load, and vLLM's for LoRA adapters."""
 
 import asyncio
 import os

@@ -1,7 +1,7 @@
 """Names that stand for another model: LoRA adapters of the box, and aliases with parameters.
 
-Files of adapters are copied to a folder that is named by a digest of their content, so they never change while a
-request or a cached block depends on them.
+Files of adapters are copied to a folder that is named by a digest of their content, so they never change
+while a request or a cached block depends on them.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Ingress of the deployment: the daemon's HTTP API, with replicas where the daemon has engine processes.
 
-To the gateway `RemoteSupervisor` is a supervisor like any other. Requests go to replicas instead of a process;
-those of a replica that died are sent to another one with their tokens so far, as after the death of an engine.
+To the gateway `RemoteSupervisor` is a supervisor like any other. Requests go to replicas instead of a
+process; those of a replica that died are sent to another one with their tokens so far, as after the death
+of an engine.
 """
 
 import asyncio

@@ -1,5 +1,7 @@
-"""Record of one finished request in the log: times of its sequences, its prompt and answer (`Content`), and errors of
-the log.
+"""Record of one finished request: its numbers, the times of its sequences, its prompt and answer (`Content`).
+
+Times are kept as at most 200 bytes of MessagePack for any hour, written by position: new fields go to the
+end, with a default.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Memory use by device and model, from one tick, and the KV blocks of loaded models as a picture of few cells, made only
-on request.
+"""Memory by device and model, from one tick, and the KV blocks of loaded models as a picture of few cells.
+
+Both dashboards draw the first as a bar. The map of blocks is made only on request.
 """
 
 import asyncio

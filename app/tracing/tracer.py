@@ -1,4 +1,4 @@
-"""Traces of requests: W3C trace context, spans as OTLP/HTTP JSON, and the tracer that decides what is exported.
+"""Traces of requests: W3C trace context, spans as OTLP/HTTP JSON, and the choice of requests to trace.
 
 A `traceparent` header that is not exactly as https://www.w3.org/TR/trace-context/ says is ignored, never
 repaired. Names follow OpenTelemetry's conventions for generative AI. Nothing of prompts or answers is in a

@@ -1,4 +1,4 @@
-"""Interface between the engine and the code that executes steps: synchronous, or with steps in flight as micro-batches.
+"""Interface between the engine and the code that executes steps: synchronous, or as micro-batches in flight.
 
 Pipeline stages run in parallel only with steps that do not depend on each other, and a row depends on the
 step that samples the token before it. So decoding requests are distributed in turn over as many steps

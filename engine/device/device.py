@@ -1,5 +1,4 @@
-"""Device of a runner (CUDA, host): pinned memory, asynchronous copies and events, batched uploads; GPUs in CUDA's
-order.
+"""Device of a runner (CUDA, host): pinned memory, asynchronous copies, events, batched uploads; CUDA's order.
 
 `hardware/machine.py` defines the order, and an engine process sets it for CUDA before that starts
 (`name_gpus`). Where CUDA was started first, its own order counts, and UUIDs identify the GPUs.

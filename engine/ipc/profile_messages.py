@@ -1,4 +1,4 @@
-"""Messages that describe an engine on request: where the time of steps goes, and who holds its KV blocks."""
+"""Messages about an engine, made on request: time of its steps by kind, and a map of its KV blocks."""
 
 from dataclasses import dataclass, field
 

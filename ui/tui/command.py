@@ -1,4 +1,4 @@
-"""Command `llmbox top`. Textual is imported only after the terminal has been checked."""
+"""Command `llmbox top`, and its plain overview (`--once`). Textual is imported only on a checked terminal."""
 
 import json
 import os

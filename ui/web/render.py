@@ -1,8 +1,9 @@
-"""Template rendering, with all data escaped, form fields, and static files: an allow-list read and compressed once,
-revalidated by ETag.
+"""Template rendering, with all data escaped; form fields; static files: an allow-list that is read and
+compressed once and revalidated by ETag.
 """
 
-
+import gzip
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,30 +12,18 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from litestar import MediaType, Request, Response
-from litestar.datastructures import State
-
-from llmbox. import __version__
-from llmbox.app.control.controller import DaemonController
-from llmbox.app.http.auth.guard import csrf_token
-from llmbox.app.services import Services
-from llmbox.app.telemetry.snapshot import NA, Number
-from llmbox.app.util import formatting
-from llmbox.app.http.server.errors import answer, to_api_error
-
-import gzip
-import hashlib
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
-
-from litestar import Request, Response, get
+from litestar import MediaType, Request, Response, get
 from litestar.datastructures import State
 from litestar.params import FromPath
 
+from llmbox import __version__
+from llmbox.app.control.controller import DaemonController
 from llmbox.app.errors import ApiError
-from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.auth.guard import Access, csrf_token
+from llmbox.app.http.server.errors import answer, to_api_error
+from llmbox.app.services import Services
+from llmbox.app.telemetry.snapshot import NA, Number
+from llmbox.app.util import formatting
 
 if TYPE_CHECKING:
     from jinja2 import Environment

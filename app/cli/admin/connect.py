@@ -1,6 +1,4 @@
-"""`llmbox connect` and `llmbox mcp`: settings with which other programs use this daemon, and the MCP server that they
-start.
-"""
+"""`llmbox connect` and `llmbox mcp`: settings of programs that use this daemon, and its MCP server."""
 
 import asyncio
 import sys

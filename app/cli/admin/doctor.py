@@ -1,31 +1,18 @@
-"""`llmbox doctor`, `llmbox version` and `llmbox db`: state of this installation, and maintenance of the request log's
-file, whether a daemon runs or not.
-"""
-
+"""`llmbox doctor`, `version` and `db`: state of this installation, and care of the request log's file."""
 
 import platform
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from llmbox. import __version__
-
-from ...errors import Exit
-from ...lifecycle.program import Command, Program, package_versions, pass_program
-from ...util import formatting
-from .. import output
-
-import time
-from dataclasses import asdict
-from pathlib import Path
-
-import click
+from llmbox import __version__
 
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, package_versions, pass_program
 from ...store.database_file import DatabaseState, back_up, examine, open_file, schema_of, size_on_disk
 from ...util import formatting
 from .. import output

@@ -1,4 +1,6 @@
-"""`llmbox why` and `llmbox replay`: where the time of one request went, and what other limits would have changed."""
+"""`llmbox why` and `llmbox replay`: where the time of one request went, and the scheduling of many computed
+again with other limits.
+"""
 
 import re
 import sqlite3

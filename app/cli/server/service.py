@@ -1,4 +1,4 @@
-"""`llmbox service` and `llmbox uninstall`: the daemon under systemd, and removal of llmbox's files from this box."""
+"""`llmbox service` and `llmbox uninstall`: the daemon under systemd, and removal of llmbox's files."""
 
 import os
 import pwd

@@ -1,5 +1,7 @@
-"""POST /v1/chat/completions, and chats and completions made from requests of other dialects: build the generation, then
-turn deltas into an answer or into chunks.
+"""POST /v1/chat/completions: build the generation, then turn deltas into an answer or into chunks.
+
+Requests of other dialects come here as chats and completions, with errors and warnings that name the fields
+of that dialect.
 """
 
 import re
@@ -24,7 +26,7 @@ from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
-from ..server.request import invalid
+from ..server.request import invalid as invalid_body
 from .chat_messages import Parsing, build_chat, call_id, final_reason, input_of, reasoning_tokens
 from .completions import CompletionCall, check_prompts, prepare_completion, truncate_prompts
 from .request_context import CheckedRequest, ChunkHeader, Deadlines, RequestContext
@@ -324,7 +326,7 @@ def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
     try:
         return msgspec.convert(plain, ChatCompletionRequest)
     except msgspec.ValidationError as error:  # bounds that are the chat's own
-        raise invalid(str(error)) from None
+        raise invalid_body(str(error)) from None
 
 
 async def prepare_translated_completion(
@@ -338,7 +340,7 @@ async def prepare_translated_completion(
     try:
         return await prepare_completion(translated, msgspec.convert(plain, CompletionRequest))
     except msgspec.ValidationError as error:
-        raise invalid(str(error)) from None
+        raise invalid_body(str(error)) from None
     except ApiError as error:
         _rename(error, names)
         raise

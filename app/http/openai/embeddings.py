@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and /v1/rerank: one vector of length 1 for each text, and the relevance of documents to a query."""
+"""POST /v1/embeddings and /v1/rerank: vectors of length 1, and the relevance of documents to a query."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
-"""Frame of routes that generate: context (caller, model, log, limits), deadlines, recorded refusals, a stream or one
-answer.
+"""Frame of the routes that generate: caller, model and limits of a request, its deadlines, refusals in the
+log, a stream or one answer.
 """
 
 import asyncio

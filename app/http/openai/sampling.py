@@ -1,5 +1,5 @@
-"""Sampling fields of a request as the engine's `SamplingParams`: defaults filled in, checked against the model, with
-`reasoning_effort` and the budget of thoughts.
+"""Sampling and reasoning fields of a request as the engine's `SamplingParams`: defaults filled in, checked
+against the model.
 """
 
 import secrets

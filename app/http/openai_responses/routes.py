@@ -1,5 +1,5 @@
-"""Routes of the Responses and Conversations APIs: generate responses; create, read, update and delete conversations and
-their items.
+"""Routes of the Responses and Conversations APIs: generate responses; create, read, update and delete
+conversations and their items.
 """
 
 import secrets

@@ -1,4 +1,4 @@
-"""SQL of the request log, and of the telemetry history and its annotations, as functions of an open database."""
+"""SQL of the request log, and of the telemetry history and its annotations. Functions of an open database."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, TextClause, case, delete, func, insert, text
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects import sqlite
 from sqlmodel import Session, col, select
 
 from ..record import NOT_NOW, Content, RecordFilter, RecordTotals, RequestRecord, to_json
@@ -239,7 +239,7 @@ Row = tuple[int, int, str]
 def add_telemetry(engine: Engine, rows: Sequence[Row], keep: Mapping[int, int], now: int) -> None:
     """Write the rows and drop those older than `keep` seconds (by step), in one transaction."""
     values = [{"step": step, "time": time, "series": series} for step, time, series in rows]
-    statement = insert(TelemetryRow)
+    statement = sqlite.insert(TelemetryRow)
     with engine.begin() as connection:
         # After the clock was set back the same second is written twice: the newer row counts.
         connection.execute(

@@ -1,5 +1,5 @@
-"""Cache key of packed weights: a digest of checkpoint, format, kernels and shard; environment variables of the cache.
-Torch-free.
+"""Key of packed weights in their cache, a digest of checkpoint, format, kernels and shard, and the
+environment variables with the folder and limit of the cache. Torch-free.
 """
 
 import hashlib

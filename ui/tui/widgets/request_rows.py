@@ -1,5 +1,5 @@
-"""Requests as table rows, in flight and ended, and as details in two columns, with the time that each phase took; the
-result of a fit.
+"""Requests as table rows, and details in two columns: one request in full with its phases, the result of a
+fit.
 """
 
 import time

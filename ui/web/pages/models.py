@@ -1,4 +1,6 @@
-"""Models page: models on disk and in memory, search, downloads. Playground and chat pages."""
+"""Models page: models on disk and in memory, search, downloads. Playground page, and chat page, whose script
+uses the API of every client, and the admin API to save conversations.
+"""
 
 import asyncio
 import json

@@ -1,6 +1,4 @@
-"""Overview, telemetry and memory pages: alerts, current load, charts, models, usage by model and by key, machine, KV
-blocks.
-"""
+"""Overview, telemetry and memory pages: alerts, load, charts, usage by model and by key, machine, memory."""
 
 import time
 from collections.abc import Iterator
