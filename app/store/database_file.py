@@ -12,9 +12,8 @@ import llmbox.migrations
 from llmbox.engine.ipc.sequence_times import decode_schedule
 
 from ..errors import CliError, Exit
-from .conversations import ChatToolServer
+from .conversations import ChatToolServer, without_values
 from .record import decode_sequence
-from .tool_secrets import without_values
 
 BUSY_S = 10.0
 """Seconds to wait for a writer."""

@@ -18,8 +18,8 @@ from ...security.keys import ApiKey, KeyChange, KeySpec
 from ...security.security import Security
 from ...security.sessions import TOKEN_LIFE
 from ...services import Services
+from ...store.conversations import ToolServerSecrets
 from ...store.record import StoreError
-from ...store.tool_secrets import ToolServerSecrets
 from ...store.usage import KeyUsage, usage_by_key
 
 log = logging.getLogger(__name__)
