@@ -7,7 +7,6 @@ from llmbox.app.http.auth.guard import Access
 
 from .live import live
 from .pages import adapters
-from .pages.first_run import first_run_page
 from .pages.keys import add_key, change_limits, keys_page, revoke_key, rotate_key
 from .pages.model_detail import add_alias, model_page, plan_piece, remove_alias, template_preview
 from .pages.models import (
@@ -23,7 +22,7 @@ from .pages.models import (
     refresh_recommended,
     unload_model,
 )
-from .pages.overview import memory_page, overview_page, telemetry_page, usage_piece
+from .pages.overview import first_run_page, memory_page, overview_page, telemetry_page, usage_piece
 from .pages.requests import (
     cancel_request,
     export_csv,

@@ -12,9 +12,8 @@ from llmbox.app.http.auth.guard import identity_of
 from llmbox.app.http.server.sse import EventStreamResponse, SseOptions
 
 from .pages.adapters import adapters_pieces
-from .pages.first_run import first_run_pieces
 from .pages.models import activity_pieces, models_pieces
-from .pages.overview import memory_pieces, overview_pieces
+from .pages.overview import first_run_pieces, memory_pieces, overview_pieces
 from .pages.requests import filter_of, requests_pieces
 from .render import Panel, PanelRequest, panel_of
 

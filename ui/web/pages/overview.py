@@ -1,5 +1,11 @@
-"""Overview, telemetry and memory pages: alerts, load, charts, usage by model and by key, machine, memory."""
+"""Overview, telemetry and memory pages: alerts, load, charts, usage by model and by key, machine, memory.
 
+Until there is a model, the overview is the first-run page: what is on this machine, what fits, a first
+question, and how to connect a client.
+"""
+
+import asyncio
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,13 +15,23 @@ from litestar import MediaType, Response, get
 from litestar.params import FromQuery
 
 from llmbox.app.config.entries import find_target
+from llmbox.app.fit.recommendations import first_choices
 from llmbox.app.http.admin.models import describe_all
+from llmbox.app.http.admin.schema import ModelStatus
 from llmbox.app.http.admin.telemetry import usage_of
+from llmbox.app.http.server.sockets import is_loopback
+from llmbox.app.integrations.guides import GUIDES
+from llmbox.app.models.catalog import DiskModel, on_disk
 from llmbox.app.store.usage import ModelUsage
 from llmbox.app.telemetry.device_memory import KINDS, Blocks, DeviceMemory, devices_of
 from llmbox.app.telemetry.snapshot import NA, GpuReading
+from llmbox.engine.errors import EngineError
+from llmbox.engine.hardware.machine import Machine, read_machine
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.estimator import MemoryPlan
 
 from ..render import Panel, PanelRequest, page, panel_of, render
+from .models import downloads_of
 
 RANGES = (
     ("600", "10 min"),
@@ -273,3 +289,64 @@ def _strips(first: int, count: int) -> str:
         path += f"M{column * CELL} {row * CELL}h{(end - first) * CELL}v{CELL}h-{(end - first) * CELL}z"
         first = end
     return path
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    disk: DiskModel
+    plan: MemoryPlan | None
+    reason: str
+    state: str
+    """State of the model in memory; empty if it is not loaded."""
+
+
+@get("/first-run", name="panel_first_run")
+async def first_run_page(request: PanelRequest) -> Response[str]:
+    panel = panel_of(request)
+    machine, candidates = await asyncio.to_thread(_look, panel)
+    choices = first_choices(await panel.control.library.recommend())
+    loaded = describe_all(panel.control)
+    server = panel.services.settings.server
+    return page(
+        request,
+        "first_run.html",
+        "overview",
+        machine=machine,
+        candidates=candidates,
+        choices=choices,
+        models=loaded,
+        downloads=downloads_of(panel),
+        names=_names(loaded, candidates),
+        needs_key=server.require_key or not is_loopback(panel.control.running.host),
+        guides=GUIDES,
+        url=panel.control.running.url,
+    )
+
+
+async def first_run_pieces(panel: Panel) -> dict[str, str]:
+    downloads = downloads_of(panel)
+    return {
+        "loaded": render("live/models/loaded.html", panel, models=describe_all(panel.control)),
+        "downloads": render("live/models/downloads.html", panel, downloads=downloads) if downloads else "",
+    }
+
+
+def _names(loaded: list[ModelStatus], candidates: list[ModelChoice]) -> list[str]:
+    """Return the models that can be requested, ready ones first: a request loads a model from disk."""
+    ready = [each.name for each in loaded if each.state == "ready"]
+    return list(dict.fromkeys([*ready, *(each.disk.ref.name for each in candidates if each.plan)]))
+
+
+def _look(panel: Panel) -> tuple[Machine, list[ModelChoice]]:
+    states = {model.ref: model.state for model in describe_all(panel.control)}
+    models = on_disk(os.environ, panel.control.library.registry.read())
+    return read_machine(), [_candidate(panel, each, states) for each in models if each.servable]
+
+
+def _candidate(panel: Panel, disk: DiskModel, states: dict[str, str]) -> ModelChoice:
+    state = states.get(disk.ref.ref, "")
+    try:
+        plan, reason = panel.control.library.plan(parse_config(disk.ref.path))
+    except EngineError as error:
+        return ModelChoice(disk, None, str(error), state)
+    return ModelChoice(disk, plan, reason, state)
