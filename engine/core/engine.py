@@ -26,10 +26,9 @@ from .constraints.output_constraint import GrammarCompiler
 from .executor_interface import Executor, pipeline_of
 from .images import check_images
 from .kv_cache.snapshot import block_map
-from .outputs import finish_reason, make_error_output
 from .request import Request, check_request
 from .scheduler import Scheduler
-from .step import StepPlan
+from .step import StepPlan, finish_reason, make_error_output
 
 log = logging.getLogger("llmbox.engine")
 

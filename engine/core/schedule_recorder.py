@@ -25,7 +25,7 @@ from ..ipc.sequence_times import (
     encode_drafts,
 )
 from .executor_interface import ONE_STAGE, PipelineDepth
-from .outputs import finish_reason
+from .step import finish_reason
 
 if TYPE_CHECKING:
     from .kv_cache.manager import KVCacheManager

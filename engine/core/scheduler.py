@@ -22,14 +22,24 @@ from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.handover_intake import DECODE_PROMPT_TOKENS
 from .kv_cache.manager import KVCacheManager
-from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
 from .preemption import RunningRequests
 from .request import Request
 from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue
 from .schedule_recorder import ScheduleRecorder
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
-from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
+from .step import (
+    SampledToken,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    add_up,
+    finish_reason,
+    make_failure_output,
+    make_pooling_output,
+    make_token_output,
+    schedule_tokens,
+)
 from .step_ledger import StepLedger
 
 __all__ = ["Scheduler", "SchedulerConfig"]
