@@ -21,7 +21,7 @@ from .constraints.output_constraint import OutputConstraint
 from .speculation.draft_choice import RequestDrafts
 
 if TYPE_CHECKING:
-    from .fair_shares import Flow
+    from .request_queue import Flow
     from .step_ledger import SequenceClock
 
 

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
 from .executor_interface import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
-from .fair_shares import Flow, Flows, is_premium
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.handover_intake import DECODE_PROMPT_TOKENS
 from .kv_cache.manager import KVCacheManager
 from .preemption import RunningRequests
 from .request import Request
-from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue
+from .request_queue import ALL_BANDS, NO_BAND, Flow, Flows, WaitingQueue, is_premium
 from .schedule_recorder import ScheduleRecorder
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
