@@ -24,7 +24,6 @@ from .kv_cache.manager import KVCacheManager
 from .preemption import RunningRequests
 from .request import Request
 from .request_queue import ALL_BANDS, NO_BAND, Flow, Flows, WaitingQueue, is_premium
-from .schedule_recorder import ScheduleRecorder
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import (
@@ -39,7 +38,7 @@ from .step import (
     make_token_output,
     schedule_tokens,
 )
-from .step_ledger import StepLedger
+from .step_ledger import ScheduleRecorder, StepLedger
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from llmbox.app.store.record import encode_schedule
-from llmbox.engine.core.schedule_recorder import ScheduleRecorder
 from llmbox.engine.core.speculation.draft_choice import MOST_DRAFTS
+from llmbox.engine.core.step_ledger import ScheduleRecorder
 from llmbox.engine.ipc.sequence_times import (
     ABORTED,
     MOST_BYTES,
