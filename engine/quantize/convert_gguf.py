@@ -24,7 +24,7 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 
 from ..checkpoint.index import list_tensors
 from ..checkpoint.quantized_layout import FORMATS, entry_in_config
-from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
+from ..checkpoint.tensor_io import ShardWriter, atomic_directory, require_free_space
 from ..errors import ModelError
 from ..gguf.architectures import architecture_of
 from ..gguf.config import config_of, dtype_of, generation_of, rope_factors

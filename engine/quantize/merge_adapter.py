@@ -28,8 +28,14 @@ from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_nam
 from ..checkpoint.files import read_json
 from ..checkpoint.index import list_tensors
 from ..checkpoint.safetensors import TensorEntry
-from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES, split_stack
-from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
+from ..checkpoint.tensor_io import (
+    DTYPES,
+    ROUNDED_DTYPES,
+    ShardWriter,
+    atomic_directory,
+    require_free_space,
+    split_stack,
+)
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
 from ..ipc.subprocess_job import ReportProgress, run_job

@@ -14,7 +14,7 @@ from llmbox.kernels.reference.gptq import GptqQuantizer
 from llmbox.kernels.weight_packing import Packing, QuantizedWeight
 
 from ..checkpoint.quantized_layout import SCALE, STEP, format_of
-from ..checkpoint.writer import ShardWriter
+from ..checkpoint.tensor_io import ShardWriter
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..weights.quantized import stored_codes
 from ..weights.source import WeightRequest

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from llmbox.engine.checkpoint.safetensors import read_header
-from llmbox.engine.checkpoint.writer import ShardWriter, write_file
+from llmbox.engine.checkpoint.tensor_io import ShardWriter, write_file
 from llmbox.engine.ipc.subprocess_job import ReportProgress, run_job
 from llmbox.kernels.cpu.build import compile_progress
 from llmbox.kernels.dispatch import native_ready
