@@ -1,6 +1,6 @@
 """Job of `llmbox replay`: replay recorded scheduling. Run as `python -m llmbox.engine.process.replay_job`.
 
-Reads a file of encoded `ScheduleRecord`s; writes its report as `engine/ipc/subprocess_job.py` says.
+Reads a file of encoded `ScheduleRecord`s; writes its report as `engine/ipc/spawn.py` says.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from ..core.replay.schedule_replay import ScheduleReplay, WhatIf
 from ..core.replay.step_cost import LinearStepCost
 from ..errors import EngineError
 from ..ipc.sequence_times import ADAPTER, DRAFTED, IMAGES, LIMITED, ScheduleRecord, decode_schedule
-from ..ipc.subprocess_job import ReportProgress, run_job
+from ..ipc.spawn import ReportProgress, run_job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from ..gguf.config import config_of, dtype_of, generation_of, rope_factors
 from ..gguf.reader import BLOCKS, GgufFile, read_gguf
 from ..gguf.tensors import GgufTensors
 from ..hardware.machine import read_cpu
-from ..ipc.subprocess_job import ReportProgress, run_job
+from ..ipc.spawn import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import parse_config
 from .quantize import DISK_RESERVE, Progress, packing_for

@@ -38,7 +38,7 @@ from ..checkpoint.tensor_io import (
 )
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
-from ..ipc.subprocess_job import ReportProgress, run_job
+from ..ipc.spawn import ReportProgress, run_job
 from ..model.decoder import Decoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config

@@ -36,7 +36,7 @@ from ..checkpoint.tensor_io import ShardWriter, atomic_directory, require_free_s
 from ..errors import DeviceError, ModelError
 from ..executor.build import load_engine
 from ..hardware.machine import read_cpu
-from ..ipc.subprocess_job import ReportProgress, run_job
+from ..ipc.spawn import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.encoders.pooling import POOLING_FILE

@@ -1,5 +1,5 @@
 """`llmbox quantize` and `llmbox import`: work on weights in a process of its own, as the command line imports
-no torch (`engine/ipc/subprocess_job.py`).
+no torch (`engine/ipc/spawn.py`).
 """
 
 import json
