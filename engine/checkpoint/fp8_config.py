@@ -5,8 +5,8 @@
     "quant_method": "compressed-tensors"   llm-compressor
     "quant_method": "modelopt"             NVIDIA Model Optimizer; older ones in hf_quant_config.json alone
 
-Only keys that decide the format are read; names and shapes of scales are in `quantized_layout.py`. Linears that
-stay unquantized, such as some layers' `down_proj`, are listed as names, parts of names, globs or regular
+Only keys that decide the format are read; names and shapes of scales are in `quantized_layout.py`. Linears
+that stay unquantized, such as some layers' `down_proj`, are listed as names, parts of names, globs or regular
 expressions, and every tool matches these in its own way. So the lists are ignored, and these linears are
 detected by the stored tensors, which no list can contradict.
 """

@@ -1,5 +1,6 @@
-"""Conversion between bytes of a checkpoint's files and tensors, without numpy, which is no dependency; writer of
-safetensors checkpoints: shards of a few gigabytes with an index, in an atomic directory.
+"""Conversion between bytes of a checkpoint's files and tensors, without numpy, which is no dependency.
+
+The writer of safetensors checkpoints makes shards of a few gigabytes with an index, in an atomic directory.
 """
 
 import ctypes

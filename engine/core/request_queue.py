@@ -1,10 +1,10 @@
-"""Queue of waiting requests, the order in which requests are served and preempted, and fairness among callers.
+"""Queue of waiting requests, the order in which requests are served and preempted, and fair sharing.
 
 A flow is all requests of one caller in one priority band. It counts the tokens that steps compute for it, and
-the flow with the smallest count is served next: deficit round robin with a quantum of one step, as the virtual
-token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). In the long run all
-callers get equal numbers of tokens, whatever the sizes of their requests, and a caller that asked for little
-is served at once.
+the flow with the smallest count is served next: deficit round robin with a quantum of one step, as the
+virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). In the long
+run all callers get equal numbers of tokens, whatever the sizes of their requests, and a caller that asked for
+little is served at once.
 
 A new or returning flow starts at the smallest count of the flows with requests, so that nobody accumulates
 credit while idle. It keeps a count above that, so that leaving for a moment does not clear a debt.

@@ -86,7 +86,7 @@ class ModelConfig:
     stored: WeightFormat | None = None
     """Format of a quantized checkpoint (`checkpoint/formats/registry.py`)."""
     wide_params: int = 0
-    """Parameters of its unquantized linears (`checkpoint/unquantized_layers.py`); 0 without its files."""
+    """Parameters of its unquantized linears (`checkpoint/fp8_config.py`); 0 without its files."""
     has_head: bool = True
     """False for a model that only gives embeddings."""
     experts: ExpertsConfig | None = None

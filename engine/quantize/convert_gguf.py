@@ -1,7 +1,7 @@
 """Convert a GGUF file to a safetensors checkpoint: writes a directory that loads by itself, and a report.
 
 `python -P -m llmbox.engine.quantize.convert_gguf FILE OUT FORMAT [--beside FOLDER] [--threads N]` reports
-progress as `ipc/subprocess_job.py` describes: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT
+progress as `ipc/spawn.py` describes: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT
 is none or a format of `quantize.py`. The files in FOLDER, those of the tokenizer, are copied to OUT.
 """
 

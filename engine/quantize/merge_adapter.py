@@ -1,7 +1,7 @@
 """Check a LoRA adapter against its base, or merge both into a model folder that loads by itself.
 
 `python -P -m llmbox.engine.quantize.merge_adapter BASE ADAPTER [--out DIR]` reports as
-`ipc/subprocess_job.py` describes: {"progress": [done, total]}…, then an `AdapterReport`.
+`ipc/spawn.py` describes: {"progress": [done, total]}…, then an `AdapterReport`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Quantize a checkpoint to integers: writes a directory that loads by itself, and a report.
 
 `python -P -m llmbox.engine.quantize.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]`
-reports progress as `ipc/subprocess_job.py` describes: {"writing": [done, total]}… and {"progress": [done,
+reports progress as `ipc/spawn.py` describes: {"writing": [done, total]}… and {"progress": [done,
 total]}…, then a `QuantizationReport`. `checkpoint/quantized_layout.py` describes the stored format.
 
 The kernels define the rounding (`Packing.round`): a checkpoint made here holds the same integers that

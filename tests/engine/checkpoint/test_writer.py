@@ -1,4 +1,4 @@
-"""Checkpoints are written by `writer.py`: as safetensors, and without numpy."""
+"""Checkpoints are written by `tensor_io.py`: as safetensors, and without numpy."""
 
 import contextvars
 import json
