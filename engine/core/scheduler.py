@@ -40,8 +40,6 @@ from .step import (
 )
 from .step_ledger import ScheduleRecorder, StepLedger
 
-__all__ = ["Scheduler", "SchedulerConfig"]
-
 
 class Scheduler:
     """Requests of one engine, waiting and running, and the plans of its steps."""
@@ -171,10 +169,8 @@ class Scheduler:
         decoding, prompts = self._by_phase()
         budget = ceil_div(self.config.token_budget, pipeline.stages)
         has_prompts = bool(prompts or self._waiting)
-        may_be_express = has_prompts and not self._was_express
-        self._was_express = may_be_express and self._schedule_express(
-            plan, budget, decoding, prompts, pipeline
-        )
+        express = has_prompts and not self._was_express
+        self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
         if not self._was_express:
             self._schedule_decoding(plan, self._microbatches.next_microbatch(decoding, pipeline))
             if has_prompts:

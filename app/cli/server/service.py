@@ -109,7 +109,7 @@ def status(program: Program, *, system: bool | None, as_json: bool, quiet: bool)
     return Exit.OK if facts["active"] == "active" else Exit.UNREACHABLE
 
 
-@service.command(cls=Command)
+@service.command("uninstall", cls=Command)
 @scope_option
 @pass_program
 def uninstall_unit(program: Program, *, system: bool | None) -> None:

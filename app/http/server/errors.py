@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 from litestar import Request, Response
+from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException, ValidationException
 
 from ...errors import ApiError
 from ...store.record import StoreError
-from ..model_pages import is_anthropic_client
 
 logger = logging.getLogger(__name__)
 
@@ -116,3 +116,7 @@ def _bad_parameter(error: ValidationException) -> ApiError:
     text = str(first.get("message", "invalid value")).replace("`", "")
     where = f" for '{key}'" if key else ""
     return ApiError(400, f"Invalid value{where}: {text[:1].lower()}{text[1:]}.", "invalid_value", key)
+
+
+def is_anthropic_client(connection: ASGIConnection[Any, Any, Any, Any]) -> bool:
+    return "anthropic-version" in connection.headers or "x-api-key" in connection.headers
