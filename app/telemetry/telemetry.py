@@ -27,13 +27,23 @@ from ..gateway.request_events import LiveRequest
 from ..logging.setup import component
 from ..store import RequestLog
 from ..store.record import RequestRecord
-from .alerts import find_alerts
 from .daemon_profile import DaemonProfiler
 from .device_memory import BlockReader
 from .engine_rates import EngineReader, ErrorRates, Latencies, total_rate
 from .gpus import GpuReader, HostReader
 from .history import Annotations, History, series_of
-from .snapshot import MOST_REQUESTS, NA, EngineSnapshot, ErrorRate, Gpus, Host, Number, Tick, Totals
+from .snapshot import (
+    MOST_REQUESTS,
+    NA,
+    EngineSnapshot,
+    ErrorRate,
+    Gpus,
+    Host,
+    Number,
+    Tick,
+    Totals,
+    find_alerts,
+)
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], T], "asyncio.Future[T]", asyncio.AbstractEventLoop]

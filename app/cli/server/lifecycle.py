@@ -114,7 +114,7 @@ def _first_runs(program: Program) -> dict[str, str]:
 
 def _print_failing(rate: Mapping[str, Any]) -> None:
     """Print a model's share of failed requests, in the words of the alerts of `llmbox top` and the panel."""
-    from ...telemetry.alerts import errors_command
+    from ...telemetry.snapshot import errors_command
 
     model, reason = rate["model"], f" ({rate['reason']})" if rate["reason"] else ""
     share = f"{rate['failed']} of {rate['finished']} requests of the last 5 minutes"

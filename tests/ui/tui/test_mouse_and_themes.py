@@ -6,8 +6,7 @@ import msgspec
 import pytest
 from textual.widgets import OptionList
 
-from llmbox.app.telemetry.alerts import find_alerts
-from llmbox.app.telemetry.snapshot import Alert, Tick
+from llmbox.app.telemetry.snapshot import Alert, Tick, find_alerts
 from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.messages import State
 from llmbox.ui.tui.screens.logs import split_model

@@ -7,8 +7,7 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from llmbox.app.telemetry.alerts import FAILING
-from llmbox.app.telemetry.snapshot import ErrorRate
+from llmbox.app.telemetry.snapshot import FAILING, ErrorRate
 
 from ..messages import Fetch, PromptUser, RunAction, State, count_requests
 from ..rendering import DASH, clean, count, duration, heading, percent, size
