@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from ..core.replay.replayed_engine import ScheduleOutcome
-from ..core.replay.schedule_replay import ScheduleReplay, WhatIf
-from ..core.replay.step_cost import LinearStepCost
+from ..core.replay.schedule_replay import LinearStepCost, ScheduleReplay, WhatIf
 from ..errors import EngineError
 from ..ipc.sequence_times import ADAPTER, DRAFTED, IMAGES, LIMITED, ScheduleRecord, decode_schedule
 from ..ipc.spawn import ReportProgress, run_job

@@ -9,8 +9,7 @@ from llmbox.app.store.record import encode_schedule
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.replay.replayed_engine import percentiles
-from llmbox.engine.core.replay.schedule_replay import ScheduleReplay, WhatIf
-from llmbox.engine.core.replay.step_cost import LinearStepCost
+from llmbox.engine.core.replay.schedule_replay import LinearStepCost, ScheduleReplay, WhatIf
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.ipc.sequence_times import DRAFTED, MOST_BYTES, decode_schedule
 from llmbox.engine.sampling_params import SamplingParams
