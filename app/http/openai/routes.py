@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from litestar import Response, Router, delete, get
 from litestar.params import Body, Parameter, QueryParameter
@@ -42,14 +42,6 @@ from .stored import Store, stored_chats_router
 from .unsupported import refuse_unsupported
 
 
-class ListedModel(Protocol):
-    """Model entry in OpenAI's shape."""
-
-    id: str
-    created: int
-    context_window: int
-
-
 class AnthropicModel(Struct, kw_only=True):
     id: str
     type: Literal["model"] = "model"
@@ -72,7 +64,7 @@ class AnthropicModelPage(Struct, kw_only=True):
     last_id: str | None
 
 
-def model_info(model: ListedModel) -> AnthropicModel:
+def model_info(model: ModelCard) -> AnthropicModel:
     return AnthropicModel(
         id=model.id,
         display_name=model.id.rpartition("/")[2],
@@ -83,7 +75,7 @@ def model_info(model: ListedModel) -> AnthropicModel:
 
 
 def model_page(
-    models: Sequence[ListedModel], limit: int, after_id: str | None, before_id: str | None
+    models: Sequence[ModelCard], limit: int, after_id: str | None, before_id: str | None
 ) -> AnthropicModelPage:
     """Return one page of `models`. Raises ApiError where a cursor names no listed model."""
     if after_id and before_id:
