@@ -6,7 +6,7 @@ total]}…, then a `QuantizationReport`. `checkpoint/quantized_layout.py` descri
 
 The kernels define the rounding (`Packing.round`): a checkpoint made here holds the same integers that
 `--quant` would make at load. With `--calibrate` the model first generates a text, and GPTQ minimizes the
-error of each linear's outputs on that text (`kernels/reference/gptq.py`).
+error of each linear's outputs on that text (`engine/quantize/quantizer.py`).
 """
 
 import argparse
