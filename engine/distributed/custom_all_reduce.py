@@ -1,5 +1,5 @@
-"""All-reduces of decoding steps between NVLink peers, over torch's symmetric memory: one-shot, or fused with the
-residual addition and RMSNorm after it (`fused_allreduce_rmsnorm_kernel.py`).
+"""All-reduces of decoding steps between NVLink peers, over torch's symmetric memory: one-shot, or fused with
+the residual addition and RMSNorm after it (`fused_allreduce_rmsnorm_kernel.py`).
 
 Each rank writes its tensor into memory that all its peers have mapped, waits for their flags, then reads and
 sums everything itself: one crossing of the links and no ring, as latency dominates for a few rows. NCCL does
