@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..config.entries import LatencyTarget
-from .client import BenchRequest, Prompts, RequestTiming, Target, Workload
+from .client import BenchRequest, BenchTarget, Prompts, RequestTiming, Workload
 from .measure import percentile, run
 
 ROUNDS: Final = 3
@@ -100,7 +100,7 @@ async def find_operating_point(
 
 
 async def measure_point(
-    server: Target, prompts: Prompts, spec: PointSpec, streams: int, seconds: float, spread: float
+    server: BenchTarget, prompts: Prompts, spec: PointSpec, streams: int, seconds: float, spread: float
 ) -> LoadPoint:
     """Measure so many streams, each of which sends its next request when it has its answer. Stops early where
     a target cannot be kept any more.

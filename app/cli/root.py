@@ -130,7 +130,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class ReaderLeft(Exception):  # noqa: N818 - nothing went wrong
+class StdoutClosed(Exception):  # noqa: N818 - nothing went wrong
     """The reader of our stdout has closed it (`llmbox logs | head`)."""
 
 
@@ -148,7 +148,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:  # click would end with 1
-            raise ReaderLeft from error
+            raise StdoutClosed from error
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -24,7 +24,7 @@ from ..security.security import Identity
 from ..services import Services
 from ..util.formatting import hide_folders
 from .admin.models import begin_load
-from .admin.schema import LoadRequest, Unloaded
+from .admin.schema import LoadRequest, UnloadedModels
 from .auth.guard import Access, identity_of
 from .openai.request_context import HttpRequest
 from .openai.request_types import Name
@@ -187,11 +187,11 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
 
 
 @post("/v1/unload", status_code=200, name="unload", operation_id="unloadModel")
-async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]) -> Unloaded:
+async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]) -> UnloadedModels:
     """Unload a model from memory. Requests that it is answering end with an error."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
-    return Unloaded(await control.unload(data.model))
+    return UnloadedModels(await control.unload(data.model))
 
 
 async def _outcome(loading: "asyncio.Task[Failure | None]") -> Failure | None:

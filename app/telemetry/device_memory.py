@@ -152,7 +152,7 @@ class CellRun(Struct, frozen=True, array_like=True):
         return "live" if self.live else "cached" if self.cached else "free"
 
 
-class Blocks(Struct, frozen=True, kw_only=True):
+class KVBlockMap(Struct, frozen=True, kw_only=True):
     model: str
     as_of: float
     """Unix seconds."""
@@ -177,7 +177,7 @@ class BlockReader:
         self._clock = clock
         self._seen: dict[str, tuple[float, BlockMap]] = {}
 
-    async def read(self, most_cells: int) -> list[Blocks]:
+    async def read(self, most_cells: int) -> list[KVBlockMap]:
         """Maps of all models that are ready. An engine too busy to answer gives its previous one."""
         supervisors = [model.supervisor for model in self._engines.models()]
         await asyncio.gather(*(self._look(each) for each in supervisors))
@@ -194,12 +194,12 @@ class BlockReader:
             self._seen[supervisor.name] = self._clock(), found
 
 
-def draw_map(model: str, as_of: float, found: BlockMap, most_cells: int) -> Blocks:
+def draw_map(model: str, as_of: float, found: BlockMap, most_cells: int) -> KVBlockMap:
     """Draw a map in at most `most_cells` cells of equally many blocks (the last one may have fewer)."""
     each = max(1, -(-found.num_blocks // most_cells))
     cells = map(_cell, _in_cells(found.runs, each))
     runs = [CellRun(sum(1 for _ in same), *cell) for cell, same in groupby(cells)]
-    return Blocks(
+    return KVBlockMap(
         model=model,
         as_of=as_of,
         block_size=found.block_size,

@@ -20,7 +20,7 @@ from llmbox.app.telemetry.snapshot import Tick
 from llmbox.app.util.formatting import did_you_mean
 
 from .data.api import Api
-from .messages import SPARKS, State, count_requests
+from .messages import SPARKS, DashboardState, count_requests
 from .rendering import ASCII, UNICODE, Glyphs, Line, clean, count, fit, heading, percent, seconds
 from .screens.overview import device_lines, event_lines, model_rows
 from .widgets.charts import chart_lines
@@ -204,9 +204,9 @@ WIDTHS: Final = (72, 120)
 """Narrowest and widest text."""
 
 
-def read_snapshot(api: Api) -> State:
+def read_snapshot(api: Api) -> DashboardState:
     """Read the state of this moment. Raises CliError."""
-    state = State()
+    state = DashboardState()
     tick = msgspec.convert(api.get("tick"), Tick)
     history = api.get("requests?limit=300")
     live = msgspec.convert(history["in_flight"], tuple[LiveRequest, ...])
@@ -219,7 +219,7 @@ def read_snapshot(api: Api) -> State:
     return state
 
 
-def snapshot_json(state: State) -> str:
+def snapshot_json(state: DashboardState) -> str:
     """Return the snapshot as one JSON object; docs/top.md has its fields."""
     tick = state.tick
     assert tick is not None
@@ -249,7 +249,7 @@ def snapshot_json(state: State) -> str:
     return json.dumps(answer, ensure_ascii=False)
 
 
-def snapshot_lines(state: State, *, ascii_only: bool = False) -> list[str]:
+def snapshot_lines(state: DashboardState, *, ascii_only: bool = False) -> list[str]:
     """Return the overview as lines of plain text, as wide as the terminal within `WIDTHS`."""
     tick, glyphs = state.tick, ASCII if ascii_only else UNICODE
     assert tick is not None

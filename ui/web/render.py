@@ -118,7 +118,7 @@ THEME_COOKIE = "llmbox_theme"
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class PageContext:
     """Context of a page: the daemon and the reader's CSRF token."""
 
     control: DaemonController
@@ -129,9 +129,9 @@ class Panel:
         return self.control.services
 
 
-def panel_of(request: PanelRequest) -> Panel:
+def panel_of(request: PanelRequest) -> PageContext:
     """Return the page context of a request."""
-    return Panel(request.app.state.control, csrf_token(request))
+    return PageContext(request.app.state.control, csrf_token(request))
 
 
 def page(
@@ -152,7 +152,7 @@ def page(
     return Response(html, status_code=status, media_type=MediaType.HTML)
 
 
-def render(template: str, panel: Panel, **values: Any) -> str:
+def render(template: str, panel: PageContext, **values: Any) -> str:
     """Render a template or fragment to HTML."""
     return environment().get_template(template).render(csrf=panel.csrf, **values)
 

@@ -146,7 +146,7 @@ def _start_daemon_if_needed(program: Program, flags: Mapping[str, Scalar]) -> No
 
 
 def _follow(program: Program, found: dict[str, Any], *, as_json: bool) -> None:
-    view: JsonView | BarsView = JsonView() if as_json else BarsView()
+    view: JsonView | ProgressBars = JsonView() if as_json else ProgressBars()
     told = ""
     try:
         while True:
@@ -266,7 +266,7 @@ class JsonView:
         return
 
 
-class BarsView:
+class ProgressBars:
     """View with a bar for each file on a terminal, else one plain line at most every 5 s."""
 
     def __init__(self) -> None:

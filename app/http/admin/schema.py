@@ -106,7 +106,7 @@ class UnloadRequest(Struct, forbid_unknown_fields=True):
     """Model to unload. None unloads all."""
 
 
-class Unloaded(Struct):
+class UnloadedModels(Struct):
     unloaded: list[str]
 
 
@@ -195,11 +195,11 @@ class PurgeRequest(Struct, forbid_unknown_fields=True):
     """Rows with their contents, and stored answers; all prompts and answers; stored answers alone."""
 
 
-class Purged(Struct):
+class PurgedRows(Struct):
     purged: int
 
 
-class Cancelled(Struct):
+class CancelledRequest(Struct):
     cancelled: str
 
 

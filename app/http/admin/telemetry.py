@@ -24,7 +24,7 @@ from ...logging.setup import LEVEL_NAMES, LogEntry, tail
 from ...services import Services
 from ...store.usage import ModelUsage, Outcomes, outcomes, usage_by_model
 from ...telemetry.daemon_profile import DaemonTimes
-from ...telemetry.device_memory import Blocks
+from ...telemetry.device_memory import KVBlockMap
 from ...telemetry.history import KEEP, MOST, Annotation, is_series, resample, step_for
 from ...telemetry.snapshot import Tick
 from ..auth.guard import identity_of
@@ -98,7 +98,7 @@ class UsageAnswer(Struct):
 
 
 class BlockMaps(Struct):
-    models: list[Blocks]
+    models: list[KVBlockMap]
 
 
 class LogLines(Struct):

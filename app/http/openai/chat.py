@@ -27,7 +27,7 @@ from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
 from ..server.request import invalid as invalid_body
-from .chat_messages import Parsing, build_chat, call_id, final_reason, input_of, reasoning_tokens
+from .chat_messages import ParserOptions, build_chat, call_id, final_reason, input_of, reasoning_tokens
 from .completions import CompletionCall, check_prompts, prepare_completion, truncate_prompts
 from .request_context import CheckedRequest, ChunkHeader, Deadlines, RequestContext
 from .request_types import ChatCompletionRequest, CompletionRequest, Message
@@ -65,7 +65,7 @@ from .unsupported import refuse_unsupported, unknown_fields
 
 @dataclass(frozen=True, slots=True)
 class ChatCall(CheckedRequest[ChatCompletionRequest]):
-    parsing: Parsing
+    parsing: ParserOptions
     echo: str = ""
     """Text that each answer begins with."""
 
@@ -100,7 +100,7 @@ async def prepare_chat(
     params = await sampling_params(body, model, call.limits, logprobs)
     lease, decoded = await read_images(call.gateway, model, chat, call.caller.tenant)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
-    parsing = Parsing.of(body, model.text, chat, rendered)
+    parsing = ParserOptions.of(body, model.text, chat, rendered)
     calls = find_call_constraint(body, chat.tools, parsing.tools, call.limits)
     thinking = await _thinking(body, parsing, model)
     warnings += budget_warnings(body.thinking_token_budget, thinking)
@@ -137,7 +137,7 @@ async def prepare_chat(
 
 
 async def _thinking(
-    body: ChatCompletionRequest, parsing: Parsing, model: LoadedModel
+    body: ChatCompletionRequest, parsing: ParserOptions, model: LoadedModel
 ) -> ThinkingParams | None:
     info, text = model.supervisor.info, model.text
     assert info is not None
@@ -274,7 +274,7 @@ def _message(index: int, text: str, chat: ChatCall, parser: OutputParser) -> Cha
     return message
 
 
-def _called(id_: str, call: ParsedToolCall, parsing: Parsing) -> ChatToolCall:
+def _called(id_: str, call: ParsedToolCall, parsing: ParserOptions) -> ChatToolCall:
     if call.name in parsing.custom:
         return ChatToolCall(id=id_, type="custom", custom=CalledCustom(call.name, input_of(call.arguments)))
     return ChatToolCall(id=id_, function=CalledFunction(call.name, call.arguments))

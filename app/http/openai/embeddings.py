@@ -26,7 +26,14 @@ from ...util.threads import off_loop
 from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
 from .request_context import Deadlines, HttpRequest, RequestContext, answer, inference_route
 from .request_types import EmbeddingRequest, RerankRequest
-from .response_types import Embedding, EmbeddingList, EmbeddingUsage, Ranked, RankedDocument, Ranking
+from .response_types import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingUsage,
+    RankedDocument,
+    RerankResponse,
+    RerankResult,
+)
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
 
@@ -40,7 +47,7 @@ _PROMPTS_OF: Final = {**dict.fromkeys(_QUERY, _QUERY), **dict.fromkeys(_DOCUMENT
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class PooledPrompts:
     """Pooled output of the engine for each prompt, as in `Delta.vector`."""
 
     vectors: list[bytes]
@@ -171,14 +178,14 @@ def pooled(
     )
 
 
-async def pool(gateway: Gateway, generation: Generation) -> Pooled:
+async def pool(gateway: Gateway, generation: Generation) -> PooledPrompts:
     """Run the generation and collect its pooled output. Raises ApiError."""
     vectors = [b""] * len(generation.prompts)
     with gateway.open(generation) as opened:
         async for delta in opened.deltas():
             assert delta.vector is not None
             vectors[delta.index] = delta.vector
-    return Pooled(vectors, opened.usage)
+    return PooledPrompts(vectors, opened.usage)
 
 
 async def embed(
@@ -193,7 +200,7 @@ async def embed(
     return await off_loop(size, lambda: msgspec.json.encode(_answer(pooled, body, name, warnings)))
 
 
-def _answer(pooled: Pooled, body: EmbeddingRequest, name: str, warnings: list[str]) -> EmbeddingList:
+def _answer(pooled: PooledPrompts, body: EmbeddingRequest, name: str, warnings: list[str]) -> EmbeddingList:
     data = []
     for index, raw in enumerate(pooled.vectors):
         vector = unit_vector(raw, body.dimensions)
@@ -298,7 +305,9 @@ async def find_reranker(model: LoadedModel) -> Reranker:
         raise not_a_reranker("the rows of its head cannot be read from its files") from None
 
 
-async def rank(gateway: Gateway, judged: CheckedRerank, body: RerankRequest, warnings: list[str]) -> Ranking:
+async def rank(
+    gateway: Gateway, judged: CheckedRerank, body: RerankRequest, warnings: list[str]
+) -> RerankResponse:
     """Score the documents and sort them. Raises ApiError."""
     found = await pool(gateway, judged.generation)
     size = sum(map(len, found.vectors))
@@ -306,7 +315,7 @@ async def rank(gateway: Gateway, judged: CheckedRerank, body: RerankRequest, war
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
     tells = body.return_documents is not False
     results = [
-        Ranked(
+        RerankResult(
             index=i,
             relevance_score=scores[i],
             document=RankedDocument(judged.documents[i]) if tells else UNSET,
@@ -314,7 +323,7 @@ async def rank(gateway: Gateway, judged: CheckedRerank, body: RerankRequest, war
         for i in order
     ]
     tokens = found.usage.prompt_tokens
-    return Ranking(
+    return RerankResponse(
         id=judged.generation.id,
         model=body.model or judged.generation.model.name,
         results=results,
@@ -324,25 +333,29 @@ async def rank(gateway: Gateway, judged: CheckedRerank, body: RerankRequest, war
 
 
 @inference_route("/v1/rerank", "rerank", "createRerank")
-async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
+async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
     """Rank documents by their relevance to a query, the most relevant first."""
     return await _ranked(request, data, tells_documents=True)
 
 
 @inference_route("/rerank", "rerank_plain")
-async def rerank_plain(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
+async def rerank_plain(
+    request: HttpRequest, data: Annotated[RerankRequest, Body()]
+) -> Response[RerankResponse]:
     return await _ranked(request, data, tells_documents=True)
 
 
 @inference_route("/v2/rerank", "rerank_v2", "createRerankV2")
-async def rerank_v2(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
+async def rerank_v2(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
     """Rank documents for Cohere's clients. Documents come back only where `return_documents` asks
     for them.
     """
     return await _ranked(request, data, tells_documents=False)
 
 
-async def _ranked(request: HttpRequest, data: RerankRequest, *, tells_documents: bool) -> Response[Ranking]:
+async def _ranked(
+    request: HttpRequest, data: RerankRequest, *, tells_documents: bool
+) -> Response[RerankResponse]:
     if data.return_documents is None:
         data.return_documents = tells_documents
     return await answer(

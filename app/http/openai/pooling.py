@@ -21,7 +21,7 @@ from ...text.reranker import Classifier, Reranker, build_rerank_prompts, not_a_c
 from ...util.threads import off_loop
 from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
 from .embeddings import (
-    Pooled,
+    PooledPrompts,
     build_pooling_generation,
     check_dimensions,
     check_inputs,
@@ -193,7 +193,7 @@ async def classify(
 
 
 def _common(
-    call: RequestContext, body: PoolingFields | PoolingRequest, generation: Generation, result: Pooled
+    call: RequestContext, body: PoolingFields | PoolingRequest, generation: Generation, result: PooledPrompts
 ) -> dict[str, Any]:
     """Return the fields of `PooledAnswer`."""
     tokens = result.usage.prompt_tokens

@@ -13,10 +13,10 @@ from ..openai.sampling import invalid
 from .request_types import (
     CallOutputItem,
     CompactionItem,
+    ContentPartParam,
     CustomCallItem,
     FunctionCallItem,
     MessageItem,
-    Part,
     ReasoningItem,
     ResponseRequest,
     ResponseToolChoice,
@@ -119,7 +119,7 @@ def _turn(
     return messages[-1]
 
 
-def _text(at: str, content: str | list[Part]) -> str:
+def _text(at: str, content: str | list[ContentPartParam]) -> str:
     if isinstance(content, str):
         return content
     for number, part in enumerate(content):
@@ -133,7 +133,7 @@ def _text(at: str, content: str | list[Part]) -> str:
     return "\n".join(part.text or part.refusal or "" for part in content)
 
 
-def _content(at: str, content: str | list[Part]) -> str | list[dict[str, Any]]:
+def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[str, Any]]:
     """Return text, or text and pictures as parts of a chat message."""
     if isinstance(content, str) or all(part.type != "input_image" for part in content):
         return _text(at, content)
@@ -154,7 +154,7 @@ def _content(at: str, content: str | list[Part]) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _output(parts: list[Part]) -> str:
+def _output(parts: list[ContentPartParam]) -> str:
     """Return a tool's output as text. Pictures and files become a note to the model: an error would end an
     agent's session.
     """

@@ -20,11 +20,11 @@ from ..openai.request_context import HttpRequest, RequestContext, answer, infere
 from ..openai.sampling import invalid
 from ..openai.stored import (
     After,
-    Deleted,
+    DeletedObject,
     Limit,
     Order,
-    Page,
     Store,
+    StoredPage,
     check_metadata,
     page_after,
     services_and_owner,
@@ -128,20 +128,20 @@ async def update_conversation(
 
 
 @delete(_PATH, status_code=200, name="conversation_delete", operation_id="deleteConversation")
-async def delete_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> Deleted:
+async def delete_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> DeletedObject:
     """Erase a conversation with its items; the bytes are overwritten. Responses of it that were stored by
     themselves stay.
     """
     services, owner = services_and_owner(request)
     await _find(request, conversation_id)
     await services.stored.delete("conversation", owner, conversation_id)
-    return Deleted(id=conversation_id, object="conversation.deleted")
+    return DeletedObject(id=conversation_id, object="conversation.deleted")
 
 
 @post(_ITEMS, status_code=200, name="conversation_items_create", operation_id="createConversationItems")
 async def create_items(
     request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ItemsCreate, Body()]
-) -> Page:
+) -> StoredPage:
     """Add up to 20 items at the end of a conversation."""
     services, owner = services_and_owner(request)
     require_storing(services, None)
@@ -152,7 +152,7 @@ async def create_items(
     size = await _size(request)
     _require_room(services.stored.append("conversation", owner, conversation_id, added, size))
     first, last = (added[0]["id"], added[-1]["id"]) if added else (None, None)
-    return Page(data=added, first_id=first, last_id=last, has_more=False)
+    return StoredPage(data=added, first_id=first, last_id=last, has_more=False)
 
 
 @get(_ITEMS, name="conversation_items", operation_id="listConversationItems")
@@ -162,7 +162,7 @@ async def list_items(
     after: After = None,
     limit: Limit = 20,
     order: Order = "desc",
-) -> Page:
+) -> StoredPage:
     """List a conversation's items, the newest first unless `order` is `asc`."""
     found = await _find(request, conversation_id)
     return page_after(list(found.input), after, limit, order)

@@ -19,11 +19,11 @@ from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.sampling import invalid
 from ..openai.stored import (
     After,
-    Deleted,
+    DeletedObject,
     Limit,
     Order,
-    Page,
     Store,
+    StoredPage,
     not_found,
     page_after,
     services_and_owner,
@@ -32,17 +32,17 @@ from ..server.sse import EventStreamResponse, SseOptions
 from .items import ResponseObject
 from .request_types import ResponseRequest
 from .translate import PreparedResponse
-from .writer import CUTS, Event, Writer, replay, run
+from .writer import CUTS, Event, ResponseEventWriter, replay, run
 
 
 async def complete_response(gateway: Gateway, prepared: PreparedResponse) -> ResponseObject:
     with gateway.open(prepared.chat.generation) as opened:
-        writer = Writer(opened, prepared)
+        writer = ResponseEventWriter(opened, prepared)
         await write_whole(opened, writer)
     return writer.response()
 
 
-async def write_whole(opened: OpenRequest, writer: Writer) -> None:
+async def write_whole(opened: OpenRequest, writer: ResponseEventWriter) -> None:
     """Run the whole generation into `writer` without streaming. The response is read from the writer at the
     end.
     """
@@ -57,7 +57,7 @@ async def write_whole(opened: OpenRequest, writer: Writer) -> None:
 
 async def stream_response(gateway: Gateway, prepared: PreparedResponse) -> AsyncGenerator[bytes, None]:
     with gateway.open(prepared.chat.generation) as opened:
-        writer = Writer(opened, prepared)
+        writer = ResponseEventWriter(opened, prepared)
         try:
             yield _all_framed(writer.begin())
             async for delta in opened.deltas():
@@ -90,7 +90,7 @@ class LiveResponse:
     of them.
     """
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ResponseEventWriter) -> None:
         self._writer = writer
         self._events: list[bytes] = []
         """Events by their sequence numbers."""
@@ -147,7 +147,7 @@ def check_background(request: ResponseRequest) -> None:
 def start_background(call: RequestContext, prepared: PreparedResponse, store: Store) -> LiveResponse:
     """Store the response as `in_progress`, then start generating it. Raises ApiError."""
     opened = call.gateway.open(prepared.chat.generation)
-    writer = Writer(opened, prepared)
+    writer = ResponseEventWriter(opened, prepared)
     response = writer.response()
     if not writer.keep(response):
         full = ApiError(
@@ -211,13 +211,13 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
 
 
 @delete(_PATH, status_code=200, name="stored_response_delete", operation_id="deleteResponse")
-async def delete_response(request: HttpRequest, response_id: FromPath[str]) -> Deleted:
+async def delete_response(request: HttpRequest, response_id: FromPath[str]) -> DeletedObject:
     """Erase a response; its bytes are overwritten. One that is being generated is cancelled first."""
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
     if not await services.stored.delete("response", owner, response_id):
         raise not_found("response", response_id, "response_id")
-    return Deleted(id=response_id, object="response")
+    return DeletedObject(id=response_id, object="response")
 
 
 @get(_PATH + "/input_items", name="stored_input_items", operation_id="listInputItems")
@@ -227,7 +227,7 @@ async def input_items(
     after: After = None,
     limit: Limit = 20,
     order: Order = "desc",
-) -> Page:
+) -> StoredPage:
     """List the input items of this request, not those of the responses before it."""
     services, owner = services_and_owner(request)
     found = await _find(services, owner, response_id)

@@ -18,7 +18,7 @@ from llmbox.app.http.server.request import form_of
 from llmbox.app.hub.errors import HubError
 from llmbox.app.models.catalog import DiskModel, on_disk
 
-from ..render import Panel, PanelRequest, done, page, panel_of, render
+from ..render import PageContext, PanelRequest, done, page, panel_of, render
 from .model_detail import chosen_settings, options_of
 
 BACK = "/admin/models"
@@ -39,7 +39,7 @@ async def models_page(request: PanelRequest) -> Response[str]:
     return page(request, "models/models.html", "models", rows=await _rows(panel_of(request)))
 
 
-async def models_pieces(panel: Panel) -> dict[str, str]:
+async def models_pieces(panel: PageContext) -> dict[str, str]:
     return {"installed": render("live/models/installed.html", panel, rows=await _rows(panel))}
 
 
@@ -74,7 +74,7 @@ async def unload_model(request: PanelRequest) -> Response[str]:
     return done(request, BACK, f"Unloaded {name}.")
 
 
-async def _rows(panel: Panel) -> list[ModelRow]:
+async def _rows(panel: PageContext) -> list[ModelRow]:
     """Return the rows of the list, models in memory first."""
     names = panel.control.library.registry.read()
     disk = {model.ref.ref: model for model in await asyncio.to_thread(on_disk, os.environ, names)}
@@ -135,7 +135,7 @@ def activity_page(request: PanelRequest) -> Response[str]:
     return page(request, "models/activity.html", "models", downloads=downloads_of(panel_of(request)))
 
 
-async def activity_pieces(panel: Panel) -> dict[str, str]:
+async def activity_pieces(panel: PageContext) -> dict[str, str]:
     return {"downloads": render("live/models/downloads.html", panel, downloads=downloads_of(panel))}
 
 
@@ -170,7 +170,7 @@ async def change_download(request: PanelRequest, what: FromPath[str]) -> Respons
     return done(request, ACTIVITY, f"{said} {name}.")
 
 
-def downloads_of(panel: Panel) -> list[dict[str, object]]:
+def downloads_of(panel: PageContext) -> list[dict[str, object]]:
     """Return the downloads, newest first."""
     return [each.as_dict(with_files=False) for each in reversed(panel.control.library.downloads.all())]
 
@@ -216,7 +216,7 @@ SAMPLING: Final = (
 """(API field, label) of each number that a conversation may set. Empty ones are left to the model."""
 
 
-async def _is_on_disk(panel: Panel, name: str) -> bool:
+async def _is_on_disk(panel: PageContext, name: str) -> bool:
     found = await asyncio.to_thread(on_disk, os.environ, panel.control.library.registry.read())
     return any(each.servable and each.ref.name == name for each in found)
 
