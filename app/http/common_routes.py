@@ -182,8 +182,8 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
     if model is None or model.supervisor.info is None:
         raise _gone()
     limit = context_limit(model.supervisor.info)
-    told = ModelCard(id=model.name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
-    return Response(told)
+    card = ModelCard(id=model.name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
+    return Response(card)
 
 
 @post("/v1/unload", status_code=200, name="unload", operation_id="unloadModel")

@@ -74,7 +74,7 @@ class Download:
 
     def as_dict(self, *, with_files: bool = True) -> dict[str, Any]:
         left = self.total - self.done
-        told: dict[str, Any] = {
+        data: dict[str, Any] = {
             "model": self.model,
             "state": self.state,
             "commit": self.commit,
@@ -88,11 +88,11 @@ class Download:
             "error": None if self.error is None else error_dict(self.error),
         }
         if with_files:
-            told["files"] = [
+            data["files"] = [
                 {"name": file.name, "size": file.size, "done": progress.done, "state": progress.state}
                 for file, progress in self.files.items()
             ]
-        return told
+        return data
 
 
 def error_dict(error: HubError) -> dict[str, Any]:

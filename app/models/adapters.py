@@ -119,8 +119,8 @@ def require_base(
     names = registry.read()
     check_name(name)
     _require_free(name, names, memory or {}, may_replace=False)
-    told = config.get("base_model_name_or_path")
-    _find_base(told if isinstance(told, str) else "", base, environ, names, memory)
+    result = config.get("base_model_name_or_path")
+    _find_base(result if isinstance(result, str) else "", base, environ, names, memory)
 
 
 def remove_adapter(registry: Registry, name: str) -> None:
@@ -234,8 +234,8 @@ def _check(ref: ModelRef, folder: Path) -> None:
     if "error" in last:
         raise _refused(last["error"]["message"])
     if "report" not in last:
-        told = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise _refused(f"it could not be checked: {told[0]}")
+        result = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise _refused(f"it could not be checked: {result[0]}")
 
 
 @contextlib.contextmanager

@@ -52,8 +52,8 @@ def connect(
         _connect_mcp(program, assistant, write=write, as_json=as_json, quiet=quiet)
         return
     if assistant is not None:
-        told = f"{client} takes no further name"
-        raise CliError(told, "mcp alone does", f"llmbox connect mcp {assistant}", Exit.USAGE)
+        text = f"{client} takes no further name"
+        raise CliError(text, "mcp alone does", f"llmbox connect mcp {assistant}", Exit.USAGE)
     if client is None:
         if write:
             raise CliError("which client?", "--write needs one", "llmbox connect CLIENT --write", Exit.USAGE)
@@ -100,11 +100,11 @@ def _connect_mcp(program: Program, name: str | None, *, write: bool, as_json: bo
     guide = MCP_PROGRAMS[name]
     file = guide.file(program.environ)
     settings = guide.settings(mcp_command(program.command, program.environ, program.location_flags))
-    told = {"client": "mcp", "assistant": name, "file": str(file), "settings": settings, "run": guide.run}
+    data = {"client": "mcp", "assistant": name, "file": str(file), "settings": settings, "run": guide.run}
     if write:
-        told |= _merge_file(guide, file, settings, show=not as_json)
+        data |= _merge_file(guide, file, settings, show=not as_json)
     if as_json:
-        output.write_json("connect", told)
+        output.write_json("connect", data)
         return
     if not write:
         if not quiet:
@@ -117,8 +117,8 @@ def _connect_mcp(program: Program, name: str | None, *, write: bool, as_json: bo
 def _list_assistants(program: Program, *, as_json: bool, quiet: bool) -> None:
     rows = [(name, guide.title, str(guide.file(program.environ))) for name, guide in MCP_PROGRAMS.items()]
     if as_json:
-        told = [{"name": name, "title": title, "file": file} for name, title, file in rows]
-        output.write_json("assistants", {"assistants": told})
+        entries = [{"name": name, "title": title, "file": file} for name, title, file in rows]
+        output.write_json("assistants", {"assistants": entries})
     elif quiet:
         for row in rows:
             output.write(row[0])
@@ -203,9 +203,9 @@ def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json
             f"llmbox connect {client} prints them",
             Exit.USAGE,
         )
-    told = _merge_file(guide, guide.file(program.environ), guide.settings(at), show=not as_json)
+    result = _merge_file(guide, guide.file(program.environ), guide.settings(at), show=not as_json)
     if as_json:
-        output.write_json("connect", {**_as_dict(program, client, guide, at), **told})
+        output.write_json("connect", {**_as_dict(program, client, guide, at), **result})
         return
     _hint(guide, at)
 
@@ -273,8 +273,8 @@ class _SocketCaller:
             return await in_thread(lambda: self._client.call(method, where, body, seconds), "mcp call")
         except CliError as error:
             fix = f"Run: {error.fix}" if error.fix else ""
-            told = [f"{error.what}: {error.why}" if error.why else error.what, fix]
-            raise ToolError(". ".join(text for text in told if text)) from None
+            sentences = [f"{error.what}: {error.why}" if error.why else error.what, fix]
+            raise ToolError(". ".join(text for text in sentences if text)) from None
 
     async def own_requests(self, query: Mapping[str, Any]) -> Any:
         return await self.request("GET", "/admin/api/requests", query, None, 60.0)

@@ -47,8 +47,8 @@ def doctor(program: Program, *, as_json: bool, quiet: bool, bundle: Path | None)
         parts = write_bundle(program, findings, bundle)
         output.say(f"{bundle} holds {', '.join(parts)}. Review it before you share it.")
     if as_json:
-        told = {"ok": not failed, "findings": [asdict(each) for each in findings]}
-        output.write_json("doctor", {**told, "bundle": None if bundle is None else str(bundle)})
+        data = {"ok": not failed, "findings": [asdict(each) for each in findings]}
+        output.write_json("doctor", {**data, "bundle": None if bundle is None else str(bundle)})
         return Exit.DOCTOR if failed else Exit.OK
     output.write_lines(
         [line for each in findings if not quiet or each.status != "ok" for line in _lines(each)]
@@ -61,8 +61,8 @@ def doctor(program: Program, *, as_json: bool, quiet: bool, bundle: Path | None)
 
 
 def _lines(finding: "Finding") -> list[str]:
-    told = [formatting.printable(f"{MARKS[finding.status]}  {finding.name}: {finding.message}")]
-    return [*told, formatting.printable(f"          fix: {finding.fix}")] if finding.fix else told
+    lines = [formatting.printable(f"{MARKS[finding.status]}  {finding.name}: {finding.message}")]
+    return [*lines, formatting.printable(f"          fix: {finding.fix}")] if finding.fix else lines
 
 
 @click.command(cls=Command)
@@ -75,10 +75,10 @@ def version(program: Program, *, check: bool, as_json: bool) -> None:
     Nothing is asked of the network without --check. It asks the index that pip would ask, and prints the
     command that upgrades this installation; it installs nothing.
     """
-    told = {"version": __version__, "python": platform.python_version(), "packages": package_versions()}
+    data = {"version": __version__, "python": platform.python_version(), "packages": package_versions()}
     if not check:
         if as_json:
-            output.write_json("version", told)
+            output.write_json("version", data)
         else:
             output.write(f"llmbox {__version__}")
         return
@@ -89,7 +89,7 @@ def version(program: Program, *, check: bool, as_json: bool) -> None:
 
     update = check_for_update(program.environ)
     if as_json:
-        output.write_json("version", {**told, "update": asdict(update)})
+        output.write_json("version", {**data, "update": asdict(update)})
     elif update.is_newer:
         output.write(f"llmbox {update.latest} is available; {update.installed} is installed.")
         output.write(f"Upgrade: {update.command}")

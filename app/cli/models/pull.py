@@ -147,13 +147,13 @@ def _start_daemon_if_needed(program: Program, flags: Mapping[str, Scalar]) -> No
 
 def _follow(program: Program, found: dict[str, Any], *, as_json: bool) -> None:
     view: JsonView | ProgressBars = JsonView() if as_json else ProgressBars()
-    told = ""
+    text = ""
     try:
         while True:
             view.show(found)
-            if found["message"] and found["message"] != told:
-                told = found["message"]
-                view.note(told)
+            if found["message"] and found["message"] != text:
+                text = found["message"]
+                view.note(text)
             if found["state"] not in {"checking", "downloading"}:
                 break
             time.sleep(LOOK)

@@ -123,8 +123,8 @@ def choose_model(program: Program) -> str:
         raise CliError("which model?", "MODEL is missing", f"llmbox run {default}", Exit.USAGE)
     names = [name for name, _ in rows]
     wide = max(map(len, names))
-    for number, (name, told) in enumerate(rows, 1):
-        output.say(formatting.printable(f"  {number}  {name:{wide}}  {told}"))
+    for number, (name, text) in enumerate(rows, 1):
+        output.say(formatting.printable(f"  {number}  {name:{wide}}  {text}"))
     picked: int = click.prompt(
         "Which model?", type=click.IntRange(1, len(rows)), default=names.index(default) + 1, err=True
     )

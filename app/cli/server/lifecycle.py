@@ -106,9 +106,9 @@ def _first_runs(program: Program) -> dict[str, str]:
     with contextlib.suppress(CliError):
         for label, each in first_choices(recommendations(program)).items():
             speed = each.fit.speed
-            told = f", {formatting.rate_range(*speed.one_stream)} tokens/s" if speed else ""
+            rate = f", {formatting.rate_range(*speed.one_stream)} tokens/s" if speed else ""
             size = formatting.size(each.fit.disk_need)
-            steps[f"llmbox run {each.model.name}"] = f"{label.lower()}: fetch {size} and chat{told}"
+            steps[f"llmbox run {each.model.name}"] = f"{label.lower()}: fetch {size} and chat{rate}"
     return steps
 
 

@@ -58,7 +58,7 @@ class OllamaEmbeddingResponse(Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
-Told = Callable[[list[list[float]], PooledPrompts | None, list[str]], Struct]
+AnswerBuilder = Callable[[list[list[float]], PooledPrompts | None, list[str]], Struct]
 """The answer of a route: vectors, what they came from (None where the prompt is empty), warnings."""
 
 
@@ -105,7 +105,7 @@ async def _answer_embeddings(
     data: EmbedRequest | EmbeddingsRequest,
     texts: list[str],
     param: str,
-    build_answer: Told,
+    build_answer: AnswerBuilder,
 ) -> Response[Any]:
     call = await RequestContext.of(request)
     control, warnings = request.app.state.control, _warnings(call, data)

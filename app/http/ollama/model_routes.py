@@ -158,13 +158,13 @@ async def follow_pull(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the lines of a download, `done` at its end. Raises ApiError where it fails or is stopped."""
     yield {"status": "pulling manifest"}
-    told: dict[str, int] = {}
+    reported: dict[str, int] = {}
     async for state in control.library.downloads.follow(download):
         if state.active and control.services.drain.draining:
             raise shutting_down()
         for step in _progress(state):
-            if told.get(step["digest"]) != step["completed"]:
-                told[step["digest"]] = step["completed"]
+            if reported.get(step["digest"]) != step["completed"]:
+                reported[step["digest"]] = step["completed"]
                 yield step
     if download.state != "ready":
         raise _refusal(download)

@@ -72,7 +72,7 @@ class AnswerWriter:
         begun = clock.scheduled if clock.scheduled is not None else clock.arrived
         first = clock.first_token if clock.first_token is not None else begun
         last = clock.last_token if clock.last_token is not None else first
-        told = {
+        data = {
             **self.part(parts),
             "done": True,
             "done_reason": self._opened.sequences[0].finish_reason,
@@ -84,14 +84,14 @@ class AnswerWriter:
             "eval_duration": _nanoseconds(last - first),
         }
         warnings = self._call.prepared.warnings_at_end(self._opened)
-        return told | ({"warnings": warnings} if warnings else {})
+        return data | ({"warnings": warnings} if warnings else {})
 
     def _logprobs(self) -> dict[str, Any]:
         if not self._entries:
             return {}
-        told = chat_logprobs(self._entries, self._call.generation.model.text.tokens).content
+        result = chat_logprobs(self._entries, self._call.generation.model.text.tokens).content
         self._entries = []
-        return {"logprobs": told}
+        return {"logprobs": result}
 
 
 async def complete(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def build_empty_answer(
     said: dict[str, Any] = (
         {"response": ""} if kind == "generate" else {"message": {"role": "assistant", "content": ""}}
     )
-    told = {"model": model, "created_at": stamp(now), **said, "done": True, "done_reason": reason}
-    return told | ({"warnings": warnings} if warnings else {})
+    data = {"model": model, "created_at": stamp(now), **said, "done": True, "done_reason": reason}
+    return data | ({"warnings": warnings} if warnings else {})
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -250,9 +250,9 @@ def capabilities(card: LocalModelFacts) -> list[str]:
 
 def parameters(values: dict[str, float], context: int | None) -> str:
     """Format parameters one a line, as in a Modelfile."""
-    told: dict[str, float] = {} if context is None else {"num_ctx": context}
-    told |= {_OPTION_NAMES.get(name, name): value for name, value in values.items()}
-    return "\n".join(f"{name:<30} {value:g}" for name, value in told.items())
+    data: dict[str, float] = {} if context is None else {"num_ctx": context}
+    data |= {_OPTION_NAMES.get(name, name): value for name, value in values.items()}
+    return "\n".join(f"{name:<30} {value:g}" for name, value in data.items())
 
 
 def _size(parameters: int | None) -> str:

@@ -204,8 +204,8 @@ def _answer(pooled: PooledPrompts, body: EmbeddingRequest, name: str, warnings: 
     data = []
     for index, raw in enumerate(pooled.vectors):
         vector = unit_vector(raw, body.dimensions)
-        told = as_base64(vector) if body.encoding_format == "base64" else vector.tolist()
-        data.append(Embedding(index=index, embedding=told))
+        result = as_base64(vector) if body.encoding_format == "base64" else vector.tolist()
+        data.append(Embedding(index=index, embedding=result))
     tokens = pooled.usage.prompt_tokens
     return EmbeddingList(
         data=data, model=name, usage=EmbeddingUsage(tokens, tokens), warnings=warnings or UNSET
@@ -285,8 +285,8 @@ async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tu
         size, lambda: [model.text.beginning(document, most) for document in documents]
     )
     count = sum(len(a) > len(b) for a, b in zip(documents, cut, strict=True))
-    told = f"{count} documents were cut to {most} tokens, as 'max_tokens_per_doc' asks."
-    return cut, [told] if count else []
+    text = f"{count} documents were cut to {most} tokens, as 'max_tokens_per_doc' asks."
+    return cut, [text] if count else []
 
 
 async def find_reranker(model: LoadedModel) -> Reranker:

@@ -205,8 +205,8 @@ async def stored_chats(
 @get(_PATH, name="stored_chat", operation_id="getChatCompletion")
 async def stored_chat(request: HttpRequest, completion_id: FromPath[str]) -> StoredChatCompletion:
     """Return one of the caller's stored chats."""
-    told: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
-    return told
+    result: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
+    return result
 
 
 @post(_PATH, status_code=200, name="stored_chat_update", operation_id="updateChatCompletion")
@@ -219,8 +219,8 @@ async def update_chat(
     check_metadata(metadata)
     if not await services.stored.update("chat", owner, completion_id, metadata):
         raise not_found("chat completion", completion_id, "completion_id")
-    told: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
-    return told
+    result: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
+    return result
 
 
 @delete(_PATH, status_code=200, name="stored_chat_delete", operation_id="deleteChatCompletion")

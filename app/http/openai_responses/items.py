@@ -45,8 +45,8 @@ def convert_item(at: str, item: Any, kind: type[Item]) -> Item:
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
-        told = str(error).replace("`", "").replace("$", at)
-        raise invalid(at, told) from None
+        text = str(error).replace("`", "").replace("$", at)
+        raise invalid(at, text) from None
 
 
 def _add(messages: list[dict[str, Any]], at: str, item: dict[str, Any], joined: Rename) -> None:
@@ -236,15 +236,15 @@ class InputTokens(Struct, kw_only=True):
 def choice_of(request: ResponseRequest) -> str | dict[str, Any]:
     choice = request.tool_choice
     if isinstance(choice, ResponseToolChoice):
-        told = msgspec.structs.asdict(choice)
-        return {name: value for name, value in told.items() if value is not None}
+        result = msgspec.structs.asdict(choice)
+        return {name: value for name, value in result.items() if value is not None}
     return choice or "auto"
 
 
 def text_of(request: ResponseRequest) -> dict[str, Any]:
     asked = request.text.format if request.text is not None else None
-    told = {"type": "text"} if asked is None else msgspec.structs.asdict(asked)
-    return {"format": {name: value for name, value in told.items() if value is not None}}
+    result = {"type": "text"} if asked is None else msgspec.structs.asdict(asked)
+    return {"format": {name: value for name, value in result.items() if value is not None}}
 
 
 def tools_of(request: ResponseRequest) -> list[dict[str, Any]]:

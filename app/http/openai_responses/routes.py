@@ -176,8 +176,8 @@ async def get_item(
     found = await _find(request, conversation_id)
     for item in found.input:
         if item["id"] == item_id:
-            told: dict[str, Any] = item
-            return told
+            data: dict[str, Any] = item
+            return data
     raise _no_item(item_id)
 
 

@@ -70,8 +70,8 @@ async def stream_response(gateway: Gateway, prepared: PreparedResponse) -> Async
 
 
 def error_event(error: ApiError) -> bytes:
-    told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(told)
+    data = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(data)
 
 
 STREAM = SseOptions(last=b"", error=error_event)
@@ -198,8 +198,8 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
     """Cancel a background response; the output that it already has stays."""
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
-    told = await _now(services, owner, response_id)
-    background = told["background"] if isinstance(told, dict) else told.background
+    result = await _now(services, owner, response_id)
+    background = result["background"] if isinstance(result, dict) else result.background
     if not background:
         raise ApiError(
             400,
@@ -207,7 +207,7 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
             code="response_not_in_background",
             param="response_id",
         )
-    return Response(told)
+    return Response(result)
 
 
 @delete(_PATH, status_code=200, name="stored_response_delete", operation_id="deleteResponse")
@@ -242,10 +242,10 @@ async def _now(services: Services, owner: str, response_id: str) -> Any:
 
 
 def _require_ended(found: StoredAnswer) -> dict[str, Any]:
-    told = {name: value for name, value in found.answer.items() if name != CUTS}
-    if told["status"] == "in_progress":  # an earlier daemon left it unfinished
-        told |= {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
-    return told
+    data = {name: value for name, value in found.answer.items() if name != CUTS}
+    if data["status"] == "in_progress":  # an earlier daemon left it unfinished
+        data |= {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
+    return data
 
 
 async def _replay_events(
