@@ -99,7 +99,7 @@ SYNONYMS: Final = {
     "monitor": ("top",),
     "dashboard": ("top",),
 }
-"""Command names of other programs, with our names for them: the first that the group has."""
+"""Command names of other programs, each with our names for it; the first that the group has is suggested."""
 
 
 def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> None:

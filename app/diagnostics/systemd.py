@@ -25,7 +25,7 @@ SYSTEM_DATA = Path("/var/lib/llmbox")
 SYSTEM_FOLDER = Path("/etc/systemd/system")
 
 _STOP_SLACK = 15
-"""Seconds more than the drain that systemd waits before it kills."""
+"""Seconds that systemd waits beyond the drain before it kills."""
 
 # Options that need no privileges: seccomp filters, process flags, a keyring.
 _EVERYWHERE = """\

@@ -26,9 +26,9 @@ from .step_times import FEW_STEPS, RARE, Interference, recommend_pair
 log = logging.getLogger("llmbox.engines")
 
 WAIT_S: Final = 300.0
-"""Seconds for which a moment without requests is waited for."""
+"""Longest wait, in seconds, for a moment without requests."""
 WINDOW_S: Final = 300.0
-"""Least seconds of a pair's work by which it is judged: pauses between prompts are not the end of them."""
+"""Shortest time, in seconds, after which a pair is judged: a pause between prompts is not their end."""
 HOLD_S: Final = 600.0
 """Seconds from a return to one engine until the next pair; each return doubles them."""
 _EVERY: Final = 32

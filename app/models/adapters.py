@@ -76,8 +76,8 @@ def add_adapter(
 ) -> AddedAdapter:
     """Check an adapter against its base, copy it, and give it a name. Takes seconds.
 
-    `base` None: the model that the adapter names. Raises CliError, with the words of loading a folder that
-    cannot be applied.
+    `base` None: the model that the adapter names. Raises CliError, with the message that
+    loading such a folder would give.
     """
     names = registry.read()
     check_name(name)

@@ -45,7 +45,7 @@ from .replica import NEEDS_VOCABULARY, ReplicaFacts
 log = logging.getLogger("llmbox.ray")
 
 MOST_RESUMES: Final = 5
-"""Replicas that may die under a request before it is given up as their reason."""
+"""Number of replicas that may die with a request before it is given up as the cause."""
 _PAUSE: Final = 0.2
 """Seconds before a request is sent again: its replica may be known as dead by then."""
 RETRY_AFTER: Final = 10

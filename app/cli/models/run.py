@@ -245,8 +245,8 @@ class _Thoughts:
 
 
 def ensure_loaded(program: Program, model: str) -> dict[str, Any]:
-    """Load a model that is on this disk; start the daemon if it does not run. Returns the served model, of an
-    alias or adapter under that name: requests must name it.
+    """Load a model that is on this disk; start the daemon if it does not run. Returns the served model;
+    an alias or adapter keeps its own name, which requests must use.
     """
     served = _loaded(program, model)
     return {**served, "name": model} if model in program.names.aliases else served

@@ -36,7 +36,7 @@ from .up import sign_in_link
 CHANGED = ("server.host", "server.tls", "server.mdns")
 """Settings that sharing writes."""
 START_TIMEOUT = 600.0
-"""Seconds for the models that were in memory to be there again."""
+"""Longest wait, in seconds, until the models that were in memory are loaded again."""
 
 
 @click.command(cls=Command)

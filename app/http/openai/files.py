@@ -26,7 +26,7 @@ _PATH = "/v1/files"
 _ONE = _PATH + "/{file_id:str}"
 _LEAST_S, _MOST_S = 3600, 2_592_000
 _SIZES: OrderedDict[str, int] = OrderedDict()
-"""Bytes of batches' files, which do not change once there are any."""
+"""Size in bytes of each output file of a batch, by file id. It never changes once the file exists."""
 _MOST_SIZES = 1000
 
 
