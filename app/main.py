@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 
 from .cli import output
-from .cli.root import COMMANDS, LazyGroup, ReaderLeft
+from .cli.root import COMMANDS, LazyGroup, StdoutClosed
 from .errors import CliError, Exit
 from .lifecycle.program import Program
 
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str] | None, program: Program) -> int:
         return Exit.FAILED
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except (ReaderLeft, BrokenPipeError):
+    except (StdoutClosed, BrokenPipeError):
         # Point stdout elsewhere, or Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK

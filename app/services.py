@@ -12,7 +12,7 @@ from .engines.loaded_model import LoadedModel
 from .engines.manager import EngineManager
 from .events import Events
 from .gateway.gateway import Gateway
-from .lifecycle.drain import Background, Drain
+from .lifecycle.drain import BackgroundTasks, Drain
 from .mcp.client import McpClients
 from .metrics.metrics import Metrics
 from .models.registry import Alias
@@ -65,7 +65,7 @@ class Services:
     mcp_clients: McpClients = field(default_factory=McpClients)
     """Connections to the MCP servers of the panel's chat."""
     drain: Drain = field(default_factory=Drain)
-    background: Background = field(default_factory=Background)
+    background: BackgroundTasks = field(default_factory=BackgroundTasks)
     """Generations that run without a connection waiting for them."""
     started_at: float = field(default_factory=time.time)
     """Unix seconds."""

@@ -26,7 +26,7 @@ from llmbox.app.security.key_store import KeyStore, LastUsed
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.security.quotas import QuotaLedger
 from llmbox.app.store.queries import requests as request_queries
-from llmbox.app.store.queries import telemetry as telemetry_queries
+from llmbox.app.store.queries import requests as telemetry_queries
 from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.history import KEEP
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from llmbox.engine.config import BLOCK_SIZE
 
 from ..errors import CliError
-from .client import Prompts, Target, Workload, heavy_tail, long_arrival, shared_prefix, uniform
+from .client import BenchTarget, Prompts, Workload, heavy_tail, long_arrival, shared_prefix, uniform
 from .measure import BenchRun, Ratio, percentile, ratio, run
 
 
@@ -180,7 +180,7 @@ SCENARIOS = {
 _SAMPLE_EVERY_S = 0.05
 
 
-class Admin(Protocol):
+class AdminClient(Protocol):
     """Admin API client that a comparison needs (`app/admin_client.py` over the unix socket)."""
 
     def get(self, path: str) -> dict[str, Any]: ...
@@ -200,7 +200,7 @@ class Comparison:
 
 
 async def compare(
-    admin: Admin,
+    admin: AdminClient,
     url: str,
     model: str,
     scenario: Scenario,
@@ -222,7 +222,7 @@ async def compare(
             order = (first, second) if number % 2 else (second, first)
             for variant in order:
                 work = scenario.workload(Prompts(f"{scenario.name}/{number}", id_range), scale)
-                target = Target(url, _alias(scenario, variant))
+                target = BenchTarget(url, _alias(scenario, variant))
                 result = await _observed(admin, target, work)
                 if number:
                     results[variant.name].append(result)
@@ -246,7 +246,7 @@ def _alias(scenario: Scenario, variant: Variant) -> str:
     return f"bench-{scenario.name}-{variant.name}"
 
 
-async def _load(admin: Admin, model: str, scenario: Scenario, variant: Variant) -> None:
+async def _load(admin: AdminClient, model: str, scenario: Scenario, variant: Variant) -> None:
     """Load a variant. It is a second engine on the same files: a directory under an alias is a model of its
     own.
     """
@@ -259,12 +259,12 @@ async def _load(admin: Admin, model: str, scenario: Scenario, variant: Variant) 
         await asyncio.sleep(0.1)
 
 
-def _state(admin: Admin, name: str) -> tuple[str, str]:
+def _state(admin: AdminClient, name: str) -> tuple[str, str]:
     found = (m for m in admin.get("/admin/api/models")["models"] if m["name"] == name)
     return next(((m["state"], m["cause"]) for m in found), ("failed", "it is gone"))
 
 
-async def _observed(admin: Admin, target: Target, work: Any) -> MeasuredRun:
+async def _observed(admin: AdminClient, target: BenchTarget, work: Any) -> MeasuredRun:
     stats: list[dict[str, Any]] = []
     sampler = asyncio.create_task(_sample(admin, target.model, stats))
     try:
@@ -273,7 +273,7 @@ async def _observed(admin: Admin, target: Target, work: Any) -> MeasuredRun:
         sampler.cancel()
 
 
-async def _sample(admin: Admin, model: str, into: list[dict[str, Any]]) -> None:
+async def _sample(admin: AdminClient, model: str, into: list[dict[str, Any]]) -> None:
     while True:
         answer = await asyncio.to_thread(admin.get, "/admin/api/stats")
         into.extend(m["stats"] for m in answer["models"] if m["name"] == model and m["stats"]["running"])

@@ -20,7 +20,7 @@ _TIMEOUT_S = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """A server under test. `url` has no path; `extra` is merged into every request body."""
 
     url: str
@@ -58,7 +58,7 @@ class RequestTiming:
         return (self.token_times[-1] - self.token_times[0]) / (self.tokens - 1)
 
 
-async def complete(target: Target, prompt: list[int] | str, max_tokens: int) -> RequestTiming:
+async def complete(target: BenchTarget, prompt: list[int] | str, max_tokens: int) -> RequestTiming:
     """Stream one greedy completion of exactly `max_tokens` tokens. Failures end up in
     `RequestTiming.error`.
     """
@@ -83,7 +83,7 @@ async def complete(target: Target, prompt: list[int] | str, max_tokens: int) -> 
     return sample
 
 
-async def _exchange(target: Target, body: bytes, sample: RequestTiming) -> None:
+async def _exchange(target: BenchTarget, body: bytes, sample: RequestTiming) -> None:
     parts = urlsplit(target.url)
     tls = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if tls else 80)

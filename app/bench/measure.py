@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ..config.paths import Paths
 from ..errors import CliError
-from .client import BenchRequest, RequestTiming, Target, Workload, complete
+from .client import BenchRequest, BenchTarget, RequestTiming, Workload, complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Summary:
 
 
 async def run(
-    target: Target,
+    target: BenchTarget,
     workload: Workload,
     *,
     ends: Callable[[BenchRequest, RequestTiming], bool] = lambda *_: False,

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..config.entries import LatencyTarget
-from .client import BenchRequest, Prompts, RequestTiming, Target, Workload
+from .client import BenchRequest, BenchTarget, Prompts, RequestTiming, Workload
 from .measure import percentile, run
 
 ROUNDS: Final = 3
 """Requests of a stream that are measured."""
 FINE: Final = 16
-"""Share of the streams, as a divisor, by which the found point may be too low."""
+"""Precision of the search: the found point is at most one such part of its streams too low."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class OperatingPointSearch:
 
     points: Sequence[LoadPoint]
     is_over: bool
-    """True if the search came to its end; else time or the most streams allowed ended it."""
+    """True if the search finished; False if its time or the limit of streams ended it."""
 
     @property
     def found(self) -> LoadPoint | None:
@@ -100,7 +100,7 @@ async def find_operating_point(
 
 
 async def measure_point(
-    server: Target, prompts: Prompts, spec: PointSpec, streams: int, seconds: float, spread: float
+    server: BenchTarget, prompts: Prompts, spec: PointSpec, streams: int, seconds: float, spread: float
 ) -> LoadPoint:
     """Measure so many streams, each of which sends its next request when it has its answer. Stops early where
     a target cannot be kept any more.

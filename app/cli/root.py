@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         ".models.convert:quantize",
         "Quantize a model's weights into a new folder.",
     ),
-    "alias": (".models.alias:alias", "Names and parameter variants of models."),
+    "alias": (".models.lora:alias", "Names and parameter variants of models."),
     "lora": (".models.lora:lora", "LoRA adapters of models: add, list, remove, merge."),
     "load": (".models.load:load", "Load a model into the running daemon."),
     "unload": (".models.load:unload", "Unload a model from memory."),
@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "share": (".server.share:share", "Let other devices on your network use this box; --off ends it."),
     "key": (".admin.key:key", "API keys: make, list, rotate, revoke."),
     "requests": (".admin.requests:requests", "Read the request log, follow it, cancel a request."),
-    "why": (".admin.why:why", "Show where the time of one request went."),
+    "why": (".admin.replay:why", "Show where the time of one request went."),
     "replay": (".admin.replay:replay", "Compute past scheduling again, also with other limits."),
     "logs": (".server.logs:logs", "Read the daemon's log."),
     "stats": (".admin.stats:stats", "Show current load and throughput."),
@@ -54,15 +54,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dash": ("llmbox.ui.tui.command:top", "The same as top."),
     "config": (".admin.config:config", "Show and change settings."),
     "connect": (".admin.connect:connect", "Print the settings with which other programs use this daemon."),
-    "mcp": (".admin.mcp:mcp", "Serve MCP on stdin and stdout, for assistants that manage this box."),
+    "mcp": (".admin.connect:mcp", "Serve MCP on stdin and stdout, for assistants that manage this box."),
     "ray": (".server.ray:ray", "Deploy a model under Ray Serve, on one box or several."),
     "service": (".server.service:service", "Run the daemon under systemd."),
-    "db": (".admin.db:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
+    "db": (".admin.doctor:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
     "doctor": (".admin.doctor:doctor", "Check this machine; every finding comes with a fix."),
     "bench": (".admin.bench:bench", "Measure a server: time to first token, throughput."),
     "version": (".admin.doctor:version", "Print the version."),
     "completion": (".admin.config:completion", "Print a shell's completion script."),
-    "uninstall": (".server.uninstall:uninstall", "Remove llmbox's files from this machine; models stay."),
+    "uninstall": (".server.service:uninstall", "Remove llmbox's files from this machine; models stay."),
 }
 
 
@@ -99,7 +99,7 @@ SYNONYMS: Final = {
     "monitor": ("top",),
     "dashboard": ("top",),
 }
-"""Command names of other programs, with our names for them: the first that the group has."""
+"""Command names of other programs, each with our names for it; the first that the group has is suggested."""
 
 
 def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> None:
@@ -130,7 +130,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class ReaderLeft(Exception):  # noqa: N818 - nothing went wrong
+class StdoutClosed(Exception):  # noqa: N818 - nothing went wrong
     """The reader of our stdout has closed it (`llmbox logs | head`)."""
 
 
@@ -148,7 +148,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:  # click would end with 1
-            raise ReaderLeft from error
+            raise StdoutClosed from error
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -200,7 +200,7 @@ def _platform_paths() -> Paths:
 
 
 def private_dir(folder: Path) -> None:
-    """Make `folder` 0700. Refuses one that belongs to another user: it could be a trap in /tmp."""
+    """Make `folder` 0700. Refuses a folder of another user, who may have prepared it in /tmp."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(folder)

@@ -26,7 +26,7 @@ from ..hub.download import DownloadSettings
 from ..hub.download_queue import Downloads
 from ..hub.errors import HubError
 from ..hub.model_info import SearchResult, ask_recommended, search
-from ..hub.remove import Removable, Removed, find_removable, remove
+from ..hub.remove import RemovableModel, RemovedModel, find_removable, remove
 from ..hub.repo_files import Hub
 from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
 from ..models.gguf_folders import weights_of
@@ -147,7 +147,7 @@ class Library:
     async def search(self, text: str, limit: int) -> list[SearchResult]:
         return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))
 
-    async def remove(self, names: Sequence[str]) -> list[Removed]:
+    async def remove(self, names: Sequence[str]) -> list[RemovedModel]:
         """Delete models, all or none: every name is checked first. Raises ApiError 400, 403, 404, 409."""
         try:
             known = self.registry.read()
@@ -173,7 +173,7 @@ class Library:
         await asyncio.to_thread(prune_kv_cache, paths, settings)
         return removed
 
-    def _require_unused(self, found: Removable) -> None:
+    def _require_unused(self, found: RemovableModel) -> None:
         engines = self._services.engines
         paths = [model.path for model in engines.models()]
         paths += [Path(supervisor.config.model_path) for supervisor in engines.loading()]
@@ -201,7 +201,7 @@ _SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class LocalModelFacts:
     """Facts of one model folder. Unreadable parts are left out: loading reports the problem."""
 
     size: int
@@ -234,7 +234,7 @@ class Card:
         return self.config.quant or (stored.label if stored else _SHORT[self.config.dtype])
 
 
-def read_card(folder: Path) -> Card:
+def read_card(folder: Path) -> LocalModelFacts:
     """Read the card of a folder. Reads small files only. May be called from any thread."""
     stamps = {
         path.relative_to(folder).as_posix(): _stamp(path) for path in folder.rglob("*") if path.is_file()
@@ -247,7 +247,7 @@ def read_card(folder: Path) -> Card:
         template = read_template(folder)
     with contextlib.suppress(EngineError, OSError):
         defaults = read_generation_defaults(folder)
-    return Card(
+    return LocalModelFacts(
         size=sum(size for _, size, _ in stamps.values()),
         modified=max((at for _, _, at in stamps.values()), default=0.0),
         digest=hashlib.sha256(listing.encode()).hexdigest(),

@@ -20,7 +20,7 @@ log = logging.getLogger("llmbox.daemon")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class MemoryNeed:
     """Memory that a model needs, and memory that there is."""
 
     device: Place
@@ -34,7 +34,7 @@ class Sizes:
 
 def sizes(
     config: EngineConfig, machine: Machine, budgets: tuple[int, ...], ours: Mapping[int, int]
-) -> Sizes | None:
+) -> MemoryNeed | None:
     """Estimate the placements of a model. None when the estimate is impossible: then loading will report the
     problem.
 
@@ -60,7 +60,7 @@ def sizes(
         raise
     except EngineError:
         return None
-    return Sizes(device, tuple(map(_memory_request, found)), have)
+    return MemoryNeed(device, tuple(map(_memory_request, found)), have)
 
 
 def _memory_request(plan: MemoryPlan) -> MemoryRequest:

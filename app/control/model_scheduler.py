@@ -43,7 +43,7 @@ from ..models.load_request import ModelRequest
 from ..models.recommended import full_name
 from ..models.registry import Alias, Registry
 from ..util.formatting import hide_folders
-from .memory_estimate import Sizes, note_load, sizes
+from .memory_estimate import MemoryNeed, note_load, sizes
 from .model_tables import EvictedModel, EvictedModels, FailedLoads, ResidentModels, bytes_by_memory, no_room
 
 log = logging.getLogger("llmbox.daemon")
@@ -68,7 +68,7 @@ class SchedulerDeps:
     budgets: Callable[[Place, float | None], tuple[int, ...]] = lambda device, gb: budgets(
         read_machine(), device, gb
     )
-    sizes: Callable[[EngineConfig, tuple[int, ...], Mapping[int, int]], Sizes | None] = (
+    sizes: Callable[[EngineConfig, tuple[int, ...], Mapping[int, int]], MemoryNeed | None] = (
         lambda config, budgets, ours: sizes(config, read_machine(), budgets, ours)
     )
     """Estimate the memory of a config, within the budget of each memory, given the bytes that our models hold

@@ -1,6 +1,7 @@
-"""Tables of the model scheduler: models in memory or being loaded, and models that requests may load again.
+"""Tables of the model scheduler: models in memory or being loaded, evicted models, and failed loads.
 
-The latter: evicted models of the box's owner with their options, and models whose load failed, after a wait.
+A request may load an evicted model again, with the options of the box's owner, and a model whose load failed,
+after a wait.
 """
 
 import math

@@ -56,7 +56,7 @@ class Announcement:
             self._task = asyncio.get_running_loop().create_task(self._announce())
 
     async def withdraw(self) -> None:
-        """Say goodbye, so that others forget the record at once."""
+        """Send the goodbye record (TTL 0), so that others forget the service at once."""
         if self._task is None:
             return
         self._task.cancel()

@@ -31,7 +31,7 @@ from ..http.server.server import serve
 from ..lifecycle.instance import RunningDaemon
 from ..models.load_request import ModelRequest
 from ..services import Services
-from ..store.tool_secrets import ToolServerSecrets
+from ..store.conversations import ToolServerSecrets
 from .compose import compose, real_parts
 from .mdns import Announcement
 from .run import DaemonOptions

@@ -138,8 +138,8 @@ def _settings(program: Program) -> dict[str, Any]:
 def _environment(program: Program) -> dict[str, str]:
     """Return the variables that llmbox reads. Tokens and keys are redacted."""
     heeded = ("LLMBOX_", "HF_", "CUDA_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "OMP_")
-    told = {name: value for name, value in sorted(program.environ.items()) if name.upper().startswith(heeded)}
-    return {name: GONE if "TOKEN" in name or "KEY" in name else value for name, value in told.items()}
+    data = {name: value for name, value in sorted(program.environ.items()) if name.upper().startswith(heeded)}
+    return {name: GONE if "TOKEN" in name or "KEY" in name else value for name, value in data.items()}
 
 
 def _log(path: Path) -> str:

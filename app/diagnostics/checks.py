@@ -83,11 +83,11 @@ def check_machine(_: Program) -> Iterator[Finding]:
         "cpu", "ok", f"{cpu.model}, {cpu.cores} cores, {' '.join(wide) or 'no vector extensions known'}"
     )
     limited = ", limited by a control group" if memory.limited_by_cgroup else ""
-    told = f"{size(memory.available)} of {size(memory.total)} available{limited}"
+    text = f"{size(memory.available)} of {size(memory.total)} available{limited}"
     if memory.available < LEAST_MEMORY:
-        yield Finding("memory", "failed", told, "close other programs, or unload models: llmbox unload --all")
+        yield Finding("memory", "failed", text, "close other programs, or unload models: llmbox unload --all")
     else:
-        yield Finding("memory", "ok", told)
+        yield Finding("memory", "ok", text)
     for gpu in machine.gpus:
         yield Finding("gpu", "ok", f"{gpu.name}, {size(gpu.free)} of {size(gpu.total)} free")
     if len(machine.gpus) > 1:
@@ -176,13 +176,13 @@ def check_disk(program: Program) -> Iterator[Finding]:
         while not place.exists():
             place = place.parent
         free = shutil.disk_usage(place).free
-        told = f"{size(free)} free for {folder}"
+        text = f"{size(free)} free for {folder}"
         if free < LEAST_DISK:
             yield Finding(
-                f"disk ({name})", "failed", told, "free some space, or move it with --data-dir or HF_HOME"
+                f"disk ({name})", "failed", text, "free some space, or move it with --data-dir or HF_HOME"
             )
         else:
-            yield Finding(f"disk ({name})", "ok", told)
+            yield Finding(f"disk ({name})", "ok", text)
 
 
 def check_kv_cache(program: Program) -> Iterator[Finding]:
@@ -226,15 +226,15 @@ def check_daemon(program: Program) -> Iterator[Finding]:
     except CliError as error:
         yield Finding("daemon", "failed", f"{error.what}: {error.why}", error.fix)
         return
-    told = f"pid {running.pid} on {running.url}"
+    text = f"pid {running.pid} on {running.url}"
     if status["ready"]:
-        yield Finding("daemon", "ok", told)
+        yield Finding("daemon", "ok", text)
         if status["cause"]:
             yield Finding("models", "note", status["cause"], "llmbox ps, then llmbox logs")
         yield from _in_memory(program)
     else:
         yield Finding(
-            "daemon", "failed", f"{told} is not ready: {status['cause']}", "llmbox ps, then llmbox logs"
+            "daemon", "failed", f"{text} is not ready: {status['cause']}", "llmbox ps, then llmbox logs"
         )
 
 

@@ -25,7 +25,7 @@ SYSTEM_DATA = Path("/var/lib/llmbox")
 SYSTEM_FOLDER = Path("/etc/systemd/system")
 
 _STOP_SLACK = 15
-"""Seconds more than the drain that systemd waits before it kills."""
+"""Seconds that systemd waits beyond the drain before it kills."""
 
 # Options that need no privileges: seccomp filters, process flags, a keyring.
 _EVERYWHERE = """\
@@ -152,13 +152,13 @@ def read_status(program: Program, *, system: bool) -> dict[str, Any]:
         shown = systemctl(program, system, "show", NAME, f"--property={','.join(FACTS)}")
     except CliError as error:
         return {**facts, "detail": error.why}
-    told = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    data = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
     return {
         **facts,
-        "enabled": told.get("UnitFileState") or "no",
-        "active": told.get("ActiveState", "unknown"),
-        "detail": told.get("StatusText") or told.get("SubState", ""),
-        "pid": int(told.get("MainPID") or 0) or None,
+        "enabled": data.get("UnitFileState") or "no",
+        "active": data.get("ActiveState", "unknown"),
+        "detail": data.get("StatusText") or data.get("SubState", ""),
+        "pid": int(data.get("MainPID") or 0) or None,
     }
 
 

@@ -195,10 +195,10 @@ def _has_pip() -> bool:
 def _source_folder() -> str:
     """Return the folder of an editable installation, or of a checkout that is run in place; else empty."""
     try:
-        told = json.loads(distribution("llmbox").read_text("direct_url.json") or "{}")
+        data = json.loads(distribution("llmbox").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
-        told = {}
-    if told.get("dir_info", {}).get("editable"):
-        return unquote(urlsplit(told.get("url", "")).path)
+        data = {}
+    if data.get("dir_info", {}).get("editable"):
+        return unquote(urlsplit(data.get("url", "")).path)
     root = Path(os.path.realpath(__file__)).parents[2]
     return str(root) if (root / ".git").exists() else ""

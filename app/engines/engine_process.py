@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import RankLost
 from llmbox.engine.hardware.proc import can_fork
-from llmbox.engine.ipc.block_map import BlockMap
 from llmbox.engine.ipc.client import EngineClient, EngineExit
 from llmbox.engine.ipc.messages import AskBlocks, LoadFailed, ToDaemon, ToEngine, Vocabulary
-from llmbox.engine.ipc.profile_messages import AskProfile, StepProfile
+from llmbox.engine.ipc.profile_messages import AskProfile, BlockMap, StepProfile
 from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError

@@ -26,9 +26,9 @@ from .step_times import FEW_STEPS, RARE, Interference, recommend_pair
 log = logging.getLogger("llmbox.engines")
 
 WAIT_S: Final = 300.0
-"""Seconds for which a moment without requests is waited for."""
+"""Longest wait, in seconds, for a moment without requests."""
 WINDOW_S: Final = 300.0
-"""Least seconds of a pair's work by which it is judged: pauses between prompts are not the end of them."""
+"""Shortest time, in seconds, after which a pair is judged: a pause between prompts is not their end."""
 HOLD_S: Final = 600.0
 """Seconds from a return to one engine until the next pair; each return doubles them."""
 _EVERY: Final = 32
@@ -46,14 +46,14 @@ def _cores() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class EnginePairDecision:
     """Engines that a model is to have, and the reason in words."""
 
     pair: tuple[int, int] | None
     reason: str
 
 
-class Switched(Protocol):
+class SwitchableSupervisor(Protocol):
     """Supervisor as the switch sees it."""
 
     config: EngineConfig
@@ -70,7 +70,7 @@ class Switched(Protocol):
         ...
 
 
-class PairJudge:
+class EnginePairPolicy:
     """Judge of one engine and of a pair, by their counters. Times are seconds of `clock`."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
@@ -97,13 +97,15 @@ class PairJudge:
     def seconds_held(self) -> float:
         return max(0.0, self._not_before - self._clock())
 
-    def judge(self, measured: Interference, stats: EngineStats, info: ModelInfo) -> Switch | None:
+    def judge(self, measured: Interference, stats: EngineStats, info: ModelInfo) -> EnginePairDecision | None:
         """Return the engines that would serve better than those that run; None for these."""
         if info.disaggregate is None:
             return self._judge_one(measured, stats.work, info)
         return self._judge_pair(stats, info)
 
-    def _judge_one(self, measured: Interference, work: StepWork, info: ModelInfo) -> Switch | None:
+    def _judge_one(
+        self, measured: Interference, work: StepWork, info: ModelInfo
+    ) -> EnginePairDecision | None:
         if self.seconds_held:
             return None
         wanted = recommend_pair(measured, work, info, usable_cores(self._config))
@@ -111,13 +113,13 @@ class PairJudge:
             return None
         assert measured.ratio is not None
         self._one = measured.mixed_seconds / measured.mixed_steps, measured.rows / measured.steps
-        return Switch(
+        return EnginePairDecision(
             wanted,
             f"steps with a prompt in them took {measured.ratio:.1f} times as long "
             f"({measured.share:.1%} of the steps)",
         )
 
-    def _judge_pair(self, stats: EngineStats, info: ModelInfo) -> Switch | None:
+    def _judge_pair(self, stats: EngineStats, info: ModelInfo) -> EnginePairDecision | None:
         before, now = self._mark.work, stats.work
         steps = now.steps - before.steps
         if steps < FEW_STEPS or self._clock() - self._since < WINDOW_S:
@@ -130,20 +132,20 @@ class PairJudge:
         mixed = handed / max(1.0, info.token_budget - rows)
         share = mixed / (mixed + steps)
         if share < RARE / 2:
-            return Switch(None, f"prompts would be in {share:.1%} of the steps of one engine")
+            return EnginePairDecision(None, f"prompts would be in {share:.1%} of the steps of one engine")
         if self._one is not None and seconds > self._one[0] * max(1.0, rows / max(1.0, self._one[1])):
             took = f"{span(seconds)} a token, {span(self._one[0])} beside prompts in one engine"
-            return Switch(None, f"streams were slower than beside prompts: {took}")
+            return EnginePairDecision(None, f"streams were slower than beside prompts: {took}")
         return None
 
 
 class PairSwitch:
     """Switch of one supervised model. Use it only from the event loop."""
 
-    def __init__(self, switched: Switched, clock: Callable[[], float]) -> None:
+    def __init__(self, switched: SwitchableSupervisor, clock: Callable[[], float]) -> None:
         self._of, self._clock = switched, clock
-        self._judge = PairJudge(switched.config, clock)
-        self._wanted: Switch | None = None
+        self._judge = EnginePairPolicy(switched.config, clock)
+        self._wanted: EnginePairDecision | None = None
         self._wanted_at = 0.0
         self._count = 0
         self._task: asyncio.Task[None] | None = None
@@ -240,7 +242,7 @@ class PairSwitch:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the engines of %s could not be switched", self._of.config.name, exc_info=error)
 
-    async def _switch(self, wanted: Switch) -> None:
+    async def _switch(self, wanted: EnginePairDecision) -> None:
         of, info = self._of, self._of.info
         assert info is not None
         # Requests that fit go on fitting: with less context it is not loaded.

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Final
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.ipc.block_map import BlockMap
 from llmbox.engine.ipc.messages import (
     AddRequest,
     EngineStats,
@@ -26,7 +25,7 @@ from llmbox.engine.ipc.messages import (
     ToEngine,
     Vocabulary,
 )
-from llmbox.engine.ipc.profile_messages import StepProfile
+from llmbox.engine.ipc.profile_messages import BlockMap, StepProfile
 from llmbox.engine.ipc.spawn import SpawnedProcess, spawn
 
 from ..errors import ApiError

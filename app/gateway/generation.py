@@ -17,7 +17,7 @@ from ..engines.admission import QueueReservation
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError
 from ..images.reader import ImageLease
-from ..security.rate_limit import Meter
+from ..security.rate_limit import KeyLimiter
 from ..text.stop_strings import CallMark
 from .request_times import ExchangeClock
 
@@ -68,7 +68,7 @@ class Generation:
     cache_salt: str = ""
     key: str = ""
     """Name of the caller's key."""
-    meter: Meter | None = None
+    meter: KeyLimiter | None = None
     still_authorized: Callable[[], bool] | None = None
     """Check whether the caller's credentials are still valid. None for a caller that needed none."""
     client: str = ""

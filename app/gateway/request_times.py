@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llmbox.engine.ipc.sequence_times import PhaseTimes, SequenceTimes
 
 from ..engines.request_journal import TokenStream
-from ..store.sequence_record import (
+from ..store.record import (
     MOST_SEQUENCES,
     NO_PHASE,
     PhaseRecord,
@@ -17,7 +17,7 @@ from ..store.sequence_record import (
     encode_schedule,
     encode_sequence,
 )
-from ..tracing.trace_context import TraceContext
+from ..tracing.tracer import TraceContext
 
 if TYPE_CHECKING:
     from .open_request import OpenRequest

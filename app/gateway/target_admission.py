@@ -124,9 +124,9 @@ def _too_late(
 def _note_never_met(
     queue: QueueModel, forecast: Forecast, target: LatencyTarget, record: RequestRecord, ttft: float | None
 ) -> None:
-    """Keep, and log once for each target, that a request missed it which nothing kept waiting.
+    """Record that a request missed its target although nothing kept it waiting. Logged once for each target.
 
-    Forecasts alone prove nothing: those of a size that no step had yet are too long.
+    A forecast alone is no proof: for a batch size that no step has had yet it is too long.
     """
     missed = missed_targets(ttft, record.tpot_s, target)
     if not missed:

@@ -16,11 +16,10 @@ from litestar.types import ControllerRouterHandler, Receive, Scope, Send
 from litestar.typing import FieldDefinition
 
 from ..services import Services
-from .adapter_routes import adapter_router
 from .anthropic import anthropic_router
 from .auth.guard import Access, default_deny
 from .auth.sign_in_routes import sign_in_routes
-from .common_routes import common_routes, memory_router
+from .common_routes import adapter_router, common_routes, memory_router
 from .mcp_routes import McpSessions, mcp_router
 from .ollama import ollama_router
 from .openai import openai_router

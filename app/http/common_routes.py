@@ -1,7 +1,9 @@
-"""Routes that every dialect shares: health, readiness, metrics, load and unload."""
+"""Routes that every dialect shares: health, readiness, metrics, load, and vLLM's for LoRA adapters."""
 
 import asyncio
+import os
 import platform
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,18 +12,19 @@ from litestar.datastructures import State
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 from litestar.types import ControllerRouterHandler
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ..control.controller import DaemonController, Failure
 from ..engines.loaded_model import Readiness
-from ..errors import ApiError
+from ..errors import ApiError, CliError, Exit
 from ..gateway.gateway import context_limit
 from ..metrics.metrics import CONTENT_TYPE
+from ..models.adapters import add_adapter, remove_adapter
 from ..security.security import Identity
 from ..services import Services
 from ..util.formatting import hide_folders
 from .admin.models import begin_load
-from .admin.schema import LoadRequest, Unloaded
+from .admin.schema import LoadRequest, UnloadedModels
 from .auth.guard import Access, identity_of
 from .openai.request_context import HttpRequest
 from .openai.request_types import Name
@@ -179,16 +182,16 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
     if model is None or model.supervisor.info is None:
         raise _gone()
     limit = context_limit(model.supervisor.info)
-    told = ModelCard(id=model.name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
-    return Response(told)
+    card = ModelCard(id=model.name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
+    return Response(card)
 
 
 @post("/v1/unload", status_code=200, name="unload", operation_id="unloadModel")
-async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]) -> Unloaded:
+async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]) -> UnloadedModels:
     """Unload a model from memory. Requests that it is answering end with an error."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
-    return Unloaded(await control.unload(data.model))
+    return UnloadedModels(await control.unload(data.model))
 
 
 async def _outcome(loading: "asyncio.Task[Failure | None]") -> Failure | None:
@@ -203,3 +206,88 @@ def _gone() -> ApiError:
 
 
 memory_router = Router(path="/", route_handlers=[load, unload], opt={"access": Access.ADMIN}, tags=["Memory"])
+
+
+_STATUS = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.CONFLICT: (409, "name_in_use")}
+
+
+class LoadAdapterRequest(Struct, kw_only=True):
+    lora_name: Name
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Absolute path of a folder on the box."""
+    base_model_name: Name | None = None
+    """Base; default is the one that the adapter names, or else the only model in memory."""
+    load_inplace: bool = False
+    """Replace an adapter of this name."""
+
+
+class UnloadAdapterRequest(Struct, kw_only=True):
+    lora_name: Name
+    lora_int_id: int | None = None
+    """Not read: names are unique."""
+
+
+@post(
+    "/v1/load_lora_adapter",
+    status_code=200,
+    media_type=MediaType.TEXT,
+    name="load_lora_adapter",
+    operation_id="loadLoraAdapter",
+)
+async def load_lora_adapter(request: HttpRequest, data: Annotated[LoadAdapterRequest, Body()]) -> str:
+    """Add a LoRA adapter from a folder on the box (vLLM's), as `llmbox lora add` does."""
+    control: DaemonController = request.app.state.control
+    identity_of(request).require_model(data.lora_name)
+    folder = Path(data.lora_path)
+    if not folder.is_absolute():
+        raise ApiError(
+            400,
+            "'lora_path' must be the absolute path of a folder on the box.",
+            "invalid_value",
+            "lora_path",
+        )
+    try:
+        await asyncio.to_thread(_add, control, data, folder)
+    except CliError as error:
+        raise _answer(error, "lora_path") from error
+    return f"Success: LoRA adapter '{data.lora_name}' added successfully."
+
+
+@post(
+    "/v1/unload_lora_adapter",
+    status_code=200,
+    media_type=MediaType.TEXT,
+    name="unload_lora_adapter",
+    operation_id="unloadLoraAdapter",
+)
+async def unload_lora_adapter(request: HttpRequest, data: Annotated[UnloadAdapterRequest, Body()]) -> str:
+    """Remove a LoRA adapter (vLLM's), as `llmbox lora rm` does. Requests that run with it finish."""
+    control: DaemonController = request.app.state.control
+    identity_of(request).require_model(data.lora_name)
+    try:
+        await asyncio.to_thread(remove_adapter, control.library.registry, data.lora_name)
+    except CliError as error:
+        raise _answer(error, "lora_name") from error
+    return f"Success: LoRA adapter '{data.lora_name}' removed successfully."
+
+
+def _add(control: DaemonController, data: LoadAdapterRequest, folder: Path) -> None:
+    registry, memory = control.library.registry, control.in_memory()
+    base = data.base_model_name
+    names = {ref.path for ref in memory.values()}
+    if base is None and len(names) == 1:  # as in vLLM, which serves one model
+        base = next(iter(memory))
+    add_adapter(registry, os.environ, data.lora_name, folder, base, memory, may_replace=data.load_inplace)
+
+
+def _answer(error: CliError, param: str) -> ApiError:
+    status, code = _STATUS.get(error.exit, (400, "bad_adapter"))
+    return ApiError(status, f"{error.what}: {error.why}", code, param)
+
+
+adapter_router = Router(
+    path="/",
+    route_handlers=[load_lora_adapter, unload_lora_adapter],
+    opt={"access": Access.ADMIN},
+    tags=["Memory"],
+)

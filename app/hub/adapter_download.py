@@ -13,8 +13,8 @@ from ..models.catalog import HUB_ID, hub_cache
 from . import errors
 from .cache_layout import Repo
 from .download import with_retries
-from .errors import HubError, RateLimiter, Retries, Stopped
-from .repo_files import CONFIG_LIMIT, Hub, Listing, RepoFile
+from .errors import DownloadStopped, HubError, RateLimiter, Retries
+from .repo_files import CONFIG_LIMIT, Hub, RepoFile, RepoListing
 from .transfer import TransferContext, TransferProgress, fetch, free_space
 
 FILES: Final = (CONFIG, WEIGHTS)
@@ -102,11 +102,11 @@ def _download(
         is_over.set()
         watching.join(5.0)
     if stop.is_set():
-        raise Stopped
+        raise DownloadStopped
     return repo.publish(listing.commit, revision, {file.name: file.etag for file in files})
 
 
-def choose_adapter_files(listing: Listing) -> list[RepoFile]:
+def choose_adapter_files(listing: RepoListing) -> list[RepoFile]:
     """Return the two files of an adapter. Raises HubError for a repository without them."""
     found = [file for name in FILES if (file := listing.file(name)) is not None]
     if len(found) == len(FILES):

@@ -18,20 +18,20 @@ from llmbox.engine.gguf.reader import PART, is_gguf
 from ..errors import CliError, Exit
 from ..models.catalog import WEIGHT_SUFFIXES, check_name, not_a_folder
 from ..models.gguf_folders import folder_of, is_projector
-from .errors import Stopped
+from .errors import DownloadStopped
 
 MOST_MANIFEST = 1_000_000
 """Largest manifest of Ollama's store to read, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Adoptable:
+class AdoptableModel:
     name: str
     path: Path
     is_cache: bool
 
 
-def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable]:
+def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[AdoptableModel]:
     """Return the models at a place: folders of checkpoints, caches, and GGUF files where there is a
     `gguf_home` for their folders. Raises CliError (exit 4) when there is nothing that could be served.
     """
@@ -43,12 +43,12 @@ def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable
     if not folder.is_dir():
         raise not_a_folder(folder)
     if _is_model(folder):
-        return [Adoptable(folder.name, folder, is_cache=False)]
+        return [AdoptableModel(folder.name, folder, is_cache=False)]
     for cache in (folder, folder / "hub"):
         if any(path.is_dir() for path in cache.glob("models--*--*")):
-            return [Adoptable(str(cache), cache, is_cache=True)]
+            return [AdoptableModel(str(cache), cache, is_cache=True)]
     found = [
-        Adoptable(path.relative_to(folder).as_posix(), path, is_cache=False)
+        AdoptableModel(path.relative_to(folder).as_posix(), path, is_cache=False)
         for pattern in ("*", "*/*")
         for path in sorted(folder.glob(pattern))
         if _is_model(path)
@@ -65,7 +65,7 @@ def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable
     )
 
 
-def _gguf_models(folder: Path, home: Path) -> list[Adoptable]:
+def _gguf_models(folder: Path, home: Path) -> list[AdoptableModel]:
     """Return the GGUF files in a folder and two levels below, as LM Studio keeps them. Files that cannot be
     served are left out if others can. Raises CliError where none can.
     """
@@ -83,7 +83,7 @@ def _gguf_models(folder: Path, home: Path) -> list[Adoptable]:
     return found
 
 
-def _ollama_models(folder: Path, home: Path) -> list[Adoptable]:
+def _ollama_models(folder: Path, home: Path) -> list[AdoptableModel]:
     """Return the models of Ollama's store, by its manifests. What cannot be served is left out."""
     found = []
     for manifest in sorted(path for path in folder.glob("manifests/*/*/*/*") if path.is_file()):
@@ -92,7 +92,7 @@ def _ollama_models(folder: Path, home: Path) -> list[Adoptable]:
             (blob,) = _blobs(folder, layers, ".image.model")
             name = check_name(f"{manifest.parent.name}-{manifest.name}")
             made = folder_of(blob, home, beside=_blobs(folder, layers, ".image.projector"))
-            found.append(Adoptable(name, made, is_cache=False))
+            found.append(AdoptableModel(name, made, is_cache=False))
         except (CliError, OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
@@ -103,9 +103,9 @@ def _blobs(folder: Path, layers: list[dict[str, Any]], kind: str) -> list[Path]:
     return [folder / "blobs" / digest.replace(":", "-") for digest in found]
 
 
-def _adoptable_gguf(file: Path, home: Path) -> Adoptable:
+def _adoptable_gguf(file: Path, home: Path) -> AdoptableModel:
     made = folder_of(file, home)
-    return Adoptable(made.name, made, is_cache=False)
+    return AdoptableModel(made.name, made, is_cache=False)
 
 
 def _is_model(folder: Path) -> bool:
@@ -155,7 +155,7 @@ class Repo:
         try:
             while True:
                 if stop.is_set():
-                    raise Stopped
+                    raise DownloadStopped
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break

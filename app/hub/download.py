@@ -16,9 +16,9 @@ from ..models.catalog import HUB_ID
 from ..util.threads import in_thread
 from . import errors
 from .cache_layout import Repo
-from .errors import HubError, RateLimiter, Retries, Stopped
+from .errors import DownloadStopped, HubError, RateLimiter, Retries
 from .model_info import remote_config
-from .repo_files import CONFIG_LIMIT, Hub, Listing, RepoFile
+from .repo_files import CONFIG_LIMIT, Hub, RepoFile, RepoListing
 from .transfer import TransferContext, TransferProgress, fetch, free_space
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Download:
 
     def as_dict(self, *, with_files: bool = True) -> dict[str, Any]:
         left = self.total - self.done
-        told: dict[str, Any] = {
+        data: dict[str, Any] = {
             "model": self.model,
             "state": self.state,
             "commit": self.commit,
@@ -88,11 +88,11 @@ class Download:
             "error": None if self.error is None else error_dict(self.error),
         }
         if with_files:
-            told["files"] = [
+            data["files"] = [
                 {"name": file.name, "size": file.size, "done": progress.done, "state": progress.state}
                 for file, progress in self.files.items()
             ]
-        return told
+        return data
 
 
 def error_dict(error: HubError) -> dict[str, Any]:
@@ -100,10 +100,10 @@ def error_dict(error: HubError) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
+class DownloadChecks:
     """Result of the checks before the first byte is fetched."""
 
-    listing: Listing
+    listing: RepoListing
     files: tuple[RepoFile, ...]
 
 
@@ -117,7 +117,7 @@ def prepare(
     free: Callable[[], int],
     retries: Retries,
     note: Callable[[str], None],
-) -> Preparation:
+) -> DownloadChecks:
     """Check before a byte is fetched that the model exists, can be served, and fits in memory and on the
     disk.
 
@@ -132,7 +132,7 @@ def prepare(
     have = free()
     if need and need + DISK_RESERVE > have:
         raise errors.disk_full(repo.cache, need + DISK_RESERVE, have)
-    return Preparation(listing, tuple(files))
+    return DownloadChecks(listing, tuple(files))
 
 
 def with_retries(
@@ -150,24 +150,24 @@ def with_retries(
             return work()
         except HubError as error:
             if stop.is_set():
-                raise Stopped from None
+                raise DownloadStopped from None
             failures += 1
             if not error.retry or failures >= retries.tries or (error.is_definite and not outlasts):
                 raise
             wait = retries.wait(failures, error.retry_after)
             note(f"{error}; next try in {wait:.1f} s ({failures + 1} of {retries.tries})")
             if stop.wait(wait):
-                raise Stopped from None
+                raise DownloadStopped from None
 
 
-def _look(hub: Hub, download: Download) -> tuple[Listing, list[RepoFile]]:
+def _look(hub: Hub, download: Download) -> tuple[RepoListing, list[RepoFile]]:
     match = HUB_ID.fullmatch(download.model)
     quantization = None if match is None else match["quantization"]
     listing = hub.list_files(download.repo, download.commit or download.revision, quantization)
     return listing, hub.needed_files(listing)
 
 
-def _check_fit(hub: Hub, listing: Listing, download: Download, fit: FitCheck) -> None:
+def _check_fit(hub: Hub, listing: RepoListing, download: Download, fit: FitCheck) -> None:
     try:
         reason = fit(remote_config(hub, listing))
     except HubError:
@@ -206,7 +206,7 @@ class DownloadSettings:
     retries: Retries = field(default_factory=Retries)
 
 
-class Fetching:
+class TransferLimits:
     """Fetching of files, shared by all downloads: the bounds on concurrent files and on bytes a second count
     over them together.
     """
@@ -245,14 +245,14 @@ class Fetching:
     def repo(self, download: Download) -> Repo:
         return Repo(self._setup.cache, download.repo)
 
-    async def _look(self, download: Download, stop: threading.Event) -> tuple[Hub, Preparation]:
+    async def _look(self, download: Download, stop: threading.Event) -> tuple[Hub, DownloadChecks]:
         """Prepare in a thread. A thread that waits for a listing is abandoned when the download stops: it
         writes nothing.
         """
         setup, repo = self._setup, self.repo(download)
         note = self._thread_safe_note(download)
 
-        def look() -> tuple[Hub, Preparation]:
+        def look() -> tuple[Hub, DownloadChecks]:
             hub = setup.hub()
             return hub, prepare(
                 hub,
@@ -266,7 +266,7 @@ class Fetching:
             )
 
         looking = in_thread(look, "llmbox-hub")
-        download.cut = lambda: None if looking.done() else looking.set_exception(Stopped())
+        download.cut = lambda: None if looking.done() else looking.set_exception(DownloadStopped())
         hub, found = await looking
         download.cut = hub.web.cut
         return hub, found
@@ -313,9 +313,11 @@ def _retrieve(work: "asyncio.Future[None]") -> None:
 
 def _check_going(stop: threading.Event) -> None:
     if stop.is_set():
-        raise Stopped
+        raise DownloadStopped
 
 
 def _most_telling(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the failure that stopped the other files, whose own errors say nothing new."""
-    return next((e for e in failures.exceptions if not isinstance(e, Stopped)), failures.exceptions[0])
+    return next(
+        (e for e in failures.exceptions if not isinstance(e, DownloadStopped)), failures.exceptions[0]
+    )

@@ -18,8 +18,8 @@ from ..models.recommended import full_name, short_names
 from ..util.formatting import did_you_mean
 from . import errors
 from .cache_layout import Repo, clean_up
-from .download import Download, DownloadSettings, Fetching, State
-from .errors import HubError, Stopped
+from .download import Download, DownloadSettings, State, TransferLimits
+from .errors import DownloadStopped, HubError
 
 log = logging.getLogger("llmbox.hub")
 
@@ -116,7 +116,7 @@ class Downloads:
         self._all: dict[str, Download] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
-        self._fetching = Fetching(setup, self._change, self._note)
+        self._fetching = TransferLimits(setup, self._change, self._note)
         self._closed = False
 
     # ------------------------------------------------------------------ methods for routes
@@ -274,7 +274,7 @@ class Downloads:
         await _wait_until_ended(download, earlier)
         try:
             await self._fetching.fetch(download, stop)
-        except Stopped:
+        except DownloadStopped:
             return  # the caller that stopped it has set the state
         except (HubError, OSError) as error:
             failure = error if isinstance(error, HubError) else errors.of_os_error(error, self._setup.cache)

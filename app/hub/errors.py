@@ -154,7 +154,7 @@ def _seconds(headers: Headers | None) -> float | None:
     return min(float(text), 300.0) if text.isdecimal() else None
 
 
-class Stopped(Exception):  # noqa: N818 - nothing failed
+class DownloadStopped(Exception):  # noqa: N818 - nothing failed
     """The download was asked to stop."""
 
 

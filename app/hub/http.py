@@ -103,7 +103,7 @@ class HubResponse:
     """Etag that the hub itself sent, before any redirect."""
 
 
-class Web:
+class HubHttpClient:
     """HTTP client. Threads may share it."""
 
     def __init__(self, endpoint: str, token: str | None, timeout: float = TIMEOUT) -> None:

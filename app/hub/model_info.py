@@ -31,7 +31,7 @@ from ..models.gguf_folders import is_projector
 from ..models.recommended import HubFacts, full_name, recommended
 from ..models.registry import NameLookup
 from .errors import HubError
-from .repo_files import CONFIG_LIMIT, Hub, Listing, RepoFile, choose_files
+from .repo_files import CONFIG_LIMIT, Hub, RepoFile, RepoListing, choose_files
 
 HEADER_GUESS = 64 * 1024
 """Bytes of a weights file asked for at first; most headers are shorter."""
@@ -105,7 +105,7 @@ def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | 
     return facts
 
 
-def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
+def remote_config(hub: Hub, listing: RepoListing) -> ModelConfig:
     """Read the config of a model on the hub. Raises HubError `unsupported_model` for one that the engine
     would refuse.
     """
@@ -126,7 +126,7 @@ def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
         ) from None
 
 
-def remote_gguf(hub: Hub, listing: Listing, file: RepoFile) -> GgufFile:
+def remote_gguf(hub: Hub, listing: RepoListing, file: RepoFile) -> GgufFile:
     """Read the header of a GGUF file by range: more of it until it is whole. Raises HubError."""
     url, head = hub.url(listing.repo, listing.commit, file.name), b""
     while True:
@@ -140,7 +140,7 @@ def remote_gguf(hub: Hub, listing: Listing, file: RepoFile) -> GgufFile:
             raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None
 
 
-def _gguf_config(hub: Hub, listing: Listing, gguf: GgufFile, files: Sequence[RepoFile]) -> ModelConfig:
+def _gguf_config(hub: Hub, listing: RepoListing, gguf: GgufFile, files: Sequence[RepoFile]) -> ModelConfig:
     projector = next((file for file in files if is_projector(file.name)), None)
     try:
         if projector is None:
@@ -157,7 +157,7 @@ def _gguf_config(hub: Hub, listing: Listing, gguf: GgufFile, files: Sequence[Rep
         raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None
 
 
-def _gguf_facts(hub: Hub, listing: Listing, files: list[RepoFile], name: str) -> ModelFacts:
+def _gguf_facts(hub: Hub, listing: RepoListing, files: list[RepoFile], name: str) -> ModelFacts:
     first, *others = [remote_gguf(hub, listing, file) for file in files if not is_projector(file.name)]
     tensors = dict(first.tensors)
     for other in others:
@@ -183,12 +183,12 @@ def parse_config_files(files: Mapping[str, object]) -> ModelConfig:
             raise type(error)(str(error).replace(f"{folder}/", "")) from None
 
 
-def choose_config(listing: Listing) -> None:
+def choose_config(listing: RepoListing) -> None:
     if listing.file("config.json") is None:
         choose_files(listing, None)  # raises, naming the missing file
 
 
-def remote_header(hub: Hub, listing: Listing, file: RepoFile) -> list[TensorEntry]:
+def remote_header(hub: Hub, listing: RepoListing, file: RepoFile) -> list[TensorEntry]:
     url = hub.url(listing.repo, listing.commit, file.name)
 
     def piece(start: int, end: int) -> bytes:
@@ -335,6 +335,6 @@ def ask_recommended(hub: Hub) -> tuple[dict[str, HubFacts], dict[str, HubError]]
     return found, failed
 
 
-def _config_only(repo: str) -> Listing:
+def _config_only(repo: str) -> RepoListing:
     """Build a listing as if the repository held only the config: the rest is looked up when it is pulled."""
-    return Listing(repo, "main", (RepoFile("config.json", 0, ""),), gated=False)
+    return RepoListing(repo, "main", (RepoFile("config.json", 0, ""),), gated=False)

@@ -15,7 +15,7 @@ from .cache_layout import INCOMPLETE, Repo, repositories
 
 
 @dataclass(frozen=True, slots=True)
-class Removable:
+class RemovableModel:
     """Files that `rm` would delete. `repo` is None for an adopted folder, which is only forgotten."""
 
     name: str
@@ -35,14 +35,14 @@ class Removable:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class RemovedModel:
     name: str
     freed: int
     forgotten: bool
     """True for adopted files, which stay."""
 
 
-def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> Removable:
+def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> RemovableModel:
     """Find the files of a model. Raises CliError: exit 2 for a path and the like, 4 for an absent model."""
     if name == BUILTIN:
         raise CliError("builtin cannot be deleted", "it is part of llmbox", "", Exit.DENIED)
@@ -51,7 +51,7 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
             f"{name} is an alias of {alias.model}", "only models are deleted", f"llmbox alias rm {name}"
         )
     if (place := names.directories.get(name)) is not None:
-        return Removable(name, Path(place), None)
+        return RemovableModel(name, Path(place), None)
     match = HUB_ID.fullmatch(full_name(name))
     if match is None or ".." in name or "--" in name:
         if "/" not in name:
@@ -71,14 +71,14 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
                 return found
             continue
         if match["revision"] is None:
-            return Removable(name, repo.folder, repo)
+            return RemovableModel(name, repo.folder, repo)
         commit = commit_of(repo.folder, match["revision"])
         if commit is not None and repo.snapshot(commit).is_dir():
-            return Removable(name, repo.folder, repo, commit)
+            return RemovableModel(name, repo.folder, repo, commit)
     raise _not_found(name)
 
 
-def _quantization_in(repo: Repo, match: re.Match[str], name: str) -> Removable | None:
+def _quantization_in(repo: Repo, match: re.Match[str], name: str) -> RemovableModel | None:
     """Find the files of one quantization, in all snapshots or in that of the revision. Raises CliError where
     several models of a snapshot are of it.
     """
@@ -92,7 +92,7 @@ def _quantization_in(repo: Repo, match: re.Match[str], name: str) -> Removable |
         if match["quantization"].upper() in quantizations(names):
             files = choose_quantization(repo.name, names, match["quantization"])
             found += [snapshot / file for file in files]
-    return Removable(name, repo.folder, repo, links=tuple(found)) if found else None
+    return RemovableModel(name, repo.folder, repo, links=tuple(found)) if found else None
 
 
 def _not_found(name: str) -> CliError:
@@ -104,11 +104,11 @@ def _not_found(name: str) -> CliError:
     )
 
 
-def remove(found: Removable, registry: Registry) -> Removed:
+def remove(found: RemovableModel, registry: Registry) -> RemovedModel:
     try:
         if found.repo is None:
             registry.forget_directory(found.name)
-            return Removed(found.name, 0, forgotten=True)
+            return RemovedModel(found.name, 0, forgotten=True)
         if found.links:
             freed = found.repo.delete_files(found.links)
         elif found.commit is None:
@@ -119,7 +119,7 @@ def remove(found: Removable, registry: Registry) -> Removed:
         raise CliError(
             f"cannot delete {found.name}", error.strerror or str(error), "look at the folder's owner and mode"
         ) from error
-    return Removed(found.name, freed, forgotten=False)
+    return RemovedModel(found.name, freed, forgotten=False)
 
 
 @dataclass(frozen=True, slots=True)

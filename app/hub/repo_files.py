@@ -16,7 +16,7 @@ from ..errors import CliError
 from ..models.gguf_folders import choose_projector, choose_quantization, is_projector, quantizations
 from . import errors
 from .errors import HubError
-from .http import USER_AGENT, Web, require_reachable
+from .http import USER_AGENT, HubHttpClient, require_reachable
 
 if TYPE_CHECKING:
     from .hub_client import HfApi
@@ -65,7 +65,7 @@ class RepoFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RepoListing:
     repo: str
     commit: str
     files: tuple[RepoFile, ...]
@@ -91,7 +91,7 @@ class Hub:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Create a client. `note` is called with what a call waits for."""
-        self.web = Web(endpoint, token)
+        self.web = HubHttpClient(endpoint, token)
         self.offline = offline
         self.note = note
 
@@ -110,7 +110,7 @@ class Hub:
             raise errors.offline()
         require_reachable(self.web.endpoint, self.note)
 
-    def list_files(self, repo: str, revision: str | None, quantization: str | None = None) -> Listing:
+    def list_files(self, repo: str, revision: str | None, quantization: str | None = None) -> RepoListing:
         self.require_online()
         what = repo if revision is None else f"{repo}@{revision}"
         with asking(self.web, what):
@@ -119,7 +119,7 @@ class Hub:
                 raise HubError("hub_error", f"the hub's answer is invalid for {what}", "no commit id in it")
             files = tuple(_file(item) for item in info.siblings or () if _is_wanted(item.rfilename))
             named = (tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:"))
-            return Listing(repo, info.sha, files, bool(info.gated), quantization, next(named, ""))
+            return RepoListing(repo, info.sha, files, bool(info.gated), quantization, next(named, ""))
 
     def search(self, text: str, limit: int) -> list[Any]:
         """Search models with safetensors weights, most downloaded first, as the hub's client returns them."""
@@ -137,7 +137,7 @@ class Hub:
     def url(self, repo: str, commit: str, file: str) -> str:
         return f"{self.web.endpoint}/{repo}/resolve/{quote(commit, safe='')}/{quote(file)}"
 
-    def read_json(self, listing: Listing, name: str, limit: int) -> dict[str, Any] | None:
+    def read_json(self, listing: RepoListing, name: str, limit: int) -> dict[str, Any] | None:
         """Read a small JSON file of the repository, None if it has none."""
         if listing.file(name) is None:
             return None
@@ -151,7 +151,7 @@ class Hub:
             raise HubError("unsupported_model", f"{what} is broken", "it holds no JSON object")
         return value
 
-    def needed_files(self, listing: Listing) -> list[RepoFile]:
+    def needed_files(self, listing: RepoListing) -> list[RepoFile]:
         """Return the weight files and the files needed to load them; nothing else of the repository."""
         if listing.quantization is not None:
             return gguf_files(listing)
@@ -166,7 +166,7 @@ class Hub:
         return HfApi(endpoint=self.web.endpoint, token=self.web.token or False, headers=headers)
 
 
-def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFile]:
+def choose_files(listing: RepoListing, index: dict[str, Any] | None) -> list[RepoFile]:
     """Choose the weight files: the single file if there is one, else the shards of the index, as the engine
     reads them.
     """
@@ -189,7 +189,7 @@ def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFil
     return [file for name in wanted if (file := listing.file(name)) is not None]
 
 
-def gguf_files(listing: Listing) -> list[RepoFile]:
+def gguf_files(listing: RepoListing) -> list[RepoFile]:
     """Choose the GGUF files of the wanted quantization, the first part first, and the projector file of the
     model last. Raises HubError.
     """
@@ -216,7 +216,7 @@ def shard_names(repo: str, index: dict[str, Any]) -> list[str]:
     return names
 
 
-def no_weights(listing: Listing) -> HubError:
+def no_weights(listing: RepoListing) -> HubError:
     names: Sequence[str] = [file.name for file in listing.files]
     kinds = {".gguf": "GGUF", ".bin": "pickle", ".pt": "pickle", ".pth": "pickle", ".onnx": "ONNX"}
     other = next((kind for end, kind in kinds.items() if any(name.endswith(end) for name in names)), None)
@@ -233,7 +233,7 @@ def no_weights(listing: Listing) -> HubError:
 class asking:  # noqa: N801 - a context manager
     """Convert errors of the hub's client to ours."""
 
-    def __init__(self, web: Web, what: str) -> None:
+    def __init__(self, web: HubHttpClient, what: str) -> None:
         self._web = web
         self._what = what
 
@@ -246,7 +246,7 @@ class asking:  # noqa: N801 - a context manager
         raise _translated(error, self._web, self._what) from error
 
 
-def _translated(error: Exception, web: Web, what: str) -> HubError:
+def _translated(error: Exception, web: HubHttpClient, what: str) -> HubError:
     from .hub_client import errors as theirs  # noqa: PLC0415 - as above
 
     if isinstance(error, theirs.GatedRepoError):

@@ -13,8 +13,8 @@ from typing import BinaryIO, Protocol
 
 from . import errors
 from .cache_layout import Repo
-from .errors import HubError, RateLimiter, Retries, Stopped
-from .http import HubResponse, Web
+from .errors import DownloadStopped, HubError, RateLimiter, Retries
+from .http import HubHttpClient, HubResponse
 from .repo_files import RepoFile
 
 CHUNK = 256 * 1024
@@ -42,7 +42,7 @@ class TransferProgress:
 class TransferContext:
     """Dependencies of a transfer."""
 
-    web: Web
+    web: HubHttpClient
     repo: Repo
     stop: threading.Event
     valve: RateLimiter
@@ -133,7 +133,7 @@ def _fetch_whole(
                 digest = _stream(means, file, url, out, digest, progress)
             except HubError as error:
                 if means.stop.is_set():  # the connection was cut
-                    raise Stopped from None
+                    raise DownloadStopped from None
                 failures = 1 if progress.done > before else failures + 1
                 if not error.retry or failures >= means.retries.tries:
                     raise
@@ -141,7 +141,7 @@ def _fetch_whole(
                 wait = means.retries.wait(failures, error.retry_after)
                 means.note(f"{file.name}: {error}; next try in {wait:.1f} s")
                 if means.stop.wait(wait):
-                    raise Stopped from None
+                    raise DownloadStopped from None
         out.flush()
         os.fsync(out.fileno())
     return digest
@@ -165,7 +165,7 @@ def _stream(
             progress.done, digest = 0, new_hash(file)
         while progress.done < file.size:
             if means.stop.is_set():
-                raise Stopped
+                raise DownloadStopped
             data = answer.body.read1(min(CHUNK, file.size - progress.done))
             if not data:
                 raise _broken_off(file, f"{progress.done} of {file.size} bytes came")
@@ -173,7 +173,7 @@ def _stream(
             digest.update(data)
             progress.done += len(data)
             if (wait := means.valve.take(len(data))) and means.stop.wait(wait):
-                raise Stopped
+                raise DownloadStopped
     return digest
 
 
@@ -211,7 +211,7 @@ def _hash_file(path: Path, digest: Hasher, stop: threading.Event, progress: Tran
     with path.open("rb") as source:
         while data := source.read(VERIFY_CHUNK):
             if stop.is_set():
-                raise Stopped
+                raise DownloadStopped
             progress.state = "checking"
             digest.update(data)
             progress.done += len(data)

@@ -321,7 +321,7 @@ async def _difference(services: Services, record: RequestRecord, content: Conten
 async def find_logged(
     services: Services, identity: Identity, request_id: str
 ) -> tuple[RequestRecord, Content | None, bool]:
-    """Return (record, the content that this reader may see, whether there is more). Raises ApiError 404."""
+    """Return (record, content that this reader may see, whether content is hidden). Raises ApiError 404."""
     found = await services.request_log.get_with_content(request_id)
     if found is None:
         raise ApiError(404, f"No request {request_id!r} is known.", "request_not_found", "request_id")

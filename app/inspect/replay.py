@@ -28,7 +28,7 @@ CLIENT = "replay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayResult:
     """Result of a replay."""
 
     original: str
@@ -46,7 +46,7 @@ class Replayed:
     """Offset in characters, in the first choice that differs."""
 
 
-async def replay(services: Services, identity: Identity, request_id: str) -> Replayed:
+async def replay(services: Services, identity: Identity, request_id: str) -> ReplayResult:
     """Run the request and compare. Takes as long as the model takes. Raises ApiError; 409 if there is nothing
     to send again.
     """
@@ -65,7 +65,7 @@ async def replay(services: Services, identity: Identity, request_id: str) -> Rep
             texts[delta.index].append(delta.text)
     outputs = ["".join(pieces) for pieces in texts]
     equal = same(record.output_hash, services.gateway.output_hash(opened))
-    return Replayed(
+    return ReplayResult(
         original=record.id,
         id=generation.id,
         equal=equal,

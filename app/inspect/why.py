@@ -6,8 +6,7 @@ from typing import Final
 
 from ..errors import ApiError
 from ..services import Services
-from ..store.record import RequestRecord
-from ..store.sequence_record import PhaseRecord, SequenceRecord, decode_sequence
+from ..store.record import PhaseRecord, RequestRecord, SequenceRecord, decode_sequence
 
 _SECOND: Final = 1e6
 """Microseconds."""

@@ -100,13 +100,13 @@ def _codex(at: Endpoint) -> dict[str, Any]:
     provider["stream_idle_timeout_ms"] = 3_600_000
     if at.needs_key:
         provider["env_key"] = KEY_VARIABLE
-    told: dict[str, Any] = {"model": at.model, "model_provider": "llmbox"}
+    data: dict[str, Any] = {"model": at.model, "model_provider": "llmbox"}
     if (
         at.context is not None
     ):  # it knows the windows of OpenAI's models only, and summarizes before they are full
-        told["model_context_window"] = at.context
+        data["model_context_window"] = at.context
     # OpenAI's servers search the web; this one does not.
-    return {**told, "web_search": "disabled", "model_providers": {"llmbox": provider}}
+    return {**data, "web_search": "disabled", "model_providers": {"llmbox": provider}}
 
 
 _LEAST_COMPACT_WINDOW = 100_000
@@ -116,17 +116,17 @@ refused.
 
 
 def _claude(at: Endpoint) -> dict[str, Any]:
-    told = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
+    data = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
     # It runs small tasks under names of Anthropic's models, and requests 32,000 tokens by default.
-    told |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
-    told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = "8192"
-    told["API_TIMEOUT_MS"] = "3600000"  # a long prompt takes minutes on a CPU; it gives up after ten
+    data |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
+    data["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = "8192"
+    data["API_TIMEOUT_MS"] = "3600000"  # a long prompt takes minutes on a CPU; it gives up after ten
     # Versions before 2.1.181 begin the system prompt with a token of the request: no prefix would be found.
-    told["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"
-    told["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"  # reports and updates that would leave the box
+    data["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"
+    data["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"  # reports and updates that would leave the box
     if at.context is not None and at.context >= _LEAST_COMPACT_WINDOW:
-        told["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(at.context)
-    return {"env": told if at.needs_key else {**told, "ANTHROPIC_AUTH_TOKEN": NO_KEY}}
+        data["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(at.context)
+    return {"env": data if at.needs_key else {**data, "ANTHROPIC_AUTH_TOKEN": NO_KEY}}
 
 
 def _continue(at: Endpoint) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class _Running:
     look: Callable[[], Any]
 
 
-class Background:
+class BackgroundTasks:
     """Background tasks by owner and id. Use it only from the daemon's event loop."""
 
     def __init__(self) -> None:

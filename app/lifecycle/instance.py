@@ -56,7 +56,7 @@ class InstanceLock:
         return self
 
     def _take(self) -> bool:
-        """Try to lock for a moment: `is_locked` of another process may hold the lock for an instant."""
+        """Try to lock, with retries: `is_locked` of another process holds the lock for an instant."""
         for _ in range(15):
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

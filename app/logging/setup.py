@@ -23,7 +23,7 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 QUIET = ("uvicorn", "uvicorn.access", "litestar", "httpcore", "httpx", "alembic", "sqlalchemy", "asyncio")
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One record per line. json.dumps escapes control characters, whatever is in the data."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -38,7 +38,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
-class Readable(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """Readable lines for stderr."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -86,11 +86,11 @@ def set_up(path: Path, settings: LogSettings, *, background: bool) -> None:
     root = logging.getLogger()
     root.handlers.clear()
     file = LogFile(path, settings, owns_stdio=background)
-    file.setFormatter(JsonLines())
+    file.setFormatter(JsonFormatter())
     root.addHandler(file)
     if not background:
         stderr = logging.StreamHandler(sys.stderr)
-        stderr.setFormatter(Readable())
+        stderr.setFormatter(TextFormatter())
         root.addHandler(stderr)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -26,7 +26,7 @@ SILENCE_SECONDS: Final = 130.0
 """Seconds without a byte until a connection counts as dead; calls end before."""
 _STDERR_LINES: Final = 5
 _INHERITED: Final = ("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR")
-"""Variables that a program gets of the daemon's; keys and tokens of the daemon stay its own."""
+"""Environment variables of the daemon that a program inherits. No key or token is among them."""
 
 
 class ServerProblem(Exception):  # noqa: N818 - reported as ApiError, with the server's name
@@ -171,7 +171,7 @@ class StdioChannel:
 
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request of the server: it may ask whether we are here, and for nothing else."""
+    """Answer a request of the server. Only `ping` is supported."""
     if request["method"] == "ping":
         return {"jsonrpc": "2.0", "id": request["id"], "result": {}}
     return error_response(request["id"], RpcError(METHOD_NOT_FOUND, "This client offers no methods."))

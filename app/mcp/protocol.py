@@ -160,8 +160,8 @@ class McpServer:
         uri = params.get("uri")
         found = resources().get(uri) if isinstance(uri, str) else None
         if found is None:
-            told = f"There is no resource {str(uri)[:64]!r}. resources/list names those there are."
-            raise RpcError(RESOURCE_NOT_FOUND, told)
+            text = f"There is no resource {str(uri)[:64]!r}. resources/list names those there are."
+            raise RpcError(RESOURCE_NOT_FOUND, text)
         if not self._may_use(found):
             raise RpcError(INVALID_REQUEST, _refusal(found.uri, found.scope))
         try:

@@ -13,7 +13,7 @@ PATIENCE: Final = 120.0
 """Seconds for an answer that may need the hub."""
 
 Report = Callable[[float, float | None, str], Awaitable[None]]
-"""Reports progress: done, total where it is known, and a line of text."""
+"""Callback of progress: amount done, total where it is known, and a line of text."""
 
 
 class ToolError(Exception):
@@ -34,7 +34,7 @@ class ToolCaller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolApi:
-    """Shorthands over a caller."""
+    """Convenience methods over a `ToolCaller`."""
 
     caller: ToolCaller
 

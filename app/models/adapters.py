@@ -1,7 +1,7 @@
-"""LoRA adapters of the box: each a name that stands for a model with an adapter, whose files are kept here.
+"""Names that stand for another model: LoRA adapters of the box, and aliases with parameters.
 
-The files are copied to a folder that is named by a digest of their content, so they never change while a
-request or a cached block depends on them.
+Files of adapters are copied to a folder that is named by a digest of their content, so they never change
+while a request or a cached block depends on them.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from llmbox.engine.errors import ModelError
 
 from ..errors import CliError, Exit
 from .catalog import BUILTIN, HUB_ID, ModelRef, check_name, resolve
-from .registry import Alias, NameLookup, Registry
+from .registry import Alias, NameLookup, Registry, parse_parameters
 
 MERGE_JOB: Final = "llmbox.engine.quantize.merge_adapter"
 CHECK_SECONDS: Final = 120.0
@@ -76,8 +76,8 @@ def add_adapter(
 ) -> AddedAdapter:
     """Check an adapter against its base, copy it, and give it a name. Takes seconds.
 
-    `base` None: the model that the adapter names. Raises CliError, with the words of loading a folder that
-    cannot be applied.
+    `base` None: the model that the adapter names. Raises CliError, with the message that
+    loading such a folder would give.
     """
     names = registry.read()
     check_name(name)
@@ -119,8 +119,8 @@ def require_base(
     names = registry.read()
     check_name(name)
     _require_free(name, names, memory or {}, may_replace=False)
-    told = config.get("base_model_name_or_path")
-    _find_base(told if isinstance(told, str) else "", base, environ, names, memory)
+    result = config.get("base_model_name_or_path")
+    _find_base(result if isinstance(result, str) else "", base, environ, names, memory)
 
 
 def remove_adapter(registry: Registry, name: str) -> None:
@@ -234,8 +234,8 @@ def _check(ref: ModelRef, folder: Path) -> None:
     if "error" in last:
         raise _refused(last["error"]["message"])
     if "report" not in last:
-        told = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise _refused(f"it could not be checked: {told[0]}")
+        result = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise _refused(f"it could not be checked: {result[0]}")
 
 
 @contextlib.contextmanager
@@ -297,3 +297,37 @@ def _copy(source: Path, target: Path, digest: "hashlib._Hash") -> None:
 def _added(name: str, base: str, adapter: Adapter) -> AddedAdapter:
     modules = len(adapter.targets) + len(adapter.saved)
     return AddedAdapter(name, base, adapter.rank, adapter.nbytes, modules)
+
+
+def set_alias(
+    registry: Registry,
+    environ: Mapping[str, str],
+    name: str,
+    ref: str,
+    parameters: Sequence[str],
+    memory: Mapping[str, ModelRef] | None = None,
+) -> Alias:
+    """Create or replace the alias `name` of the model `ref`.
+
+    `parameters` are `k=v`, `memory` is as for `resolve`. Raises CliError for invalid names or values.
+    """
+    names = registry.read()
+    check_name(name)
+    if ref in names.aliases:
+        raise CliError(
+            f"{ref} is an alias itself",
+            f"it stands for {names.aliases[ref].model}",
+            f"llmbox alias set {name} {names.aliases[ref].model}",
+            Exit.USAGE,
+        )
+    target = resolve(ref, environ, names, memory)
+    if name in names.aliases and names.aliases[name].adapter:
+        raise CliError(f"{name} is an adapter", "an alias would replace it", "choose another", Exit.CONFLICT)
+    holder = (memory or {}).get(name)
+    if name == "builtin" or name in names.directories or (holder is not None and holder.path != target.path):
+        raise CliError(f"{name} is a model's name", "an alias would hide it", "choose another", Exit.CONFLICT)
+    # The name of a directory that was not adopted is forgotten when it is unloaded.
+    known = target.name if target.name in names.directories else target.ref
+    alias = Alias(known, parse_parameters(list(parameters)))
+    registry.set_alias(name, alias)
+    return alias

@@ -69,7 +69,7 @@ class EngineReplica:
         self.supervisor.vocabulary = Vocabulary(data=data, sizes=sizes, special=special)
 
     async def generate(self, message: bytes, hashes: list[bytes], wanted: str) -> AsyncIterator[bytes]:
-        """Answer an encoded `AddRequest` by encoded lists of `RequestOutput`. Who leaves aborts it."""
+        """Answer an encoded `AddRequest` with encoded lists of `RequestOutput`; closing it aborts it."""
         del hashes  # the router's
         request = msgspec.msgpack.decode(message, type=AddRequest)
         if wanted != self.facts_of_model.fingerprint:

@@ -66,7 +66,7 @@ class WorkerPool:
         return await self.answer_frame(frame)
 
     async def answer_frame(self, frame: bytes) -> dict[str, Any]:
-        """Do as `answer` with a whole frame (`worker.to_frame`)."""
+        """Send an encoded frame (`worker.to_frame`), otherwise like `answer`."""
         await self._wait_for_slot()
         try:
             for seconds in self._seconds:

@@ -19,7 +19,7 @@ from ..text.tokenizer.text_encoder import SpecialTokenMarkers, TextEncoder, Toke
 from .worker import Answer, run_worker
 
 TOKENS_BESIDE = 65_536
-"""Tokens of a text, beside one for each byte of a character."""
+"""Most tokens of a text above four for each character, which is one for each byte of UTF-8."""
 
 
 def make_answer(path: Path, load_seconds: float) -> Answer:

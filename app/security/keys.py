@@ -79,7 +79,7 @@ class KeyChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class ApiKey(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: str
-    """Unchanged by rotation."""
+    """Id of the key. Rotation keeps it."""
     digest: str
     """SHA-256 of the secret, in hex."""
     display: str

@@ -19,7 +19,7 @@ UNSTATED_OUTPUT = 1024
 """Tokens reserved for a choice whose request sets no limit; half a minute's quota where that is less."""
 
 
-class Bucket:
+class TokenBucket:
     """Token bucket. Holds one minute's quota at most, fills evenly, and may go below zero: debts are paid
     back first.
     """
@@ -63,7 +63,7 @@ class Bucket:
         return amount * 60 / self.capacity
 
 
-class Meter:
+class KeyLimiter:
     """Rate limits and quotas of one key."""
 
     def __init__(self, key: ApiKey, clock: Clock = time.monotonic, quota: KeyQuota | None = None) -> None:
@@ -71,8 +71,8 @@ class Meter:
         self.key = key
         """The key as it is now; its quotas may change while its buckets stay."""
         self._quota = quota
-        self._requests = None if key.rpm is None else Bucket(key.rpm, clock)
-        self._tokens = None if key.tpm is None else Bucket(key.tpm, clock)
+        self._requests = None if key.rpm is None else TokenBucket(key.rpm, clock)
+        self._tokens = None if key.tpm is None else TokenBucket(key.tpm, clock)
 
     def take_request(self) -> None:
         """Take one request. Raises ApiError 429."""
@@ -123,7 +123,7 @@ class Meter:
 class TokenReservation:
     """Reserved output tokens of one request. `settle` returns the unused ones."""
 
-    def __init__(self, bucket: Bucket | None, output: int) -> None:
+    def __init__(self, bucket: TokenBucket | None, output: int) -> None:
         self._bucket = bucket
         self._left = output
         self._is_settled = False
@@ -156,19 +156,19 @@ class TokenReservation:
         self.settle()
 
 
-class Meters:
+class KeyLimiters:
     """One meter per key, kept as long as the key's limits do not change."""
 
     def __init__(self, clock: Clock = time.monotonic, ledger: QuotaLedger | None = None) -> None:
         self._clock = clock
         self._ledger = ledger
-        self._by_key: dict[str, Meter] = {}
+        self._by_key: dict[str, KeyLimiter] = {}
 
-    def of(self, key: ApiKey) -> Meter:
+    def of(self, key: ApiKey) -> KeyLimiter:
         meter = self._by_key.get(key.id)
         if meter is None or meter.limits != (key.rpm, key.tpm):
             quota = None if self._ledger is None else self._ledger.of(key.id)
-            meter = self._by_key[key.id] = Meter(key, self._clock, quota)
+            meter = self._by_key[key.id] = KeyLimiter(key, self._clock, quota)
         meter.key = key
         return meter
 

@@ -10,8 +10,8 @@ from ..errors import ApiError
 from .key_store import KeyStore, LastUsed
 from .keys import ApiKey, Scope
 from .quotas import QuotaLedger
-from .rate_limit import Meter, Meters
-from .sessions import PATH, BackOff, OneTimeTokens, Session, Sessions
+from .rate_limit import KeyLimiter, KeyLimiters
+from .sessions import PATH, OneTimeTokens, Session, Sessions, SignInBackoff
 
 BACKGROUND_PRIORITY = 1000
 """Added to the priority of a background request, which puts it behind every key's class."""
@@ -26,7 +26,7 @@ class Identity:
     kind: Literal["local", "session", "key", "nobody"]
     key: ApiKey | None = None
     session: Session | None = None
-    meter: Meter | None = None
+    meter: KeyLimiter | None = None
     is_background: bool = False
     """Nobody waits for the answer: all other requests go first."""
 
@@ -100,10 +100,10 @@ class Security:
     keys: KeyStore
     used: LastUsed
     quotas: QuotaLedger
-    meters: Meters
+    meters: KeyLimiters
     sessions: Sessions
     tokens: OneTimeTokens
-    back_off: BackOff
+    back_off: SignInBackoff
 
     @classmethod
     def of(
@@ -115,10 +115,10 @@ class Security:
             KeyStore(keys_file),
             LastUsed(used_file),
             quotas,
-            Meters(clock, quotas),
+            KeyLimiters(clock, quotas),
             Sessions(clock),
             OneTimeTokens(clock),
-            BackOff(clock),
+            SignInBackoff(clock),
         )
 
     def sign_in_link(self, url: str) -> str:

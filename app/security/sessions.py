@@ -149,7 +149,7 @@ class OneTimeTokens:
         return until is not None and self._clock() < until
 
 
-class BackOff:
+class SignInBackoff:
     """Delay per address after 5 failed sign-ins: 1 s, 2 s, 4 s… up to a minute. A success resets it."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:

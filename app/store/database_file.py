@@ -9,12 +9,11 @@ from pathlib import Path
 import msgspec
 
 import llmbox.migrations
-from llmbox.engine.ipc.schedule_record import decode_schedule
+from llmbox.engine.ipc.sequence_times import decode_schedule
 
 from ..errors import CliError, Exit
-from .conversations import ChatToolServer
-from .sequence_record import decode_sequence
-from .tool_secrets import without_values
+from .conversations import ChatToolServer, without_values
+from .record import decode_sequence
 
 BUSY_S = 10.0
 """Seconds to wait for a writer."""

@@ -1,8 +1,22 @@
-"""Memory use of each device by model, from one tick. Both dashboards draw it as a bar."""
+"""Memory by device and model, from one tick, and the KV blocks of loaded models as a picture of few cells.
 
-from dataclasses import dataclass
+Both dashboards draw the first as a bar. The map of blocks is made only on request.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final
 
+from msgspec import Struct
+
+from llmbox.engine.ipc.profile_messages import BlockHolder, BlockMap, BlockRun, PrefixUse
+
+from ..engines.manager import EngineManager
+from ..engines.supervisor import Supervisor
+from ..gateway.generation import request_of
 from .snapshot import NA, EngineSnapshot, GpuReading, Number, Tick
 
 KINDS: Final = ("weights", "live", "cached", "kv_free", "workspace")
@@ -112,3 +126,124 @@ def _gpus_of(engine: EngineSnapshot, tick: Tick) -> set[int]:
 
 def _known(value: Number) -> float:
     return 0.0 if value is NA else float(value)
+
+
+FRESH_S: Final = 0.5
+"""Seconds for which several readers share one answer."""
+MOST_HOLDERS: Final = 50
+
+
+class CellRun(Struct, frozen=True, array_like=True):
+    """`count` neighboring cells of equal content. Blocks in one that are neither live nor cached are free."""
+
+    count: int
+    live: int
+    cached: int
+    owner: int
+    """Index into `owners` of the request that holds the first live block, or computed the first cached one.
+    -1: unknown.
+    """
+    holders: int
+    """Requests that share the first live block."""
+
+    @property
+    def state(self) -> str:
+        """State to draw. One live block of many makes a live cell, so that it is visible."""
+        return "live" if self.live else "cached" if self.cached else "free"
+
+
+class KVBlockMap(Struct, frozen=True, kw_only=True):
+    model: str
+    as_of: float
+    """Unix seconds."""
+    block_size: int
+    num_blocks: int
+    blocks_a_cell: int
+    cells: list[CellRun]
+    owners: list[str]
+    """Request ids."""
+    holders: list[BlockHolder]
+    """Requests with most blocks first."""
+    prefixes: list[PrefixUse]
+    evictions: int
+    """Cached blocks evicted for others since the engine started."""
+
+
+class BlockReader:
+    """Use it only from the daemon's event loop."""
+
+    def __init__(self, engines: EngineManager, clock: Callable[[], float] = time.time) -> None:
+        self._engines = engines
+        self._clock = clock
+        self._seen: dict[str, tuple[float, BlockMap]] = {}
+
+    async def read(self, most_cells: int) -> list[KVBlockMap]:
+        """Maps of all models that are ready. An engine too busy to answer gives its previous one."""
+        supervisors = [model.supervisor for model in self._engines.models()]
+        await asyncio.gather(*(self._look(each) for each in supervisors))
+        names = {each.name for each in supervisors}
+        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        return [draw_map(name, at, found, most_cells) for name, (at, found) in self._seen.items()]
+
+    async def _look(self, supervisor: Supervisor) -> None:
+        at, _ = self._seen.get(supervisor.name, (0.0, None))
+        if 0 <= self._clock() - at < FRESH_S:
+            return
+        found = await supervisor.block_map()
+        if found is not None:
+            self._seen[supervisor.name] = self._clock(), found
+
+
+def draw_map(model: str, as_of: float, found: BlockMap, most_cells: int) -> KVBlockMap:
+    """Draw a map in at most `most_cells` cells of equally many blocks (the last one may have fewer)."""
+    each = max(1, -(-found.num_blocks // most_cells))
+    cells = map(_cell, _in_cells(found.runs, each))
+    runs = [CellRun(sum(1 for _ in same), *cell) for cell, same in groupby(cells)]
+    return KVBlockMap(
+        model=model,
+        as_of=as_of,
+        block_size=found.block_size,
+        num_blocks=found.num_blocks,
+        blocks_a_cell=each,
+        cells=runs,
+        owners=[request_of(owner) for owner in found.owners],
+        holders=_holders(found)[:MOST_HOLDERS],
+        prefixes=[replace(use, last_request=request_of(use.last_request)) for use in found.prefixes],
+        evictions=found.evictions,
+    )
+
+
+def _in_cells(runs: list[BlockRun], each: int) -> Iterator[list[tuple[int, BlockRun]]]:
+    """Split the runs at cell borders: a list of (blocks of it, run) for each cell."""
+    cell: list[tuple[int, BlockRun]] = []
+    room = each
+    for run in runs:
+        left = run.count
+        while left:
+            taken = min(left, room)
+            cell.append((taken, run))
+            left, room = left - taken, room - taken
+            if not room:
+                yield cell
+                cell, room = [], each
+    if cell:
+        yield cell
+
+
+def _cell(parts: list[tuple[int, BlockRun]]) -> tuple[int, int, int, int]:
+    """Summarize a cell as (live, cached, owner, holders)."""
+    live = [(count, run) for count, run in parts if run.state == "live"]
+    cached = [(count, run) for count, run in parts if run.state == "cached"]
+    first = next((run for _, run in [*live, *cached]), None)
+    owner, holders = (-1, 0) if first is None else (first.owner, first.holders)
+    return sum(count for count, _ in live), sum(count for count, _ in cached), owner, holders
+
+
+def _holders(found: BlockMap) -> list[BlockHolder]:
+    """Holders by request: choices of one request are combined."""
+    made: dict[str, BlockHolder] = {}
+    for each in found.holders:
+        name = request_of(each.request_id)
+        before = made.get(name, BlockHolder(request_id=name, blocks=0, shared=0))
+        made[name] = replace(before, blocks=before.blocks + each.blocks, shared=before.shared + each.shared)
+    return sorted(made.values(), key=lambda each: -each.blocks)

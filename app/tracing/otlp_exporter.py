@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -22,7 +22,6 @@ import msgspec
 from llmbox import __version__
 
 from ..errors import CliError, Exit
-from .request_spans import encode_attributes
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +38,7 @@ _VALUE: Final = re.compile(r"[\x20-\x7e]*")
 _OURS: Final = frozenset({"host", "content-length", "content-type", "transfer-encoding", "connection"})
 _PATH: Final = "/v1/traces"
 _ANSWER_BYTES: Final = 65_536
+Attribute = bool | int | float | str | Sequence[str] | None
 
 
 class OtlpExporter:
@@ -234,3 +234,20 @@ def _bad_headers(place: str, why: str, fix: str = "") -> CliError:
         fix or "write one 'Name: value' a line into the file of telemetry.otlp_headers_file",
         Exit.USAGE,
     )
+
+
+def encode_attributes(attributes: Mapping[str, Attribute]) -> list[dict[str, Any]]:
+    """Encode attributes as OTLP's JSON has them; those that are None are left out."""
+    return [{"key": name, "value": _value(value)} for name, value in attributes.items() if value is not None]
+
+
+def _value(value: bool | float | str | Sequence[str]) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}  # 64 bits: JSON of protobuf has them as text
+    if isinstance(value, float):
+        return {"doubleValue": value}
+    if isinstance(value, str):
+        return {"stringValue": value}
+    return {"arrayValue": {"values": [{"stringValue": each} for each in value]}}

@@ -17,7 +17,7 @@ Other tools write E4M3 (`fp8_config.py`). A weight is its value times its scale;
     NAME.input_scale        [] or [1] for static activations: x is about its quantized value times this
     NAME.activation_scale   the same under another name
 
-The linears of layers are quantized, except those that `unquantized_layers.py` finds; embedding and head are
+The linears of layers are quantized, except those that `fp8_config.py` finds; embedding and head are
 not. No torch.
 """
 

@@ -10,7 +10,6 @@ from typing import Any, Final, Protocol
 
 from ..checkpoint.adapter import has_int8_numbers, read_adapter
 from ..errors import EngineError, InvalidRequest
-from ..ipc.block_map import BlockMap
 from ..ipc.handover_messages import Prefill
 from ..ipc.messages import (
     AddRequest,
@@ -20,17 +19,16 @@ from ..ipc.messages import (
     StepOutputs,
     Vocabulary,
 )
+from ..ipc.profile_messages import BlockMap
 from ..ipc.sequence_times import SequenceTimes
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import GrammarCompiler
 from .executor_interface import Executor, pipeline_of
 from .images import check_images
 from .kv_cache.snapshot import block_map
-from .outputs import finish_reason, make_error_output
-from .request import Request
-from .request_validation import check_request
+from .request import Request, check_request
 from .scheduler import Scheduler
-from .step import StepPlan
+from .step import StepPlan, finish_reason, make_error_output
 
 log = logging.getLogger("llmbox.engine")
 

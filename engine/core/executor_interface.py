@@ -1,10 +1,80 @@
-"""Interface between the engine and the code that executes steps: synchronous, or with steps in flight."""
+"""Interface between the engine and the code that executes steps: synchronous, or as micro-batches in flight.
 
-from collections.abc import Callable
+Pipeline stages run in parallel only with steps that do not depend on each other, and a row depends on the
+step that samples the token before it. So decoding requests are distributed in turn over as many steps
+(micro-batches) as there are stages:
+
+    stage 0   A   B   A'  B'  A"          A and B: steps of different requests
+    stage 1       A   B   A'  B'          A': the next tokens of the requests of A
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .microbatching import PipelineDepth
+from .request import Request
 from .step import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineDepth:
+    """Number of steps in flight that a scheduler has to plan for."""
+
+    stages: int = 1
+    """Number of steps that are computed at the same time."""
+    ahead: int = 1
+    """Tokens of a request that may be unknown when its next one is scheduled: 0 if the host must know all of
+    them, 1 if a sampled token stays on the device."""
+
+
+ONE_STAGE = PipelineDepth()
+
+
+def ceil_div(total: int, parts: int) -> int:
+    """Return ceil(total / parts): the most tokens, or decoding requests, of one of `parts` steps."""
+    return -(-total // parts)
+
+
+class MicroBatcher:
+    """Chooses the decoding requests of each step. It is the only writer of `Request.turn`."""
+
+    def __init__(self) -> None:
+        self._number = 1
+        """Number of the step that is scheduled next."""
+
+    def next_microbatch(self, decoding: list[Request], pipeline: PipelineDepth) -> list[Request]:
+        """Return the requests of `decoding` for the next step: an equal share of those whose last token is
+        known, or will be when the step runs.
+        """
+        if pipeline.stages == 1:
+            return decoding
+        latest = self._number - pipeline.stages
+        ready = (
+            request
+            for request in decoding
+            if request.num_pending == 0 or (request.turn <= latest and request.num_pending <= pipeline.ahead)
+        )
+        return self._share(ready, len(decoding), pipeline.stages)
+
+    def fill_bubble(self, decoding: list[Request], pipeline: PipelineDepth) -> list[Request]:
+        """Return requests for a step that would be empty: they wait for an earlier step, but not for the
+        host.
+        """
+        ready = (request for request in decoding if request.num_pending <= pipeline.ahead)
+        return self._share(ready, len(decoding), pipeline.stages)
+
+    def record(self, plan: StepPlan) -> None:
+        """Record that `plan` is scheduled."""
+        for row in plan.rows:
+            row.request.turn = self._number
+        self._number += bool(plan.rows)
+
+    def _share(self, ready: Iterable[Request], decoding: int, stages: int) -> list[Request]:
+        """Return an equal share of `ready`, longest waiting first: `stages` consecutive steps take every
+        request once.
+        """
+        size = max(1, (decoding + self._number % stages) // stages)
+        return sorted(ready, key=lambda request: request.turn)[:size]
 
 
 class ModelRunner(Protocol):

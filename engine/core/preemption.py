@@ -8,10 +8,9 @@ request keeps its tokens and continues later with the same tokens that it would 
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from .fair_shares import Flows
 from .kv_cache.manager import KVCacheManager
 from .request import Request
-from .request_queue import ALL_BANDS, WaitingQueue, least_deserving
+from .request_queue import ALL_BANDS, Flows, WaitingQueue, least_deserving
 
 CLASS_ENDS = (0, 1)
 """First band after the premium class and first band after the standard class."""

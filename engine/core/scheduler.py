@@ -16,23 +16,29 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
-from .fair_shares import Flow, Flows, is_premium
+from .executor_interface import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.handover_intake import DECODE_PROMPT_TOKENS
 from .kv_cache.manager import KVCacheManager
-from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
-from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
 from .preemption import RunningRequests
 from .request import Request
-from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue
-from .schedule_recorder import ScheduleRecorder
+from .request_queue import ALL_BANDS, NO_BAND, Flow, Flows, WaitingQueue, is_premium
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
-from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
-from .step_ledger import StepLedger
-
-__all__ = ["Scheduler", "SchedulerConfig"]
+from .step import (
+    SampledToken,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    add_up,
+    finish_reason,
+    make_failure_output,
+    make_pooling_output,
+    make_token_output,
+    schedule_tokens,
+)
+from .step_ledger import ScheduleRecorder, StepLedger
 
 
 class Scheduler:
@@ -163,10 +169,8 @@ class Scheduler:
         decoding, prompts = self._by_phase()
         budget = ceil_div(self.config.token_budget, pipeline.stages)
         has_prompts = bool(prompts or self._waiting)
-        may_be_express = has_prompts and not self._was_express
-        self._was_express = may_be_express and self._schedule_express(
-            plan, budget, decoding, prompts, pipeline
-        )
+        express = has_prompts and not self._was_express
+        self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
         if not self._was_express:
             self._schedule_decoding(plan, self._microbatches.next_microbatch(decoding, pipeline))
             if has_prompts:

@@ -3,8 +3,8 @@
     communicator.py           `TensorParallel`, the layers' view, and `Communicator`, the collectives below it
     shm_communicator.py       `Communicator` between CPU processes: shared memory and sockets
     torch_communicator.py     `Communicator` over torch.distributed: NCCL; gloo in tests
-    custom_all_reduce.py      one-shot all-reduce between NVLink peers
-    fused_allreduce_rmsnorm.py, fused_allreduce_rmsnorm_kernel.py: all-reduce, residual and RMSNorm in one
+    custom_all_reduce.py      all-reduces between NVLink peers: one-shot, or with residual and RMSNorm in one
+    fused_allreduce_rmsnorm_kernel.py    Triton kernel of the latter
     socket_link.py            control messages between rank 0 and a worker
 
 Elsewhere: `planning/placement.py` chooses GPUs, `model_config/parallel_layout.py` says which rank holds which

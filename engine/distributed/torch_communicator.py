@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import FileStore
 
 from ..model_config.parallel_layout import ParallelLayout
 from .communicator import AsyncWork, rows_of_rank
-from .custom_all_reduce import OneShotAllReduce, all_agree
-from .fused_allreduce_rmsnorm import FusedAllReduceRMSNorm
+from .custom_all_reduce import FusedAllReduceRMSNorm, OneShotAllReduce, all_agree
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # Newer name of `all_gather_into_tensor`, which torch 2.11 does not have yet.

@@ -34,7 +34,7 @@ from ..core.kv_cache.handover_outlet import HandoverOutlet
 from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
 from ..core.speculation.proposer import Proposer
-from ..device.cuda_order import cuda_machine
+from ..device.device import cuda_machine
 from ..distributed.communicator import TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import read_machine

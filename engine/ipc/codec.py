@@ -15,10 +15,9 @@ from typing import Any, Final, Generic, TypeVar, get_args
 import msgspec
 
 from . import messages
-from .block_map import BlockMap
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
 from .messages import ToDaemon, ToEngine
-from .profile_messages import AskProfile, StepProfile
+from .profile_messages import AskProfile, BlockMap, StepProfile
 
 Message = ToEngine | ToDaemon
 M = TypeVar("M")

@@ -9,9 +9,8 @@ from typing import Literal
 
 from ..config import EngineConfig
 from ..sampling_params import Pooling, SamplingParams
-from .block_map import BlockMap
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
-from .profile_messages import AskProfile, StepProfile
+from .profile_messages import AskProfile, BlockMap, StepProfile
 from .sequence_times import SequenceTimes, StepWork
 
 PrefixMissReason = Literal[
@@ -90,9 +89,9 @@ class AddRequest:
     params: SamplingParams
     output_ids: list[int] = field(default_factory=list)
     priority: int = 0
-    """Priority; lower is served first, as in vLLM. It selects the band (`core/fair_shares.py`)."""
+    """Priority; lower is served first, as in vLLM. It selects the band (`core/request_queue.py`)."""
     tenant: str = ""
-    """Id of the caller's key, or empty: callers get equal shares of the engine (`core/fair_shares.py`)."""
+    """Id of the caller's key, or empty: callers get equal shares of the engine (`core/request_queue.py`)."""
     cache_namespace: str = ""
     """Namespace inside which prefix-cache blocks are shared (per-key salt, `cache_salt`)."""
     adapter: str = ""

@@ -1,4 +1,4 @@
-"""Messages of a step profile: where the time of steps goes."""
+"""Messages about an engine, made on request: time of its steps by kind, and a map of its KV blocks."""
 
 from dataclasses import dataclass, field
 
@@ -43,3 +43,54 @@ class StepProfile:
     """Bytes a second at which all threads read packed weights, measured at the start; 0: not known."""
     product_rate: float = 0.0
     """Products a second of linears whose weights are in caches, measured at the start; 0: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRun:
+    """Run of consecutive KV blocks with the same state, owner and holders."""
+
+    count: int
+    state: str
+    """`live`, `cached` or `free`."""
+    owner: int
+    """Index into `BlockMap.owners`: the first holder of live blocks, the request that computed cached ones;
+    -1 if not known."""
+    holders: int
+    """Number of block tables that each live block is in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockHolder:
+    """Running request and the size of its block table."""
+
+    request_id: str
+    blocks: int
+    shared: int
+    """Number of its blocks that are in other block tables too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixUse:
+    """Cached prefix that was hit, and how often."""
+
+    prefix: str
+    """Identifier: start of the chain hash, which reveals nothing about the tokens."""
+    tokens: int
+    blocks: int
+    hits: int
+    last_request: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMap:
+    """State of all KV blocks, by block number. Owners are ids of requests."""
+
+    block_size: int
+    num_blocks: int
+    runs: list[BlockRun]
+    owners: list[str]
+    holders: list[BlockHolder]
+    prefixes: list[PrefixUse]
+    """Prefixes that are still cached, those that saved most tokens first."""
+    evictions: int
+    """Number of cached blocks evicted since the engine started."""

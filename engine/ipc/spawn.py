@@ -1,15 +1,29 @@
-"""Spawning and forking of engine processes, before it is known what model they load. No event loop."""
+"""Processes of the engine: spawned and forked before it is known what model they load, without an event loop;
+and jobs in a subprocess that report their progress, one JSON object per line on standard output.
+
+A job first reports such as {"progress": [done, total]}, or {"compiling": [steps done, steps]} while the CPU
+kernels are compiled. The last line is {"report": ...} or {"error": {"code", "message"}}.
+"""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from llmbox.kernels.cpu.build import compile_progress
+
+from ..errors import EngineError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 # Secrets stay in the daemon: the engine inherits only variables for paths, hardware and math libraries.
 _ENV_NAMES: Final = frozenset(
@@ -194,3 +208,24 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
         if name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)
     }
     return _ENV_DEFAULTS | inherited | dict(extra)
+
+
+ReportProgress = Callable[[dict[str, Any]], None]
+
+
+def run_job(work: "Callable[[ReportProgress], DataclassInstance]") -> int:
+    """Run `work`, write its report or error, and return the exit status of the process."""
+    compile_progress.set(lambda done, total: report({"compiling": [done, total]}))
+    try:
+        result = work(report)
+    except (EngineError, OSError, ValueError) as error:
+        report({"error": {"code": getattr(error, "code", "failed"), "message": str(error)}})
+        return 1
+    report({"report": asdict(result)})
+    return 0
+
+
+def report(message: dict[str, Any]) -> None:
+    """Write one message as a line of JSON, and flush it."""
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()

@@ -10,9 +10,8 @@ from llmbox.kernels.ops import AttentionPlan, KVCache, Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
 from ..partition import ShardSlice
-from ..weights.source import Weights
+from ..weights.source import Weights, norm_weight
 from .forward_context import ForwardContext
-from .norm import norm_weight
 
 
 class Attention:

@@ -12,9 +12,8 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
-from ..weights.source import Weights
+from ..weights.source import Weights, norm_weight
 from .forward_context import ForwardContext
-from .norm import norm_weight
 
 
 class Mixer(Protocol):

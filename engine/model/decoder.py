@@ -15,12 +15,11 @@ from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
 from ..weights.adapters import AdapterLayers
-from ..weights.source import Weights, WeightSource
+from ..weights.source import Weights, WeightSource, norm_weight
 from .blocks import DecoderBlock
 from .forward_context import ForwardContext
 from .gemma3n import AltUpStreams
 from .gemma4 import OwnEmbeddings
-from .norm import norm_weight
 
 
 class TokenEmbedding:

@@ -20,12 +20,11 @@ from ..model_config.config import ModelConfig
 from ..model_config.draft_heads import Eagle3Config, MedusaConfig
 from ..model_config.mtp import mtp_layer
 from ..partition import ShardSlice
-from ..weights.source import Weights, WeightSource
+from ..weights.source import Weights, WeightSource, norm_weight
 from .attention import Attention
 from .decoder import Decoder
 from .forward_context import ForwardContext
 from .mlp import GatedMLP
-from .norm import norm_weight
 from .registry import build_layer
 
 

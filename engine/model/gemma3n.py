@@ -14,13 +14,12 @@ from llmbox.kernels.ops import Ops
 
 from ..model_config.config import ModelConfig
 from ..partition import ShardSlice
-from ..weights.source import Weights
+from ..weights.source import Weights, norm_weight
 from .attention import Attention
 from .blocks import DecoderBlock
 from .forward_context import ForwardContext
 from .gemma4 import OwnEmbedding
 from .mlp import GatedMLP
-from .norm import norm_weight
 
 HALF = 0.5**0.5
 LEAST_SQUARE = 1e-5

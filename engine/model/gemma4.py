@@ -13,12 +13,11 @@ from llmbox.kernels.ops import AttentionPlan, Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
 from ..partition import ShardSlice
-from ..weights.source import Weights
+from ..weights.source import Weights, norm_weight
 from .attention import Attention
 from .blocks import SandwichNormBlock
 from .forward_context import ForwardContext
 from .mlp import GatedMLP, SparseMoE
-from .norm import norm_weight
 
 
 class NormedValueAttention(Attention):

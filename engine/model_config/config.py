@@ -10,8 +10,8 @@ from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
 from ..checkpoint.formats.registry import READERS, find_weight_format, running_format
 from ..checkpoint.formats.weight_format import GgufFormat, NotReadable, WeightFormat, check_tensors
+from ..checkpoint.fp8_config import count_unquantized_params
 from ..checkpoint.index import list_tensors
-from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
 from ..errors import ModelError
 from .architecture import AltUpConfig, Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
@@ -86,7 +86,7 @@ class ModelConfig:
     stored: WeightFormat | None = None
     """Format of a quantized checkpoint (`checkpoint/formats/registry.py`)."""
     wide_params: int = 0
-    """Parameters of its unquantized linears (`checkpoint/unquantized_layers.py`); 0 without its files."""
+    """Parameters of its unquantized linears (`checkpoint/fp8_config.py`); 0 without its files."""
     has_head: bool = True
     """False for a model that only gives embeddings."""
     experts: ExpertsConfig | None = None

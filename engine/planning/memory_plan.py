@@ -7,8 +7,8 @@ from llmbox.kernels.cpu.build import native_expected
 from llmbox.kernels.cpu.isa import LEVELS, usable_levels
 
 from ..config import Dtype, KVDtype, QuantChoice
+from ..core.executor_interface import ceil_div
 from ..core.kv_cache.window_manager import pool_blocks
-from ..core.microbatching import ceil_div
 from ..core.speculation.proposer import DraftMethod
 from ..hardware.machine import Machine
 from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout

@@ -9,8 +9,8 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import WINDOW_MARGIN
 
 from ..config import DRAFT_MODEL_ROWS, EngineConfig
+from ..core.executor_interface import ceil_div
 from ..core.kv_cache.window_manager import pool_blocks
-from ..core.microbatching import ceil_div
 from ..errors import DoesNotFit
 from ..kv_store.handover_segment import segment_bytes
 from ..kv_store.store_threads import BUFFER_BYTES

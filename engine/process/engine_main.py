@@ -29,7 +29,6 @@ from ..config import EngineConfig
 from ..errors import EngineError
 from ..hardware.machine import name_gpus
 from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr
-from ..ipc.block_map import BlockMap
 from ..ipc.engine_channel import Channel, DaemonGone
 from ..ipc.handover_messages import Prefill, TakenSlots
 from ..ipc.messages import (
@@ -51,7 +50,7 @@ from ..ipc.messages import (
     ToEngine,
     Vocabulary,
 )
-from ..ipc.profile_messages import AskProfile
+from ..ipc.profile_messages import AskProfile, BlockMap
 from ..ipc.sequence_times import SequenceTimes
 from ..ipc.spawn import PID_BYTES
 from ..light_torch import import_torch_or_restart

@@ -1,6 +1,6 @@
 """Job of `llmbox replay`: replay recorded scheduling. Run as `python -m llmbox.engine.process.replay_job`.
 
-Reads a file of encoded `ScheduleRecord`s; writes its report as `engine/ipc/subprocess_job.py` says.
+Reads a file of encoded `ScheduleRecord`s; writes its report as `engine/ipc/spawn.py` says.
 """
 
 import argparse
@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 
 from ..core.replay.replayed_engine import ScheduleOutcome
-from ..core.replay.schedule_replay import ScheduleReplay, WhatIf
-from ..core.replay.step_cost import LinearStepCost
+from ..core.replay.schedule_replay import LinearStepCost, ScheduleReplay, WhatIf
 from ..errors import EngineError
-from ..ipc.schedule_record import ADAPTER, DRAFTED, IMAGES, LIMITED, ScheduleRecord, decode_schedule
-from ..ipc.subprocess_job import ReportProgress, run_job
+from ..ipc.sequence_times import ADAPTER, DRAFTED, IMAGES, LIMITED, ScheduleRecord, decode_schedule
+from ..ipc.spawn import ReportProgress, run_job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from llmbox.kernels.reference import REFERENCE
 
 from ..checkpoint.files import read_json
 from ..config import EngineConfig
-from ..device.upload import to_device
+from ..device.device import to_device
 from ..errors import ModelError
 from ..executor.build import load_engine
 from ..ipc.messages import AddRequest

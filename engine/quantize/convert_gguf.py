@@ -1,7 +1,7 @@
 """Convert a GGUF file to a safetensors checkpoint: writes a directory that loads by itself, and a report.
 
 `python -P -m llmbox.engine.quantize.convert_gguf FILE OUT FORMAT [--beside FOLDER] [--threads N]` reports
-progress as `ipc/subprocess_job.py` describes: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT
+progress as `ipc/spawn.py` describes: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT
 is none or a format of `quantize.py`. The files in FOLDER, those of the tokenizer, are copied to OUT.
 """
 
@@ -24,14 +24,14 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 
 from ..checkpoint.index import list_tensors
 from ..checkpoint.quantized_layout import FORMATS, entry_in_config
-from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
+from ..checkpoint.tensor_io import ShardWriter, atomic_directory, require_free_space
 from ..errors import ModelError
 from ..gguf.architectures import architecture_of
 from ..gguf.config import config_of, dtype_of, generation_of, rope_factors
 from ..gguf.reader import BLOCKS, GgufFile, read_gguf
 from ..gguf.tensors import GgufTensors
 from ..hardware.machine import read_cpu
-from ..ipc.subprocess_job import ReportProgress, run_job
+from ..ipc.spawn import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import parse_config
 from .quantize import DISK_RESERVE, Progress, packing_for

@@ -1,7 +1,7 @@
 """Check a LoRA adapter against its base, or merge both into a model folder that loads by itself.
 
 `python -P -m llmbox.engine.quantize.merge_adapter BASE ADAPTER [--out DIR]` reports as
-`ipc/subprocess_job.py` describes: {"progress": [done, total]}…, then an `AdapterReport`.
+`ipc/spawn.py` describes: {"progress": [done, total]}…, then an `AdapterReport`.
 """
 
 import argparse
@@ -28,11 +28,17 @@ from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_nam
 from ..checkpoint.files import read_json
 from ..checkpoint.index import list_tensors
 from ..checkpoint.safetensors import TensorEntry
-from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES, split_stack
-from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
+from ..checkpoint.tensor_io import (
+    DTYPES,
+    ROUNDED_DTYPES,
+    ShardWriter,
+    atomic_directory,
+    require_free_space,
+    split_stack,
+)
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
-from ..ipc.subprocess_job import ReportProgress, run_job
+from ..ipc.spawn import ReportProgress, run_job
 from ..model.decoder import Decoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config

@@ -1,12 +1,12 @@
 """Quantize a checkpoint to integers: writes a directory that loads by itself, and a report.
 
 `python -P -m llmbox.engine.quantize.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]`
-reports progress as `ipc/subprocess_job.py` describes: {"writing": [done, total]}… and {"progress": [done,
+reports progress as `ipc/spawn.py` describes: {"writing": [done, total]}… and {"progress": [done,
 total]}…, then a `QuantizationReport`. `checkpoint/quantized_layout.py` describes the stored format.
 
 The kernels define the rounding (`Packing.round`): a checkpoint made here holds the same integers that
 `--quant` would make at load. With `--calibrate` the model first generates a text, and GPTQ minimizes the
-error of each linear's outputs on that text (`kernels/reference/gptq.py`).
+error of each linear's outputs on that text (`engine/quantize/quantizer.py`).
 """
 
 import argparse
@@ -32,11 +32,11 @@ from llmbox.kernels.weight_packing import Packing
 from ..checkpoint.files import read_json
 from ..checkpoint.index import INDEX, list_tensors, nemotron_h_name
 from ..checkpoint.quantized_layout import COMPRESSED_FORMATS, FORMATS, entry_in_config
-from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
+from ..checkpoint.tensor_io import ShardWriter, atomic_directory, require_free_space
 from ..errors import DeviceError, ModelError
 from ..executor.build import load_engine
 from ..hardware.machine import read_cpu
-from ..ipc.subprocess_job import ReportProgress, run_job
+from ..ipc.spawn import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.encoders.pooling import POOLING_FILE

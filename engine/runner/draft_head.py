@@ -26,7 +26,7 @@ from ..config import DRAFT_MODEL_ROWS
 from ..core.request import Request
 from ..core.speculation.proposer import DraftMethod, Proposals
 from ..core.step import ScheduledRequest, StepResult
-from ..device.upload import to_device
+from ..device.device import to_device
 from ..model.draft_heads import MedusaHeads, RecurringHead
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary

@@ -18,9 +18,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ..core.outputs import finish_reason
 from ..core.request import Request
-from ..core.step import SampledToken, ScheduledRequest, StepResult
+from ..core.step import SampledToken, ScheduledRequest, StepResult, finish_reason
 from ..sampling import Sampler
 
 DOUBTFUL = "NaN or infinity in a row of this request or of a draft"

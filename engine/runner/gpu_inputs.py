@@ -17,7 +17,7 @@ from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest
-from ..device.upload import Uploader
+from ..device.device import Uploader
 from ..model.decoder import Decoder
 from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
 from ..weights.loaded_adapters import LoadedAdapters

@@ -23,11 +23,10 @@ from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
+from ..core.executor_interface import ceil_div
 from ..core.kv_cache.state_manager import NO_SLOT
-from ..core.microbatching import ceil_div
 from ..core.step import ScheduledRequest, StepPlan, StepResult
-from ..device.device import Device, DeviceEvent
-from ..device.upload import Uploader
+from ..device.device import Device, DeviceEvent, Uploader
 from ..model.decoder import Decoder
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary

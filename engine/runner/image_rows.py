@@ -19,7 +19,7 @@ from llmbox.kernels.ops import Ops
 from ..checkpoint.tensor_io import bytes_of
 from ..core.request import first_image
 from ..core.step import ImagePiece, ScheduledRequest
-from ..device.upload import from_array, move
+from ..device.device import from_array, move
 from ..ipc.messages import PreparedImage
 from ..model.forward_context import ImageRows
 from ..model_config.config import ModelConfig

@@ -15,7 +15,7 @@ from llmbox.kernels.op_types import BatchLayout, StateLayout, WindowLayout
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest
-from ..device.upload import from_array, move, to_device
+from ..device.device import from_array, move, to_device
 from ..weights.adapters import AdapterLayers
 from .draft_verification import group_by_draft_position
 from .pooling import PooledRows, pooled_rows

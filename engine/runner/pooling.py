@@ -15,9 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..core.outputs import UNIT
 from ..core.request import Request
-from ..core.step import ScheduledRequest
+from ..core.step import UNIT, ScheduledRequest
 
 _BOUND: Final = 2.0**16
 """Upper bound of hidden states, above those of any sound model. The int64 sum holds 2^17 rows below it."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from llmbox.kernels.sampling_types import COUNTS, FORBIDDEN, FORBIDDEN_EARLY, ONLY_LISTED, PenaltyState
 
 from ..core.request import Request
-from ..device.upload import Uploader, move
+from ..device.device import Uploader, move
 
 NEVER_SEEN = -1
 

@@ -15,7 +15,7 @@ from llmbox.kernels.sampling_types import CandidateRanks, PenaltyState, Sampled
 
 from ..core.request import Request
 from ..core.step import SampledToken
-from ..device.upload import move
+from ..device.device import move
 from ..distributed.communicator import SINGLE, TensorParallel
 from .device_penalties import DevicePenalties
 from .device_state import DeviceRequestState

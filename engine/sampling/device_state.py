@@ -14,7 +14,7 @@ from llmbox.kernels.sampling_types import SampleRows
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest
-from ..device.upload import Uploader
+from ..device.device import Uploader
 from .device_penalties import DevicePenalties
 from .sampler import sampling_numbers
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from llmbox.kernels.sampling_types import LogitEdits
 
 from ..core.request import Request
-from ..device.upload import move
+from ..device.device import move
 
 
 class TokenCounts:

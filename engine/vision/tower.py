@@ -13,7 +13,7 @@ from torch.nn import functional as torch_functional
 
 from llmbox.kernels.ops import Ops
 
-from ..device.upload import move
+from ..device.device import move
 from ..model.encoder import attend
 from ..model_config.vision.config import ImageProcessorConfig, TowerConfig, VisionActivation
 from ..model_config.vision.shape import SLICE_PATCHES

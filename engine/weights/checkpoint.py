@@ -24,6 +24,7 @@ from ..checkpoint.formats.weight_format import (
     form_of,
     is_quantized,
 )
+from ..checkpoint.fp8_config import is_unquantized
 from ..checkpoint.index import NOT_NEEDED, list_tensors, refuse_undeclared
 from ..checkpoint.quantized_layout import SCALES, STEP
 from ..checkpoint.safetensors import (
@@ -44,7 +45,6 @@ from ..checkpoint.tensor_io import (
     split_rows,
     split_stack,
 )
-from ..checkpoint.unquantized_layers import is_unquantized
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
 from ..partition import ShardSlice

@@ -19,6 +19,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import Kind
 
 from ..distributed.communicator import TensorParallel
+from ..model_config.config import ModelConfig
 from ..model_config.shape import is_fine
 from ..partition import ShardSlice
 
@@ -269,3 +270,13 @@ class WeightListener(Protocol):
     def note_experts(
         self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
     ) -> None: ...
+
+
+def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
+    """Read the weight [size] by which an RMSNorm multiplies.
+
+    Gemma stores w and multiplies by 1 + w, which needs more bits than the dtype of w: the sum is kept in
+    float32.
+    """
+    weight = weights.vector(f"{name}.weight", size)
+    return 1 + weight.float() if config.norms_add_one else weight

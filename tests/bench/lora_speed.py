@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from llmbox.engine.checkpoint.adapter import read_adapter
 from llmbox.engine.checkpoint.index import list_tensors
-from llmbox.engine.checkpoint.writer import write_file
+from llmbox.engine.checkpoint.tensor_io import write_file
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import AddRequest
 from support.real_engines import ask, load, runner_of

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from llmbox.app.bench.client import Prompts, Target, Workload, complete, shared_prefix, uniform
+from llmbox.app.bench.client import BenchTarget, Prompts, Workload, complete, shared_prefix, uniform
 from llmbox.app.bench.measure import BenchRun, run, summarise
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -53,7 +53,7 @@ class Started:
     def __init__(self, server: Server, logs: Path) -> None:
         self.server = server
         port = free_port()
-        self.target = Target(f"http://127.0.0.1:{port}", server.model, extra=server.extra)
+        self.target = BenchTarget(f"http://127.0.0.1:{port}", server.model, extra=server.extra)
         command = [word.replace("{port}", str(port)) for word in server.command]
         self._log = (logs / f"{server.name.replace(' ', '-')}.log").open("w")
         begun = time.perf_counter()

@@ -52,9 +52,10 @@ def run_in(tree: Path, batch: str) -> list[dict[str, float]]:
 
 def measure(batch: int) -> dict[str, float]:
     """In the tree that PYTHONPATH names, this one or an older one."""
+    from llmbox.engine.config import SchedulerConfig
     from llmbox.engine.core.kv_cache.block_pool import BlockPool
     from llmbox.engine.core.request import Request
-    from llmbox.engine.core.scheduler import Scheduler, SchedulerConfig
+    from llmbox.engine.core.scheduler import Scheduler
     from llmbox.engine.core.step import SampledToken, StepResult
     from llmbox.engine.ipc.codec import encode
     from llmbox.engine.ipc.messages import EngineStats, StepOutputs

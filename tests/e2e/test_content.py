@@ -13,7 +13,7 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.inspect.detail import as_curl, as_python, find_logged
-from llmbox.app.inspect.replay import Replayed, replay
+from llmbox.app.inspect.replay import ReplayResult, replay
 from llmbox.app.security.keys import ApiKey, KeySpec
 from llmbox.app.security.security import LOCAL, Identity
 from llmbox.app.security.sessions import Session
@@ -50,7 +50,7 @@ class Place:
         self.services.request_log.flush()
         return self.server.call(find_logged(self.services, reader, request_id))
 
-    def replay(self, request_id: str, reader: Identity = LOCAL) -> Replayed:
+    def replay(self, request_id: str, reader: Identity = LOCAL) -> ReplayResult:
         self.services.request_log.flush()
         return self.server.call(replay(self.services, reader, request_id))
 

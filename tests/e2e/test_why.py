@@ -11,7 +11,7 @@ from llmbox.app.config.settings import Settings, TelemetrySettings
 from llmbox.app.inspect.why import request_time
 from llmbox.app.store.database_file import read_schedules
 from llmbox.engine.core.replay.schedule_replay import WhatIf
-from llmbox.engine.ipc.schedule_record import decode_schedule
+from llmbox.engine.ipc.sequence_times import decode_schedule
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.process.replay_job import replay_records
 from support.cli_box import PATIENCE, until

@@ -13,10 +13,10 @@ from typing import Any
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
-from llmbox.engine.core.fair_shares import band_of
 from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
 from llmbox.engine.core.kv_cache.tiers import KVTiers
 from llmbox.engine.core.request import Request
+from llmbox.engine.core.request_queue import band_of
 from llmbox.engine.core.step import StepPlan, StepResult
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.ipc.engine_channel import Channel, DaemonGone

@@ -53,7 +53,6 @@ _BLOCKS = ("engine/core/kv_cache/test_block_pool", "engine/core/kv_cache/test_pr
 UNIT_TESTS = {
     "engine/core/scheduler.py": (*_SHARES, "engine/core/test_engine"),
     "engine/core/request_queue.py": _SHARES,
-    "engine/core/fair_shares.py": _SHARES,
     "engine/core/preemption.py": ("engine/core/test_preemption", *_SHARES),
     "engine/core/kv_cache/block_pool.py": (*_BLOCKS, "engine/core/test_scheduler"),
     "engine/core/kv_cache/prefix_cache.py": (*_BLOCKS, "engine/core/test_scheduler"),

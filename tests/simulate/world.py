@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from llmbox.app.config.settings import Settings
-from llmbox.app.control.memory_estimate import Sizes
+from llmbox.app.control.memory_estimate import MemoryNeed
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
 from llmbox.app.engines import engine_process, restart_policy
 from llmbox.app.engines.eviction import MemoryRequest
@@ -138,7 +138,7 @@ class World:
             clock=self.loop.time,
             device=lambda _: "cpu",
             budgets=lambda *_: (scenario.memory,),
-            sizes=lambda *_: Sizes(
+            sizes=lambda *_: MemoryNeed(
                 "cpu", (MemoryRequest((0,), MODEL_BYTES, MODEL_BYTES),), (scenario.memory,)
             ),
         )

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from llmbox.engine.core.step import ScheduledRequest
-from llmbox.engine.device.upload import Uploader
+from llmbox.engine.device.device import Uploader
 from llmbox.engine.distributed.communicator import SINGLE
 from llmbox.engine.sampling.device_sampler import DeviceSampler
 from llmbox.engine.sampling.device_state import DeviceRequestState

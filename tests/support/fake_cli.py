@@ -23,7 +23,7 @@ def fake_parts():
     from llmbox.app.daemon.compose import DaemonParts
     from llmbox.app.engines.engine_process import EngineQuery
     from llmbox.app.store import writer as request_log
-    from llmbox.app.telemetry.poller import Poller
+    from llmbox.app.telemetry.telemetry import Poller
     from llmbox.app.text.tokenizer.tokenizer import load_model_text
     from support.fake_engine import fake_launch
 

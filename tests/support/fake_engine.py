@@ -22,7 +22,6 @@ import msgspec
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit, EngineError, ModelError, RankLost
-from llmbox.engine.ipc.block_map import BlockHolder, BlockMap, BlockRun
 from llmbox.engine.ipc.messages import (
     AddRequest,
     EngineStats,
@@ -34,6 +33,7 @@ from llmbox.engine.ipc.messages import (
     TokenLogprobs,
     Vocabulary,
 )
+from llmbox.engine.ipc.profile_messages import BlockHolder, BlockMap, BlockRun
 from llmbox.engine.ipc.sequence_times import SequenceTimes
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.process.engine_main import main

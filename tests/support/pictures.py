@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmbox.engine.config import EngineConfig
+from llmbox.engine.config import EngineConfig, SchedulerConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.images import ImageScheduler
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
-from llmbox.engine.core.scheduler import Scheduler, SchedulerConfig
+from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.distributed.communicator import SINGLE
 from llmbox.engine.executor.build import load_rank, memory_budget
 from llmbox.engine.executor.model_info import model_info

@@ -11,7 +11,6 @@ from llmbox.app.errors import CliError, Exit
 from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.inspect.detail import as_curl, content_note, prefix_note
 from llmbox.app.store.record import RequestRecord
-from llmbox.app.telemetry.alerts import find_alerts
 from llmbox.app.telemetry.snapshot import (
     Alert,
     EngineSnapshot,
@@ -23,6 +22,7 @@ from llmbox.app.telemetry.snapshot import (
     OwnProcess,
     Tick,
     Totals,
+    find_alerts,
 )
 
 NOON = 1_800_014_400.0

@@ -12,23 +12,23 @@ from textual.screen import Screen
 
 from llmbox.app.errors import CliError
 
-from .data.api import Api, Feed
+from .data.api import Api, EventFeed
 from .messages import (
     MODEL_CHANGES,
-    Changed,
     Connected,
+    ConnectionLost,
+    DashboardState,
     EventReceived,
-    Fetch,
-    Lost,
+    FetchData,
     PromptUser,
     ResponseReceived,
     RunAction,
-    State,
+    StateChanged,
     TickReceived,
 )
 from .rendering import ASCII, UNICODE, wrap
 from .screens.alerts import AlertsScreen
-from .screens.base import View
+from .screens.base import DashboardScreen
 from .screens.bench import BenchScreen
 from .screens.chat import ChatScreen
 from .screens.logs import LogsScreen
@@ -37,13 +37,13 @@ from .screens.models import ModelsScreen
 from .screens.overview import OverviewScreen
 from .screens.requests import RequestsScreen
 from .themes import DARK, NAMES, OWN
-from .widgets.dialogs import AskLine, Choose, Confirm, Help, KeyValueDialog
+from .widgets.dialogs import ChoiceDialog, ConfirmDialog, HelpDialog, InputDialog, KeyValueDialog
 from .widgets.header import key_lines
-from .widgets.key_value import fact_lines, fit_lines, request_lines
 from .widgets.lines import LineWidget
-from .widgets.table import Grid
+from .widgets.request_rows import fact_lines, fit_lines, request_lines
+from .widgets.table import FixedTable
 
-SCREENS: tuple[type[View], ...] = (
+SCREENS: tuple[type[DashboardScreen], ...] = (
     OverviewScreen,
     RequestsScreen,
     ModelsScreen,
@@ -56,7 +56,7 @@ SCREENS: tuple[type[View], ...] = (
 
 
 class Dashboard(App[None]):
-    """The Textual application: eight screens over one `State`."""
+    """The Textual application: eight screens over one `DashboardState`."""
 
     TITLE = "llmbox"
     ENABLE_COMMAND_PALETTE = True
@@ -70,7 +70,7 @@ class Dashboard(App[None]):
         ),
         Binding("space", "pause", "Pause"),
         Binding("t", "themes", "Theme"),
-        Binding("question_mark", "help", "Help", key_display="?"),
+        Binding("question_mark", "help", "HelpDialog", key_display="?"),
         Binding("q", "quit", "Quit"),
         Binding("ctrl+c", "quit", "Quit", show=False, system=True),
     ]
@@ -94,11 +94,11 @@ class Dashboard(App[None]):
         """
         super().__init__()
         self.api = api
-        self.state = State()
+        self.state = DashboardState()
         self.read_only, self.source, self.url = read_only, source, url
         self.paused = False
         self.glyphs = ASCII if ascii_only else UNICODE
-        self._feed = Feed(api, self.post_message, once=once)
+        self._feed = EventFeed(api, self.post_message, once=once)
         for each in OWN:
             self.register_theme(each)
         self.theme = theme
@@ -122,7 +122,7 @@ class Dashboard(App[None]):
     def _ticked(self, message: TickReceived) -> None:
         was_lost, first = self.is_stale, self.state.tick is None
         self.state.take_tick(message.tick)
-        if first and isinstance(self.screen, View):
+        if first and isinstance(self.screen, DashboardScreen):
             self.screen.ask()  # some requests depend on a first tick
         self._redraw(everything=was_lost)
 
@@ -132,7 +132,7 @@ class Dashboard(App[None]):
         if (
             message.kind.startswith((MODEL_CHANGES, "download."))
             and message.kind != "download.progress"
-            and isinstance(self.screen, View)
+            and isinstance(self.screen, DashboardScreen)
         ):
             self.screen.ask()
         elif message.kind.startswith("download.") or (
@@ -144,11 +144,11 @@ class Dashboard(App[None]):
     @on(Connected)
     def _connected(self) -> None:
         self.state.lost = ""
-        if isinstance(self.screen, View):
+        if isinstance(self.screen, DashboardScreen):
             self.screen.ask()
 
-    @on(Lost)
-    def _lost(self, message: Lost) -> None:
+    @on(ConnectionLost)
+    def _lost(self, message: ConnectionLost) -> None:
         first = not self.is_stale
         self.state.lost = message.reason
         self._redraw(everything=first)
@@ -167,16 +167,16 @@ class Dashboard(App[None]):
         if self.paused:
             return
         for screen in self.screen_stack:
-            if isinstance(screen, View):
-                screen.post_message(Changed())
+            if isinstance(screen, DashboardScreen):
+                screen.post_message(StateChanged())
                 if everything:
                     for widget in screen.walk_children(LineWidget):
                         widget.refresh()
 
     # ------------------------------------------------------------------ outgoing requests
 
-    @on(Fetch)
-    def _fetch(self, message: Fetch) -> None:
+    @on(FetchData)
+    def _fetch(self, message: FetchData) -> None:
         self._get(message.name, message.path)
 
     @work(thread=True, group="fetch")
@@ -192,7 +192,7 @@ class Dashboard(App[None]):
         if self.read_only:
             self.notify("This is --read-only: nothing is changed.", severity="warning")
             return
-        if message.question and not await self.push_screen_wait(Confirm(message.question)):
+        if message.question and not await self.push_screen_wait(ConfirmDialog(message.question)):
             return
         try:
             await asyncio.to_thread(self.api.post, message.path, message.body)
@@ -200,7 +200,7 @@ class Dashboard(App[None]):
             self.notify(error.what, title="Refused", severity="error", markup=False)
             return
         self.notify(message.done, markup=False)
-        if isinstance(self.screen, View):
+        if isinstance(self.screen, DashboardScreen):
             self.screen.ask()
 
     @on(PromptUser)
@@ -209,7 +209,7 @@ class Dashboard(App[None]):
         if self.read_only:
             self.notify("This is --read-only: nothing is changed.", severity="warning")
             return
-        typed = await self.push_screen_wait(AskLine(message.title, message.hint))
+        typed = await self.push_screen_wait(InputDialog(message.title, message.hint))
         if typed:
             self.post_message(RunAction(message.path, {message.field: typed}, message.done))
 
@@ -264,7 +264,7 @@ class Dashboard(App[None]):
 
     def _select_model(self, name: str) -> None:
         if isinstance(self.screen, ModelsScreen):
-            self.screen.query_one(Grid).select(name)
+            self.screen.query_one(FixedTable).select(name)
 
     def show_facts(self, title: str, facts: Mapping[str, Any]) -> None:
         """Open a dialog with nested facts."""
@@ -285,14 +285,14 @@ class Dashboard(App[None]):
     def action_pause(self) -> None:
         self.paused = not self.paused
         for screen in self.screen_stack:
-            if isinstance(screen, View):
+            if isinstance(screen, DashboardScreen):
                 screen.redraw()
 
     @work
     async def action_themes(self) -> None:
         """Choose a theme: each one is shown while the cursor is on it."""
         before = self.theme
-        chosen = await self.push_screen_wait(Choose("Theme", NAMES, before, self._show_theme))
+        chosen = await self.push_screen_wait(ChoiceDialog("Theme", NAMES, before, self._show_theme))
         self._show_theme(chosen or before)
         if chosen is not None:
             self._remember(chosen)
@@ -306,7 +306,7 @@ class Dashboard(App[None]):
 
     def action_help(self) -> None:
         lines = key_lines(self.screen.active_bindings.values(), self.get_key_display)
-        self.push_screen(Help("Keys", lines))
+        self.push_screen(HelpDialog("Keys", lines))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """Yield the entries of the command palette: screens and the active keys."""

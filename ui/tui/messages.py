@@ -34,7 +34,7 @@ class Connected(Message):
     pass
 
 
-class Lost(Message):
+class ConnectionLost(Message):
     """The connection to the daemon was lost, or there was none."""
 
     def __init__(self, reason: str) -> None:
@@ -42,25 +42,25 @@ class Lost(Message):
         self.reason = reason
 
     def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Lost)
+        return isinstance(message, ConnectionLost)
 
 
-class Changed(Message, bubble=False):
+class StateChanged(Message, bubble=False):
     """Request to the visible screen to draw the state again."""
 
     def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Changed)
+        return isinstance(message, StateChanged)
 
 
 class ResponseReceived(Message):
-    """Response of the admin API to a `Fetch`."""
+    """Response of the admin API to a `FetchData`."""
 
     def __init__(self, name: str, answer: dict[str, Any]) -> None:
         super().__init__()
         self.name, self.answer = name, answer
 
 
-class Fetch(Message):
+class FetchData(Message):
     """Request for data of the admin API; the response goes into the state under `name`."""
 
     def __init__(self, name: str, path: str) -> None:
@@ -127,7 +127,7 @@ def count_requests(tick: Tick | None, model: str | None = None) -> InFlightCount
 
 
 @dataclass(slots=True)
-class State:
+class DashboardState:
     """Telemetry, requests, log lines and responses that the screens draw."""
 
     tick: Tick | None = None
@@ -143,11 +143,11 @@ class State:
     """Records of ended requests, newest first."""
     log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LOG))
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Responses of the admin API, by the name of the `Fetch`."""
+    """Responses of the admin API, by the name of the `FetchData`."""
     alerts_since: dict[str, float] = field(default_factory=dict)
     """Unix time at which each alert, by its text without numbers, was first seen."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Reason why the last `Fetch` of that name failed."""
+    """Reason why the last `FetchData` of that name failed."""
     clock: Callable[[], float] = time.monotonic
 
     @property
@@ -209,7 +209,7 @@ class State:
         self.answers["downloads"] = {"downloads": [*others, data]}
 
     def take_answer(self, name: str, answer: dict[str, Any]) -> None:
-        """Store the response to the `Fetch` of that name."""
+        """Store the response to the `FetchData` of that name."""
         self.answers[name] = answer
         self.refused.pop(name, None)
         if name == "history":

@@ -7,14 +7,12 @@ from llmbox.app.http.auth.guard import Access
 
 from .live import live
 from .pages import adapters
-from .pages.chat import chat_page
-from .pages.first_run import first_run_page
 from .pages.keys import add_key, change_limits, keys_page, revoke_key, rotate_key
-from .pages.memory import memory_page
 from .pages.model_detail import add_alias, model_page, plan_piece, remove_alias, template_preview
 from .pages.models import (
     activity_page,
     change_download,
+    chat_page,
     discover_page,
     load_model,
     models_page,
@@ -24,7 +22,7 @@ from .pages.models import (
     refresh_recommended,
     unload_model,
 )
-from .pages.overview import overview_page, telemetry_page, usage_piece
+from .pages.overview import first_run_page, memory_page, overview_page, telemetry_page, usage_piece
 from .pages.requests import (
     cancel_request,
     export_csv,
@@ -35,8 +33,7 @@ from .pages.requests import (
 )
 from .pages.settings import review_settings, save_settings, settings_page
 from .pages.system import backup, bundle, check_update, checks_piece, purge, system_page
-from .render import show_error
-from .static_files import static_file
+from .render import show_error, static_file
 
 panel_routes: list[ControllerRouterHandler] = [
     Router(

@@ -12,14 +12,12 @@ from llmbox.app.http.auth.guard import identity_of
 from llmbox.app.http.server.sse import EventStreamResponse, SseOptions
 
 from .pages.adapters import adapters_pieces
-from .pages.first_run import first_run_pieces
-from .pages.memory import memory_pieces
 from .pages.models import activity_pieces, models_pieces
-from .pages.overview import overview_pieces
+from .pages.overview import first_run_pieces, memory_pieces, overview_pieces
 from .pages.requests import filter_of, requests_pieces
-from .render import Panel, PanelRequest, panel_of
+from .render import PageContext, PanelRequest, panel_of
 
-Pieces = Callable[[Panel], Awaitable[dict[str, str]]]
+Pieces = Callable[[PageContext], Awaitable[dict[str, str]]]
 """Fragments of a page: HTML by the name in the page's `sse-swap`."""
 
 VIEWS: Final[dict[str, Pieces]] = {
@@ -49,7 +47,9 @@ def live(request: PanelRequest, view: FromPath[str]) -> EventStreamResponse:
     return EventStreamResponse(_frames(panel, pieces, valid), OPTIONS)
 
 
-async def _frames(panel: Panel, pieces: Pieces, valid: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
+async def _frames(
+    panel: PageContext, pieces: Pieces, valid: Callable[[], bool]
+) -> AsyncGenerator[bytes, None]:
     """Yield changed fragments until the reader signs out.
 
     An event that comes too soon after the last update waits for the next tick.

@@ -1,5 +1,9 @@
-"""Template rendering, with all data escaped, and form fields."""
+"""Template rendering, with all data escaped; form fields; static files: an allow-list that is read and
+compressed once and revalidated by ETag.
+"""
 
+import gzip
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,21 +12,22 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from litestar import MediaType, Request, Response
+from litestar import MediaType, Request, Response, get
 from litestar.datastructures import State
+from litestar.params import FromPath
 
 from llmbox import __version__
 from llmbox.app.control.controller import DaemonController
-from llmbox.app.http.auth.guard import csrf_token
+from llmbox.app.errors import ApiError
+from llmbox.app.http.auth.guard import Access, csrf_token
+from llmbox.app.http.server.errors import answer, to_api_error
 from llmbox.app.services import Services
 from llmbox.app.telemetry.snapshot import NA, Number
 from llmbox.app.util import formatting
 
-from .static_files import has_libraries
-
 if TYPE_CHECKING:
     from jinja2 import Environment
-from llmbox.app.http.server.errors import answer, to_api_error
+
 
 NONE = "\N{EN DASH}"
 
@@ -113,7 +118,7 @@ THEME_COOKIE = "llmbox_theme"
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class PageContext:
     """Context of a page: the daemon and the reader's CSRF token."""
 
     control: DaemonController
@@ -124,9 +129,9 @@ class Panel:
         return self.control.services
 
 
-def panel_of(request: PanelRequest) -> Panel:
+def panel_of(request: PanelRequest) -> PageContext:
     """Return the page context of a request."""
-    return Panel(request.app.state.control, csrf_token(request))
+    return PageContext(request.app.state.control, csrf_token(request))
 
 
 def page(
@@ -147,7 +152,7 @@ def page(
     return Response(html, status_code=status, media_type=MediaType.HTML)
 
 
-def render(template: str, panel: Panel, **values: Any) -> str:
+def render(template: str, panel: PageContext, **values: Any) -> str:
     """Render a template or fragment to HTML."""
     return environment().get_template(template).render(csrf=panel.csrf, **values)
 
@@ -208,3 +213,59 @@ def show_error(request: Request[Any, Any, Any], error: Exception) -> Response[An
     shown = page(request, "error.html", "", api_error.status, error=api_error)
     shown.headers.update(headers)
     return shown
+
+
+FOLDER = Path(__file__).parent / "static"
+LIBRARIES = ("vendor/htmx.min.js", "vendor/sse.min.js", "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css")
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    media_type: str
+    body: bytes
+    packed: bytes
+    etag: str
+
+
+@cache
+def files() -> dict[str, StaticFile]:
+    found = [path for path in FOLDER.rglob("*") if path.suffix in _TYPES and path.is_file()]
+    return {path.relative_to(FOLDER).as_posix(): _read(path) for path in found}
+
+
+def has_libraries() -> bool:
+    """Return False if the build could not fetch the libraries: pages then do not update by themselves."""
+    return all(name in files() for name in LIBRARIES)
+
+
+@get(
+    "/admin/static/{name:path}",
+    sync_to_thread=False,
+    opt={"access": Access.SIGN_IN},
+    name="panel_file",
+    include_in_schema=False,
+)
+def static_file(request: Request[Any, Any, State], name: FromPath[str]) -> Response[bytes]:
+    found = files().get(name.lstrip("/"))
+    if found is None:
+        raise ApiError(404, "The panel has no such file.", "not_found")
+    headers = {"ETag": found.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(b"", status_code=304, headers=headers, media_type=found.media_type)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(
+            found.packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=found.media_type
+        )
+    return Response(found.body, headers=headers, media_type=found.media_type)
+
+
+def _read(path: Path) -> StaticFile:
+    body = path.read_bytes()
+    digest = hashlib.sha256(body).hexdigest()[:16]
+    return StaticFile(_TYPES[path.suffix], body, gzip.compress(body, 9, mtime=0), f'"{digest}"')

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ...bench.ab_compare import SCALES, SCENARIOS
-from ...bench.client import Prompts, Target, Workload, uniform
+from ...bench.client import BenchTarget, Prompts, Workload, uniform
 from ...bench.measure import (
     BenchRun,
     Levels,
@@ -152,7 +152,7 @@ def _load(
             "another server does not tell its steps",
             "llmbox bench --profile",
         )
-    target = Target(url or local_url(program), model, key)
+    target = BenchTarget(url or local_url(program), model, key)
     levels = [int(level) for level in options["concurrency"].split(",")]
     profiles: dict[int, LevelProfile] = {}
 
@@ -209,7 +209,7 @@ def _print_ratios(compared: dict[int, dict[str, float | None]]) -> None:
     output.table(("STREAMS", "OUT TOK/S", "TTFT P50", "TPOT P50", "GAP P99"), rows, right=range(5))
 
 
-def _keep(program: Program, target: Target, levels: list[dict[str, Any]]) -> None:
+def _keep(program: Program, target: BenchTarget, levels: list[dict[str, Any]]) -> None:
     """Save the run for `llmbox top`, which compares runs. A full disk costs the comparison, not the
     result.
     """
@@ -220,7 +220,7 @@ def _keep(program: Program, target: Target, levels: list[dict[str, Any]]) -> Non
 
 
 async def _levels(
-    target: Target,
+    target: BenchTarget,
     levels: list[int],
     options: dict[str, Any],
     measure: Callable[[int, Workload], Awaitable[BenchRun]],

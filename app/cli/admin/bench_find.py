@@ -7,7 +7,7 @@ from dataclasses import asdict
 from secrets import token_hex
 from typing import Any
 
-from ...bench.client import Prompts, Target, complete
+from ...bench.client import BenchTarget, Prompts, complete
 from ...bench.operating_point import (
     LoadPoint,
     OperatingPointSearch,
@@ -49,7 +49,7 @@ def find_point(
         )
     if most < 1 or seconds <= 0:
         raise CliError("--most and --time must be above 0", fix="llmbox bench --find --most 256 --time 180")
-    server = Target(url or local_url(program), model, key)
+    server = BenchTarget(url or local_url(program), model, key)
     name = model if url else _served_name(program, model)
     target = _target(program, name, targets)
     spec = PointSpec(
@@ -71,7 +71,7 @@ def find_point(
 
 
 async def _search(
-    server: Target, prompts: Prompts, spec: PointSpec, most: int, seconds: float
+    server: BenchTarget, prompts: Prompts, spec: PointSpec, most: int, seconds: float
 ) -> OperatingPointSearch:
     first = await complete(server, prompts.ids(spec.prompt), max(2, spec.output))  # pays for warm-up
     if first.error:
@@ -153,7 +153,7 @@ def _describe(spec: PointSpec) -> str:
     return f"{ttft:g} ms to the first token and {tpot:g} ms a token for {spec.percent} % of the requests"
 
 
-def _nothing_within(server: Target, spec: PointSpec, result: OperatingPointSearch) -> CliError:
+def _nothing_within(server: BenchTarget, spec: PointSpec, result: OperatingPointSearch) -> CliError:
     alone = next((point for point in result.points if point.concurrency == 1), None)
     what = f"no load of {server.model} is within {_describe(spec)}"
     if alone is None or alone.missed == ("time",):
@@ -168,7 +168,7 @@ def _nothing_within(server: Target, spec: PointSpec, result: OperatingPointSearc
     )
 
 
-def _print_json(server: Target, spec: PointSpec, result: OperatingPointSearch) -> None:
+def _print_json(server: BenchTarget, spec: PointSpec, result: OperatingPointSearch) -> None:
     found = result.found
     output.write_json(
         "bench.find",

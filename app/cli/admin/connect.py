@@ -1,8 +1,12 @@
-"""`llmbox connect`: settings with which other programs use this daemon."""
+"""`llmbox connect` and `llmbox mcp`: settings of programs that use this daemon, and its MCP server."""
 
+import asyncio
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import click
 
@@ -12,6 +16,9 @@ from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
 from .. import output
+
+if TYPE_CHECKING:
+    from ...mcp.protocol import McpServer
 
 
 @click.command(cls=Command)
@@ -45,8 +52,8 @@ def connect(
         _connect_mcp(program, assistant, write=write, as_json=as_json, quiet=quiet)
         return
     if assistant is not None:
-        told = f"{client} takes no further name"
-        raise CliError(told, "mcp alone does", f"llmbox connect mcp {assistant}", Exit.USAGE)
+        text = f"{client} takes no further name"
+        raise CliError(text, "mcp alone does", f"llmbox connect mcp {assistant}", Exit.USAGE)
     if client is None:
         if write:
             raise CliError("which client?", "--write needs one", "llmbox connect CLIENT --write", Exit.USAGE)
@@ -93,11 +100,11 @@ def _connect_mcp(program: Program, name: str | None, *, write: bool, as_json: bo
     guide = MCP_PROGRAMS[name]
     file = guide.file(program.environ)
     settings = guide.settings(mcp_command(program.command, program.environ, program.location_flags))
-    told = {"client": "mcp", "assistant": name, "file": str(file), "settings": settings, "run": guide.run}
+    data = {"client": "mcp", "assistant": name, "file": str(file), "settings": settings, "run": guide.run}
     if write:
-        told |= _merge_file(guide, file, settings, show=not as_json)
+        data |= _merge_file(guide, file, settings, show=not as_json)
     if as_json:
-        output.write_json("connect", told)
+        output.write_json("connect", data)
         return
     if not write:
         if not quiet:
@@ -110,8 +117,8 @@ def _connect_mcp(program: Program, name: str | None, *, write: bool, as_json: bo
 def _list_assistants(program: Program, *, as_json: bool, quiet: bool) -> None:
     rows = [(name, guide.title, str(guide.file(program.environ))) for name, guide in MCP_PROGRAMS.items()]
     if as_json:
-        told = [{"name": name, "title": title, "file": file} for name, title, file in rows]
-        output.write_json("assistants", {"assistants": told})
+        entries = [{"name": name, "title": title, "file": file} for name, title, file in rows]
+        output.write_json("assistants", {"assistants": entries})
     elif quiet:
         for row in rows:
             output.write(row[0])
@@ -196,9 +203,9 @@ def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json
             f"llmbox connect {client} prints them",
             Exit.USAGE,
         )
-    told = _merge_file(guide, guide.file(program.environ), guide.settings(at), show=not as_json)
+    result = _merge_file(guide, guide.file(program.environ), guide.settings(at), show=not as_json)
     if as_json:
-        output.write_json("connect", {**_as_dict(program, client, guide, at), **told})
+        output.write_json("connect", {**_as_dict(program, client, guide, at), **result})
         return
     _hint(guide, at)
 
@@ -217,3 +224,103 @@ def _merge_file(
         output.write(formatting.printable(difference(file, old, new)).rstrip("\n"))
         output.say(f"{file} is written" + (f"; backup: {backup}" if backup else "."))
     return {"changed": new != old, "backup": None if backup is None else str(backup)}
+
+
+LONGEST_LINE = 4_000_000
+"""Bytes of one message."""
+
+
+@click.command(cls=Command)
+@click.option("--print", "prints", is_flag=True, help="Print the entry for an assistant's configuration.")
+@pass_program
+def mcp(program: Program, *, prints: bool) -> None:
+    """Serve MCP on stdin and stdout, for an assistant that manages this machine's models.
+
+    Programs start it themselves: llmbox connect mcp writes it into their settings. It acts as the local
+    user: it needs no key and has every tool. While no daemon runs, the tools answer how to start one.
+    """
+    from llmbox import __version__
+
+    if prints:
+        from ...integrations.guides import MCP_PROGRAMS, as_text, mcp_command
+
+        guide = MCP_PROGRAMS["cursor"]  # the form that most assistants share
+        command = mcp_command(program.command, program.environ, program.location_flags)
+        output.write(as_text(guide, guide.settings(command)).rstrip("\n"))
+        return
+
+    from ...mcp.protocol import McpServer
+
+    server = McpServer(_SocketCaller(program), __version__, lambda _: True)
+    asyncio.run(_serve(server))
+
+
+class _SocketCaller:
+    """Calls the daemon over its unix socket."""
+
+    def __init__(self, program: Program) -> None:
+        self._client = program.client
+
+    async def request(
+        self, method: str, path: str, query: Mapping[str, Any], body: Any, seconds: float | None
+    ) -> Any:
+        from ...mcp.tool import ToolError
+        from ...util.threads import in_thread
+
+        texts = {n: str(v).lower() if isinstance(v, bool) else v for n, v in query.items()}
+        where = f"{path}?{urlencode(texts)}" if texts else path
+        try:
+            return await in_thread(lambda: self._client.call(method, where, body, seconds), "mcp call")
+        except CliError as error:
+            fix = f"Run: {error.fix}" if error.fix else ""
+            sentences = [f"{error.what}: {error.why}" if error.why else error.what, fix]
+            raise ToolError(". ".join(text for text in sentences if text)) from None
+
+    async def own_requests(self, query: Mapping[str, Any]) -> Any:
+        return await self.request("GET", "/admin/api/requests", query, None, 60.0)
+
+
+async def _serve(server: "McpServer") -> None:
+    """Answer messages until stdin ends; requests that are still open then get a last moment."""
+    from ...mcp.protocol import RpcError, decode_message, error_response
+
+    lines = _read_lines()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(message: dict[str, Any]) -> None:
+        if (response := await server.answer(message, _write_message)) is not None:
+            await _write_message(response)
+
+    while (line := await lines.get()) is not None:
+        try:
+            message = decode_message(line)
+        except RpcError as error:
+            await _write_message(error_response(None, error))
+            continue
+        task = asyncio.create_task(answer(message))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    if tasks:
+        await asyncio.wait(tasks, timeout=10)
+
+
+def _read_lines() -> "asyncio.Queue[bytes | None]":
+    """Read stdin in a daemon thread, which does not delay the exit. None is the end."""
+    lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        while line := sys.stdin.buffer.readline(LONGEST_LINE):
+            if line.strip():
+                loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, None)
+
+    threading.Thread(target=read, name="mcp stdin", daemon=True).start()
+    return lines
+
+
+async def _write_message(message: dict[str, Any]) -> None:
+    import msgspec
+
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()

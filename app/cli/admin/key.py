@@ -280,8 +280,8 @@ def _view(program: Program, key: "ApiKey") -> dict[str, Any]:
     from ...security.quotas import QuotaLedger
 
     ledger = QuotaLedger(program.paths.keys_quota_file)
-    told: dict[str, Any] = msgspec.to_builtins(view(key, _used(program), ledger))
-    return told
+    data: dict[str, Any] = msgspec.to_builtins(view(key, _used(program), ledger))
+    return data
 
 
 def _usage(program: Program) -> Mapping[str, Any]:

@@ -151,7 +151,7 @@ def _print_replay(answer: Mapping[str, Any]) -> None:
     row = answer["request"] or answer["in_flight"]
     shown = {name: value for name, value in row.items() if name not in _HIDDEN}
     facts = shown | {"params": row.get("params", ""), "prefix cache": answer["prefix_note"]}
-    lines = [f"{name:17}  {told}" for name, value in facts.items() if (told := _format_value(name, value))]
+    lines = [f"{name:17}  {text}" for name, value in facts.items() if (text := _format_value(name, value))]
     if answer["content"] is not None:
         lines += _texts("Prompt as sent to the model", answer["content"]["prompts"])
         lines += _texts("Answer", answer["content"]["outputs"])

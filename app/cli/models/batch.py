@@ -99,18 +99,18 @@ def read_lines(source: Path, model: str | None) -> list[BatchLine]:
 
 def _parse(number: int, text: str, model: str | None) -> BatchLine:
     try:
-        told = json.loads(text)
+        data = json.loads(text)
     except ValueError as error:
         raise _bad(number, f"it is not JSON ({error})") from None
-    if not isinstance(told, dict):
+    if not isinstance(data, dict):
         raise _bad(number, "it is not a JSON object")
-    if "body" in told:
-        custom_id, path, body = str(told.get("custom_id", number)), told.get("url"), told["body"]
+    if "body" in data:
+        custom_id, path, body = str(data.get("custom_id", number)), data.get("url"), data["body"]
         if path not in ROUTES or not isinstance(body, dict):
             raise _bad(number, f"'url' must be one of {', '.join(ROUTES)}, and 'body' an object")
     else:
-        path = next((route for name, route in ROUTE_OF_FIELD.items() if name in told), None)
-        custom_id, body = str(told.pop("custom_id", number)), told
+        path = next((route for name, route in ROUTE_OF_FIELD.items() if name in data), None)
+        custom_id, body = str(data.pop("custom_id", number)), data
         if path is None:
             raise _bad(number, f"it has none of {', '.join(ROUTE_OF_FIELD)}")
     body = {"model": model, **body, "stream": False} if model else {**body, "stream": False}
@@ -196,8 +196,8 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
                     _wait_or_leave(pool, tasks, files, stopping)
                     raise
         except KeyboardInterrupt:
-            told = f"{files.written - files.failed} more are answered"
-            output.say(f"\nStopped. The same command goes on: {told}.")
+            text = f"{files.written - files.failed} more are answered"
+            output.say(f"\nStopped. The same command goes on: {text}.")
             return Exit.FAILED
     seconds = time.monotonic() - begun
     output.say(f"{files.written - files.failed} answered in {seconds:.1f} s: {target}")
@@ -217,8 +217,8 @@ def _wait_or_leave(
         for task in tasks:
             task.cancel()
         running = sum(task.running() for task in tasks)
-        told = f"Stopping after the {running} requests that are being answered"
-        output.say(f"\n{told}. Ctrl-C stops at once.")
+        text = f"Stopping after the {running} requests that are being answered"
+        output.say(f"\n{text}. Ctrl-C stops at once.")
         pool.shutdown()
     except KeyboardInterrupt:
         with files.lock:

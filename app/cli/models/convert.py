@@ -1,5 +1,5 @@
 """`llmbox quantize` and `llmbox import`: work on weights in a process of its own, as the command line imports
-no torch (`engine/ipc/subprocess_job.py`).
+no torch (`engine/ipc/spawn.py`).
 """
 
 import json
@@ -69,8 +69,8 @@ def run_job(
         line.close()
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        _, told = process.communicate()
-    last = told.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        _, stderr = process.communicate()
+    last = stderr.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
     raise CliError(failed, last[0], "llmbox doctor", Exit.FAILED)
 
 

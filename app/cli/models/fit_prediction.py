@@ -184,24 +184,24 @@ def report_prediction(
     facts: ModelFacts, config: EngineConfig, asked: PredictionRequest, *, as_json: bool
 ) -> int:
     """Print a prediction for each GPU model. Returns the exit code."""
-    told: list[tuple[GpuPrediction, CapacityPlan | None]] = []
+    predictions: list[tuple[GpuPrediction, CapacityPlan | None]] = []
     for gpu in asked.gpus:
         found = predict(facts.config, gpu, config, load=asked.load, price=asked.prices.get(gpu.name))
         plan = plan_capacity(found, asked.users) if asked.users and found.times is not None else None
-        told.append((found, plan))
+        predictions.append((found, plan))
     if as_json:
-        rows = [found.as_dict() | {"users": plan and plan.as_dict()} for found, plan in told]
+        rows = [found.as_dict() | {"users": plan and plan.as_dict()} for found, plan in predictions]
         output.write_json(
             "fit.on", {"name": facts.name, "source": "data sheets", "notes": list(facts.notes), "gpus": rows}
         )
     else:
-        for found, plan in told:
+        for found, plan in predictions:
             _print(facts.name, found, plan, is_plan=asked.users is not None)
         for note in (*facts.notes, PREDICTED):
             output.say(f"Note: {note}")
     does = (
         found.fits and (asked.users is None or (plan is not None and plan.is_within_target))
-        for found, plan in told
+        for found, plan in predictions
     )
     return Exit.OK if any(does) else Exit.DOES_NOT_FIT
 

@@ -171,8 +171,8 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
         else:
             program.registry.adopt_directory(check_name(each.name), each.path)
     if as_json:
-        told = [{"name": each.name, "path": str(each.path), "cache": each.is_cache} for each in found]
-        output.write_json("adopt", {"adopted": told})
+        rows = [{"name": each.name, "path": str(each.path), "cache": each.is_cache} for each in found]
+        output.write_json("adopt", {"adopted": rows})
         return
     for each in found:
         output.say(f"{each.name}: {each.path}" + (" (a cache)" if each.is_cache else ""))

@@ -146,14 +146,14 @@ def _start_daemon_if_needed(program: Program, flags: Mapping[str, Scalar]) -> No
 
 
 def _follow(program: Program, found: dict[str, Any], *, as_json: bool) -> None:
-    view: JsonView | BarsView = JsonView() if as_json else BarsView()
-    told = ""
+    view: JsonView | ProgressBars = JsonView() if as_json else ProgressBars()
+    text = ""
     try:
         while True:
             view.show(found)
-            if found["message"] and found["message"] != told:
-                told = found["message"]
-                view.note(told)
+            if found["message"] and found["message"] != text:
+                text = found["message"]
+                view.note(text)
             if found["state"] not in {"checking", "downloading"}:
                 break
             time.sleep(LOOK)
@@ -266,7 +266,7 @@ class JsonView:
         return
 
 
-class BarsView:
+class ProgressBars:
     """View with a bar for each file on a terminal, else one plain line at most every 5 s."""
 
     def __init__(self) -> None:

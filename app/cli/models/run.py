@@ -123,8 +123,8 @@ def choose_model(program: Program) -> str:
         raise CliError("which model?", "MODEL is missing", f"llmbox run {default}", Exit.USAGE)
     names = [name for name, _ in rows]
     wide = max(map(len, names))
-    for number, (name, told) in enumerate(rows, 1):
-        output.say(formatting.printable(f"  {number}  {name:{wide}}  {told}"))
+    for number, (name, text) in enumerate(rows, 1):
+        output.say(formatting.printable(f"  {number}  {name:{wide}}  {text}"))
     picked: int = click.prompt(
         "Which model?", type=click.IntRange(1, len(rows)), default=names.index(default) + 1, err=True
     )
@@ -245,8 +245,8 @@ class _Thoughts:
 
 
 def ensure_loaded(program: Program, model: str) -> dict[str, Any]:
-    """Load a model that is on this disk; start the daemon if it does not run. Returns the served model, of an
-    alias or adapter under that name: requests must name it.
+    """Load a model that is on this disk; start the daemon if it does not run. Returns the served model;
+    an alias or adapter keeps its own name, which requests must use.
     """
     served = _loaded(program, model)
     return {**served, "name": model} if model in program.names.aliases else served

@@ -99,9 +99,9 @@ def startup_error(program: Program, code: int, offset: int) -> CliError:
     log_file = str(program.paths.log_file)
     exit_code = Exit(code) if code in set(Exit) and code != 0 else Exit.FAILED
     lines = last_lines(program.paths.log_file, offset, 12)
-    told = error_in(lines)
-    if told is not None:
-        return CliError(told.what, told.why, told.fix, exit_code, log_file)
+    error = error_in(lines)
+    if error is not None:
+        return CliError(error.what, error.why, error.fix, exit_code, log_file)
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return CliError(
         "the daemon ended while starting",
@@ -132,8 +132,8 @@ def wait_for_models(
                 _print_warnings(models)
                 return models
             waited = time.monotonic() - began
-            told = ", ".join(progress_text(model) for model in models if model["state"] != "ready")
-            line.update(f"{told} ({waited:.0f} s)" if waited > SILENT_S else told)
+            text = ", ".join(progress_text(model) for model in models if model["state"] != "ready")
+            line.update(f"{text} ({waited:.0f} s)" if waited > SILENT_S else text)
             if waited > timeout:
                 raise CliError(
                     "not ready yet",

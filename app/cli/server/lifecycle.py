@@ -106,15 +106,15 @@ def _first_runs(program: Program) -> dict[str, str]:
     with contextlib.suppress(CliError):
         for label, each in first_choices(recommendations(program)).items():
             speed = each.fit.speed
-            told = f", {formatting.rate_range(*speed.one_stream)} tokens/s" if speed else ""
+            rate = f", {formatting.rate_range(*speed.one_stream)} tokens/s" if speed else ""
             size = formatting.size(each.fit.disk_need)
-            steps[f"llmbox run {each.model.name}"] = f"{label.lower()}: fetch {size} and chat{told}"
+            steps[f"llmbox run {each.model.name}"] = f"{label.lower()}: fetch {size} and chat{rate}"
     return steps
 
 
 def _print_failing(rate: Mapping[str, Any]) -> None:
     """Print a model's share of failed requests, in the words of the alerts of `llmbox top` and the panel."""
-    from ...telemetry.alerts import errors_command
+    from ...telemetry.snapshot import errors_command
 
     model, reason = rate["model"], f" ({rate['reason']})" if rate["reason"] else ""
     share = f"{rate['failed']} of {rate['finished']} requests of the last 5 minutes"

@@ -36,7 +36,7 @@ from .up import sign_in_link
 CHANGED = ("server.host", "server.tls", "server.mdns")
 """Settings that sharing writes."""
 START_TIMEOUT = 600.0
-"""Seconds for the models that were in memory to be there again."""
+"""Longest wait, in seconds, until the models that were in memory are loaded again."""
 
 
 @click.command(cls=Command)
@@ -305,9 +305,9 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
     fingerprint = certificate_fingerprint(Path(running.certificate)) if running.certificate else ""
     if as_json:
         sign_in = _sign_in(program, running, roots[0])
-        told = {"shared": True, "urls": [f"{root}/v1" for root in roots], "sign_in": sign_in or None}
-        told |= {"key": key, "secret": secret or None, "certificate": running.certificate or None}
-        output.write_json("share", {**told, "certificate_sha256": fingerprint or None})
+        data = {"shared": True, "urls": [f"{root}/v1" for root in roots], "sign_in": sign_in or None}
+        data |= {"key": key, "secret": secret or None, "certificate": running.certificate or None}
+        output.write_json("share", {**data, "certificate_sha256": fingerprint or None})
         return
     output.write("llmbox is shared on your network.")
     for root in roots:

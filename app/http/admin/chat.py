@@ -26,8 +26,10 @@ from ...store.conversations import (
     ConversationBody,
     Conversations,
     PanelItems,
+    ToolServerSecrets,
+    has_values,
+    without_values,
 )
-from ...store.tool_secrets import ToolServerSecrets, has_values, without_values
 from ..auth.guard import identity_of
 from ..server.sse import while_connected
 

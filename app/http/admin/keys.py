@@ -18,8 +18,8 @@ from ...security.keys import ApiKey, KeyChange, KeySpec
 from ...security.security import Security
 from ...security.sessions import TOKEN_LIFE
 from ...services import Services
+from ...store.conversations import ToolServerSecrets
 from ...store.record import StoreError
-from ...store.tool_secrets import ToolServerSecrets
 from ...store.usage import KeyUsage, usage_by_key
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class NewKey(Struct):
     secret: str
 
 
-class Revoked(Struct):
+class RevokedKey(Struct):
     revoked: str
 
 
@@ -92,9 +92,9 @@ async def change_key(
 
 
 @delete("/keys/{name:str}", status_code=200, name="admin_key_revoke")
-async def revoke_key(request: Request[Any, Any, State], name: FromPath[str]) -> Revoked:
+async def revoke_key(request: Request[Any, Any, State], name: FromPath[str]) -> RevokedKey:
     services: Services = request.app.state.services
-    return Revoked((await revoke(services, name)).name)
+    return RevokedKey((await revoke(services, name)).name)
 
 
 @post("/signin-link", status_code=200, sync_to_thread=False, name="admin_signin_link")

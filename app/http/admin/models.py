@@ -30,7 +30,7 @@ from .schema import (
     Stats,
     StatsTotals,
     Status,
-    Unloaded,
+    UnloadedModels,
     UnloadRequest,
 )
 
@@ -68,9 +68,9 @@ async def begin_load(
 
 
 @post("/models/unload", status_code=200, name="admin_unload")
-async def unload_model(request: Request[Any, Any, State], data: JSONBody[UnloadRequest]) -> Unloaded:
+async def unload_model(request: Request[Any, Any, State], data: JSONBody[UnloadRequest]) -> UnloadedModels:
     control: DaemonController = request.app.state.control
-    return Unloaded(await control.unload(data.model))
+    return UnloadedModels(await control.unload(data.model))
 
 
 @post("/models/pin", status_code=200, sync_to_thread=False, name="admin_pin")

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ...errors import ApiError
 from ...inspect.detail import RequestDetail, detail_of
-from ...inspect.replay import Replayed, replay
+from ...inspect.replay import ReplayResult, replay
 from ...inspect.why import RequestTime, request_time
 from ...services import Services
 from ...store.record import RecordFilter, RequestRecord, StoreError
@@ -18,7 +18,7 @@ from ...store.stored_answers import Kind
 from ..auth.guard import identity_of
 from ..server.sse import while_connected
 from .keys import erase_stored_of_gone_keys
-from .schema import Before, Cancelled, HttpStatus, Purged, PurgeRequest, RequestPage, Since
+from .schema import Before, CancelledRequest, HttpStatus, PurgedRows, PurgeRequest, RequestPage, Since
 
 MOST_ROWS = 1000
 
@@ -75,28 +75,28 @@ async def request_why(request: Request[Any, Any, State], request_id: FromPath[st
 
 
 @post("/requests/{request_id:str}/cancel", status_code=200, sync_to_thread=False, name="admin_cancel")
-def cancel_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> Cancelled:
+def cancel_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> CancelledRequest:
     services: Services = request.app.state.services
     if not services.gateway.cancel(request_id):
         raise ApiError(404, f"No request {request_id!r} is in flight.", "request_not_found", "request_id")
-    return Cancelled(request_id)
+    return CancelledRequest(request_id)
 
 
 @post("/requests/{request_id:str}/replay", status_code=200, name="admin_replay")
-async def replay_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> Replayed:
+async def replay_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> ReplayResult:
     """Send a request again. Ends with the answer, or when the client leaves."""
     work = replay(request.app.state.services, identity_of(request), request_id)
     return await while_connected(request.receive, work)
 
 
 @post("/requests/purge", status_code=200, name="admin_purge")
-async def purge_requests(request: Request[Any, Any, State], data: JSONBody[PurgeRequest]) -> Purged:
+async def purge_requests(request: Request[Any, Any, State], data: JSONBody[PurgeRequest]) -> PurgedRows:
     """Erase requests that were created before a moment."""
     services: Services = request.app.state.services
     erased = await services.request_log.purge(data.before, data.what)
     if data.what != "content":
         erased += await services.files.erase_before(data.before)
-    return Purged(erased)
+    return PurgedRows(erased)
 
 
 class StoredOfKey(Struct, kw_only=True):
@@ -112,12 +112,12 @@ class StoredOfKey(Struct, kw_only=True):
     newest_at: float
 
 
-class Stored(Struct):
+class StoredByKey(Struct):
     stored: list[StoredOfKey]
 
 
 @get("/stored", name="admin_stored")
-async def stored(request: Request[Any, Any, State]) -> Stored:
+async def stored(request: Request[Any, Any, State]) -> StoredByKey:
     services: Services = request.app.state.services
     rows = []
     for total in await services.stored.totals():
@@ -132,11 +132,11 @@ async def stored(request: Request[Any, Any, State]) -> Stored:
                 newest_at=total.newest,
             )
         )
-    return Stored(rows)
+    return StoredByKey(rows)
 
 
 @post("/stored/forget", status_code=200, name="admin_stored_forget")
-async def forget_stored(request: Request[Any, Any, State]) -> Purged:
+async def forget_stored(request: Request[Any, Any, State]) -> PurgedRows:
     """Erase stored answers of deleted keys now, rather than within the hour."""
     services: Services = request.app.state.services
-    return Purged(await erase_stored_of_gone_keys(services))
+    return PurgedRows(await erase_stored_of_gone_keys(services))

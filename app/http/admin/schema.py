@@ -30,9 +30,9 @@ class QueueStatus(Struct, kw_only=True):
     problem: str
     """Reason why targets cannot be met at all; empty if they can."""
     prompt_ratio: float | None
-    """Time of a step of running requests with prompts beside them, in times of a step without."""
+    """Time of a decoding step that also computes prompts, divided by the time of one that does not."""
     prompt_share: float
-    """Share of the steps of running requests with prompts beside them."""
+    """Share of the decoding steps that also compute prompts."""
     disaggregate: str
     """Cores of `--disaggregate` by which prompts would no longer hold up running requests; empty where they
     do not, or where it is not possible."""
@@ -106,7 +106,7 @@ class UnloadRequest(Struct, forbid_unknown_fields=True):
     """Model to unload. None unloads all."""
 
 
-class Unloaded(Struct):
+class UnloadedModels(Struct):
     unloaded: list[str]
 
 
@@ -195,11 +195,11 @@ class PurgeRequest(Struct, forbid_unknown_fields=True):
     """Rows with their contents, and stored answers; all prompts and answers; stored answers alone."""
 
 
-class Purged(Struct):
+class PurgedRows(Struct):
     purged: int
 
 
-class Cancelled(Struct):
+class CancelledRequest(Struct):
     cancelled: str
 
 

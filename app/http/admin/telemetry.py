@@ -23,10 +23,9 @@ from ...events import Event, Events
 from ...logging.setup import LEVEL_NAMES, LogEntry, tail
 from ...services import Services
 from ...store.usage import ModelUsage, Outcomes, outcomes, usage_by_model
-from ...telemetry.annotations import MOST, Annotation
 from ...telemetry.daemon_profile import DaemonTimes
-from ...telemetry.history import KEEP, is_series, resample, step_for
-from ...telemetry.kv_cache_map import Blocks
+from ...telemetry.device_memory import KVBlockMap
+from ...telemetry.history import KEEP, MOST, Annotation, is_series, resample, step_for
 from ...telemetry.snapshot import Tick
 from ..auth.guard import identity_of
 from ..server.sse import EventStreamResponse, SseOptions
@@ -99,7 +98,7 @@ class UsageAnswer(Struct):
 
 
 class BlockMaps(Struct):
-    models: list[Blocks]
+    models: list[KVBlockMap]
 
 
 class LogLines(Struct):

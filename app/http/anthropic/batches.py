@@ -186,14 +186,14 @@ async def _lines(services: Services, batch: Batch) -> AsyncGenerator[bytes, None
 
 
 def _line(result: BatchResult) -> bytes:
-    told: dict[str, Any]
+    data: dict[str, Any]
     if result.status != "done":
-        told = {"type": "canceled" if result.status == "cancelled" else "expired"}
+        data = {"type": "canceled" if result.status == "cancelled" else "expired"}
     elif result.http_status == 200:
-        told = {"type": "succeeded", "message": msgspec.Raw(result.answer)}
+        data = {"type": "succeeded", "message": msgspec.Raw(result.answer)}
     else:
-        told = {"type": "errored", "error": msgspec.Raw(result.answer)}
-    return msgspec.json.encode({"custom_id": result.custom_id, "result": told}) + b"\n"
+        data = {"type": "errored", "error": msgspec.Raw(result.answer)}
+    return msgspec.json.encode({"custom_id": result.custom_id, "result": data}) + b"\n"
 
 
 async def _find(services: Services, owner: str, batch_id: str) -> Batch:

@@ -9,10 +9,9 @@ from msgspec import structs
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import model_limit
-from ..openai.chat import ChatCall, chat_ids
+from ..openai.chat import ChatCall, chat_ids, chat_request, prepare_translated
 from ..openai.chat_messages import build_chat
 from ..openai.completions import check_prompts
-from ..openai.dialect import chat_request, prepare_translated
 from ..openai.request_context import RequestContext
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..server.errors import NO_THREADS

@@ -13,15 +13,21 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.generation import Generation
 from ...security.security import Identity
-from ..openai.chat import ChatCall
-from ..openai.chat_messages import PLAIN, Parsing
+from ..openai.chat import ChatCall, prepare_translated, prepare_translated_completion
+from ..openai.chat_messages import PLAIN, ParserOptions
 from ..openai.completions import CompletionCall
-from ..openai.dialect import prepare_translated, prepare_translated_completion
 from ..openai.request_context import RequestContext
 from ..openai.request_types import NoEffect
 from ..openai.sampling import invalid
 from ..openai.unsupported import refuse_unsupported, unknown_fields
-from .request_types import ChatRequest, Common, GenerateRequest, OllamaMessage, Options, normalize_name
+from .request_types import (
+    ChatRequest,
+    GenerateRequest,
+    OllamaGenerateFields,
+    OllamaMessage,
+    OllamaOptions,
+    normalize_name,
+)
 
 _SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 NAMES = {
@@ -65,7 +71,7 @@ def raw_fields(request: GenerateRequest) -> dict[str, Any]:
     return body
 
 
-def _common(request: Common) -> dict[str, Any]:
+def _common(request: OllamaGenerateFields) -> dict[str, Any]:
     body: dict[str, Any] = {"model": normalize_name(request.model)}
     options = request.options
     if options is not None:
@@ -140,7 +146,7 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     return made
 
 
-_WITHOUT_EFFECT = [name for name, hint in Options.__annotations__.items() if hint is NoEffect]
+_WITHOUT_EFFECT = [name for name, hint in OllamaOptions.__annotations__.items() if hint is NoEffect]
 
 _REASONS = {
     "num_ctx": ": the context window is set at load",
@@ -152,7 +158,7 @@ _WHOLE_CONTEXT = ("repeat_last_n", -1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaCall:
     prepared: ChatCall | CompletionCall
-    parsing: Parsing
+    parsing: ParserOptions
     has_logprobs: bool
 
     @property
@@ -204,11 +210,11 @@ async def _prepare_raw(call: RequestContext, data: GenerateRequest, warnings: li
     )
 
 
-def find_warnings(call: RequestContext, data: Common) -> list[str]:
+def find_warnings(call: RequestContext, data: OllamaGenerateFields) -> list[str]:
     """Return warnings for fields that are ignored or only partly supported."""
     found = unknown_fields(type(data), call.plain)
-    options = data.options or Options()
-    found += unknown_fields(Options, call.plain.get("options") or {}, "options.")
+    options = data.options or OllamaOptions()
+    found += unknown_fields(OllamaOptions, call.plain.get("options") or {}, "options.")
     for name in _WITHOUT_EFFECT:
         if getattr(options, name) is not None and (name, getattr(options, name)) != _WHOLE_CONTEXT:
             found.append(f"'options.{name}' has no effect{_REASONS.get(name, '')}.")

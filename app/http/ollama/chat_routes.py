@@ -17,15 +17,14 @@ from ...gateway.gateway import model_limit
 from ...util.threads import off_loop
 from ..openai.completions import prompt_ids
 from ..openai.embeddings import (
-    Pooled,
+    PooledPrompts,
     build_pooling_generation,
     check_dimensions,
     check_inputs,
     pool,
     with_prompt,
 )
-from ..openai.generating import inference_route
-from ..openai.request_context import HttpRequest, RequestContext
+from ..openai.request_context import HttpRequest, RequestContext, inference_route
 from ..openai.sampling import public_id
 from ..openai.unsupported import unknown_fields
 from ..server.sse import EventStreamResponse, while_connected
@@ -33,17 +32,17 @@ from .calls import find_warnings, keep_for, load_or_unload, prepare_ollama, seco
 from .model_routes import library_routes, model_routes
 from .request_types import (
     ChatRequest,
-    Common,
     EmbedCommon,
     EmbeddingsRequest,
     EmbedRequest,
     GenerateRequest,
+    OllamaGenerateFields,
     normalize_name,
 )
 from .responder import LINES, Kind, build_empty_answer, complete, stream
 
 
-class Embedded(Struct, kw_only=True):
+class OllamaEmbedResponse(Struct, kw_only=True):
     """Answer of `/api/embed`. Times are nanoseconds."""
 
     model: str
@@ -54,22 +53,26 @@ class Embedded(Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
-class EmbeddedOne(Struct, kw_only=True):
+class OllamaEmbeddingResponse(Struct, kw_only=True):
     embedding: list[float]
     warnings: list[str] | UnsetType = UNSET
 
 
-Told = Callable[[list[list[float]], Pooled | None, list[str]], Struct]
+AnswerBuilder = Callable[[list[list[float]], PooledPrompts | None, list[str]], Struct]
 """The answer of a route: vectors, what they came from (None where the prompt is empty), warnings."""
 
 
 @inference_route("/api/embed", "ollama_embed", "ollamaEmbed")
-async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body()]) -> Response[Embedded]:
+async def ollama_embed(
+    request: HttpRequest, data: Annotated[EmbedRequest, Body()]
+) -> Response[OllamaEmbedResponse]:
     """Return a vector of length 1 for each text."""
     began = time.monotonic()
 
-    def build_answer(vectors: list[list[float]], pooled: Pooled | None, warnings: list[str]) -> Embedded:
-        return Embedded(
+    def build_answer(
+        vectors: list[list[float]], pooled: PooledPrompts | None, warnings: list[str]
+    ) -> OllamaEmbedResponse:
+        return OllamaEmbedResponse(
             model=data.model,
             embeddings=vectors,
             total_duration=round((time.monotonic() - began) * 1e9),
@@ -84,11 +87,13 @@ async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body(
 @inference_route("/api/embeddings", "ollama_embeddings", "ollamaEmbeddings")
 async def ollama_embeddings(
     request: HttpRequest, data: Annotated[EmbeddingsRequest, Body()]
-) -> Response[EmbeddedOne]:
+) -> Response[OllamaEmbeddingResponse]:
     """Return a vector of length 1 for one text: the older route."""
 
-    def build_answer(vectors: list[list[float]], _pooled: Pooled | None, warnings: list[str]) -> EmbeddedOne:
-        return EmbeddedOne(embedding=vectors[0] if vectors else [], warnings=warnings or UNSET)
+    def build_answer(
+        vectors: list[list[float]], _pooled: PooledPrompts | None, warnings: list[str]
+    ) -> OllamaEmbeddingResponse:
+        return OllamaEmbeddingResponse(embedding=vectors[0] if vectors else [], warnings=warnings or UNSET)
 
     return await _answer_embeddings(
         request, data, [data.prompt] if data.prompt else [], "prompt", build_answer
@@ -100,7 +105,7 @@ async def _answer_embeddings(
     data: EmbedRequest | EmbeddingsRequest,
     texts: list[str],
     param: str,
-    build_answer: Told,
+    build_answer: AnswerBuilder,
 ) -> Response[Any]:
     call = await RequestContext.of(request)
     control, warnings = request.app.state.control, _warnings(call, data)
@@ -178,7 +183,7 @@ async def ollama_generate(
 
 
 async def _answer_without_prompt(
-    request: HttpRequest, call: RequestContext, kind: Kind, data: Common
+    request: HttpRequest, call: RequestContext, kind: Kind, data: OllamaGenerateFields
 ) -> Response[dict[str, Any]]:
     """Answer a request without a prompt: load the model, or unload it where `keep_alive` is 0."""
     control = request.app.state.control

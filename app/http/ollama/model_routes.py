@@ -12,14 +12,14 @@ from litestar.params import Body
 from litestar.types import ControllerRouterHandler
 
 from ...control.controller import DaemonController
-from ...control.library import STATUS_OF_EXIT, Card, read_card
+from ...control.library import STATUS_OF_EXIT, LocalModelFacts, read_card
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError, CliError, Exit
 from ...gateway.gateway import context_limit
 from ...hub.download import Download
 from ...hub.errors import HubError
 from ...lifecycle.drain import shutting_down
-from ...models.aliases import set_alias
+from ...models.adapters import set_alias
 from ...models.catalog import HUB_ID, hub_cache
 from ..auth.guard import Access, identity_of
 from ..openai.request_context import HttpRequest, RequestContext
@@ -30,12 +30,12 @@ from ..server.sse import EventStreamResponse, while_connected
 from .request_types import CopyRequest, DeleteRequest, OllamaPullRequest, ShowRequest, normalize_name
 from .responder import (
     LINES,
-    Listed,
+    OllamaModelEntry,
+    OllamaModelList,
+    OllamaRunningModel,
+    OllamaShowResponse,
     OllamaVersion,
-    Running,
     RunningModels,
-    Shown,
-    Tags,
     capabilities,
     details_of,
     line,
@@ -158,13 +158,13 @@ async def follow_pull(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the lines of a download, `done` at its end. Raises ApiError where it fails or is stopped."""
     yield {"status": "pulling manifest"}
-    told: dict[str, int] = {}
+    reported: dict[str, int] = {}
     async for state in control.library.downloads.follow(download):
         if state.active and control.services.drain.draining:
             raise shutting_down()
         for step in _progress(state):
-            if told.get(step["digest"]) != step["completed"]:
-                told[step["digest"]] = step["completed"]
+            if reported.get(step["digest"]) != step["completed"]:
+                reported[step["digest"]] = step["completed"]
                 yield step
     if download.state != "ready":
         raise _refusal(download)
@@ -229,12 +229,12 @@ async def ollama_version(request: HttpRequest) -> OllamaVersion:
 
 
 @get("/api/tags", opt={"access": Access.KNOWN}, name="ollama_tags", operation_id="ollamaTags")
-async def ollama_tags(request: HttpRequest) -> Tags:
+async def ollama_tags(request: HttpRequest) -> OllamaModelList:
     """List every model that may be requested."""
     control: DaemonController = request.app.state.control
     names = [model.id for model in await listed_models(await RequestContext.of(request))]
     cards = await _cards(await control.places(names))
-    return Tags([_listed(name, card) for name, card in cards.items()])
+    return OllamaModelList([_listed(name, card) for name, card in cards.items()])
 
 
 @get("/api/ps", opt={"access": Access.KNOWN}, name="ollama_ps", operation_id="ollamaPs")
@@ -254,7 +254,7 @@ async def ollama_ps(request: HttpRequest) -> RunningModels:
 @post(
     "/api/show", status_code=200, opt={"access": Access.KNOWN}, name="ollama_show", operation_id="ollamaShow"
 )
-async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]) -> Shown:
+async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]) -> OllamaShowResponse:
     """Describe a model and its capabilities."""
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)
@@ -265,7 +265,7 @@ async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]
         raise ApiError(404, f"The model {name!r} does not exist here.", "model_not_found", "model")
     card, alias = cards[name], control.services.aliases().get(name)
     window = next((model.context_window for model in await listed_models(call) if model.id == name), None)
-    return Shown(
+    return OllamaShowResponse(
         details=details_of(card, _weights(control, name)),
         model_info=model_info(card, window),
         capabilities=capabilities(card),
@@ -276,10 +276,10 @@ async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]
     )
 
 
-async def _cards(places: dict[str, Path]) -> dict[str, Card]:
+async def _cards(places: dict[str, Path]) -> dict[str, LocalModelFacts]:
     """Return the cards of models whose files still exist."""
 
-    def read() -> dict[str, Card]:
+    def read() -> dict[str, LocalModelFacts]:
         found = {}
         for name, place in places.items():
             try:
@@ -291,8 +291,8 @@ async def _cards(places: dict[str, Path]) -> dict[str, Card]:
     return await asyncio.to_thread(read)
 
 
-def _listed(name: str, card: Card) -> Listed:
-    return Listed(
+def _listed(name: str, card: LocalModelFacts) -> OllamaModelEntry:
+    return OllamaModelEntry(
         name=name,
         model=name,
         modified_at=stamp(card.modified),
@@ -302,11 +302,11 @@ def _listed(name: str, card: Card) -> Listed:
     )
 
 
-def _running(name: str, model: LoadedModel, card: Card) -> Running:
+def _running(name: str, model: LoadedModel, card: LocalModelFacts) -> OllamaRunningModel:
     info = model.supervisor.info
     assert info is not None
     size = info.weights_bytes + info.kv_bytes + info.workspace_bytes
-    return Running(
+    return OllamaRunningModel(
         name=name,
         model=name,
         size=size,

@@ -22,7 +22,7 @@ from ..openai.request_types import (
 )
 
 
-class Options(Struct, kw_only=True):
+class OllamaOptions(Struct, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
@@ -81,9 +81,9 @@ class OllamaMessage(Struct, kw_only=True):
     tool_name: str | None = None
 
 
-class Common(Struct, kw_only=True):
+class OllamaGenerateFields(Struct, kw_only=True):
     model: Name
-    options: Options | None = None
+    options: OllamaOptions | None = None
     stream: bool | None = None
     """Absent: true, as with Ollama."""
     think: bool | Literal["low", "medium", "high", "max"] | None = None
@@ -100,14 +100,14 @@ class Common(Struct, kw_only=True):
     """Seconds or a duration (`5m`) that the model stays unused; 0: not at all, below 0: for good."""
 
 
-class ChatRequest(Common, kw_only=True):
+class ChatRequest(OllamaGenerateFields, kw_only=True):
     """Chat request. Without messages the model is loaded, or unloaded with `keep_alive: 0`."""
 
     messages: list[OllamaMessage] | None = None
     tools: list[Tool] | None = None
 
 
-class GenerateRequest(Common, kw_only=True):
+class GenerateRequest(OllamaGenerateFields, kw_only=True):
     """Generate request. Without a prompt the model is loaded, or unloaded with `keep_alive: 0`."""
 
     prompt: str | None = None
@@ -147,7 +147,7 @@ class EmbeddingsRequest(EmbedCommon, kw_only=True):
     prompt: str | None = None
 
 
-class Named(Struct, kw_only=True):
+class OllamaModelName(Struct, kw_only=True):
     """Request that names a model in one of two fields; `name` is the older."""
 
     model: Name | None = None
@@ -161,7 +161,7 @@ class Named(Struct, kw_only=True):
         return name
 
 
-class ShowRequest(Named, kw_only=True):
+class ShowRequest(OllamaModelName, kw_only=True):
     verbose: NoEffect = None
     """No effect: answers never hold the vocabulary."""
 
@@ -171,11 +171,11 @@ class CopyRequest(Struct, kw_only=True):
     destination: Name
 
 
-class DeleteRequest(Named, kw_only=True):
+class DeleteRequest(OllamaModelName, kw_only=True):
     pass
 
 
-class OllamaPullRequest(Named, kw_only=True):
+class OllamaPullRequest(OllamaModelName, kw_only=True):
     stream: bool | None = None
     """Absent: true, as with Ollama."""
     insecure: NoEffect = None

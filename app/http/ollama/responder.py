@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from ...control.library import Card
+from ...control.library import LocalModelFacts
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, TokenEntry
@@ -72,7 +72,7 @@ class AnswerWriter:
         begun = clock.scheduled if clock.scheduled is not None else clock.submitted
         first = clock.first_token if clock.first_token is not None else begun
         last = clock.last_token if clock.last_token is not None else first
-        told = {
+        data = {
             **self.part(parts),
             "done": True,
             "done_reason": self._opened.sequences[0].finish_reason,
@@ -84,14 +84,14 @@ class AnswerWriter:
             "eval_duration": _nanoseconds(last - first),
         }
         warnings = self._call.prepared.warnings_at_end(self._opened)
-        return told | ({"warnings": warnings} if warnings else {})
+        return data | ({"warnings": warnings} if warnings else {})
 
     def _logprobs(self) -> dict[str, Any]:
         if not self._entries:
             return {}
-        told = chat_logprobs(self._entries, self._call.generation.model.text.tokens).content
+        result = chat_logprobs(self._entries, self._call.generation.model.text.tokens).content
         self._entries = []
-        return {"logprobs": told}
+        return {"logprobs": result}
 
 
 async def complete(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def build_empty_answer(
     said: dict[str, Any] = (
         {"response": ""} if kind == "generate" else {"message": {"role": "assistant", "content": ""}}
     )
-    told = {"model": model, "created_at": stamp(now), **said, "done": True, "done_reason": reason}
-    return told | ({"warnings": warnings} if warnings else {})
+    data = {"model": model, "created_at": stamp(now), **said, "done": True, "done_reason": reason}
+    return data | ({"warnings": warnings} if warnings else {})
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -141,7 +141,7 @@ def _nanoseconds(seconds: float) -> int:
 _OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
-class Details(Struct, kw_only=True):
+class OllamaModelDetails(Struct, kw_only=True):
     parent_model: str = ""
     format: str = "safetensors"
     family: str
@@ -150,27 +150,27 @@ class Details(Struct, kw_only=True):
     quantization_level: str
 
 
-class Listed(Struct, kw_only=True):
+class OllamaModelEntry(Struct, kw_only=True):
     name: str
     model: str
     modified_at: str
     size: int
     """Bytes on disk."""
     digest: str
-    details: Details
+    details: OllamaModelDetails
 
 
-class Tags(Struct):
-    models: list[Listed]
+class OllamaModelList(Struct):
+    models: list[OllamaModelEntry]
 
 
-class Running(Struct, kw_only=True):
+class OllamaRunningModel(Struct, kw_only=True):
     name: str
     model: str
     size: int
     """Bytes of memory."""
     digest: str
-    details: Details
+    details: OllamaModelDetails
     expires_at: str
     """Time when the model leaves memory if no request comes; centuries ahead for one that stays."""
     size_vram: int
@@ -180,11 +180,11 @@ class Running(Struct, kw_only=True):
 
 
 class RunningModels(Struct):
-    models: list[Running]
+    models: list[OllamaRunningModel]
 
 
-class Shown(Struct, kw_only=True):
-    details: Details
+class OllamaShowResponse(Struct, kw_only=True):
+    details: OllamaModelDetails
     model_info: dict[str, Any]
     capabilities: list[str]
     modified_at: str
@@ -198,10 +198,10 @@ class OllamaVersion(Struct):
     version: str
 
 
-def details_of(card: Card, weights: str = "") -> Details:
+def details_of(card: LocalModelFacts, weights: str = "") -> OllamaModelDetails:
     """Build a model's details. `weights`: the data type in memory, where that differs from the files."""
     family = card.config.model_type if card.config is not None else ""
-    return Details(
+    return OllamaModelDetails(
         family=family,
         families=[family] if family else [],
         parameter_size=_size(card.parameters),
@@ -209,7 +209,7 @@ def details_of(card: Card, weights: str = "") -> Details:
     )
 
 
-def model_info(card: Card, context: int | None) -> dict[str, Any]:
+def model_info(card: LocalModelFacts, context: int | None) -> dict[str, Any]:
     """Build `model_info` with GGUF's keys. `context` is the length served here, which may be less than the
     model's.
     """
@@ -234,7 +234,7 @@ def model_info(card: Card, context: int | None) -> dict[str, Any]:
     }
 
 
-def capabilities(card: Card) -> list[str]:
+def capabilities(card: LocalModelFacts) -> list[str]:
     if card.for_vectors:
         return ["embedding"]
     found = ["completion"]
@@ -250,9 +250,9 @@ def capabilities(card: Card) -> list[str]:
 
 def parameters(values: dict[str, float], context: int | None) -> str:
     """Format parameters one a line, as in a Modelfile."""
-    told: dict[str, float] = {} if context is None else {"num_ctx": context}
-    told |= {_OPTION_NAMES.get(name, name): value for name, value in values.items()}
-    return "\n".join(f"{name:<30} {value:g}" for name, value in told.items())
+    data: dict[str, float] = {} if context is None else {"num_ctx": context}
+    data |= {_OPTION_NAMES.get(name, name): value for name, value in values.items()}
+    return "\n".join(f"{name:<30} {value:g}" for name, value in data.items())
 
 
 def _size(parameters: int | None) -> str:

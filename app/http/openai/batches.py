@@ -175,17 +175,17 @@ def read_items(path: Path, endpoint: str, limits: LimitSettings) -> list[BatchIt
 
 def _item(number: int, line: bytes, endpoint: str, depth: int) -> BatchItem:
     try:
-        told = strict_json.load(line.strip(), depth + 1)
+        data = strict_json.load(line.strip(), depth + 1)
     except ApiError as error:
         raise _bad_file(number, error.message) from None
-    if not isinstance(told, dict):
+    if not isinstance(data, dict):
         raise _bad_file(number, "it is no JSON object")
-    custom_id, body = told.get("custom_id"), told.get("body")
+    custom_id, body = data.get("custom_id"), data.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512:
         raise _bad_file(number, "'custom_id' must be a text of 1 to 512 characters")
-    if told.get("method") != "POST":
+    if data.get("method") != "POST":
         raise _bad_file(number, "'method' must be 'POST'")
-    if told.get("url") != endpoint:
+    if data.get("url") != endpoint:
         raise _bad_file(number, f"'url' must be the batch's endpoint, {endpoint}")
     if not isinstance(body, dict):
         raise _bad_file(number, "'body' must be an object: the fields of the request")
@@ -246,13 +246,13 @@ def _line(result: BatchResult) -> bytes:
     else:
         code, message = _UNANSWERED[result.status]
         error = {"code": code, "message": message}
-    told = {
+    data = {
         "id": f"batch_req_{result.seq}",
         "custom_id": result.custom_id,
         "response": response,
         "error": error,
     }
-    return msgspec.json.encode(told) + b"\n"
+    return msgspec.json.encode(data) + b"\n"
 
 
 def to_batch_object(batch: Batch) -> BatchObject:

@@ -1,8 +1,15 @@
-"""POST /v1/chat/completions: build the generation, then turn deltas into an answer or into chunks."""
+"""POST /v1/chat/completions: build the generation, then turn deltas into an answer or into chunks.
 
-from collections.abc import Sequence
+Requests of other dialects come here as chats and completions, with errors and warnings that name the fields
+of that dialect.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from llmbox.engine.ipc.messages import PreparedImage, TokenLogprobs
@@ -19,11 +26,11 @@ from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser
 from ...util.threads import off_loop
-from .chat_messages import Parsing, build_chat, call_id, final_reason, input_of, reasoning_tokens
-from .completions import check_prompts, truncate_prompts
-from .generating import CheckedRequest, Deadlines
-from .request_context import ChunkHeader, RequestContext
-from .request_types import ChatCompletionRequest, Message
+from ..server.request import invalid as invalid_body
+from .chat_messages import ParserOptions, build_chat, call_id, final_reason, input_of, reasoning_tokens
+from .completions import CompletionCall, check_prompts, prepare_completion, truncate_prompts
+from .request_context import CheckedRequest, ChunkHeader, Deadlines, RequestContext
+from .request_types import ChatCompletionRequest, CompletionRequest, Message
 from .response_types import (
     CalledCustom,
     CalledFunction,
@@ -37,25 +44,28 @@ from .response_types import (
 )
 from .sampling import (
     Logprobs,
+    budget_warnings,
     chat_logprobs,
     check_alternatives,
     check_common,
     check_max_tokens,
+    describe_thinking,
     invalid,
     prompt_logprobs,
     public_id,
     sampling_params,
     stop_strings,
+    thinking_budget,
+    with_effort,
 )
 from .stored import NOT_STORED, Store
 from .structured_output import add_grammar, find_answer_constraint, find_call_constraint, unknown_inside
-from .thinking import budget_warnings, describe_thinking, thinking_budget, with_effort
 from .unsupported import refuse_unsupported, unknown_fields
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall(CheckedRequest[ChatCompletionRequest]):
-    parsing: Parsing
+    parsing: ParserOptions
     echo: str = ""
     """Text that each answer begins with."""
 
@@ -90,7 +100,7 @@ async def prepare_chat(
     params = await sampling_params(body, model, call.limits, logprobs)
     lease, decoded = await read_images(call.gateway, model, chat, call.caller.tenant)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
-    parsing = Parsing.of(body, model.text, chat, rendered)
+    parsing = ParserOptions.of(body, model.text, chat, rendered)
     calls = find_call_constraint(body, chat.tools, parsing.tools, call.limits)
     thinking = await _thinking(body, parsing, model)
     warnings += budget_warnings(body.thinking_token_budget, thinking)
@@ -127,7 +137,7 @@ async def prepare_chat(
 
 
 async def _thinking(
-    body: ChatCompletionRequest, parsing: Parsing, model: LoadedModel
+    body: ChatCompletionRequest, parsing: ParserOptions, model: LoadedModel
 ) -> ThinkingParams | None:
     info, text = model.supervisor.info, model.text
     assert info is not None
@@ -264,7 +274,7 @@ def _message(index: int, text: str, chat: ChatCall, parser: OutputParser) -> Cha
     return message
 
 
-def _called(id_: str, call: ParsedToolCall, parsing: Parsing) -> ChatToolCall:
+def _called(id_: str, call: ParsedToolCall, parsing: ParserOptions) -> ChatToolCall:
     if call.name in parsing.custom:
         return ChatToolCall(id=id_, type="custom", custom=CalledCustom(call.name, input_of(call.arguments)))
     return ChatToolCall(id=id_, function=CalledFunction(call.name, call.arguments))
@@ -309,3 +319,67 @@ def _warnings(call: RequestContext, body: ChatCompletionRequest) -> list[str]:
     if options is not None and options.include_obfuscation:
         found.append("'stream_options.include_obfuscation' has no effect.")
     return list(dict.fromkeys(found))
+
+
+def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
+    """Decode and check `plain` as a chat request. Raises ApiError 400."""
+    try:
+        return msgspec.convert(plain, ChatCompletionRequest)
+    except msgspec.ValidationError as error:  # bounds that are the chat's own
+        raise invalid_body(str(error)) from None
+
+
+async def prepare_translated_completion(
+    call: RequestContext, plain: dict[str, Any], names: Mapping[str, str]
+) -> CompletionCall:
+    """Prepare a raw prompt of another dialect. See `prepare_translated`. The request log has it as a
+    completion.
+    """
+    body = msgspec.json.encode(plain)
+    translated = replace(call, plain=plain, body=body, endpoint="/v1/completions")
+    try:
+        return await prepare_completion(translated, msgspec.convert(plain, CompletionRequest))
+    except msgspec.ValidationError as error:
+        raise invalid_body(str(error)) from None
+    except ApiError as error:
+        _rename(error, names)
+        raise
+
+
+async def prepare_translated(
+    call: RequestContext, plain: dict[str, Any], warnings: list[str], prefix: str, names: Mapping[str, str]
+) -> ChatCall:
+    """Prepare a chat of another dialect. If content is kept, `plain` is what is kept. `warnings` come from
+    that dialect. `names` maps the chat's fields to its own.
+    """
+    translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
+    try:
+        chat = await prepare_chat(translated, chat_request(plain), prefix=prefix)
+    except ApiError as error:
+        _rename(error, names)
+        raise
+    blamed = chat.generation.prompt_param, chat.generation.max_tokens_param
+    prompt_param, max_tokens_param = (names.get(name, name) for name in blamed)
+    generation = replace(chat.generation, prompt_param=prompt_param, max_tokens_param=max_tokens_param)
+    found = [_renamed(each, names) for each in chat.warnings]
+    return replace(chat, generation=generation, warnings=[*warnings, *found])
+
+
+def _renamed(warning: str, names: Mapping[str, str]) -> str:
+    """Name the field that the caller sent in a warning."""
+    field = re.match(r"'(\w+)'", warning)
+    if field is None or field[1] not in names:
+        return warning
+    return f"'{names[field[1]]}'{warning[field.end() :]}"
+
+
+def _rename(error: ApiError, names: Mapping[str, str]) -> None:
+    """Name the field that the caller sent in the error. A place inside it (`tools[0].name`) stays
+    as it is.
+    """
+    param = error.param or ""
+    field = re.match(r"\w*", param)
+    name = names.get(field[0]) if field else None
+    if field is not None and name is not None:
+        error.message = error.message.replace(f"'{param}'", f"'{name}{param[field.end() :]}'")
+        error.param = name + param[field.end() :]

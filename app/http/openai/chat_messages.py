@@ -287,7 +287,7 @@ def _missing(param: str) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parsing:
+class ParserOptions:
     thinking: Thinking
     format: OutputFormat
     schemas: Schemas | None
@@ -298,7 +298,9 @@ class Parsing:
     tells_thoughts: bool
 
     @classmethod
-    def of(cls, body: ChatCompletionRequest, text: TextModel, chat: Chat, prompt: RenderedChat) -> "Parsing":
+    def of(
+        cls, body: ChatCompletionRequest, text: TextModel, chat: Chat, prompt: RenderedChat
+    ) -> "ParserOptions":
         continued = chat.messages[-1]["content"] if chat.continue_final_message else None
         functions = [tool["function"] for tool in chat.tools or ()]
         return cls(
@@ -330,7 +332,7 @@ class Parsing:
         return any(text.tokenizer.token_to_id(mark) in text.tokens.special_ids for mark in self.format.marks)
 
 
-PLAIN = Parsing(
+PLAIN = ParserOptions(
     thinking="no",
     format=OutputFormat(name="plain"),
     schemas=None,

@@ -15,8 +15,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.fim import fim_prompt, fim_stop_ids
 from ...util.threads import off_loop
 from ..server.sse import data_event
-from .generating import CheckedRequest, Deadlines
-from .request_context import ChunkHeader, RequestContext
+from .request_context import CheckedRequest, ChunkHeader, Deadlines, RequestContext
 from .request_types import CompletionRequest
 from .response_types import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (
@@ -73,8 +72,8 @@ def truncate_prompts(
         cut = [ids[-keep:] for ids in prompts]
     lost = sum(map(len, prompts)) - sum(map(len, cut))
     where = "The prompt" if len(prompts) == 1 else "Prompts"
-    told = f"{where} lost {lost} tokens at the {place}, as 'truncate_prompt_tokens' asks."
-    return cut, [told] if lost else []
+    text = f"{where} lost {lost} tokens at the {place}, as 'truncate_prompt_tokens' asks."
+    return cut, [text] if lost else []
 
 
 async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, special: bool) -> list[list[int]]:
@@ -300,14 +299,14 @@ class _Writer:
         top = self._body.logprobs
         if top is None:
             return None
-        told = completion_logprobs(
+        result = completion_logprobs(
             delta.entries, self._text.tokens, len(echo), top, as_ids=self._body.return_tokens_as_token_ids
         )
         if not (first and self._body.echo):
-            return told
+            return result
         whole = self._prompt_part(prompt, delta.prompt_logprobs or [None] * len(prompt), top)
         for name in whole.__struct_fields__:
-            getattr(whole, name).extend(getattr(told, name))
+            getattr(whole, name).extend(getattr(result, name))
         return whole
 
     def _prompt_part(

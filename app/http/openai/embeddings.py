@@ -1,7 +1,7 @@
-"""POST /v1/embeddings: one vector of length 1 for each text, in order."""
+"""POST /v1/embeddings and /v1/rerank: vectors of length 1, and the relevance of documents to a query."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -21,12 +21,19 @@ from ...errors import ApiError
 from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, TokenUsage
+from ...text.reranker import Reranker, answer_ids, build_rerank_prompts, not_a_reranker, read_reranker
 from ...util.threads import off_loop
-from .completions import prompt_ids, prompt_items, truncate_prompts
-from .generating import Deadlines, answer, inference_route
-from .request_context import HttpRequest, RequestContext
-from .request_types import EmbeddingRequest
-from .response_types import Embedding, EmbeddingList, EmbeddingUsage
+from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
+from .request_context import Deadlines, HttpRequest, RequestContext, answer, inference_route
+from .request_types import EmbeddingRequest, RerankRequest
+from .response_types import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingUsage,
+    RankedDocument,
+    RerankResponse,
+    RerankResult,
+)
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
 
@@ -40,7 +47,7 @@ _PROMPTS_OF: Final = {**dict.fromkeys(_QUERY, _QUERY), **dict.fromkeys(_DOCUMENT
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class PooledPrompts:
     """Pooled output of the engine for each prompt, as in `Delta.vector`."""
 
     vectors: list[bytes]
@@ -171,14 +178,14 @@ def pooled(
     )
 
 
-async def pool(gateway: Gateway, generation: Generation) -> Pooled:
+async def pool(gateway: Gateway, generation: Generation) -> PooledPrompts:
     """Run the generation and collect its pooled output. Raises ApiError."""
     vectors = [b""] * len(generation.prompts)
     with gateway.open(generation) as opened:
         async for delta in opened.deltas():
             assert delta.vector is not None
             vectors[delta.index] = delta.vector
-    return Pooled(vectors, opened.usage)
+    return PooledPrompts(vectors, opened.usage)
 
 
 async def embed(
@@ -193,12 +200,12 @@ async def embed(
     return await off_loop(size, lambda: msgspec.json.encode(_answer(pooled, body, name, warnings)))
 
 
-def _answer(pooled: Pooled, body: EmbeddingRequest, name: str, warnings: list[str]) -> EmbeddingList:
+def _answer(pooled: PooledPrompts, body: EmbeddingRequest, name: str, warnings: list[str]) -> EmbeddingList:
     data = []
     for index, raw in enumerate(pooled.vectors):
         vector = unit_vector(raw, body.dimensions)
-        told = as_base64(vector) if body.encoding_format == "base64" else vector.tolist()
-        data.append(Embedding(index=index, embedding=told))
+        result = as_base64(vector) if body.encoding_format == "base64" else vector.tolist()
+        data.append(Embedding(index=index, embedding=result))
     tokens = pooled.usage.prompt_tokens
     return EmbeddingList(
         data=data, model=name, usage=EmbeddingUsage(tokens, tokens), warnings=warnings or UNSET
@@ -214,4 +221,145 @@ async def embeddings(
         request,
         lambda call: prepare_embeddings(call, data),
         lambda call, made: embed(call.gateway, made, data, call.warnings(EmbeddingRequest)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRerank:
+    generation: Generation
+    judge: Reranker
+    documents: list[str]
+    warnings: list[str]
+
+
+async def prepare_rerank(call: RequestContext, body: RerankRequest) -> CheckedRerank:
+    """Check a rerank request and build its generation. Raises ApiError for every error that can be found
+    before the engine has the request.
+    """
+    refuse_unsupported(body)
+    documents = [each if isinstance(each, str) else each.text for each in body.documents]
+    if not documents:
+        raise invalid("documents", "it must not be empty")
+    check_inputs(documents, "documents")
+    if not body.query:
+        raise invalid("query", "it must not be empty")
+    model = await call.find_model(body.model)
+    reservation = call.reserve(model, len(documents), pools=True)
+    judge = await find_reranker(model)
+    templates = call.gateway.templates
+    documents, cut = await _cut(documents, body.max_tokens_per_doc, model)
+    pair_starts: list[int | None] | None = None
+    if has_encoder_head(model):
+        pairs = [(body.query, document) for document in documents]
+        prompts, pair_starts = await encode_pairs(model, pairs)
+        cut += ["'instruction' has no effect on this model."] if body.instruction else []
+    else:
+        prompts = await build_rerank_prompts(templates, model.text, body.query, documents, body.instruction)
+    check_prompts(prompts, "documents", model)
+    id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
+    salt = body.cache_salt or ""
+    generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "documents")
+    return CheckedRerank(replace(generation, pair_starts=pair_starts), judge, documents, cut)
+
+
+def has_encoder_head(model: LoadedModel) -> bool:
+    """Return True if the engine runs the head of this reranker or classifier, an encoder."""
+    info = model.supervisor.info
+    return info is not None and info.num_labels > 0
+
+
+async def encode_pairs(
+    model: LoadedModel, pairs: Sequence[tuple[str, str]]
+) -> tuple[list[list[int]], list[int | None]]:
+    """Encode pairs of a query and a document, as `TextModel.encode_pairs` does. Raises ApiError 400."""
+    size = sum(len(query) + len(document) for query, document in pairs)
+    return await model.text.off_loop(size, lambda: model.text.encode_pairs(pairs))
+
+
+async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tuple[list[str], list[str]]:
+    """Cut each document to its first `most` tokens. Returns the texts, and a warning if something was cut."""
+    if most is None:
+        return documents, []
+    size = sum(map(len, documents))
+    cut = await model.text.off_loop(
+        size, lambda: [model.text.beginning(document, most) for document in documents]
+    )
+    count = sum(len(a) > len(b) for a, b in zip(documents, cut, strict=True))
+    text = f"{count} documents were cut to {most} tokens, as 'max_tokens_per_doc' asks."
+    return cut, [text] if count else []
+
+
+async def find_reranker(model: LoadedModel) -> Reranker:
+    """Return the model's reranker. Raises ApiError 400 for a model that cannot rank."""
+    info = model.supervisor.info
+    assert info is not None
+    if info.num_labels > 1:
+        raise not_a_reranker(f"it sorts texts into {info.num_labels} classes and gives no score")
+    if info.num_labels == 1:
+        return Reranker([])
+    asks = info.generates or info.pooling_problem
+    answers = await model.text.off_loop(0, lambda: answer_ids(model.text)) if asks else None
+    try:
+        return await off_loop(info.vocab_size, lambda: read_reranker(model.path, model.loaded_at, answers))
+    except ModelError:
+        raise not_a_reranker("the rows of its head cannot be read from its files") from None
+
+
+async def rank(
+    gateway: Gateway, judged: CheckedRerank, body: RerankRequest, warnings: list[str]
+) -> RerankResponse:
+    """Score the documents and sort them. Raises ApiError."""
+    found = await pool(gateway, judged.generation)
+    size = sum(map(len, found.vectors))
+    scores = await off_loop(size, lambda: list(map(judged.judge.score, found.vectors)))
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
+    tells = body.return_documents is not False
+    results = [
+        RerankResult(
+            index=i,
+            relevance_score=scores[i],
+            document=RankedDocument(judged.documents[i]) if tells else UNSET,
+        )
+        for i in order
+    ]
+    tokens = found.usage.prompt_tokens
+    return RerankResponse(
+        id=judged.generation.id,
+        model=body.model or judged.generation.model.name,
+        results=results,
+        usage=EmbeddingUsage(tokens, tokens),
+        warnings=warnings or UNSET,
+    )
+
+
+@inference_route("/v1/rerank", "rerank", "createRerank")
+async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
+    """Rank documents by their relevance to a query, the most relevant first."""
+    return await _ranked(request, data, tells_documents=True)
+
+
+@inference_route("/rerank", "rerank_plain")
+async def rerank_plain(
+    request: HttpRequest, data: Annotated[RerankRequest, Body()]
+) -> Response[RerankResponse]:
+    return await _ranked(request, data, tells_documents=True)
+
+
+@inference_route("/v2/rerank", "rerank_v2", "createRerankV2")
+async def rerank_v2(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
+    """Rank documents for Cohere's clients. Documents come back only where `return_documents` asks
+    for them.
+    """
+    return await _ranked(request, data, tells_documents=False)
+
+
+async def _ranked(
+    request: HttpRequest, data: RerankRequest, *, tells_documents: bool
+) -> Response[RerankResponse]:
+    if data.return_documents is None:
+        data.return_documents = tells_documents
+    return await answer(
+        request,
+        lambda call: prepare_rerank(call, data),
+        lambda call, made: rank(call.gateway, made, data, call.warnings(RerankRequest) + made.warnings),
     )

@@ -20,13 +20,13 @@ from ..auth.guard import Access
 from .batches import OutputKind, find_output, has_output, output_id, output_lines
 from .request_context import HttpRequest
 from .sampling import invalid
-from .stored import Deleted, Order, services_and_owner
+from .stored import DeletedObject, Order, services_and_owner
 
 _PATH = "/v1/files"
 _ONE = _PATH + "/{file_id:str}"
 _LEAST_S, _MOST_S = 3600, 2_592_000
 _SIZES: OrderedDict[str, int] = OrderedDict()
-"""Bytes of batches' files, which do not change once there are any."""
+"""Size in bytes of each output file of a batch, by file id. It never changes once the file exists."""
 _MOST_SIZES = 1000
 
 
@@ -142,14 +142,14 @@ async def file_content(request: HttpRequest, file_id: FromPath[str]) -> Response
 
 
 @delete(_ONE, status_code=200, opt={"access": Access.STORED}, name="file_delete", operation_id="deleteFile")
-async def delete_file(request: HttpRequest, file_id: FromPath[str]) -> Deleted:
+async def delete_file(request: HttpRequest, file_id: FromPath[str]) -> DeletedObject:
     """Erase a file. With a batch's output or error file the whole batch goes: its requests and answers."""
     services, owner = services_and_owner(request)
     if (output := await find_output(services, owner, file_id)) is not None:
         await services.batches.delete(output[0])
     elif not await services.files.delete(owner, file_id):
         raise _not_found(file_id, "file_id")
-    return Deleted(id=file_id, object="file")
+    return DeletedObject(id=file_id, object="file")
 
 
 async def _find(services: Services, owner: str, file_id: str) -> StoredFile:

@@ -21,18 +21,19 @@ from ...text.reranker import Classifier, Reranker, build_rerank_prompts, not_a_c
 from ...util.threads import off_loop
 from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
 from .embeddings import (
-    Pooled,
+    PooledPrompts,
     build_pooling_generation,
     check_dimensions,
     check_inputs,
+    encode_pairs,
+    find_reranker,
+    has_encoder_head,
     pool,
     pooled,
     with_prompt,
 )
-from .generating import Deadlines, answer, inference_route
-from .request_context import HttpRequest, RequestContext
+from .request_context import Deadlines, HttpRequest, RequestContext, answer, inference_route
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
-from .rerank import encode_pairs, find_reranker, has_encoder_head
 from .response_types import EmbeddingUsage
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
@@ -192,7 +193,7 @@ async def classify(
 
 
 def _common(
-    call: RequestContext, body: PoolingFields | PoolingRequest, generation: Generation, result: Pooled
+    call: RequestContext, body: PoolingFields | PoolingRequest, generation: Generation, result: PooledPrompts
 ) -> dict[str, Any]:
     """Return the fields of `PooledAnswer`."""
     tokens = result.usage.prompt_tokens

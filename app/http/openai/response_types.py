@@ -258,7 +258,7 @@ class RankedDocument(Struct):
     text: str
 
 
-class Ranked(Struct, kw_only=True):
+class RerankResult(Struct, kw_only=True):
     index: int
     """Place of the document among those that were sent."""
     relevance_score: float
@@ -266,12 +266,12 @@ class Ranked(Struct, kw_only=True):
     document: RankedDocument | UnsetType = UNSET
 
 
-class Ranking(Struct, kw_only=True):
+class RerankResponse(Struct, kw_only=True):
     """Ranked documents, the most relevant first."""
 
     id: str
     model: str
-    results: list[Ranked]
+    results: list[RerankResult]
     usage: EmbeddingUsage
     warnings: list[str] | UnsetType = UNSET
 

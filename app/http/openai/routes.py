@@ -1,10 +1,13 @@
-"""Routes of the OpenAI dialect."""
+"""Routes of the OpenAI dialect. `/v1/models` answers Anthropic's clients in their shape, with pages."""
 
 import asyncio
-from typing import Annotated, Any
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 
 from litestar import Response, Router, delete, get
 from litestar.params import Body, Parameter, QueryParameter
+from msgspec import Struct
 
 from ...control.controller import DaemonController
 from ...engines.loaded_model import LoadedModel
@@ -14,19 +17,17 @@ from ...text.tokenizer.tokenizer import read_tokenizer_config
 from ...util.formatting import hide_folders
 from ...util.threads import off_loop
 from ..auth.guard import Access, identity_of
-from ..model_pages import AnthropicModel, AnthropicModelPage, is_anthropic_client, model_info, model_page
+from ..server.errors import is_anthropic_client
 from .batches import openai_batches_router
 from .chat import ChatCall, chat_ids, complete_chat, prepare_chat
 from .chat_messages import build_chat
 from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
-from .embeddings import embeddings
+from .embeddings import embeddings, rerank, rerank_plain, rerank_v2
 from .files import files_router
-from .generating import answer, inference_route
 from .pooling import classify_texts, pooling, score, score_plain
-from .request_context import HttpRequest, RequestContext
+from .request_context import HttpRequest, RequestContext, answer, inference_route
 from .request_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .rerank import rerank, rerank_plain, rerank_v2
 from .response_types import (
     ChatCompletion,
     Completion,
@@ -39,6 +40,66 @@ from .response_types import (
 from .sampling import invalid
 from .stored import Store, stored_chats_router
 from .unsupported import refuse_unsupported
+
+
+class AnthropicModel(Struct, kw_only=True):
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    """Both are the context: prompt and answer share it."""
+    lifecycle: Literal["active"] = "active"
+    deprecated_at: None = None
+    retires_at: None = None
+    line: None = None
+    capabilities: None = None
+
+
+class AnthropicModelPage(Struct, kw_only=True):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+def model_info(model: ModelCard) -> AnthropicModel:
+    return AnthropicModel(
+        id=model.id,
+        display_name=model.id.rpartition("/")[2],
+        created_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=model.context_window,
+        max_tokens=model.context_window,
+    )
+
+
+def model_page(
+    models: Sequence[ModelCard], limit: int, after_id: str | None, before_id: str | None
+) -> AnthropicModelPage:
+    """Return one page of `models`. Raises ApiError where a cursor names no listed model."""
+    if after_id and before_id:
+        raise ApiError(
+            400, "'before_id' cannot be combined with 'after_id'.", code="invalid_value", param="before_id"
+        )
+    ids = [model.id for model in models]
+    if cursor := after_id or before_id:
+        if cursor not in ids:
+            raise ApiError(
+                404,
+                f"The model {cursor!r} does not exist here.",
+                code="model_not_found",
+                param="after_id" if after_id else "before_id",
+            )
+        place = ids.index(cursor)
+        models = models[place + 1 :] if after_id else models[:place]
+    shown = [model_info(model) for model in (models[-limit:] if before_id else models[:limit])]
+    return AnthropicModelPage(
+        data=shown,
+        has_more=len(models) > limit,
+        first_id=shown[0].id if shown else None,
+        last_id=shown[-1].id if shown else None,
+    )
 
 
 @inference_route("/v1/chat/completions", "chat_completions", "createChatCompletion")

@@ -23,7 +23,7 @@ Limit = Annotated[int, QueryParameter(ge=1, le=100)]
 Order = FromQuery[Literal["asc", "desc"]]
 
 
-class Page(Struct, kw_only=True):
+class StoredPage(Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
     first_id: str | None
@@ -31,20 +31,20 @@ class Page(Struct, kw_only=True):
     has_more: bool
 
 
-class Deleted(Struct, kw_only=True):
+class DeletedObject(Struct, kw_only=True):
     id: str
     object: str
     deleted: Literal[True] = True
 
 
-def page_of(items: Sequence[dict[str, Any]], limit: int) -> Page:
+def page_of(items: Sequence[dict[str, Any]], limit: int) -> StoredPage:
     """Build a page of the first `limit` items. One more item means that there is a next page."""
     shown = list(items[:limit])
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return Page(data=shown, first_id=first, last_id=last, has_more=len(items) > limit)
+    return StoredPage(data=shown, first_id=first, last_id=last, has_more=len(items) > limit)
 
 
-def page_after(items: Sequence[dict[str, Any]], after: str | None, limit: int, order: Order) -> Page:
+def page_after(items: Sequence[dict[str, Any]], after: str | None, limit: int, order: Order) -> StoredPage:
     """Build the page after the cursor from all `items`, given oldest first. Raises ApiError 404 where `after`
     is none of them.
     """
@@ -184,7 +184,7 @@ async def stored_chats(
     limit: Limit = 20,
     order: Order = "asc",
     model: FromQuery[str | None] = None,
-) -> Page:
+) -> StoredPage:
     """List the caller's stored chats; `metadata[KEY]=VALUE` selects those with all of these pairs."""
     services, owner = services_and_owner(request)
     want = StoredFilter(
@@ -205,8 +205,8 @@ async def stored_chats(
 @get(_PATH, name="stored_chat", operation_id="getChatCompletion")
 async def stored_chat(request: HttpRequest, completion_id: FromPath[str]) -> StoredChatCompletion:
     """Return one of the caller's stored chats."""
-    told: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
-    return told
+    result: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
+    return result
 
 
 @post(_PATH, status_code=200, name="stored_chat_update", operation_id="updateChatCompletion")
@@ -219,17 +219,17 @@ async def update_chat(
     check_metadata(metadata)
     if not await services.stored.update("chat", owner, completion_id, metadata):
         raise not_found("chat completion", completion_id, "completion_id")
-    told: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
-    return told
+    result: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
+    return result
 
 
 @delete(_PATH, status_code=200, name="stored_chat_delete", operation_id="deleteChatCompletion")
-async def delete_chat(request: HttpRequest, completion_id: FromPath[str]) -> Deleted:
+async def delete_chat(request: HttpRequest, completion_id: FromPath[str]) -> DeletedObject:
     """Erase a stored chat; its bytes are overwritten."""
     services, owner = services_and_owner(request)
     if not await services.stored.delete("chat", owner, completion_id):
         raise not_found("chat completion", completion_id, "completion_id")
-    return Deleted(id=completion_id, object="chat.completion.deleted")
+    return DeletedObject(id=completion_id, object="chat.completion.deleted")
 
 
 @get(_PATH + "/messages", name="stored_chat_messages", operation_id="getChatCompletionMessages")
@@ -239,7 +239,7 @@ async def chat_messages(
     after: After = None,
     limit: Limit = 20,
     order: Order = "asc",
-) -> Page:
+) -> StoredPage:
     """Return the messages that a stored chat answers."""
     found = await _find(request, completion_id)
     messages = [_message(f"{found.id}-{n}", message) for n, message in enumerate(found.input)]

@@ -37,8 +37,7 @@ from .request_types import (
     ResponseFormat,
     StructuredOutputs,
 )
-from .sampling import invalid
-from .thinking import within_grammar
+from .sampling import invalid, within_grammar
 from .unsupported import refuse_unsupported, unknown_fields
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -53,7 +52,7 @@ class StructuredAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class ToolCallRules:
     """Tools as the template was shown them. `forced`: the answer must be a call; otherwise it may be one."""
 
     tools: Sequence[dict[str, Any]]
@@ -93,7 +92,7 @@ def find_call_constraint(
     tools: Sequence[dict[str, Any]] | None,
     syntax: ToolSyntax | None,
     limits: LimitSettings,
-) -> Calls | None:
+) -> ToolCallRules | None:
     """Build the constraint of tool calls. `tools`: those offered; `syntax`: how the model writes calls.
     Raises ApiError 400.
     """
@@ -108,7 +107,7 @@ def find_call_constraint(
         name = choice.function.name if isinstance(choice, FunctionReference) else choice.custom.name
         tools = [tool for tool in tools if tool["function"]["name"] == name]
     inputs = input_grammars(body, limits.grammar_bytes)
-    wanted = Calls(
+    wanted = ToolCallRules(
         tools=tools,
         syntax=syntax,
         inputs={
@@ -129,7 +128,7 @@ def find_call_constraint(
 async def add_grammar(
     params: SamplingParams,
     answer: StructuredAnswer | None,
-    of_calls: Calls | None,
+    of_calls: ToolCallRules | None,
     model: LoadedModel,
     gateway: Gateway,
     limits: LimitSettings,
@@ -158,7 +157,11 @@ async def add_grammar(
 
 
 async def _add_call_grammar(
-    params: SamplingParams, of_calls: Calls, model: LoadedModel, gateway: Gateway, limits: LimitSettings
+    params: SamplingParams,
+    of_calls: ToolCallRules,
+    model: LoadedModel,
+    gateway: Gateway,
+    limits: LimitSettings,
 ) -> tuple[SamplingParams, list[str]]:
     """Add the grammar that begins where the model begins a call. A schema that cannot be followed is no error
     unless it is a strict one: then arguments are what the model writes.

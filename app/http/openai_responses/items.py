@@ -13,10 +13,10 @@ from ..openai.sampling import invalid
 from .request_types import (
     CallOutputItem,
     CompactionItem,
+    ContentPartParam,
     CustomCallItem,
     FunctionCallItem,
     MessageItem,
-    Part,
     ReasoningItem,
     ResponseRequest,
     ResponseToolChoice,
@@ -45,8 +45,8 @@ def convert_item(at: str, item: Any, kind: type[Item]) -> Item:
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
-        told = str(error).replace("`", "").replace("$", at)
-        raise invalid(at, told) from None
+        text = str(error).replace("`", "").replace("$", at)
+        raise invalid(at, text) from None
 
 
 def _add(messages: list[dict[str, Any]], at: str, item: dict[str, Any], joined: Rename) -> None:
@@ -119,7 +119,7 @@ def _turn(
     return messages[-1]
 
 
-def _text(at: str, content: str | list[Part]) -> str:
+def _text(at: str, content: str | list[ContentPartParam]) -> str:
     if isinstance(content, str):
         return content
     for number, part in enumerate(content):
@@ -133,7 +133,7 @@ def _text(at: str, content: str | list[Part]) -> str:
     return "\n".join(part.text or part.refusal or "" for part in content)
 
 
-def _content(at: str, content: str | list[Part]) -> str | list[dict[str, Any]]:
+def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[str, Any]]:
     """Return text, or text and pictures as parts of a chat message."""
     if isinstance(content, str) or all(part.type != "input_image" for part in content):
         return _text(at, content)
@@ -154,7 +154,7 @@ def _content(at: str, content: str | list[Part]) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _output(parts: list[Part]) -> str:
+def _output(parts: list[ContentPartParam]) -> str:
     """Return a tool's output as text. Pictures and files become a note to the model: an error would end an
     agent's session.
     """
@@ -236,15 +236,15 @@ class InputTokens(Struct, kw_only=True):
 def choice_of(request: ResponseRequest) -> str | dict[str, Any]:
     choice = request.tool_choice
     if isinstance(choice, ResponseToolChoice):
-        told = msgspec.structs.asdict(choice)
-        return {name: value for name, value in told.items() if value is not None}
+        result = msgspec.structs.asdict(choice)
+        return {name: value for name, value in result.items() if value is not None}
     return choice or "auto"
 
 
 def text_of(request: ResponseRequest) -> dict[str, Any]:
     asked = request.text.format if request.text is not None else None
-    told = {"type": "text"} if asked is None else msgspec.structs.asdict(asked)
-    return {"format": {name: value for name, value in told.items() if value is not None}}
+    result = {"type": "text"} if asked is None else msgspec.structs.asdict(asked)
+    return {"format": {name: value for name, value in result.items() if value is not None}}
 
 
 def tools_of(request: ResponseRequest) -> list[dict[str, Any]]:

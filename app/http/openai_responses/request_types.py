@@ -19,7 +19,7 @@ from ..openai.request_types import (
 )
 
 
-class Part(Struct, kw_only=True):
+class ContentPartParam(Struct, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -30,7 +30,7 @@ class Part(Struct, kw_only=True):
 
 class MessageItem(Struct, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | list[ContentPartParam]
 
 
 class FunctionCallItem(Struct, kw_only=True):
@@ -42,12 +42,12 @@ class FunctionCallItem(Struct, kw_only=True):
 
 class CallOutputItem(Struct, kw_only=True):
     call_id: Name
-    output: str | list[Part]
+    output: str | list[ContentPartParam]
 
 
 class ReasoningItem(Struct, kw_only=True):
-    content: list[Part] | None = None
-    summary: list[Part] | None = None
+    content: list[ContentPartParam] | None = None
+    summary: list[ContentPartParam] | None = None
 
 
 class CompactionItem(Struct, kw_only=True):

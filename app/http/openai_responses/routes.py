@@ -1,21 +1,38 @@
-"""Routes that generate responses."""
+"""Routes of the Responses and Conversations APIs: generate responses; create, read, update and delete
+conversations and their items.
+"""
 
+import secrets
+import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from litestar import Response, Router
-from litestar.params import Body
+from litestar import Request, Response, Router, delete, get, post
+from litestar.params import Body, FromPath
 from msgspec import UNSET, Struct, UnsetType
 
+from ...errors import ApiError
 from ...gateway.gateway import Gateway
+from ...store.stored_answers import StoredAnswer
+from ..auth.guard import Access
 from ..openai.chat_messages import reasoning_tokens
-from ..openai.generating import answer, inference_route
-from ..openai.request_context import HttpRequest, RequestContext
-from ..openai.stored import Store
+from ..openai.request_context import HttpRequest, RequestContext, answer, inference_route
+from ..openai.sampling import invalid
+from ..openai.stored import (
+    After,
+    DeletedObject,
+    Limit,
+    Order,
+    Store,
+    StoredPage,
+    check_metadata,
+    page_after,
+    services_and_owner,
+)
 from ..openai.unsupported import refuse_unsupported
+from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, while_connected
-from .conversations import conversations_router
-from .items import InputTokens, ResponseObject, ResponseUsage, summary_item
+from .items import InputTokens, ResponseObject, ResponseUsage, chat_messages, summary_item
 from .request_types import CompactRequest, InputTokensRequest, ResponseRequest
 from .stored import (
     STREAM,
@@ -25,7 +42,209 @@ from .stored import (
     stored_responses_router,
     stream_response,
 )
-from .translate import PreparedResponse, count_input_tokens, items_of, prepare_response
+from .tools import joined_name, with_places
+from .translate import (
+    PreparedResponse,
+    check_room,
+    count_input_tokens,
+    find_conversation,
+    items_of,
+    prepare_response,
+    require_storing,
+    with_ids,
+)
+
+_PATH = "/v1/conversations/{conversation_id:str}"
+_ITEMS, _ITEM = _PATH + "/items", _PATH + "/items/{item_id:str}"
+_MOST_AT_ONCE = 20
+_PARAM = "conversation_id"
+
+
+class Conversation(Struct, kw_only=True):
+    id: str
+    object: str = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationCreate(Struct, kw_only=True):
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationUpdate(Struct, kw_only=True):
+    metadata: dict[str, str] | None
+    """Takes the place of what there was."""
+
+
+class ItemsCreate(Struct, kw_only=True):
+    items: list[dict[str, Any]]
+
+
+@post("/v1/conversations", status_code=200, name="conversation_create", operation_id="createConversation")
+async def create_conversation(
+    request: HttpRequest, data: Annotated[ConversationCreate, Body()]
+) -> Conversation:
+    """Create a conversation with up to 20 items. It is stored, for its owner alone, until it is deleted or
+    expires.
+    """
+    services, owner = services_and_owner(request)
+    require_storing(services, None)
+    metadata, items = data.metadata or {}, data.items or []
+    check_metadata(metadata)
+    _check(items)
+    now = time.time()
+    made = Conversation(id=f"conv_{secrets.token_hex(16)}", created_at=int(now), metadata=metadata)
+    kept = StoredAnswer(
+        kind="conversation",
+        owner=owner,
+        id=made.id,
+        created=now,
+        model="",
+        metadata=metadata,
+        input=with_ids(items),
+        answer={"created_at": made.created_at},
+    )
+    _require_room(services.stored.put(kept, await _size(request)))
+    return made
+
+
+@get(_PATH, name="conversation", operation_id="getConversation")
+async def get_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> Conversation:
+    """Return one of the caller's conversations."""
+    return _to_conversation(await _find(request, conversation_id))
+
+
+@post(_PATH, status_code=200, name="conversation_update", operation_id="updateConversation")
+async def update_conversation(
+    request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ConversationUpdate, Body()]
+) -> Conversation:
+    """Change the metadata of a conversation."""
+    services, owner = services_and_owner(request)
+    metadata = data.metadata or {}
+    check_metadata(metadata)
+    await services.stored.update("conversation", owner, conversation_id, metadata)
+    return _to_conversation(await _find(request, conversation_id))
+
+
+@delete(_PATH, status_code=200, name="conversation_delete", operation_id="deleteConversation")
+async def delete_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> DeletedObject:
+    """Erase a conversation with its items; the bytes are overwritten. Responses of it that were stored by
+    themselves stay.
+    """
+    services, owner = services_and_owner(request)
+    await _find(request, conversation_id)
+    await services.stored.delete("conversation", owner, conversation_id)
+    return DeletedObject(id=conversation_id, object="conversation.deleted")
+
+
+@post(_ITEMS, status_code=200, name="conversation_items_create", operation_id="createConversationItems")
+async def create_items(
+    request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ItemsCreate, Body()]
+) -> StoredPage:
+    """Add up to 20 items at the end of a conversation."""
+    services, owner = services_and_owner(request)
+    require_storing(services, None)
+    _check(data.items)
+    found = await _find(request, conversation_id)
+    check_room(len(found.input) + len(data.items), services.settings.limits.messages, "items")
+    added = with_ids(data.items)
+    size = await _size(request)
+    _require_room(services.stored.append("conversation", owner, conversation_id, added, size))
+    first, last = (added[0]["id"], added[-1]["id"]) if added else (None, None)
+    return StoredPage(data=added, first_id=first, last_id=last, has_more=False)
+
+
+@get(_ITEMS, name="conversation_items", operation_id="listConversationItems")
+async def list_items(
+    request: HttpRequest,
+    conversation_id: FromPath[str],
+    after: After = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+) -> StoredPage:
+    """List a conversation's items, the newest first unless `order` is `asc`."""
+    found = await _find(request, conversation_id)
+    return page_after(list(found.input), after, limit, order)
+
+
+@get(_ITEM, name="conversation_item", operation_id="getConversationItem")
+async def get_item(
+    request: HttpRequest, conversation_id: FromPath[str], item_id: FromPath[str]
+) -> dict[str, Any]:
+    """Return one item of a conversation."""
+    found = await _find(request, conversation_id)
+    for item in found.input:
+        if item["id"] == item_id:
+            data: dict[str, Any] = item
+            return data
+    raise _no_item(item_id)
+
+
+@delete(_ITEM, status_code=200, name="conversation_item_delete", operation_id="deleteConversationItem")
+async def delete_item(
+    request: HttpRequest, conversation_id: FromPath[str], item_id: FromPath[str]
+) -> Conversation:
+    """Erase one item of a conversation; its bytes are overwritten."""
+    services, owner = services_and_owner(request)
+    found = await _find(request, conversation_id)
+    if not await services.stored.remove_item("conversation", owner, conversation_id, item_id):
+        raise _no_item(item_id)
+    return _to_conversation(found)
+
+
+def _check(items: list[dict[str, Any]]) -> None:
+    """Check items that a client adds. Raises ApiError 400."""
+    if len(items) > _MOST_AT_ONCE:
+        raise invalid("items", f"at most {_MOST_AT_ONCE} items can be added at once")
+    chat_messages(with_places("items", items), joined_name)
+
+
+def _require_room(put: bool) -> None:
+    if not put:
+        raise ApiError(
+            503,
+            "The write queue of the disk is full. Try again later.",
+            "request_log_unavailable",
+            type="server_error",
+            headers={"Retry-After": "5"},
+        )
+
+
+async def _find(request: HttpRequest, id_: str) -> StoredAnswer:
+    services, owner = services_and_owner(request)
+    return await find_conversation(services, owner, id_, _PARAM)
+
+
+async def _size(request: Request[Any, Any, Any]) -> int:
+    assert isinstance(request, StrictRequest)
+    return len(await request.body())
+
+
+def _to_conversation(found: StoredAnswer) -> Conversation:
+    return Conversation(id=found.id, created_at=found.answer["created_at"], metadata=dict(found.metadata))
+
+
+def _no_item(id_: str) -> ApiError:
+    return ApiError(404, f"There is no item {id_!r} in this conversation.", "item_not_found", "item_id")
+
+
+conversations_router = Router(
+    path="/",
+    route_handlers=[
+        create_conversation,
+        get_conversation,
+        update_conversation,
+        delete_conversation,
+        create_items,
+        list_items,
+        get_item,
+        delete_item,
+    ],
+    opt={"access": Access.STORED},
+    tags=["OpenAI"],
+)
+
 
 _INSTRUCTIONS = (
     "Summarize the conversation so far for whoever continues it: what was asked, what was done and found, "

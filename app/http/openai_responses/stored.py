@@ -19,11 +19,11 @@ from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.sampling import invalid
 from ..openai.stored import (
     After,
-    Deleted,
+    DeletedObject,
     Limit,
     Order,
-    Page,
     Store,
+    StoredPage,
     not_found,
     page_after,
     services_and_owner,
@@ -32,17 +32,17 @@ from ..server.sse import EventStreamResponse, SseOptions
 from .items import ResponseObject
 from .request_types import ResponseRequest
 from .translate import PreparedResponse
-from .writer import CUTS, Event, Writer, replay, run
+from .writer import CUTS, Event, ResponseEventWriter, replay, run
 
 
 async def complete_response(gateway: Gateway, prepared: PreparedResponse) -> ResponseObject:
     with gateway.open(prepared.chat.generation) as opened:
-        writer = Writer(opened, prepared)
+        writer = ResponseEventWriter(opened, prepared)
         await write_whole(opened, writer)
     return writer.response()
 
 
-async def write_whole(opened: OpenRequest, writer: Writer) -> None:
+async def write_whole(opened: OpenRequest, writer: ResponseEventWriter) -> None:
     """Run the whole generation into `writer` without streaming. The response is read from the writer at the
     end.
     """
@@ -57,7 +57,7 @@ async def write_whole(opened: OpenRequest, writer: Writer) -> None:
 
 async def stream_response(gateway: Gateway, prepared: PreparedResponse) -> AsyncGenerator[bytes, None]:
     with gateway.open(prepared.chat.generation) as opened:
-        writer = Writer(opened, prepared)
+        writer = ResponseEventWriter(opened, prepared)
         try:
             yield _all_framed(writer.begin())
             async for delta in opened.deltas():
@@ -70,8 +70,8 @@ async def stream_response(gateway: Gateway, prepared: PreparedResponse) -> Async
 
 
 def error_event(error: ApiError) -> bytes:
-    told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(told)
+    data = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(data)
 
 
 STREAM = SseOptions(last=b"", error=error_event)
@@ -90,7 +90,7 @@ class LiveResponse:
     of them.
     """
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ResponseEventWriter) -> None:
         self._writer = writer
         self._events: list[bytes] = []
         """Events by their sequence numbers."""
@@ -147,7 +147,7 @@ def check_background(request: ResponseRequest) -> None:
 def start_background(call: RequestContext, prepared: PreparedResponse, store: Store) -> LiveResponse:
     """Store the response as `in_progress`, then start generating it. Raises ApiError."""
     opened = call.gateway.open(prepared.chat.generation)
-    writer = Writer(opened, prepared)
+    writer = ResponseEventWriter(opened, prepared)
     response = writer.response()
     if not writer.keep(response):
         full = ApiError(
@@ -198,8 +198,8 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
     """Cancel a background response; the output that it already has stays."""
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
-    told = await _now(services, owner, response_id)
-    background = told["background"] if isinstance(told, dict) else told.background
+    result = await _now(services, owner, response_id)
+    background = result["background"] if isinstance(result, dict) else result.background
     if not background:
         raise ApiError(
             400,
@@ -207,17 +207,17 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
             code="response_not_in_background",
             param="response_id",
         )
-    return Response(told)
+    return Response(result)
 
 
 @delete(_PATH, status_code=200, name="stored_response_delete", operation_id="deleteResponse")
-async def delete_response(request: HttpRequest, response_id: FromPath[str]) -> Deleted:
+async def delete_response(request: HttpRequest, response_id: FromPath[str]) -> DeletedObject:
     """Erase a response; its bytes are overwritten. One that is being generated is cancelled first."""
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
     if not await services.stored.delete("response", owner, response_id):
         raise not_found("response", response_id, "response_id")
-    return Deleted(id=response_id, object="response")
+    return DeletedObject(id=response_id, object="response")
 
 
 @get(_PATH + "/input_items", name="stored_input_items", operation_id="listInputItems")
@@ -227,7 +227,7 @@ async def input_items(
     after: After = None,
     limit: Limit = 20,
     order: Order = "desc",
-) -> Page:
+) -> StoredPage:
     """List the input items of this request, not those of the responses before it."""
     services, owner = services_and_owner(request)
     found = await _find(services, owner, response_id)
@@ -242,10 +242,10 @@ async def _now(services: Services, owner: str, response_id: str) -> Any:
 
 
 def _require_ended(found: StoredAnswer) -> dict[str, Any]:
-    told = {name: value for name, value in found.answer.items() if name != CUTS}
-    if told["status"] == "in_progress":  # an earlier daemon left it unfinished
-        told |= {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
-    return told
+    data = {name: value for name, value in found.answer.items() if name != CUTS}
+    if data["status"] == "in_progress":  # an earlier daemon left it unfinished
+        data |= {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
+    return data
 
 
 async def _replay_events(

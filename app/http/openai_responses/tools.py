@@ -156,15 +156,15 @@ def _dispensable(kind: Any) -> bool:
 
 
 def _function(tool: ResponsesFunctionTool) -> dict[str, Any]:
-    told = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {name: value for name, value in told.items() if value is not None}
+    data = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return {name: value for name, value in data.items() if value is not None}
 
 
 def _custom(at: str, tool: ResponsesCustomTool) -> dict[str, Any]:
-    told: dict[str, Any] = {} if tool.description is None else {"description": tool.description}
+    data: dict[str, Any] = {} if tool.description is None else {"description": tool.description}
     if tool.format is None or tool.format.type == "text":
-        return told
+        return data
     if tool.format.syntax is None or tool.format.definition is None:
         raise invalid(f"{at}.format", "the type 'grammar' needs 'syntax' and 'definition'")
     grammar = {"syntax": tool.format.syntax, "definition": tool.format.definition}
-    return {**told, "format": {"type": "grammar", "grammar": grammar}}
+    return {**data, "format": {"type": "grammar", "grammar": grammar}}

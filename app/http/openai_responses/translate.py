@@ -13,14 +13,12 @@ from ...errors import ApiError
 from ...gateway.gateway import model_limit
 from ...services import Services
 from ...store.stored_answers import StoredAnswer, StoredAnswers
-from ..openai.chat import ChatCall, chat_ids
+from ..openai.chat import ChatCall, chat_ids, chat_request, prepare_translated
 from ..openai.chat_messages import build_chat
 from ..openai.completions import check_prompts
-from ..openai.dialect import chat_request, prepare_translated
 from ..openai.request_context import RequestContext
-from ..openai.sampling import invalid
+from ..openai.sampling import invalid, thinks
 from ..openai.stored import Store, not_found
-from ..openai.thinking import thinks
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from .items import chat_messages
 from .request_types import PromptFields, ResponseRequest

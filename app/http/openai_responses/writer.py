@@ -146,7 +146,7 @@ def run(events: Iterator[Event]) -> None:
         pass
 
 
-class Writer:
+class ResponseEventWriter:
     """Event writer of one response. An ended response is stored before its last event is sent, however it
     ended.
     """

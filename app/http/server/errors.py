@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 from litestar import Request, Response
+from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException, ValidationException
 
 from ...errors import ApiError
 from ...store.record import StoreError
-from ..model_pages import is_anthropic_client
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +79,16 @@ def _anthropic(error: ApiError) -> dict[str, Any]:
     """Build Anthropic's error object, with llmbox's code and field beside its two keys."""
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, other)
-    told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    data: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
     if error.code == NO_THREADS:
-        told["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
-    return {"type": "error", "error": told}
+        data["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
+    return {"type": "error", "error": data}
 
 
 def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     """Answer any exception: Litestar's exception handler for all of them."""
-    told = to_api_error(error)
-    if told.status == 500 and not isinstance(error, ApiError | ClientGone):
+    result = to_api_error(error)
+    if result.status == 500 and not isinstance(error, ApiError | ClientGone):
         logger.error(
             "request %s failed: %s",
             request.scope.get("state", {}).get("request_id"),
@@ -100,9 +100,9 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
     if of_models or (path.startswith("/v1/") and "anthropic-version" in request.headers):
         path = _ANTHROPIC_ROUTES
     return Response(
-        encode_error(told, path),
-        status_code=told.status,
-        headers=told.headers,
+        encode_error(result, path),
+        status_code=result.status,
+        headers=result.headers,
         media_type="application/json",
     )
 
@@ -116,3 +116,7 @@ def _bad_parameter(error: ValidationException) -> ApiError:
     text = str(first.get("message", "invalid value")).replace("`", "")
     where = f" for '{key}'" if key else ""
     return ApiError(400, f"Invalid value{where}: {text[:1].lower()}{text[1:]}.", "invalid_value", key)
+
+
+def is_anthropic_client(connection: ASGIConnection[Any, Any, Any, Any]) -> bool:
+    return "anthropic-version" in connection.headers or "x-api-key" in connection.headers

@@ -6,10 +6,18 @@ from sqlalchemy import delete as delete_from
 from sqlalchemy import update as change
 from sqlmodel import col
 
-from ..conversations import KINDS, ChatToolServer, ConversationBody, ConversationSummary, encode_body
+from ..conversations import (
+    KINDS,
+    ChatToolServer,
+    ConversationBody,
+    ConversationSummary,
+    ToolServerSecrets,
+    encode_body,
+    has_values,
+    without_values,
+)
 from ..database import give_back_space
 from ..tables import ConversationRow, PanelItemRow
-from ..tool_secrets import ToolServerSecrets, has_values, without_values
 
 
 def list_of(engine: Engine, owner: str, text: str, limit: int) -> list[ConversationSummary]:

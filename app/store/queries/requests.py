@@ -1,16 +1,17 @@
-"""SQL of the request log, as functions of an open database."""
+"""SQL of the request log, and of the telemetry history and its annotations. Functions of an open database."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, TextClause, case, delete, func, insert, text
+from sqlalchemy.dialects import sqlite
 from sqlmodel import Session, col, select
 
 from ..record import NOT_NOW, Content, RecordFilter, RecordTotals, RequestRecord, to_json
-from ..tables import ContentRow, RequestRow, TimesRow
+from ..tables import ContentRow, MarkRow, RequestRow, TelemetryRow, TimesRow
 
 _FIELDS = tuple(f.name for f in fields(RequestRecord))
 Entry = tuple[RequestRecord, Content | None, Sequence[bytes]]
@@ -229,3 +230,58 @@ def outcomes(engine: Engine, since: int, step: int) -> Sequence[Any]:
     """Count requests by outcome in each interval of `step` seconds from `since` on."""
     with engine.connect() as connection:
         return connection.execute(_OUTCOMES, {"since": since, "step": step}).all()
+
+
+Row = tuple[int, int, str]
+"""(step, time, JSON of the series)."""
+
+
+def add_telemetry(engine: Engine, rows: Sequence[Row], keep: Mapping[int, int], now: int) -> None:
+    """Write the rows and drop those older than `keep` seconds (by step), in one transaction."""
+    values = [{"step": step, "time": time, "series": series} for step, time, series in rows]
+    statement = sqlite.insert(TelemetryRow)
+    with engine.begin() as connection:
+        # After the clock was set back the same second is written twice: the newer row counts.
+        connection.execute(
+            statement.on_conflict_do_update(
+                index_elements=["step", "time"], set_={"series": statement.excluded.series}
+            ),
+            values,
+        )
+        for step, seconds in keep.items():
+            connection.execute(
+                delete(TelemetryRow).where(
+                    col(TelemetryRow.step) == step, col(TelemetryRow.time) < now - seconds
+                )
+            )
+
+
+def find_telemetry(engine: Engine, step: int, since: int) -> list[tuple[int, str]]:
+    """Return (time, JSON of the series), oldest first."""
+    statement = (
+        select(TelemetryRow.time, TelemetryRow.series)
+        .where(TelemetryRow.step == step, col(TelemetryRow.time) >= since)
+        .order_by(col(TelemetryRow.time))
+    )
+    with Session(engine) as session:
+        return [(time, series) for time, series in session.exec(statement)]
+
+
+def add_annotation(engine: Engine, time: float, kind: str, model: str, text: str, oldest: float) -> None:
+    """Write one row and drop rows older than `oldest` (Unix seconds), in one transaction."""
+    with Session(engine) as session:
+        session.add(MarkRow(time=time, kind=kind, model=model, text=text))
+        session.exec(delete(MarkRow).where(col(MarkRow.time) < oldest))
+        session.commit()
+
+
+def find_annotations(engine: Engine, since: float, most: int) -> list[tuple[float, str, str, str]]:
+    """Return (time, kind, model, text), newest first."""
+    statement = (
+        select(MarkRow.time, MarkRow.kind, MarkRow.model, MarkRow.text)
+        .where(MarkRow.time >= since)
+        .order_by(col(MarkRow.time).desc(), col(MarkRow.seq).desc())
+        .limit(most)
+    )
+    with Session(engine) as session:
+        return [(time, kind, model, text) for time, kind, model, text in session.exec(statement)]

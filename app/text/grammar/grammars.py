@@ -92,9 +92,6 @@ def _joined_references(schema: Any, *, joined: bool) -> Iterator[str]:
             yield from _joined_references(value, joined=False)
 
 
-__all__ = ["Grammar", "json_schema"]
-
-
 def regex(pattern: str) -> Grammar:
     r"""Grammar of answers that match a pattern as a whole; `\d`, `\w` and `\s` are ASCII."""
     return {"regex": pattern}

@@ -16,8 +16,8 @@ from ...errors import DoesNotFit
 from ...ipc.messages import PrefixMissReason
 from ...kv_store.block_file import BlockKind
 from ..adapter_slots import AdapterSlots
-from ..fair_shares import is_premium
 from ..request import Request
+from ..request_queue import is_premium
 from ..step import ScheduledRequest
 from .block_pool import BlockPool
 from .handover_intake import HandoverIntake

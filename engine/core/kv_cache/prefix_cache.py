@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Final, TypeVar
 
-from ...ipc.block_map import PrefixUse
 from ...ipc.messages import PrefixMissReason
+from ...ipc.profile_messages import PrefixUse
 from ..request import Request, first_image
 
 

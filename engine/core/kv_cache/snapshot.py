@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Final
 
-from ...ipc.block_map import BlockHolder, BlockMap, BlockRun
+from ...ipc.profile_messages import BlockHolder, BlockMap, BlockRun
 from ..request import Request
 from .manager import KVCacheManager
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from ...config import SchedulerConfig
 from ...errors import DoesNotFit
-from ...ipc.schedule_record import (
+from ...ipc.sequence_times import (
     POOLED,
     POOLED_LAST,
     PROMPT_LOGPROBS,
@@ -19,8 +19,8 @@ from ...ipc.schedule_record import (
     decode_drafts,
 )
 from ...sampling_params import SamplingParams
+from ..executor_interface import PipelineDepth
 from ..kv_cache.block_pool import BlockPool
-from ..microbatching import PipelineDepth
 from ..request import Request
 from ..scheduler import Scheduler
 from ..speculation.draft_scheduler import DraftScheduler

@@ -19,9 +19,8 @@ from typing import Final, TypedDict
 from ...config import SchedulerConfig
 from ...ipc.messages import DraftCounts
 from ..kv_cache.manager import KVCacheManager
-from ..outputs import count_accepted
 from ..request import Request
-from ..step import SampledToken, ScheduledRequest, StepPlan
+from ..step import SampledToken, ScheduledRequest, StepPlan, count_accepted
 from .draft_choice import (
     MOST_DRAFTS,
     CallerDrafts,

@@ -1,7 +1,11 @@
-"""Cache key of packed weights: a digest of checkpoint, format, kernels and shard. Torch-free."""
+"""Key of packed weights in their cache, a digest of checkpoint, format, kernels and shard, and the
+environment variables with the folder and limit of the cache. Torch-free.
+"""
 
 import hashlib
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,3 +70,18 @@ def identity(file: Path) -> str:
         length = min(int.from_bytes(stream.read(8), "little"), status.st_size, MAX_HEADER)
         header = hashlib.sha256(stream.read(length)).hexdigest()
     return f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0{header}"
+
+
+FOLDER, MOST = "LLMBOX_REPACKED", "LLMBOX_REPACKED_GB"
+
+
+def variables(folder: Path, most_gb: float) -> dict[str, str]:
+    return {FOLDER: str(folder), MOST: str(most_gb)}
+
+
+def read(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
+    """Return the cache folder and its limit in bytes; None when the cache is off."""
+    folder, most = environ.get(FOLDER), environ.get(MOST)
+    if not folder or not most or float(most) <= 0:
+        return None
+    return Path(folder), int(float(most) * 1e9)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from llmbox.app.bench.client import Target, complete
+from llmbox.app.bench.client import BenchTarget, complete
 
 EVENTS = (
     b'data: {"choices": [{"text": "a"}], "usage": null}\n\n: ping\n\nda',
@@ -27,7 +27,7 @@ async def serve(pieces, status=b"200 OK"):
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    return server, Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+    return server, BenchTarget(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
 
 
 async def test_tokens_and_usage_are_read_across_pieces():
@@ -55,4 +55,4 @@ async def test_failures_are_named(pieces, status, message):
 
 
 async def test_nobody_listens():
-    assert (await complete(Target("http://127.0.0.1:9", "m"), [1], 1)).error
+    assert (await complete(BenchTarget("http://127.0.0.1:9", "m"), [1], 1)).error

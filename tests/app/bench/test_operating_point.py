@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from llmbox.app.bench.client import Prompts, Target
+from llmbox.app.bench.client import BenchTarget, Prompts
 from llmbox.app.bench.operating_point import LoadPoint, PointSpec, find_operating_point, measure_point
 from llmbox.app.config.entries import LatencyTarget
 from support.clock import Clock
@@ -117,7 +117,7 @@ class Server:
         async with server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             spec, prompts = PointSpec(8, 8, target, 95), Prompts("x", (10, 99))
-            return await measure_point(Target(url, "m"), prompts, spec, streams, seconds, spread=0.0)
+            return await measure_point(BenchTarget(url, "m"), prompts, spec, streams, seconds, spread=0.0)
 
 
 async def test_a_load_within_its_targets_is_measured_whole():

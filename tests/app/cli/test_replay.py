@@ -7,9 +7,8 @@ import pytest
 from llmbox.app.cli.admin.replay import BlocksParam
 from llmbox.app.errors import Exit
 from llmbox.app.store import RequestLog
-from llmbox.app.store.record import RequestRecord
-from llmbox.app.store.sequence_record import SequenceRecord, encode_schedule, encode_sequence
-from llmbox.engine.ipc.schedule_record import EngineFacts, ScheduleRecord
+from llmbox.app.store.record import RequestRecord, SequenceRecord, encode_schedule, encode_sequence
+from llmbox.engine.ipc.sequence_times import EngineFacts, ScheduleRecord
 from support.cli_box import Box
 
 FACTS = EngineFacts(context=200, max_running=4, token_budget=32, num_blocks=12, block_size=4)

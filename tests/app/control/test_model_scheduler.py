@@ -12,7 +12,7 @@ import pytest
 
 from llmbox.app.config.model_settings import MemorySettings
 from llmbox.app.config.settings import Settings
-from llmbox.app.control.memory_estimate import Sizes, least_bytes, sizes
+from llmbox.app.control.memory_estimate import MemoryNeed, least_bytes, sizes
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
 from llmbox.app.engines.eviction import MemoryRequest, Place, budgets
 from llmbox.app.engines.manager import EngineManager
@@ -68,13 +68,15 @@ class House:
         place = self.folder / "models" / name
         return ModelRef(name, place, "hub") if place.is_dir() else None
 
-    def sizes(self, config: EngineConfig, budgets: tuple[int, ...], ours: Mapping[int, int]) -> Sizes | None:
+    def sizes(
+        self, config: EngineConfig, budgets: tuple[int, ...], ours: Mapping[int, int]
+    ) -> MemoryNeed | None:
         need = self.need.get(config.name, SIZE)
         if need > 10**6:
             raise DoesNotFit(f"needs {need} and has {budgets}")
         ranks = config.tp or 1
         places = [tuple(range(i, i + ranks)) for i in range(0, len(budgets) - ranks + 1, ranks)]
-        return Sizes(
+        return MemoryNeed(
             self.device, tuple(MemoryRequest(each, need // ranks, need // ranks) for each in places), budgets
         )
 
@@ -510,7 +512,7 @@ def test_sizes_are_the_engines_own_estimate(tmp_path: Path):
         config,
     )
     wish = MemoryRequest((0,), least_bytes(plan), plan.total_bytes)
-    assert found == Sizes("cpu", (wish,), (5_000_000_000,))
+    assert found == MemoryNeed("cpu", (wish,), (5_000_000_000,))
     share = replace(config, memory_bytes=wish.need)
     small = estimate(
         parse_config(tmp_path).shape(), replace(MemoryBudget.of(machine, "cpu"), available=10**10), share

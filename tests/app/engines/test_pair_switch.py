@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmbox.app.engines.pair_switch import HOLD_S, WAIT_S, WINDOW_S, PairJudge
+from llmbox.app.engines.pair_switch import HOLD_S, WAIT_S, WINDOW_S, EnginePairPolicy
 from llmbox.app.engines.step_times import Interference
 from llmbox.app.errors import ApiError
 from llmbox.engine.config import EngineConfig
@@ -29,7 +29,7 @@ def clock():
 
 @pytest.fixture
 def judge(clock):
-    judge = PairJudge(AUTO, clock)
+    judge = EnginePairPolicy(AUTO, clock)
     judge.begin()
     return judge
 

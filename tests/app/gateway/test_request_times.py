@@ -8,10 +8,9 @@ from msgspec.structs import replace
 from llmbox.app.engines.request_journal import RequestJournal, TokenStream
 from llmbox.app.gateway.request_times import ExchangeClock, call_after_times, sequence_records
 from llmbox.app.inspect.why import split
-from llmbox.app.store.sequence_record import decode_sequence, encode_sequence
+from llmbox.app.store.record import decode_sequence, encode_sequence
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
-from llmbox.engine.ipc.schedule_record import MOST_BYTES
-from llmbox.engine.ipc.sequence_times import PhaseTimes, SequenceTimes
+from llmbox.engine.ipc.sequence_times import MOST_BYTES, PhaseTimes, SequenceTimes
 from llmbox.engine.sampling_params import SamplingParams
 
 HOUR = 3600.0

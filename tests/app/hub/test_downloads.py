@@ -21,7 +21,7 @@ from llmbox.app.hub.cache_layout import Repo
 from llmbox.app.hub.download import Download, DownloadSettings
 from llmbox.app.hub.download_queue import Downloads
 from llmbox.app.hub.errors import HubError, Retries
-from llmbox.app.hub.http import Web
+from llmbox.app.hub.http import HubHttpClient
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import describe, resolve
 from llmbox.engine.model_config.draft_heads import read_draft_head
@@ -246,7 +246,7 @@ class Silence:
 
     def _hub(self) -> Hub:
         hub = Hub(self._url, None)
-        patient, quick = hub.web.get, Web(self._url, None, timeout=0.2).get
+        patient, quick = hub.web.get, HubHttpClient(self._url, None, timeout=0.2).get
 
         def get(url: str, *rest: Any, **options: Any) -> Any:
             if not url.endswith("/model.safetensors") or options.get("end") is not None:
@@ -297,7 +297,7 @@ class Held:
 
     def _patient(self) -> Hub:
         hub = Hub(self._place.hub.url, None)
-        hub.web = Web(self._place.hub.url, None, timeout=300)
+        hub.web = HubHttpClient(self._place.hub.url, None, timeout=300)
         return hub
 
 
@@ -343,7 +343,7 @@ async def test_cancel_does_not_wait_for_a_thread_that_cannot_be_ended(
 ):
     """Such as one that still connects."""
     monkeypatch.setattr("llmbox.app.hub.download_queue.PATIENCE", 0.05)
-    monkeypatch.setattr(Web, "cut", lambda _: None)
+    monkeypatch.setattr(HubHttpClient, "cut", lambda _: None)
     held = Held(place, "model.safetensors", "cdn", None)
     async with place.downloads() as downloads:
         downloads.start(NAME)

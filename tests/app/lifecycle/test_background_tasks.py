@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from llmbox.app.lifecycle.drain import Background, Drain
+from llmbox.app.lifecycle.drain import BackgroundTasks, Drain
 from support.cli_box import PATIENCE
 
 PLACE = ("key_1", "resp-1")
@@ -24,7 +24,7 @@ class Work:
             raise
 
 
-async def started(background: Background) -> Work:
+async def started(background: BackgroundTasks) -> Work:
     work = Work()
     background.start(PLACE, work.run(), lambda: "so far")
     await asyncio.sleep(0)
@@ -32,7 +32,7 @@ async def started(background: Background) -> Work:
 
 
 async def test_it_is_looked_at_under_its_own_name_until_it_ends():
-    background = Background()
+    background = BackgroundTasks()
     work = await started(background)
     assert background.look(PLACE) == "so far"
     assert background.look(("key_2", "resp-1")) is None
@@ -44,7 +44,7 @@ async def test_it_is_looked_at_under_its_own_name_until_it_ends():
 
 
 async def test_a_cancelled_one_has_ended_when_that_returns():
-    background = Background()
+    background = BackgroundTasks()
     work = await started(background)
     await background.cancel(PLACE)
     assert (work.end, background.look(PLACE)) == ("cancelled", None)
@@ -55,7 +55,7 @@ async def test_a_cancelled_one_has_ended_when_that_returns():
     [(PATIENCE, False, "done"), (0, False, "cancelled"), (PATIENCE, True, "cancelled")],
 )
 async def test_a_drain_gives_it_time_until_it_is_hurried(patience, hurried, end):
-    background, drain = Background(), Drain()
+    background, drain = BackgroundTasks(), Drain()
     work = await started(background)
     finishing = asyncio.create_task(background.finish(drain, patience))
     drain.begin()
@@ -70,4 +70,4 @@ async def test_a_drain_gives_it_time_until_it_is_hurried(patience, hurried, end)
 async def test_a_drain_with_nothing_to_wait_for_ends_at_once():
     drain = Drain()
     drain.begin()
-    await asyncio.wait_for(Background().finish(drain, 10 * PATIENCE), PATIENCE)
+    await asyncio.wait_for(BackgroundTasks().finish(drain, 10 * PATIENCE), PATIENCE)

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.ray import remote_supervisor
-from llmbox.app.ray.remote_supervisor import MOST_RESUMES, RemoteSupervisor
+from llmbox.app.ray import front
+from llmbox.app.ray.front import MOST_RESUMES, RemoteSupervisor
 from llmbox.app.ray.replica import NEEDS_VOCABULARY, ReplicaFacts
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput, Vocabulary
@@ -111,7 +111,7 @@ def request(max_tokens: int = 6, **more: object) -> AddRequest:
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch):
-    monkeypatch.setattr(remote_supervisor, "_PAUSE", 0.0)
+    monkeypatch.setattr(front, "_PAUSE", 0.0)
 
 
 async def test_a_stream_has_the_tokens_of_its_replica():

@@ -9,7 +9,7 @@ from llmbox.app.config.entries import TokenPrice
 from llmbox.app.errors import ApiError
 from llmbox.app.security.keys import ApiKey
 from llmbox.app.security.quotas import KeyCounters, KeyQuota, QuotaLedger, views
-from llmbox.app.security.rate_limit import Meter, Meters
+from llmbox.app.security.rate_limit import KeyLimiter, KeyLimiters
 from support.clock import Clock
 
 NOON = datetime(2030, 12, 31, 12, tzinfo=UTC).timestamp()
@@ -27,8 +27,8 @@ def clock() -> Clock:
     return made
 
 
-def meter(limited: ApiKey, clock: Clock) -> Meter:
-    return Meter(limited, clock, KeyQuota(KeyCounters(), clock=clock))
+def meter(limited: ApiKey, clock: Clock) -> KeyLimiter:
+    return KeyLimiter(limited, clock, KeyQuota(KeyCounters(), clock=clock))
 
 
 def refusal(call) -> ApiError:
@@ -98,14 +98,14 @@ def test_a_budget_counts_cost(clock: Clock) -> None:
 def test_counts_survive_a_restart_and_a_change_of_the_limits(tmp_path, clock: Clock, caplog) -> None:
     file = tmp_path / "keys-quota.json"
     ledger = QuotaLedger(file, clock)
-    unlimited = Meters(clock, ledger).of(key())
+    unlimited = KeyLimiters(clock, ledger).of(key())
     unlimited.take_request()
     answer = unlimited.reserve_tokens(5, 7, price=PRICE)
     answer.spend(3)
     ledger.close()  # the answer is still open: what it reserved is not used yet
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     ledger = QuotaLedger(file, clock)
-    meters = Meters(clock, ledger)
+    meters = KeyLimiters(clock, ledger)
     limited = key(requests_day=1, tokens_month=9, budget_day=1.0)
     shown = [(each.kind, each.period, each.used) for each in views(limited, ledger.of("key_1"), clock.now)]
     assert shown == [("requests", "day", 1), ("budget", "day", pytest.approx(35e-6)), ("tokens", "month", 8)]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from llmbox.app.errors import ApiError
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import ApiKey, KeySpec
-from llmbox.app.security.rate_limit import Bucket, Meter, Meters
+from llmbox.app.security.rate_limit import KeyLimiter, KeyLimiters, TokenBucket
 from support.clock import Clock
 
 
@@ -17,7 +17,7 @@ def key(**limits: int | None) -> ApiKey:
 
 def test_a_minutes_worth_at_once_then_evenly() -> None:
     clock = Clock()
-    meter = Meter(key(rpm=6), clock)
+    meter = KeyLimiter(key(rpm=6), clock)
     for _ in range(6):
         meter.take_request()
     with pytest.raises(ApiError) as caught:
@@ -38,7 +38,7 @@ def test_a_minutes_worth_at_once_then_evenly() -> None:
 
 def test_answers_are_paid_back_first() -> None:
     clock = Clock()
-    meter = Meter(key(tpm=60), clock)
+    meter = KeyLimiter(key(tpm=60), clock)
     answer = meter.reserve_tokens(10, 1000, choices=1)  # an estimate of 30
     answer.spend(110)
     answer.settle()  # 60 below
@@ -51,7 +51,7 @@ def test_answers_are_paid_back_first() -> None:
 
 def test_what_a_request_may_make_is_reserved_and_what_it_did_not_is_given_back() -> None:
     clock = Clock()
-    meter = Meter(key(tpm=500), clock)
+    meter = KeyLimiter(key(tpm=500), clock)
     first, _second = meter.reserve_tokens(3, 200), meter.reserve_tokens(3, 200)
     with pytest.raises(ApiError, match="203"):
         meter.reserve_tokens(3, 200)
@@ -65,7 +65,7 @@ def test_what_a_request_may_make_is_reserved_and_what_it_did_not_is_given_back()
 
 def test_an_answer_without_a_bound_reserves_an_estimate() -> None:
     def remaining(tpm: int, room: int, choices: int) -> int:
-        meter = Meter(key(tpm=tpm), Clock())
+        meter = KeyLimiter(key(tpm=tpm), Clock())
         meter.reserve_tokens(10, room, choices=choices)
         return int(dict(meter.headers())[b"x-ratelimit-remaining-tokens"])
 
@@ -76,7 +76,7 @@ def test_an_answer_without_a_bound_reserves_an_estimate() -> None:
 
 def test_a_prompt_over_a_minutes_worth_waits_for_a_full_bucket() -> None:
     clock = Clock()
-    meter = Meter(key(tpm=60), clock)
+    meter = KeyLimiter(key(tpm=60), clock)
     meter.reserve_tokens(500, 100)
     with pytest.raises(ApiError) as caught:
         meter.reserve_tokens(1, 0)
@@ -85,7 +85,7 @@ def test_a_prompt_over_a_minutes_worth_waits_for_a_full_bucket() -> None:
 
 def test_headers_have_openais_names() -> None:
     clock = Clock()
-    meter = Meter(key(rpm=60, tpm=100), clock)
+    meter = KeyLimiter(key(rpm=60, tpm=100), clock)
     meter.take_request()
     meter.reserve_tokens(50, 0).spend(200)
     told = {name.decode(): value.decode() for name, value in meter.headers()}
@@ -97,18 +97,18 @@ def test_headers_have_openais_names() -> None:
         "x-ratelimit-remaining-tokens": "0",
         "x-ratelimit-reset-tokens": "2m30s",
     }
-    assert list(Meter(key(), clock).headers()) == []
+    assert list(KeyLimiter(key(), clock).headers()) == []
 
 
 def test_no_limit_is_no_limit() -> None:
-    meter = Meter(key(), Clock())
+    meter = KeyLimiter(key(), Clock())
     for _ in range(100):
         meter.take_request()
         meter.reserve_tokens(1 << 40, 1 << 40, choices=1).settle()
 
 
 def test_a_meter_lives_with_its_key() -> None:
-    meters = Meters(Clock())
+    meters = KeyLimiters(Clock())
     one = key(rpm=1)
     meters.of(one).take_request()
     with pytest.raises(ApiError):
@@ -122,7 +122,7 @@ def test_a_meter_lives_with_its_key() -> None:
 )
 def test_never_more_than_the_rate_allows(per_minute: int, tries: list[tuple[float, int]]) -> None:
     clock = Clock()
-    bucket = Bucket(per_minute, clock)
+    bucket = TokenBucket(per_minute, clock)
     began, taken, biggest = clock.now, 0, 0
     for pause, cost in tries:
         clock.now += pause
@@ -140,7 +140,7 @@ def test_never_more_than_the_rate_allows(per_minute: int, tries: list[tuple[floa
 
 
 def test_keys_with_the_same_limits_do_not_share(tmp_path) -> None:
-    store, meters = KeyStore(tmp_path / "keys.json"), Meters(Clock())
+    store, meters = KeyStore(tmp_path / "keys.json"), KeyLimiters(Clock())
     one, _ = store.add(KeySpec(name="one", rpm=1))
     other, _ = store.add(KeySpec(name="other", rpm=1))
     meters.of(one).take_request()

@@ -10,9 +10,9 @@ from llmbox.app.security.sessions import (
     MOST,
     ROTATE,
     TOKEN_LIFE,
-    BackOff,
     OneTimeTokens,
     Sessions,
+    SignInBackoff,
     is_csrf_token,
 )
 from support.clock import Clock
@@ -123,7 +123,7 @@ def test_tokens_are_bounded() -> None:
 
 def test_five_failures_are_free_then_each_doubles_the_wait() -> None:
     clock = Clock()
-    back_off = BackOff(clock)
+    back_off = SignInBackoff(clock)
     for _ in range(5):
         back_off.check("a")
         back_off.record_failure("a")
@@ -143,7 +143,7 @@ def test_five_failures_are_free_then_each_doubles_the_wait() -> None:
 
 
 def test_addresses_are_bounded() -> None:
-    back_off = BackOff(Clock())
+    back_off = SignInBackoff(Clock())
     for i in range(10_000):
         back_off.record_failure(str(i))
     assert len(back_off._failures) <= 4096

@@ -8,8 +8,13 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.http.admin.keys import erase_stored_of_gone_keys
 from llmbox.app.store import RequestLog
-from llmbox.app.store.conversations import ChatToolServer, PanelItems
-from llmbox.app.store.tool_secrets import ToolServerSecrets, has_values, without_values
+from llmbox.app.store.conversations import (
+    ChatToolServer,
+    PanelItems,
+    ToolServerSecrets,
+    has_values,
+    without_values,
+)
 
 WEB = ChatToolServer(url="https://tools.test/mcp", headers={"Authorization": "Bearer s3cret"}, allowed=True)
 PROGRAM = ChatToolServer(command=["/bin/tool"], environment={"TOKEN": "t0ken", "EMPTY": ""})

@@ -1,7 +1,6 @@
 import pytest
 
-from llmbox.app.telemetry.alerts import find_alerts
-from llmbox.app.telemetry.snapshot import EngineSnapshot, GpuReading, Gpus, Host, Tick
+from llmbox.app.telemetry.snapshot import EngineSnapshot, GpuReading, Gpus, Host, Tick, find_alerts
 
 
 def texts(**fields) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from llmbox.app.store import RequestLog
-from llmbox.app.telemetry.annotations import KEPT_S, REFUSALS_S, Annotations
+from llmbox.app.telemetry.history import KEPT_S, REFUSALS_S, Annotations
 
 NOON = 1_800_014_400.0
 

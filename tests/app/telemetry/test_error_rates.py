@@ -1,7 +1,6 @@
 from llmbox.app.store.record import RequestRecord
-from llmbox.app.telemetry.alerts import find_alerts
 from llmbox.app.telemetry.engine_rates import ErrorRates, total_rate
-from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, Tick
+from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, Tick, find_alerts
 
 
 def record(status: int, code: str = "", model: str = "m") -> RequestRecord:

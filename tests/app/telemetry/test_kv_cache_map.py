@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbox.app.engines.engine_process import EngineQuery
-from llmbox.app.telemetry.kv_cache_map import draw_map
-from llmbox.engine.ipc.block_map import BlockHolder, BlockMap, BlockRun
+from llmbox.app.telemetry.device_memory import draw_map
+from llmbox.engine.ipc.profile_messages import BlockHolder, BlockMap, BlockRun
 from support.engines import kill, request, supervised, until
 
 RUNS = st.lists(

@@ -12,8 +12,8 @@ from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.engine_rates import ErrorRates, Latencies
 from llmbox.app.telemetry.gpus import GpuReader, HostReader
 from llmbox.app.telemetry.history import History
-from llmbox.app.telemetry.poller import Poller
 from llmbox.app.telemetry.snapshot import NA, Tick
+from llmbox.app.telemetry.telemetry import Poller
 from llmbox.engine.ipc.messages import DraftCounts, EngineStats
 from support.fake_nvml import FakeNvml
 from support.snapshots import live_request

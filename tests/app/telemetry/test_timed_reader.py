@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from llmbox.app.telemetry.poller import TimedOut, TimedReader
+from llmbox.app.telemetry.telemetry import TimedOut, TimedReader
 
 
 async def test_a_result_comes_through_and_so_does_an_exception():

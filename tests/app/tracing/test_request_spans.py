@@ -3,10 +3,8 @@
 import json
 from dataclasses import replace
 
-from llmbox.app.store.record import RequestRecord
-from llmbox.app.store.sequence_record import PhaseRecord, SequenceRecord
-from llmbox.app.tracing.request_spans import phase_spans, request_span
-from llmbox.app.tracing.trace_context import TraceContext
+from llmbox.app.store.record import PhaseRecord, RequestRecord, SequenceRecord
+from llmbox.app.tracing.tracer import TraceContext, phase_spans, request_span
 from support.otlp_collector import attributes
 
 TRACE = TraceContext(

@@ -2,8 +2,7 @@
 
 import pytest
 
-from llmbox.app.tracing.trace_context import draw_span_id, draw_trace_id, parse_traceparent
-from llmbox.app.tracing.tracer import RequestTracer
+from llmbox.app.tracing.tracer import RequestTracer, draw_span_id, draw_trace_id, parse_traceparent
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{PARENT}-01"

@@ -20,7 +20,6 @@ from llmbox.app.http.openai.request_types import (
     EmbeddingRequest,
     Function,
 )
-from llmbox.app.http.openai_responses.conversations import ConversationCreate
 from llmbox.app.http.openai_responses.request_types import (
     CompactRequest,
     InputTokensRequest,
@@ -29,6 +28,7 @@ from llmbox.app.http.openai_responses.request_types import (
     ResponsesCustomTool,
     ResponsesFunctionTool,
 )
+from llmbox.app.http.openai_responses.routes import ConversationCreate
 from support.cli_box import PATIENCE, until
 from support.fake_engine import write_model
 from support.openai_server import serving

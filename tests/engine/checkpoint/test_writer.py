@@ -1,4 +1,4 @@
-"""Checkpoints are written by `writer.py`: as safetensors, and without numpy."""
+"""Checkpoints are written by `tensor_io.py`: as safetensors, and without numpy."""
 
 import contextvars
 import json
@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from llmbox.engine.checkpoint.safetensors import read_header
-from llmbox.engine.checkpoint.writer import ShardWriter, write_file
-from llmbox.engine.ipc.subprocess_job import ReportProgress, run_job
+from llmbox.engine.checkpoint.tensor_io import ShardWriter, write_file
+from llmbox.engine.ipc.spawn import ReportProgress, run_job
 from llmbox.kernels.cpu.build import compile_progress
 from llmbox.kernels.dispatch import native_ready
 from support.gguf_models import write_gguf

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.core.fair_shares import LOWEST_BAND, Flows, band_of
 from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
 from llmbox.engine.core.preemption import MAX_DISPLACEMENTS
-from llmbox.engine.core.request_queue import LIFTED_TOKENS
+from llmbox.engine.core.request_queue import LIFTED_TOKENS, LOWEST_BAND, Flows, band_of
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.core.step import ScheduledRequest
 from support.clock import Clock

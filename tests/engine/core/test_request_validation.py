@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.core.request_validation import check_request
+from llmbox.engine.core.request import check_request
 from llmbox.engine.errors import InvalidRequest
 from llmbox.engine.ipc.codec import FrameReader, encode
 from llmbox.engine.ipc.messages import AddRequest, ToEngine, Vocabulary

@@ -6,10 +6,10 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from llmbox.app.store.sequence_record import encode_schedule
-from llmbox.engine.core.schedule_recorder import ScheduleRecorder
+from llmbox.app.store.record import encode_schedule
 from llmbox.engine.core.speculation.draft_choice import MOST_DRAFTS
-from llmbox.engine.ipc.schedule_record import (
+from llmbox.engine.core.step_ledger import ScheduleRecorder
+from llmbox.engine.ipc.sequence_times import (
     ABORTED,
     MOST_BYTES,
     MOST_DRAFTED,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from llmbox.engine.distributed import torch_communicator as group_module
-from llmbox.engine.distributed.custom_all_reduce import BUFFER_BYTES, KERNEL
-from llmbox.engine.distributed.fused_allreduce_rmsnorm import ROWS
+from llmbox.engine.distributed.custom_all_reduce import BUFFER_BYTES, KERNEL, ROWS
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.kernels.reference import REFERENCE

@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import messages as m
-from llmbox.engine.ipc.block_map import BlockHolder, BlockMap, BlockRun, PrefixUse
 from llmbox.engine.ipc.codec import FrameReader, FrameTooLarge, TransportError, encode
 from llmbox.engine.ipc.handover_messages import HandedBlock, HandedBlocks, Prefill, TakenSlots
-from llmbox.engine.ipc.profile_messages import AskProfile, StepProfile
+from llmbox.engine.ipc.profile_messages import (
+    AskProfile,
+    BlockHolder,
+    BlockMap,
+    BlockRun,
+    PrefixUse,
+    StepProfile,
+)
 from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 
 PARAMS = SamplingParams(

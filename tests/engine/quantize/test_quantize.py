@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.quantized_layout import FORMATS
-from llmbox.engine.checkpoint.writer import ShardWriter
+from llmbox.engine.checkpoint.tensor_io import ShardWriter
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.quantize import quantize as module
 from llmbox.engine.quantize.compressed_tensors import TARGETS

@@ -6,8 +6,7 @@ from queue import Queue
 import pytest
 import torch
 
-from llmbox.engine.device.device import HostDevice
-from llmbox.engine.device.upload import Uploader
+from llmbox.engine.device.device import HostDevice, Uploader
 from llmbox.engine.distributed.communicator import TensorParallel
 from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.model_config.parallel_layout import ParallelLayout

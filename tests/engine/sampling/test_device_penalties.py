@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmbox.engine.device.upload import Uploader
+from llmbox.engine.device.device import Uploader
 from llmbox.engine.sampling import Sampler
 from llmbox.engine.sampling.device_penalties import LEAST, DevicePenalties, build_entries, match_bad_words
 from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rules

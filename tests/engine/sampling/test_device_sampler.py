@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.step import ScheduledRequest
-from llmbox.engine.device.upload import Uploader
+from llmbox.engine.device.device import Uploader
 from llmbox.engine.sampling import Sampler
 from llmbox.engine.sampling.device_sampler import DeviceSampler
 from llmbox.engine.sampling.device_state import DeviceRequestState

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmbox.engine.core.step import ScheduledRequest
-from llmbox.engine.device.upload import Uploader
+from llmbox.engine.device.device import Uploader
 from llmbox.engine.distributed.communicator import TensorParallel, rows_of_rank
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.sampling import Sampler

@@ -4,7 +4,7 @@ import pytest
 from textual.widgets import Collapsible, Input, Markdown
 
 from llmbox.ui.tui.screens.chat import Answer
-from llmbox.ui.tui.widgets.dialogs import Choose
+from llmbox.ui.tui.widgets.dialogs import ChoiceDialog
 from support.snapshots import answers
 
 
@@ -93,7 +93,7 @@ async def test_another_model_without_a_chat_template_continues_text(stage):
         scene.api.pieces = [(False, "and on")]
         await open_chat(scene)
         await scene.press("ctrl+o")
-        await scene.until(lambda: isinstance(scene.app.screen, Choose))
+        await scene.until(lambda: isinstance(scene.app.screen, ChoiceDialog))
         assert scene.app.screen.names == ["alpha", "beta"], "models that are ready and generate text"
         await scene.press("down", "enter")
         await scene.until(lambda: getattr(scene.app.screen, "model", "") == "beta")

@@ -8,10 +8,10 @@ import pytest
 
 from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.data.api import Recorder, Replay
-from llmbox.ui.tui.messages import SPARKS, Changed, RunAction, TickReceived
-from llmbox.ui.tui.widgets.dialogs import AskLine, Confirm, Help, KeyValueDialog
+from llmbox.ui.tui.messages import SPARKS, RunAction, StateChanged, TickReceived
+from llmbox.ui.tui.widgets.dialogs import ConfirmDialog, HelpDialog, InputDialog, KeyValueDialog
 from llmbox.ui.tui.widgets.lines import Lines
-from llmbox.ui.tui.widgets.table import Grid
+from llmbox.ui.tui.widgets.table import FixedTable
 from support.snapshots import NOON, FakeApi, idle_tick, live_request, tick
 
 
@@ -25,11 +25,11 @@ async def test_numbers_go_to_screens(stage):
 async def test_cancel_asks_first_and_goes_by_messages(stage):
     async with stage((80, 24)) as scene:
         await scene.press("2", "down", "x")
-        await scene.until(lambda: isinstance(scene.app.screen, Confirm))
+        await scene.until(lambda: isinstance(scene.app.screen, ConfirmDialog))
         await scene.press("n")
         assert scene.api.posted == []
         await scene.press("x")
-        await scene.until(lambda: isinstance(scene.app.screen, Confirm))
+        await scene.until(lambda: isinstance(scene.app.screen, ConfirmDialog))
         await scene.press("y")
         await scene.until(lambda: scene.api.posted)
         assert scene.api.posted == [("requests/req-2/cancel", {})]
@@ -41,7 +41,7 @@ async def test_only_what_is_in_flight_can_be_cancelled(stage):
         await scene.press("2")
         await scene.settled()
         await scene.press("end", "x")
-        assert not isinstance(scene.app.screen, Confirm)
+        assert not isinstance(scene.app.screen, ConfirmDialog)
         assert scene.api.posted == []
 
 
@@ -59,7 +59,7 @@ async def test_models(stage):
         await scene.press("3")
         await scene.settled()
         await scene.press("u")
-        await scene.until(lambda: isinstance(scene.app.screen, Confirm))
+        await scene.until(lambda: isinstance(scene.app.screen, ConfirmDialog))
         assert "15 requests in flight end" in scene.app.screen.question
         await scene.press("y")
         await scene.until(lambda: scene.api.posted)
@@ -68,11 +68,11 @@ async def test_models(stage):
         await scene.press("end", "l")
         await scene.until(lambda: len(scene.api.posted) == 3)
         await scene.press("p")
-        await scene.until(lambda: isinstance(scene.app.screen, AskLine))
+        await scene.until(lambda: isinstance(scene.app.screen, InputDialog))
         await scene.press(*"org/x", "enter")
         await scene.until(lambda: len(scene.api.posted) == 4)
         await scene.press("d")
-        await scene.until(lambda: isinstance(scene.app.screen, Confirm))
+        await scene.until(lambda: isinstance(scene.app.screen, ConfirmDialog))
         await scene.press("y")
         await scene.until(lambda: len(scene.api.posted) == 5)
         assert scene.api.posted == [
@@ -107,7 +107,7 @@ async def test_filter_sort_and_back(stage):
     async with stage((120, 40)) as scene:
         await scene.press("2")
         await scene.settled()
-        grid = scene.app.screen.query_one(Grid)
+        grid = scene.app.screen.query_one(FixedTable)
         await scene.press("slash", *"queued", "enter")
         assert {row.cells[4][0].split()[0] for row in grid.rows} == {"queued"}
         assert "15 in flight: 12 running, 3 queued; 3 of 18 match the filter" in scene.text
@@ -129,7 +129,7 @@ async def test_the_cursor_stays_with_its_request(stage):
         await scene.settled()
         scene.app.state.ended.clear()
         await scene.press("down", "down")
-        grid = scene.app.screen.query_one("#requests", Grid)
+        grid = scene.app.screen.query_one("#requests", FixedTable)
         assert grid.selected == "req-3"
         await scene.ticks(tick(1, requests=requests[1:]))
         assert grid.selected == "req-3"
@@ -187,7 +187,7 @@ async def test_pause_help_and_palette(stage):
         await scene.press("space")
         assert "req-1" not in scene.text
         await scene.press("2", "question_mark")
-        assert isinstance(scene.app.screen, Help)
+        assert isinstance(scene.app.screen, HelpDialog)
         for words in ("Copy as curl", "Filter", "Pause", "Bench & Doctor"):
             assert words in scene.text
         await scene.press("escape", "ctrl+p")
@@ -255,8 +255,8 @@ async def test_no_daemon_at_all(stage):
 async def test_newer_ticks_replace_those_that_wait():
     first, second = TickReceived(tick(0)), TickReceived(tick(1))
     assert first.can_replace(second)
-    assert not first.can_replace(Changed())
-    assert Changed().can_replace(Changed())
+    assert not first.can_replace(StateChanged())
+    assert StateChanged().can_replace(StateChanged())
 
 
 async def test_too_small_is_a_list_and_grows_back(stage):
@@ -352,7 +352,7 @@ async def test_a_failed_download_is_dismissed(stage):
         await scene.until(lambda: "failed: org/typo" in scene.text)
         await scene.press("down", "down")
         await scene.press("d")
-        await scene.until(lambda: isinstance(scene.app.screen, Confirm))
+        await scene.until(lambda: isinstance(scene.app.screen, ConfirmDialog))
         await scene.press("y")
         await scene.until(lambda: scene.api.posted)
         assert scene.api.posted == [("downloads/dismiss", {"model": "org/typo"})]

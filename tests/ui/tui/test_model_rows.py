@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmbox.ui.tui.messages import State
+from llmbox.ui.tui.messages import DashboardState
 from llmbox.ui.tui.screens.models import find_model, model_rows
 
 INFO = {"device": "cuda", "weights_bytes": 10, "kv_bytes": 10, "context_window": 100}
@@ -13,20 +13,20 @@ INFO = {"device": "cuda", "weights_bytes": 10, "kv_bytes": 10, "context_window":
 )
 def test_a_model_on_several_ranks_says_on_how_many(cut, told):
     model = {"name": "m", "state": "ready", "info": {**INFO, **cut}}
-    (row,) = model_rows(State(answers={"models": {"models": [model]}}))
+    (row,) = model_rows(DashboardState(answers={"models": {"models": [model]}}))
     assert row.cells[2][0] == told
 
 
 def test_a_model_is_named_with_its_adapters_in_memory():
     model = {"name": "m", "state": "ready", "info": INFO, "adapters": ["pirate", "poet"]}
-    (row,) = model_rows(State(answers={"models": {"models": [model]}}))
+    (row,) = model_rows(DashboardState(answers={"models": {"models": [model]}}))
     assert (row.key, row.cells[0][0]) == ("m", "m + pirate, poet")
 
 
 def test_a_failed_download_says_why():
     error = {"code": "repo_not_found", "what": "org/typo was not found", "why": "no such model", "fix": ""}
     failed = {"model": "org/typo", "state": "failed", "done": 0, "total": 0, "error": error}
-    state = State(answers={"downloads": {"downloads": [failed]}})
+    state = DashboardState(answers={"downloads": {"downloads": [failed]}})
     (row,) = model_rows(state)
     assert row.cells[1] == ("failed: org/typo was not found", "bad")
     assert find_model(state, "org/typo") == failed
@@ -39,5 +39,5 @@ def test_a_failed_download_says_why():
 def test_a_load_says_how_far_it_is(phase, done, total, told):
     progress = {"phase": phase, "done": done, "total": total}
     model = {"name": "m", "state": "loading", "progress": progress}
-    (row,) = model_rows(State(answers={"models": {"models": [model]}}))
+    (row,) = model_rows(DashboardState(answers={"models": {"models": [model]}}))
     assert row.cells[1][0] == told

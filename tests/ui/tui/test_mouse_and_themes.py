@@ -6,15 +6,14 @@ import msgspec
 import pytest
 from textual.widgets import OptionList
 
-from llmbox.app.telemetry.alerts import find_alerts
-from llmbox.app.telemetry.snapshot import Alert, Tick
+from llmbox.app.telemetry.snapshot import Alert, Tick, find_alerts
 from llmbox.ui.tui.app import SCREENS
-from llmbox.ui.tui.messages import State
+from llmbox.ui.tui.messages import DashboardState
 from llmbox.ui.tui.screens.logs import split_model
 from llmbox.ui.tui.themes import DARK, NAMES, TONES, read_choice, remember_choice, styles
-from llmbox.ui.tui.widgets.dialogs import Choose, KeyValueDialog
+from llmbox.ui.tui.widgets.dialogs import ChoiceDialog, KeyValueDialog
 from llmbox.ui.tui.widgets.header import TITLES
-from llmbox.ui.tui.widgets.table import Grid
+from llmbox.ui.tui.widgets.table import FixedTable
 from support.snapshots import engine, failing_tick, live_request, tick
 
 
@@ -34,7 +33,7 @@ async def test_a_click_on_a_row_opens_it(stage):
     async with stage((120, 40)) as scene:
         await scene.press("2")
         await scene.settled()
-        await scene.pilot.click(Grid, offset=(5, 1))
+        await scene.pilot.click(FixedTable, offset=(5, 1))
         await scene.until(lambda: isinstance(scene.app.screen, KeyValueDialog))
         assert scene.app.screen.heading == "req-1"
 
@@ -44,19 +43,19 @@ async def test_a_click_on_a_model_of_the_overview_goes_to_it(stage):
         await scene.pilot.click("#models", offset=(5, 1))
         await scene.until(lambda: scene.app.screen.TITLE == "Models")
         await scene.settled()
-        assert scene.app.screen.query_one(Grid).selected == "qwen3-8b"
+        assert scene.app.screen.query_one(FixedTable).selected == "qwen3-8b"
 
 
 async def test_a_click_on_a_header_sorts_turns_and_ends(stage):
     async with stage((120, 40)) as scene:
         await scene.press("2")
         await scene.settled()
-        grid = scene.app.screen.query_one(Grid)
+        grid = scene.app.screen.query_one(FixedTable)
         given = [row.key for row in grid.rows]
         at = next(line for line in scene.text.splitlines() if "OUTPUT" in line).index("OUTPUT")
 
         async def outputs() -> list[int]:
-            await scene.pilot.click(Grid, offset=(at, 0))
+            await scene.pilot.click(FixedTable, offset=(at, 0))
             await scene.pilot.pause()
             return [row.values[6] for row in grid.rows[:15]]
 
@@ -91,7 +90,7 @@ async def test_all_screens_count_the_same_requests(stage):
         assert "5 in flight: 2 running, 3 queued" in scene.text
         await scene.press("3")
         await scene.settled()
-        assert scene.app.screen.query_one(Grid).rows[0].cells[6][0] == "5"
+        assert scene.app.screen.query_one(FixedTable).rows[0].cells[6][0] == "5"
 
 
 # ------------------------------------------------------------------ themes
@@ -101,14 +100,14 @@ async def test_a_theme_is_chosen_with_a_preview_and_remembered(stage, tmp_path):
     remembered: list[str] = []
     async with stage((80, 24), remember=remembered.append) as scene:
         await scene.press("t")
-        await scene.until(lambda: isinstance(scene.app.screen, Choose))
+        await scene.until(lambda: isinstance(scene.app.screen, ChoiceDialog))
         await scene.press("down")
         await scene.until(lambda: scene.app.theme == NAMES[1])
         await scene.press("escape")
         await scene.until(lambda: scene.app.theme == NAMES[0])
         assert remembered == []
         await scene.press("t")
-        await scene.until(lambda: isinstance(scene.app.screen, Choose))
+        await scene.until(lambda: isinstance(scene.app.screen, ChoiceDialog))
         scene.app.screen.query_one(OptionList).highlighted = NAMES.index("nord")
         await scene.press("enter")
         await scene.until(lambda: remembered == ["nord"])
@@ -153,7 +152,7 @@ async def test_alerts_are_listed_with_what_to_do(stage):
 
 
 def test_an_alert_keeps_its_time_while_its_numbers_change():
-    state = State()
+    state = DashboardState()
     for at, number in ((100.0, 3), (200.0, 5)):
         state.take_tick(Tick(time=at, attention=(Alert(level="warning", text=f"m: {number} of 9 failed"),)))
     assert list(state.alerts_since.values()) == [100.0]

@@ -19,8 +19,7 @@ from llmbox.ui.tui.rendering import (
 from llmbox.ui.tui.screens.memory import _prefix_cache
 from llmbox.ui.tui.screens.overview import gpu_lines
 from llmbox.ui.tui.widgets.charts import AXIS, AxisChart, Series, draw_chart, nice_top, thin
-from llmbox.ui.tui.widgets.key_value import request_lines
-from llmbox.ui.tui.widgets.request_rows import time_bar
+from llmbox.ui.tui.widgets.request_rows import request_lines, time_bar
 from support.snapshots import detail, engine, record
 
 

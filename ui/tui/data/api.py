@@ -18,7 +18,7 @@ from llmbox.app.config.paths import Paths
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.telemetry.snapshot import Tick
 
-from ..messages import Connected, EventReceived, Lost, TickReceived
+from ..messages import Connected, ConnectionLost, EventReceived, TickReceived
 
 SCHEMA = "llmbox.recording/1"
 Item = tuple[str, dict[str, Any]]
@@ -248,7 +248,7 @@ def _read_key(path: Path) -> str:
 RETRY_S = 1.0
 
 
-class Feed:
+class EventFeed:
     def __init__(self, api: Api, post: Callable[[Message], object], *, once: bool = False) -> None:
         """Create the feed. `once`: the end of the stream is final (a replay)."""
         self._api, self._post, self._once = api, post, once
@@ -274,7 +274,7 @@ class Feed:
                 reason = str(error) or type(error).__name__
             if self._stopped.is_set():
                 return
-            self._post(Lost("the recording has ended" if self._once else reason))
+            self._post(ConnectionLost("the recording has ended" if self._once else reason))
             if self._once:
                 return
             self._stopped.wait(RETRY_S)

@@ -144,7 +144,7 @@ class MockApi:
 
     def _get_logs(self, *_: Any) -> dict[str, Any]:
         name = MODELS[0].name
-        told = [
+        rows = [
             (590, "info", "daemon", "llmbox listens on http://127.0.0.1:7411"),
             (588, "info", "daemon", f"{name} gets 118.0 GB of the 126.9 GB for models on cuda:0"),
             (570, "info", "engines", f"{name} | Triton kernels: 41 compiled, 41 from the cache"),
@@ -155,18 +155,18 @@ class MockApi:
         ]
         return {"lines": [
             {"time": self._begin - ago, "level": level, "component": part, "message": text}
-            for ago, level, part, text in told
+            for ago, level, part, text in rows
         ]}  # fmt: skip
 
     def _get_marks(self, *_: Any) -> dict[str, Any]:
-        told = [
+        rows = [
             (96, "refusal", MODELS[0].name, "14 requests refused: queue_full"),
             (561, "load", MODELS[0].name, "ready"),
             (1210, "load", MODELS[1].name, "ready"),
             (1320, "eviction", "Qwen/Qwen3-0.6B", f"to make room for {MODELS[1].name}"),
         ]
         return {
-            "marks": [{"time": self._begin - ago, "kind": k, "model": m, "text": t} for ago, k, m, t in told]
+            "marks": [{"time": self._begin - ago, "kind": k, "model": m, "text": t} for ago, k, m, t in rows]
         }
 
     def _get_blocks(self, *_: Any) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class MockApi:
         return {"runs": [run(7200, 1.0), run(93_600, 0.86)]}
 
     def _get_doctor(self, *_: Any) -> dict[str, Any]:
-        told = [
+        rows = [
             ("python", "ok", "3.12.4", ""),
             ("gpu", "ok", "H200, 27.4 GB of 141.0 GB free", ""),
             ("disk (state)", "ok", "1.21 TB free", ""),
@@ -198,7 +198,7 @@ class MockApi:
         ]
         return {
             "ok": True,
-            "findings": [{"name": n, "status": s, "message": m, "fix": f} for n, s, m, f in told],
+            "findings": [{"name": n, "status": s, "message": m, "fix": f} for n, s, m, f in rows],
         }
 
     def _get_fit(self, _: str, query: dict[str, list[str]]) -> dict[str, Any]:

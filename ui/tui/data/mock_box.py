@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmbox.app.gateway.request_events import LiveRequest
-from llmbox.app.telemetry.alerts import find_alerts
 from llmbox.app.telemetry.engine_rates import nearest_rank
 from llmbox.app.telemetry.snapshot import (
     NA,
@@ -21,6 +20,7 @@ from llmbox.app.telemetry.snapshot import (
     OwnProcess,
     Tick,
     Totals,
+    find_alerts,
 )
 
 GB = 10**9

@@ -10,11 +10,11 @@ from textual.widget import Widget
 
 from llmbox.app.telemetry.snapshot import Alert
 
-from ..messages import Fetch, alert_name
+from ..messages import FetchData, alert_name
 from ..rendering import DASH, Line, clean, heading, wrap
 from ..widgets.lines import Lines
-from ..widgets.table import Column, Grid, Row
-from .base import View
+from ..widgets.table import Column, FixedTable, Row
+from .base import DashboardScreen
 
 COLUMNS = (
     Column("SINCE", 8),
@@ -29,19 +29,19 @@ CHECKED = (
 )
 
 
-class AlertsScreen(View):
+class AlertsScreen(DashboardScreen):
     TITLE = "Alerts"
     FILTERS = True
     BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "copy", "Copy what to do")]
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="title", classes="line")
-        yield Grid(COLUMNS, "")
+        yield FixedTable(COLUMNS, "")
         yield Lines(id="detail")
         yield Lines(id="checked")
 
-    def wants(self) -> Iterable[Fetch]:
-        yield Fetch("downloads", "downloads")
+    def wants(self) -> Iterable[FetchData]:
+        yield FetchData("downloads", "downloads")
 
     def draw(self) -> None:
         width = self.size.width
@@ -72,7 +72,7 @@ class AlertsScreen(View):
             if hidden
             else "No alerts: nothing is wrong now."
         )
-        self.query_one(Grid).show(rows, empty=empty)
+        self.query_one(FixedTable).show(rows, empty=empty)
         self._set_lines("#detail", self._detail_lines(width))
         lines = [heading(" Checked each second", width - 1, self.glyphs)]
         lines += [((" ", ""), (line[0][0], "muted")) for line in wrap(CHECKED, width - 4)]
@@ -96,14 +96,14 @@ class AlertsScreen(View):
 
     @property
     def _chosen(self) -> Alert | None:
-        chosen, alerts = self.query_one(Grid).selected, self.state.alerts
+        chosen, alerts = self.query_one(FixedTable).selected, self.state.alerts
         return alerts[int(chosen)] if chosen is not None and int(chosen) < len(alerts) else None
 
-    @on(Grid.Moved)
+    @on(FixedTable.Moved)
     def _moved(self) -> None:
         self._set_lines("#detail", self._detail_lines(self.size.width))
 
-    @on(Grid.Chosen)
+    @on(FixedTable.Chosen)
     def _show_alert(self) -> None:
         if (alert := self._chosen) is not None:
             self.dashboard.show_texts(

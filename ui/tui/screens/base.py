@@ -11,11 +11,11 @@ from textual.types import CSSPathType
 from textual.widget import Widget
 from textual.widgets import Input
 
-from ..messages import Changed, Fetch, State
+from ..messages import DashboardState, FetchData, StateChanged
 from ..rendering import Glyphs
 from ..widgets.header import AlertLine, KeyFooter, TabBar, alert_line, compact_lines
 from ..widgets.lines import Lines
-from ..widgets.table import Grid
+from ..widgets.table import FixedTable
 
 if TYPE_CHECKING:
     from ..app import Dashboard
@@ -24,12 +24,12 @@ SMALL = (60, 16)
 """Columns and rows below which only a list is shown."""
 
 
-class View(Screen[None]):
+class DashboardScreen(Screen[None]):
     """Base of a screen: it draws in `draw` and requests data in `wants`, and never changes the state."""
 
     TITLE: ClassVar[str]
     CSS_PATH: ClassVar[CSSPathType | None] = "../view.tcss"
-    AUTO_FOCUS = "Grid"
+    AUTO_FOCUS = "FixedTable"
     FILTERS: ClassVar[bool] = False
     """True if `/` opens a filter line."""
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -47,7 +47,7 @@ class View(Screen[None]):
         return cast("Dashboard", self.app)
 
     @property
-    def state(self) -> State:
+    def state(self) -> DashboardState:
         return self.dashboard.state
 
     @property
@@ -71,7 +71,7 @@ class View(Screen[None]):
         """Draw the state into the screen's widgets."""
         raise NotImplementedError
 
-    def wants(self) -> Iterable[Fetch]:
+    def wants(self) -> Iterable[FetchData]:
         """Return the data to fetch when the screen is shown, and again every few seconds while it is
         visible.
         """
@@ -90,11 +90,11 @@ class View(Screen[None]):
     def on_resize(self) -> None:
         self.call_after_refresh(self.redraw)
 
-    @on(Changed)
+    @on(StateChanged)
     def _changed(self) -> None:
         self.redraw()
 
-    @on(Grid.Sorted)
+    @on(FixedTable.Sorted)
     def _sorted(self) -> None:
         self.redraw()
 
@@ -143,7 +143,7 @@ class View(Screen[None]):
     def _close_filter(self) -> None:
         line = self.query_one("#filter", Input)
         line.display = bool(line.value)
-        for grid in self.query("Grid"):
+        for grid in self.query("FixedTable"):
             grid.focus()
             break
 

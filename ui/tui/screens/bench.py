@@ -9,11 +9,11 @@ from textual.binding import Binding, BindingType
 from textual.types import CSSPathType
 from textual.widget import Widget
 
-from ..messages import Fetch
+from ..messages import FetchData
 from ..rendering import DASH, Line, clean, heading, seconds
 from ..widgets.lines import Lines, cut
-from ..widgets.table import Column, Grid, Row
-from .base import View
+from ..widgets.table import Column, FixedTable, Row
+from .base import DashboardScreen
 
 RUNS = (
     Column("", 2),
@@ -33,7 +33,7 @@ FIGURES = (
 )
 
 
-class BenchScreen(View):
+class BenchScreen(DashboardScreen):
     TITLE = "Bench & Doctor"
     CSS_PATH: ClassVar[CSSPathType | None] = ["../view.tcss", "bench.tcss"]
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -48,22 +48,24 @@ class BenchScreen(View):
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="title", classes="line")
-        yield Grid(RUNS, "No runs are kept yet. Measure one with: llmbox bench", id="runs")
+        yield FixedTable(RUNS, "No runs are kept yet. Measure one with: llmbox bench", id="runs")
         yield Lines(id="compared")
         yield Lines(id="doctor-title", classes="line")
-        yield Grid(FINDINGS, "", id="findings")
+        yield FixedTable(FINDINGS, "", id="findings")
 
-    def wants(self) -> Iterable[Fetch]:
-        yield Fetch("bench", "bench")
+    def wants(self) -> Iterable[FetchData]:
+        yield FetchData("bench", "bench")
         if "doctor" not in self.state.answers:
-            yield Fetch("doctor", "doctor")
+            yield FetchData("doctor", "doctor")
 
     def draw(self) -> None:
         width = self.size.width - 1
         runs = self._runs()
         title = heading(" Bench", width, self.glyphs, "press m on two runs to compare them")
         self.query_one("#title", Lines).show([title])
-        self.query_one("#runs", Grid).show([_run_row(run, str(run["time"]) in self.marked) for run in runs])
+        self.query_one("#runs", FixedTable).show(
+            [_run_row(run, str(run["time"]) in self.marked) for run in runs]
+        )
         chosen = [run for key in self.marked for run in runs if str(run["time"]) == key]
         compared = [cut(line, width, self.glyphs) for line in comparison(*chosen)] if len(chosen) == 2 else []
         lines = self.query_one("#compared", Lines)
@@ -79,7 +81,7 @@ class BenchScreen(View):
         note = f"{failed} failed" if failed else f"all {len(findings)} passed" if findings else ""
         self.query_one("#doctor-title", Lines).show([heading(" Doctor", width, self.glyphs, note)])
         refused = self.state.refused.get("doctor")
-        self.query_one("#findings", Grid).show(rows, empty=refused or "Running the checks ...")
+        self.query_one("#findings", FixedTable).show(rows, empty=refused or "Running the checks ...")
 
     def _runs(self) -> list[Mapping[str, Any]]:
         return list(self.state.answers.get("bench", {}).get("runs", []))
@@ -87,7 +89,7 @@ class BenchScreen(View):
     # ------------------------------------------------------------------ keys
 
     def action_mark(self) -> None:
-        chosen = self.query_one("#runs", Grid).selected
+        chosen = self.query_one("#runs", FixedTable).selected
         if chosen is None:
             return
         if chosen in self.marked:
@@ -99,10 +101,10 @@ class BenchScreen(View):
     def action_again(self) -> None:
         self.state.answers.pop("doctor", None)
         self.redraw()
-        self.post_message(Fetch("doctor", "doctor"))
+        self.post_message(FetchData("doctor", "doctor"))
 
-    @on(Grid.Chosen)
-    def _detail(self, event: Grid.Chosen) -> None:
+    @on(FixedTable.Chosen)
+    def _detail(self, event: FixedTable.Chosen) -> None:
         if event.grid.id == "runs":
             run = next(run for run in self._runs() if str(run["time"]) == event.key)
             facts = {f"{level['concurrency']} streams": _figures(level) for level in run["levels"]}

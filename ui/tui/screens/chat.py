@@ -20,11 +20,11 @@ from llmbox.app.admin_client import AnswerPiece
 from llmbox.app.errors import CliError
 from llmbox.app.util.formatting import printable
 
-from ..messages import Fetch
+from ..messages import FetchData
 from ..rendering import clean, heading, seconds
-from ..widgets.dialogs import Choose
+from ..widgets.dialogs import ChoiceDialog
 from ..widgets.lines import Lines
-from .base import View
+from .base import DashboardScreen
 
 HINT = (
     "Ask the model something. Enter sends, esc stops an answer. The conversation is not kept: clearing it or "
@@ -82,7 +82,7 @@ class Answer(Vertical):
         self.query_one(".took", Static).update(Content(f"{took}{f'. {note}' if note else ''}"))
 
 
-class ChatScreen(View):
+class ChatScreen(DashboardScreen):
     TITLE = "Chat"
     CSS_PATH: ClassVar[CSSPathType | None] = ["../view.tcss", "chat.tcss"]
     AUTO_FOCUS = "#line"
@@ -99,7 +99,7 @@ class ChatScreen(View):
         super().__init__()
         self.model = ""
         self._models: dict[str, Any] = {}
-        """Answer of the admin API to a question that was quicker than the first `Fetch`."""
+        """Answer of the admin API to a question that was quicker than the first `FetchData`."""
         self._messages: list[dict[str, str]] = []
         self._answer: Answer | None = None
         """Answer that is being streamed."""
@@ -117,8 +117,8 @@ class ChatScreen(View):
         line.cursor_blink = False  # an idle screen draws nothing
         yield line
 
-    def wants(self) -> Iterable[Fetch]:
-        yield Fetch("models", "models")
+    def wants(self) -> Iterable[FetchData]:
+        yield FetchData("models", "models")
 
     def draw(self) -> None:
         names = self._names()
@@ -231,7 +231,7 @@ class ChatScreen(View):
         if not names:
             self.notify("No model is loaded. Press esc, then 3 to load one.", severity="warning")
             return
-        chosen = await self.app.push_screen_wait(Choose("Model", names, self.model))
+        chosen = await self.app.push_screen_wait(ChoiceDialog("Model", names, self.model))
         if chosen is not None:
             self.model = chosen
             self.redraw()

@@ -8,11 +8,11 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from ..messages import Fetch
+from ..messages import FetchData
 from ..rendering import clean, heading
 from ..widgets.lines import Lines
-from ..widgets.table import Column, Grid, Row
-from .base import View
+from ..widgets.table import Column, FixedTable, Row
+from .base import DashboardScreen
 
 COLUMNS = (
     Column("TIME", 8, sortable=False),
@@ -25,7 +25,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 TONES = {"warning": "warn", "error": "bad", "critical": "bad", "debug": "rule"}
 
 
-class LogsScreen(View):
+class LogsScreen(DashboardScreen):
     TITLE = "Logs"
     FILTERS = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -38,15 +38,15 @@ class LogsScreen(View):
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="title", classes="line")
-        yield Grid(COLUMNS, "")
+        yield FixedTable(COLUMNS, "")
 
     def on_mount(self) -> None:
         super().on_mount()
-        self.query_one(Grid).follow = True
+        self.query_one(FixedTable).follow = True
 
-    def wants(self) -> Iterable[Fetch]:
+    def wants(self) -> Iterable[FetchData]:
         if "log" not in self.state.answers:
-            yield Fetch("log", "logs?lines=500")
+            yield FetchData("log", "logs?lines=500")
 
     def draw(self) -> None:
         wanted = LEVELS[LEVELS.index(self.level) :]
@@ -58,11 +58,11 @@ class LogsScreen(View):
             and self.matches(entry["message"], entry["component"], entry["level"])
         ]
         part = f", component {self.component}" if self.component else ""
-        following = ", following" if self.query_one(Grid).follow else ""
+        following = ", following" if self.query_one(FixedTable).follow else ""
         note = f"{len(rows)} lines, level {self.level} and above{part}{following}"
         self.query_one("#title", Lines).show([heading(" Log", self.size.width - 1, self.glyphs, note)])
         empty = "Nothing matches. Press v for other levels, c for other components, esc to clear the filter."
-        self.query_one(Grid).show(rows, empty=empty if self.state.log else "The log is empty.")
+        self.query_one(FixedTable).show(rows, empty=empty if self.state.log else "The log is empty.")
 
     # ------------------------------------------------------------------ keys
 
@@ -77,14 +77,14 @@ class LogsScreen(View):
         self.redraw()
 
     def action_follow(self) -> None:
-        grid = self.query_one(Grid)
+        grid = self.query_one(FixedTable)
         grid.follow = not grid.follow
         if grid.follow:
             grid.action_move(len(grid.rows))
         self.redraw()
 
-    @on(Grid.Chosen)
-    def _jump(self, event: Grid.Chosen) -> None:
+    @on(FixedTable.Chosen)
+    def _jump(self, event: FixedTable.Chosen) -> None:
         """Open the request that the line names, if it names one."""
         entry = self.state.log[int(event.key)]
         live = [request.id for request in self.state.tick.requests] if self.state.tick else []

@@ -10,10 +10,10 @@ from textual.widget import Widget
 from llmbox.app.telemetry.device_memory import DeviceMemory, devices_of
 from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, Tick
 
-from ..messages import Fetch, State
+from ..messages import DashboardState, FetchData
 from ..rendering import Glyphs, Line, Span, bar, clean, count, heading, percent, seconds, size
 from ..widgets.lines import Lines, cut, prefix_lines, strip_lines
-from .base import View
+from .base import DashboardScreen
 
 CELLS = 1024
 MARKS = 50
@@ -24,7 +24,7 @@ TONES = {
 MARK_TONES = {"load": "good", "eviction": "warn", "refusal": "warn", "restart": "bad", "failure": "bad"}
 
 
-class MemoryScreen(View):
+class MemoryScreen(DashboardScreen):
     TITLE = "Memory"
     AUTO_FOCUS = ""
     ASK_S = 2.0
@@ -39,9 +39,9 @@ class MemoryScreen(View):
     def body(self) -> Iterable[Widget]:
         yield Lines(id="memory")
 
-    def wants(self) -> Iterable[Fetch]:
-        yield Fetch("blocks", f"blocks?cells={CELLS}")
-        yield Fetch("marks", f"marks?since=0&limit={MARKS}")
+    def wants(self) -> Iterable[FetchData]:
+        yield FetchData("blocks", f"blocks?cells={CELLS}")
+        yield FetchData("marks", f"marks?since=0&limit={MARKS}")
 
     def draw(self) -> None:
         width = self.size.width
@@ -55,7 +55,7 @@ class MemoryScreen(View):
         self.redraw()
 
 
-def memory_lines(state: State, width: int, glyphs: Glyphs, tall: int = 24) -> list[Line]:
+def memory_lines(state: DashboardState, width: int, glyphs: Glyphs, tall: int = 24) -> list[Line]:
     """Draw the screen. `tall` is the terminal's number of rows; small terminals get a shorter form."""
     tick = state.tick
     if tick is None:
@@ -148,7 +148,7 @@ def _prefix_cache(engine: EngineSnapshot) -> list[Line]:
     return [((speed, "muted"),), ((f"   {hits}{tail}{preempted}", "muted"),)]
 
 
-def _marks(state: State) -> list[Line]:
+def _marks(state: DashboardState) -> list[Line]:
     marks = state.answers.get("marks", {}).get("marks", [])
     if not marks:
         refused = state.refused.get("marks")

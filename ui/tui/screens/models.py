@@ -7,14 +7,13 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from llmbox.app.telemetry.alerts import FAILING
-from llmbox.app.telemetry.snapshot import ErrorRate
+from llmbox.app.telemetry.snapshot import FAILING, ErrorRate
 
-from ..messages import Fetch, PromptUser, RunAction, State, count_requests
+from ..messages import DashboardState, FetchData, PromptUser, RunAction, count_requests
 from ..rendering import DASH, clean, count, duration, heading, percent, size
 from ..widgets.lines import Lines
-from ..widgets.table import Column, Grid, Row
-from .base import View
+from ..widgets.table import Column, FixedTable, Row
+from .base import DashboardScreen
 
 COLUMNS = (
     Column("MODEL", 0, middle=True, least=24),
@@ -31,7 +30,7 @@ COLUMNS = (
 TONES = {"ready": "good", "loading": "warn", "restarting": "bad", "failed": "bad"}
 
 
-class ModelsScreen(View):
+class ModelsScreen(DashboardScreen):
     TITLE = "Models"
     FILTERS = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -45,12 +44,12 @@ class ModelsScreen(View):
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="title", classes="line")
-        yield Grid(COLUMNS, "")
+        yield FixedTable(COLUMNS, "")
 
-    def wants(self) -> Iterable[Fetch]:
-        yield Fetch("models", "models")
-        yield Fetch("disk", "disk")
-        yield Fetch("downloads", "downloads")
+    def wants(self) -> Iterable[FetchData]:
+        yield FetchData("models", "models")
+        yield FetchData("disk", "disk")
+        yield FetchData("downloads", "downloads")
 
     def draw(self) -> None:
         rows = [row for row in model_rows(self.state) if self.matches(*(text for text, _ in row.cells))]
@@ -58,16 +57,18 @@ class ModelsScreen(View):
         title = heading(" Models", self.size.width - 1, self.glyphs, f"{number} in memory, {len(rows)} shown")
         self.query_one("#title", Lines).show([title])
         empty = "No model is on this disk. Press p to pull one, such as Qwen/Qwen3-0.6B"
-        self.query_one(Grid).show(rows, empty="Nothing matches the filter." if self.filter_text else empty)
+        self.query_one(FixedTable).show(
+            rows, empty="Nothing matches the filter." if self.filter_text else empty
+        )
 
     # ------------------------------------------------------------------ keys
 
     @property
     def _chosen(self) -> str | None:
-        return self.query_one(Grid).selected
+        return self.query_one(FixedTable).selected
 
-    @on(Grid.Chosen)
-    def _detail(self, event: Grid.Chosen) -> None:
+    @on(FixedTable.Chosen)
+    def _detail(self, event: FixedTable.Chosen) -> None:
         self.dashboard.show_facts(event.key, find_model(self.state, event.key))
 
     def action_load(self) -> None:
@@ -123,7 +124,7 @@ class ModelsScreen(View):
             )
 
 
-def model_rows(state: State) -> list[Row]:
+def model_rows(state: DashboardState) -> list[Row]:
     loaded = _items(state, "models", "models")
     disk = {str(each["name"]): each for each in _items(state, "disk", "models")}
     downloads = _items(state, "downloads", "downloads")
@@ -143,7 +144,7 @@ def model_rows(state: State) -> list[Row]:
     return rows
 
 
-def find_model(state: State, name: str) -> Mapping[str, Any]:
+def find_model(state: DashboardState, name: str) -> Mapping[str, Any]:
     for answer in ("models", "disk"):
         for each in _items(state, answer, "models"):
             if each["name"] == name:
@@ -151,14 +152,14 @@ def find_model(state: State, name: str) -> Mapping[str, Any]:
     return next((each for each in _items(state, "downloads", "downloads") if each.get("model") == name), {})
 
 
-def _is_known(state: State, name: str) -> bool:
+def _is_known(state: DashboardState, name: str) -> bool:
     """Return whether the model is in memory or on disk, rather than only a download."""
     return any(
         each["name"] == name for answer in ("models", "disk") for each in _items(state, answer, "models")
     )
 
 
-def _items(state: State, answer: str, name: str) -> list[Mapping[str, Any]]:
+def _items(state: DashboardState, answer: str, name: str) -> list[Mapping[str, Any]]:
     return list(state.answers.get(answer, {}).get(name, []))
 
 

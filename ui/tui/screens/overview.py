@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, GpuReading, Host, Number, Tick
 
-from ..messages import SPARKS, Fetch, State, count_requests
+from ..messages import SPARKS, DashboardState, FetchData, count_requests
 from ..rendering import (
     DASH,
     Glyphs,
@@ -34,8 +34,8 @@ from ..rendering import (
 from ..widgets.charts import chart_lines, chart_rows
 from ..widgets.lines import Lines, cut
 from ..widgets.request_rows import COLUMNS, request_rows
-from ..widgets.table import Column, Grid, Row
-from .base import View
+from ..widgets.table import Column, FixedTable, Row
+from .base import DashboardScreen
 from .models import fail_tone
 
 MOST_GPUS = 8
@@ -62,7 +62,7 @@ _RANGES = (1, 2, 5)
 """Seconds a dot of the charts."""
 
 
-class OverviewScreen(View):
+class OverviewScreen(DashboardScreen):
     TITLE = "Overview"
     CSS_PATH: ClassVar[CSSPathType | None] = ["../view.tcss", "overview.tcss"]
     AUTO_FOCUS = "#requests"
@@ -76,12 +76,12 @@ class OverviewScreen(View):
     def body(self) -> Iterable[Widget]:
         yield Lines(id="devices")
         yield Lines(id="models-title")
-        yield Grid(MODEL_COLUMNS, "", id="models")
+        yield FixedTable(MODEL_COLUMNS, "", id="models")
         yield Lines(id="charts")
         with Container(id="lower"):
             with Container(id="left"):
                 yield Lines(id="requests-title")
-                yield Grid(COLUMNS, "", id="requests")
+                yield FixedTable(COLUMNS, "", id="requests")
             yield Lines(id="events")
 
     def draw(self) -> None:
@@ -94,7 +94,7 @@ class OverviewScreen(View):
         models = model_rows(tick, glyphs)
         note = f"{len(models)} loaded" if models else ""
         self.query_one("#models-title", Lines).show([heading(" Models", width - 1, glyphs, note)])
-        grid = self.query_one("#models", Grid)
+        grid = self.query_one("#models", FixedTable)
         grid.styles.height = 1 + max(1, min(len(models), 3 if self.size.height < 32 else 6))
         grid.show(models, empty=NO_MODEL if tick else "")
         room = self.size.height - 3 - len(devices) - 2 - grid.styles.height.value  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ class OverviewScreen(View):
         self.query_one("#requests-title", Lines).show([title])
         ended = list(islice(state.ended, _MOST_ENDED))
         rows = request_rows(tick.requests, ended, tick.time) if tick else []
-        self.query_one("#requests", Grid).show(rows, empty=empty_hint(tick))
+        self.query_one("#requests", FixedTable).show(rows, empty=empty_hint(tick))
         number = int(room) - len(charts) if is_wide else 0 if room - len(charts) < 12 else 4
         self._set_lines("#events", event_lines(state, width - left if is_wide else width, number, glyphs))
 
@@ -127,24 +127,24 @@ class OverviewScreen(View):
             widget.styles.height = len(lines)
         widget.show(lines)
 
-    def wants(self) -> Iterable[Fetch]:
+    def wants(self) -> Iterable[FetchData]:
         if "past" not in self.state.answers and self.state.tick is not None:
-            yield Fetch("past", f"telemetry?step=1&series={','.join(SPARKS)}")
+            yield FetchData("past", f"telemetry?step=1&series={','.join(SPARKS)}")
         if "history" not in self.state.answers:
-            yield Fetch("history", "requests?limit=300")
-        yield Fetch("marks", "marks?since=0&limit=50")
+            yield FetchData("history", "requests?limit=300")
+        yield FetchData("marks", "marks?since=0&limit=50")
 
     def action_range(self) -> None:
         """Show a longer time in the charts, or the shortest again."""
         self.step = _RANGES[(_RANGES.index(self.step) + 1) % len(_RANGES)]
         self.redraw()
 
-    @on(Grid.Chosen, "#requests")
-    def _show_request(self, event: Grid.Chosen) -> None:
+    @on(FixedTable.Chosen, "#requests")
+    def _show_request(self, event: FixedTable.Chosen) -> None:
         self.dashboard.show_request(event.key)
 
-    @on(Grid.Chosen, "#models")
-    def _show_model(self, event: Grid.Chosen) -> None:
+    @on(FixedTable.Chosen, "#models")
+    def _show_model(self, event: FixedTable.Chosen) -> None:
         self.dashboard.show_model(event.key)
 
 
@@ -309,7 +309,7 @@ def _used(gpu: GpuReading) -> float:
 # ------------------------------------------------------------------ errors and events
 
 
-def event_lines(state: State, width: int, number: int, glyphs: Glyphs) -> list[Line]:
+def event_lines(state: DashboardState, width: int, number: int, glyphs: Glyphs) -> list[Line]:
     """Draw errors of requests with loads, evictions, refusals and restarts, newest first."""
     if number < 2 or state.tick is None:
         return []

@@ -8,15 +8,15 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from ..messages import Fetch, RunAction, count_requests
+from ..messages import FetchData, RunAction, count_requests
 from ..rendering import heading
 from ..widgets.lines import Lines
 from ..widgets.request_rows import COLUMNS, SORTS, request_rows
-from ..widgets.table import Grid
-from .base import View
+from ..widgets.table import FixedTable
+from .base import DashboardScreen
 
 
-class RequestsScreen(View):
+class RequestsScreen(DashboardScreen):
     TITLE = "Requests"
     FILTERS = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -27,11 +27,11 @@ class RequestsScreen(View):
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="title", classes="line")
-        yield Grid(COLUMNS, "")
+        yield FixedTable(COLUMNS, "")
 
-    def wants(self) -> Iterable[Fetch]:
+    def wants(self) -> Iterable[FetchData]:
         if "history" not in self.state.answers:
-            yield Fetch("history", "requests?limit=300")
+            yield FetchData("history", "requests?limit=300")
 
     def draw(self) -> None:
         tick = self.state.tick
@@ -40,7 +40,7 @@ class RequestsScreen(View):
         hidden = f"; {len(shown)} of {len(rows)} match the filter" if len(shown) < len(rows) else ""
         note = f"{count_requests(tick)}{hidden}; sorted by {self._sort}"
         self.query_one("#title", Lines).show([heading(" Requests", self.size.width - 1, self.glyphs, note)])
-        self.query_one(Grid).show(shown, empty=self._empty(bool(rows)))
+        self.query_one(FixedTable).show(shown, empty=self._empty(bool(rows)))
 
     def _empty(self, hidden: bool) -> str:
         if hidden:
@@ -53,25 +53,25 @@ class RequestsScreen(View):
 
     # ------------------------------------------------------------------ keys
 
-    @on(Grid.Chosen)
-    def _detail(self, event: Grid.Chosen) -> None:
+    @on(FixedTable.Chosen)
+    def _detail(self, event: FixedTable.Chosen) -> None:
         self.dashboard.show_request(event.key)
 
     @property
     def _sort(self) -> str:
-        column = self.query_one(Grid).sort_column
+        column = self.query_one(FixedTable).sort_column
         return "age" if column is None else COLUMNS[column].title
 
     def action_sort(self) -> None:
         """Go to the next order."""
-        grid = self.query_one(Grid)
+        grid = self.query_one(FixedTable)
         now = None if grid.sort_column is None else COLUMNS[grid.sort_column].title
         wanted = SORTS[(SORTS.index(now) + 1) % len(SORTS)] if now in SORTS else None
         titles = [column.title for column in COLUMNS]
         grid.sort_by(None if wanted is None else titles.index(wanted))
 
     def action_cancel(self) -> None:
-        chosen = self.query_one(Grid).selected
+        chosen = self.query_one(FixedTable).selected
         live = {request.id for request in self.state.tick.requests} if self.state.tick else set()
         if chosen is None or chosen not in live:
             self.notify("Choose a request that is in flight.", severity="warning")
@@ -86,6 +86,6 @@ class RequestsScreen(View):
         )
 
     def action_copy(self) -> None:
-        chosen = self.query_one(Grid).selected
+        chosen = self.query_one(FixedTable).selected
         if chosen is not None:
             self.dashboard.copy_request(chosen)

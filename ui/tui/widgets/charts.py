@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llmbox.app.telemetry.snapshot import NA, Number
 
-from ..messages import State, count_requests
+from ..messages import DashboardState, count_requests
 from ..rendering import Glyphs, Line, Span, count, fit, line_width, percent, seconds
 
 AXIS = 7
@@ -182,7 +182,9 @@ def chart_rows(room: int) -> tuple[int, int]:
     return 2, max(4, min(12, height // 2 * 2))  # an even number has a label at the half
 
 
-def chart_lines(state: State, width: int, rows: int, height: int, glyphs: Glyphs, step: int) -> list[Line]:
+def chart_lines(
+    state: DashboardState, width: int, rows: int, height: int, glyphs: Glyphs, step: int
+) -> list[Line]:
     """Draw the charts beside and below each other, as many as there is room for."""
     if state.tick is None:
         return []
@@ -199,7 +201,7 @@ def chart_lines(state: State, width: int, rows: int, height: int, glyphs: Glyphs
     return lines
 
 
-def overview_charts(state: State, width: int, glyphs: Glyphs, step: int) -> list[AxisChart]:
+def overview_charts(state: DashboardState, width: int, glyphs: Glyphs, step: int) -> list[AxisChart]:
     """Return the charts, most important first."""
     tick = state.tick
     assert tick is not None

@@ -44,7 +44,7 @@ class Dialog(ModalScreen[ScreenResultType]):
         widget.show([cut(line, self.query_one("#dialog").content_size.width, glyphs) for line in lines])
 
 
-class Confirm(Dialog[bool]):
+class ConfirmDialog(Dialog[bool]):
     """Confirmation of a destructive action; only `y` means yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -74,7 +74,7 @@ class Confirm(Dialog[bool]):
         self.dismiss(yes)
 
 
-class AskLine(Dialog[str]):
+class InputDialog(Dialog[str]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "Back")]
 
     def __init__(self, title: str, hint: str) -> None:
@@ -113,13 +113,13 @@ class KeyValueDialog(Dialog[None]):
         self.dismiss(None)
 
 
-class Help(KeyValueDialog):
+class HelpDialog(KeyValueDialog):
     """Help on keys, built from the active bindings so that it is always correct."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "leave", "Back", show=False)]
 
 
-class Choose(Dialog[str | None]):
+class ChoiceDialog(Dialog[str | None]):
     """Choice of one of several names. `preview` is called with the name under the cursor."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Back")]

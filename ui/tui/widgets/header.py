@@ -10,7 +10,7 @@ from textual.events import Click
 from textual.widgets import Footer
 from textual.widgets._footer import FooterKey
 
-from ..messages import State, count_requests
+from ..messages import DashboardState, count_requests
 from ..rendering import Glyphs, Line, Span, clean, count, duration, line_width, percent, seconds
 from .lines import Lines, cut
 
@@ -91,7 +91,7 @@ def bar_line(app: "Dashboard", title: str, width: int) -> tuple[Line, tuple[tupl
     return cut((*left, *spans, (" " * gap, ""), *right), width, app.glyphs), tuple(places)
 
 
-def _has_failure(state: State) -> bool:
+def _has_failure(state: DashboardState) -> bool:
     return any(each.level == "failure" for each in state.alerts)
 
 
@@ -179,7 +179,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def compact_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
+def compact_lines(state: DashboardState, width: int, glyphs: Glyphs) -> list[Line]:
     tick = state.tick
     if state.lost:
         return [cut(((f"{glyphs.warning} daemon gone", "bad"),), width, glyphs)]

@@ -48,11 +48,11 @@ class Row:
     """Groups are not mixed by sorting."""
 
 
-class Grid(ScrollView, LineWidget, can_focus=True):
+class FixedTable(ScrollView, LineWidget, can_focus=True):
     """Table widget. The cursor stays on its row (by key) whatever rows come and go."""
 
     DEFAULT_CSS = """
-    Grid {
+    FixedTable {
         height: 1fr; width: 1fr; overflow-x: hidden; overflow-y: auto;
         scrollbar-size-vertical: 1; scrollbar-color: $panel-lighten-2; scrollbar-background: $background;
     }
@@ -70,12 +70,12 @@ class Grid(ScrollView, LineWidget, can_focus=True):
     class Chosen(Message):
         """Enter was pressed, or the row under the cursor was clicked."""
 
-        def __init__(self, grid: "Grid", key: str) -> None:
+        def __init__(self, grid: "FixedTable", key: str) -> None:
             super().__init__()
             self.grid, self.key = grid, key
 
         @property
-        def control(self) -> "Grid":
+        def control(self) -> "FixedTable":
             return self.grid
 
     class Moved(Message):
@@ -84,12 +84,12 @@ class Grid(ScrollView, LineWidget, can_focus=True):
     class Sorted(Message):
         """The header of a column was clicked, or `sort_by` was called."""
 
-        def __init__(self, grid: "Grid") -> None:
+        def __init__(self, grid: "FixedTable") -> None:
             super().__init__()
             self.grid = grid
 
         @property
-        def control(self) -> "Grid":
+        def control(self) -> "FixedTable":
             return self.grid
 
     def __init__(self, columns: Sequence[Column], empty: str, *, id: str | None = None) -> None:  # noqa: A002

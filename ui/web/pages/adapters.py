@@ -25,7 +25,7 @@ from llmbox.app.models.adapters import (
 from llmbox.app.models.catalog import on_disk
 from llmbox.app.util.threads import in_thread
 
-from ..render import Panel, PanelRequest, done, page, panel_of, render
+from ..render import PageContext, PanelRequest, done, page, panel_of, render
 
 BACK = "/admin/models/adapters"
 _STATUS = {Exit.NOT_FOUND: 404, Exit.CONFLICT: 409, Exit.NETWORK: 502}
@@ -54,7 +54,7 @@ async def adapters_page(request: PanelRequest) -> Response[str]:
     return page(request, "models/adapters.html", "models", rows=await _rows(panel), bases=bases)
 
 
-async def adapters_pieces(panel: Panel) -> dict[str, str]:
+async def adapters_pieces(panel: PageContext) -> dict[str, str]:
     return {"adapters": render("live/models/adapters.html", panel, rows=await _rows(panel))}
 
 
@@ -103,7 +103,7 @@ def _add(control: DaemonController, name: str, source: str, base: str | None) ->
     return add_adapter(registry, os.environ, name, folder, base, memory)
 
 
-async def _rows(panel: Panel) -> list[AdapterRow]:
+async def _rows(panel: PageContext) -> list[AdapterRow]:
     control, registry = panel.control, panel.control.library.registry
     names = registry.read_or_nothing()
     found = await asyncio.to_thread(list_adapters, registry, names)

@@ -20,7 +20,7 @@ from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.fit.fit import plan_alone
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.http.server.request import form_of
-from llmbox.app.models.aliases import set_alias
+from llmbox.app.models.adapters import set_alias
 from llmbox.app.models.catalog import DiskModel, describe
 from llmbox.app.models.load_request import ModelRequest
 from llmbox.app.models.registry import RANGES, Alias
@@ -33,7 +33,7 @@ from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.planning.roofline import decode_tokens_per_second
 from llmbox.kernels.quant_formats import QUANTS
 
-from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
+from ..render import PageContext, PanelRequest, done, is_fragment, page, panel_of, render
 
 CHOICES: Final = ("ctx", "memory", "dtype", "quant", "kv_dtype", "max_running", "tp")
 """Settings of a plan by short key: in the page's URL and in the form that loads the model."""
@@ -74,7 +74,7 @@ class WeightFormatRow:
 
 
 def weight_formats(
-    panel: Panel, ref: str, config: ModelConfig | EngineError, asked: Mapping[str, str]
+    panel: PageContext, ref: str, config: ModelConfig | EngineError, asked: Mapping[str, str]
 ) -> list[WeightFormatRow]:
     """Plan the model in each format. Empty for checkpoints that are quantized already."""
     if isinstance(config, EngineError):
@@ -124,7 +124,7 @@ def options_of(asked: Mapping[str, str]) -> dict[str, Scalar]:
     return {name: check_value(schema()[name], text, name, from_text=True) for name, text in rows.items()}
 
 
-def find_model(panel: Panel, ref: str) -> tuple[DiskModel, ModelConfig | EngineError]:
+def find_model(panel: PageContext, ref: str) -> tuple[DiskModel, ModelConfig | EngineError]:
     """Return the model and its config, or the error that kept the config from being read. Raises ApiError
     404.
     """
@@ -139,7 +139,7 @@ def find_model(panel: Panel, ref: str) -> tuple[DiskModel, ModelConfig | EngineE
 
 
 def make_plan(
-    panel: Panel, ref: str, config: ModelConfig | EngineError, asked: Mapping[str, str]
+    panel: PageContext, ref: str, config: ModelConfig | EngineError, asked: Mapping[str, str]
 ) -> WhatIfPlan:
     """Plan the memory. Reads the machine: not to be called in the event loop's thread."""
     if isinstance(config, EngineError):
@@ -172,7 +172,7 @@ def _parts(plan: MemoryPlan, budget: int) -> list[tuple[str, float, float]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Effective:
+class EffectiveSetting:
     name: str
     value: Scalar
     origin: str
@@ -207,7 +207,7 @@ async def model_page(request: PanelRequest, ref: FromQuery[str]) -> Response[str
     )
 
 
-def _effective(panel: Panel, loaded: Any) -> list[Effective]:
+def _effective(panel: PageContext, loaded: Any) -> list[EffectiveSetting]:
     """Return the origin of each setting of a loaded model: this load, or the settings of all models."""
     rows = []
     origins = panel.control.loaded.origins
@@ -215,11 +215,11 @@ def _effective(panel: Panel, loaded: Any) -> list[Effective]:
         common = panel.services.settings.get(f"model.{name}")
         origin = str(origins[f"model.{name}"]) if value == common else "given at load"
         built_in = origin == "default"
-        rows.append(Effective(name, value, "built in" if built_in else origin, built_in))
+        rows.append(EffectiveSetting(name, value, "built in" if built_in else origin, built_in))
     return rows
 
 
-def _aliases(panel: Panel, disk: DiskModel) -> dict[str, Alias]:
+def _aliases(panel: PageContext, disk: DiskModel) -> dict[str, Alias]:
     names = panel.control.library.registry.read_or_nothing().aliases
     return {name: alias for name, alias in names.items() if disk.ref.is_target(alias.model)}
 
@@ -274,7 +274,7 @@ async def template_preview(
     return page(request, "models/template.html", "models", ref=ref, system=system, user=user, **values)
 
 
-async def _render_preview(panel: Panel, ref: str, system: str, user: str) -> dict[str, Any]:
+async def _render_preview(panel: PageContext, ref: str, system: str, user: str) -> dict[str, Any]:
     text = await _text(panel, ref)
     messages = [{"role": "user", "content": user}]
     if system.strip():
@@ -287,7 +287,7 @@ async def _render_preview(panel: Panel, ref: str, system: str, user: str) -> dic
     return {"prompt": rendered.text, "tokens": len(ids), "source": text.chat_template or "", "problem": ""}
 
 
-async def _text(panel: Panel, ref: str) -> TextModel:
+async def _text(panel: PageContext, ref: str) -> TextModel:
     """Return the tokenizer of the loaded model, or read it from its files. Raises ApiError."""
     disk, _ = await asyncio.to_thread(find_model, panel, ref)
     loaded = panel.services.engines.find(disk.ref.name)

@@ -1,6 +1,9 @@
-"""Models page: models on disk and in memory, search, downloads. Playground page."""
+"""Models page: models on disk and in memory, search, downloads. Playground page, and chat page, whose script
+uses the API of every client, and the admin API to save conversations.
+"""
 
 import asyncio
+import json
 import os
 from dataclasses import dataclass
 from typing import Any, Final
@@ -8,13 +11,14 @@ from typing import Any, Final
 from litestar import Response, get, post
 from litestar.params import FromPath, FromQuery
 
+from llmbox.app.config.entries import find_price
 from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.http.server.request import form_of
 from llmbox.app.hub.errors import HubError
 from llmbox.app.models.catalog import DiskModel, on_disk
 
-from ..render import Panel, PanelRequest, done, page, panel_of, render
+from ..render import PageContext, PanelRequest, done, page, panel_of, render
 from .model_detail import chosen_settings, options_of
 
 BACK = "/admin/models"
@@ -35,7 +39,7 @@ async def models_page(request: PanelRequest) -> Response[str]:
     return page(request, "models/models.html", "models", rows=await _rows(panel_of(request)))
 
 
-async def models_pieces(panel: Panel) -> dict[str, str]:
+async def models_pieces(panel: PageContext) -> dict[str, str]:
     return {"installed": render("live/models/installed.html", panel, rows=await _rows(panel))}
 
 
@@ -70,7 +74,7 @@ async def unload_model(request: PanelRequest) -> Response[str]:
     return done(request, BACK, f"Unloaded {name}.")
 
 
-async def _rows(panel: Panel) -> list[ModelRow]:
+async def _rows(panel: PageContext) -> list[ModelRow]:
     """Return the rows of the list, models in memory first."""
     names = panel.control.library.registry.read()
     disk = {model.ref.ref: model for model in await asyncio.to_thread(on_disk, os.environ, names)}
@@ -131,7 +135,7 @@ def activity_page(request: PanelRequest) -> Response[str]:
     return page(request, "models/activity.html", "models", downloads=downloads_of(panel_of(request)))
 
 
-async def activity_pieces(panel: Panel) -> dict[str, str]:
+async def activity_pieces(panel: PageContext) -> dict[str, str]:
     return {"downloads": render("live/models/downloads.html", panel, downloads=downloads_of(panel))}
 
 
@@ -166,7 +170,7 @@ async def change_download(request: PanelRequest, what: FromPath[str]) -> Respons
     return done(request, ACTIVITY, f"{said} {name}.")
 
 
-def downloads_of(panel: Panel) -> list[dict[str, object]]:
+def downloads_of(panel: PageContext) -> list[dict[str, object]]:
     """Return the downloads, newest first."""
     return [each.as_dict(with_files=False) for each in reversed(panel.control.library.downloads.all())]
 
@@ -200,4 +204,63 @@ def playground_page(
         other=other,
         parameters=PARAMETERS,
         url=panel.control.running.url,
+    )
+
+
+SAMPLING: Final = (
+    ("temperature", "Temperature"),
+    ("top_p", "Top p"),
+    ("max_tokens", "Max tokens"),
+    ("seed", "Seed"),
+)
+"""(API field, label) of each number that a conversation may set. Empty ones are left to the model."""
+
+
+async def _is_on_disk(panel: PageContext, name: str) -> bool:
+    found = await asyncio.to_thread(on_disk, os.environ, panel.control.library.registry.read())
+    return any(each.servable and each.ref.name == name for each in found)
+
+
+@get("/chat", name="panel_chat")
+async def chat_page(request: PanelRequest, model: FromQuery[str] = "") -> Response[str]:
+    """Show the chat. `model` is the one to begin with; one that is on disk is loaded by the first message."""
+    panel = panel_of(request)
+    services = panel.control.services
+    formats = {model.name: model.text.output_format for model in services.engines.models()}
+    models = {
+        each.name: each.name in formats and formats[each.name].tools is not None
+        for each in describe_all(panel.control)
+        if each.state in {"ready", "restarting"} and each.chat
+    }
+    sees = {
+        each.name
+        for each in services.engines.models()
+        if (info := each.supervisor.info) and not info.image_problem
+    }
+    for name, alias in panel.control.library.registry.read_or_nothing().aliases.items():
+        base = panel.control.residency.real_name(name)
+        if not alias.adapter or (base not in models and services.engines.knows(base)):
+            continue
+        if await panel.control.residency.is_available(name):
+            models[name] = models.get(base, False)  # one of a base on disk is loaded by the first message
+            if base in sees:
+                sees.add(name)
+    waits = bool(model) and model not in models and await _is_on_disk(panel, model)
+    if waits:
+        models = {model: False, **models}
+    usage = services.settings.usage
+    found = {name: find_price(usage.prices, name) for name in models}
+    prices = {name: (price.input, price.output) for name, price in found.items() if price is not None}
+    return page(
+        request,
+        "chat.html",
+        "chat",
+        models=models,
+        sees=sees,
+        chosen=model,
+        waits=waits,
+        sampling=SAMPLING,
+        url=panel.control.running.url,
+        prices=json.dumps(prices),
+        currency=usage.currency,
     )

@@ -13,7 +13,7 @@ from llmbox.app.store.record import RequestRecord
 from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config.config import parse_config
 
-from ..render import Panel
+from ..render import PageContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ErrorHelp:
     """Builds remedies for a request and its model, if that is in memory or failed."""
 
 
-def remedies(panel: Panel, record: RequestRecord) -> list[Remedy]:
+def remedies(panel: PageContext, record: RequestRecord) -> list[Remedy]:
     """Return what helps against the error of a request, as the box is now."""
     found = HELP.get(record.error_code)
     if found is None:

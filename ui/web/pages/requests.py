@@ -23,7 +23,7 @@ from llmbox.app.inspect.why import times_of_record
 from llmbox.app.store.record import RecordFilter, RecordOrder, RecordTotals, RequestRecord
 from llmbox.app.store.usage import known_names, totals_of
 
-from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
+from ..render import PageContext, PanelRequest, done, is_fragment, page, panel_of, render
 from .request_help import HELP, remedies
 
 ROWS = 50
@@ -50,7 +50,7 @@ HISTORY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class RequestFilter:
     """Filter of the log as in the URL, so that a view can be shared."""
 
     model: str
@@ -79,10 +79,10 @@ class Filter:
         return urlencode({name: value for name, value in values.items() if value})
 
 
-def filter_of(request: PanelRequest) -> Filter:
+def filter_of(request: PanelRequest) -> RequestFilter:
     """Read the filter from the query of the URL."""
-    values = {field.name: request.query_params.get(field.name, "") for field in fields(Filter)}
-    return Filter(**values | {name: values[name].strip() for name in ("model", "key")})
+    values = {field.name: request.query_params.get(field.name, "") for field in fields(RequestFilter)}
+    return RequestFilter(**values | {name: values[name].strip() for name in ("model", "key")})
 
 
 @get("/requests", name="panel_requests")
@@ -103,7 +103,7 @@ async def requests_page(request: PanelRequest) -> Response[str]:
     )
 
 
-def requests_pieces(chosen: Filter) -> Callable[[Panel], Awaitable[dict[str, str]]]:
+def requests_pieces(chosen: RequestFilter) -> Callable[[PageContext], Awaitable[dict[str, str]]]:
     """Create the fragments of one open page. While the log is slow, requests in flight are shown without it.
 
     Raises ApiError for an invalid filter.
@@ -113,7 +113,7 @@ def requests_pieces(chosen: Filter) -> Callable[[Panel], Awaitable[dict[str, str
     totals: RecordTotals | None = None
     due = 0.0
 
-    async def pieces(panel: Panel) -> dict[str, str]:
+    async def pieces(panel: PageContext) -> dict[str, str]:
         nonlocal reading, totals, due
         made = {
             "inflight": render("live/requests/inflight.html", panel, live=_live(panel), most_live=MOST_LIVE)
@@ -133,7 +133,9 @@ def requests_pieces(chosen: Filter) -> Callable[[Panel], Awaitable[dict[str, str
     return pieces
 
 
-async def _history(panel: Panel, chosen: Filter, totals: RecordTotals | None = None) -> dict[str, Any]:
+async def _history(
+    panel: PageContext, chosen: RequestFilter, totals: RecordTotals | None = None
+) -> dict[str, Any]:
     rows, problem = await readable(panel.services, chosen.wanted(ROWS + 1))
     return {
         "rows": [record for _, record in rows[:ROWS]],
@@ -214,7 +216,7 @@ def _phases(record: RequestRecord) -> list[RequestPhase]:
     return made
 
 
-def _live(panel: Panel) -> list[Any]:
+def _live(panel: PageContext) -> list[Any]:
     return list(panel.services.gateway.in_flight())
 
 
@@ -246,7 +248,7 @@ async def export_json(request: PanelRequest) -> Response[str]:
     return _file(json.dumps({"schema": "llmbox.requests/1", "requests": rows}), "json", "application/json")
 
 
-async def _records(request: PanelRequest, chosen: Filter) -> list[RequestRecord]:
+async def _records(request: PanelRequest, chosen: RequestFilter) -> list[RequestRecord]:
     wanted = chosen.wanted(MOST_ROWS)
     return [record for _, record in await panel_of(request).services.request_log.query(wanted)]
 

@@ -27,7 +27,7 @@ from llmbox.app.logging.setup import LEVEL_NAMES, tail
 from llmbox.app.services import Services
 from llmbox.app.store.database_file import back_up
 
-from ..render import Panel, PanelRequest, done, is_fragment, page, panel_of, render
+from ..render import PageContext, PanelRequest, done, is_fragment, page, panel_of, render
 
 BACK = "/admin/system"
 LINES = 60
@@ -161,7 +161,7 @@ def _service(services: Services) -> dict[str, Any]:
     return system if system["installed"] else read_status(program, system=os.geteuid() == 0)
 
 
-async def _findings(panel: Panel) -> list[dict[str, str]]:
+async def _findings(panel: PageContext) -> list[dict[str, str]]:
     return await asyncio.to_thread(panel.control.checks)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from llmbox.app.http.openai.request_types import Effort
-from llmbox.app.http.openai.thinking import thinking_budget, with_effort
+from llmbox.app.http.openai.sampling import thinking_budget, with_effort
 from llmbox.app.text.chat_template import Chat
 
 SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}<think></think>{%- endif %}"

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from llmbox.app.store.sequence_record import encode_schedule
+from llmbox.app.store.record import encode_schedule
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.replay.replayed_engine import percentiles
-from llmbox.engine.core.replay.schedule_replay import ScheduleReplay, WhatIf
-from llmbox.engine.core.replay.step_cost import LinearStepCost
+from llmbox.engine.core.replay.schedule_replay import LinearStepCost, ScheduleReplay, WhatIf
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.ipc.schedule_record import DRAFTED, MOST_BYTES, decode_schedule
+from llmbox.engine.ipc.sequence_times import DRAFTED, MOST_BYTES, decode_schedule
 from llmbox.engine.sampling_params import SamplingParams
 from support.clock import Clock
 from support.fake_runner import FakeOverlappingRunner, FakeRunner

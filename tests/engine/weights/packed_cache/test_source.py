@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.weights.packed_cache import environment
 from llmbox.engine.weights.packed_cache import huge_pages as huge
+from llmbox.engine.weights.packed_cache import key
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -21,7 +21,7 @@ PROMPT = list(range(5, 25))
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "repacked"
-    for name, value in environment.variables(folder, 1.0).items():
+    for name, value in key.variables(folder, 1.0).items():
         monkeypatch.setenv(name, value)
     return folder
 
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, kept: Path) -> None:
 
 
 def test_switched_off_by_zero(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(environment.MOST, "0")
+    monkeypatch.setenv(key.MOST, "0")
     loaded(make_tiny_model(tmp_path / "model"))
     assert not kept.exists()
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmbox.engine.quantize.quantizer import GptqQuantizer
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.quantize_int import round_with_steps, to_nibbles, to_numbers
-from llmbox.kernels.reference.gptq import GptqQuantizer
 from llmbox.kernels.weight_packing import QuantizedWeight
 
 
