@@ -55,7 +55,7 @@ def import_all():
 
     for name in {place.partition(":")[0] for place, _ in COMMANDS.values()}:
         importlib.import_module(name, "llmbox.app.cli")
-    for name in ("daemon.run", "daemon.serve", "daemon.compose", "store.database", "telemetry.poller"):
+    for name in ("daemon.run", "daemon.serve", "daemon.compose", "store.database", "telemetry.telemetry"):
         importlib.import_module(f"llmbox.app.{name}")
     importlib.import_module("support.fake_engine")
     assert not {"huggingface_hub", "torch"} & sys.modules.keys()

@@ -140,4 +140,4 @@ def test_every_field_is_known_by_name(name: str) -> None:
 
 
 def test_every_option_is_known_by_name() -> None:
-    assert set(ollama.Options.model_fields) <= set(fields.Options.__struct_fields__)
+    assert set(ollama.Options.model_fields) <= set(fields.OllamaOptions.__struct_fields__)
