@@ -148,7 +148,8 @@ class Scheduler:
         waiting, in the order of `WaitingQueue.choose`. The steps of several stages share the token budget.
 
         Premium prompts get a step without the streams of other classes (an express step), at most every
-        second one.
+        second one. Where steps are launched ahead, no row is planned while drafts wait for tokens of launched
+        steps.
         """
         plan = StepPlan()
         self.ledger.note_step(pipeline)
@@ -161,8 +162,10 @@ class Scheduler:
         if self._waiting and self.config.batching == "continuous":
             self.active.displace()
         decoding, prompts = self._by_phase()
-        budget = ceil_div(self.config.token_budget, pipeline.stages)
         has_prompts = bool(prompts or self._waiting)
+        if pipeline.ahead and not has_prompts and self.drafting.awaits_tokens(self._running.values()):
+            return plan
+        budget = ceil_div(self.config.token_budget, pipeline.stages)
         may_be_express = has_prompts and not self._was_express
         self._was_express = may_be_express and self._schedule_express(
             plan, budget, decoding, prompts, pipeline
@@ -173,7 +176,7 @@ class Scheduler:
                 self._schedule_prompts(plan, self._prompt_budget(plan, budget), prompts)
         if not plan.rows:
             self._schedule_decoding(plan, self._microbatches.fill_bubble(decoding, pipeline))
-        self.drafting.extend(plan, len(self._running))
+        self.drafting.extend(plan, len(self._running), pipeline)
         self._microbatches.record(plan)
         return plan
 
@@ -335,6 +338,7 @@ class Scheduler:
             request.num_computed = end = row.end - row.num_rejected(len(taken))
             self.kv_cache.commit_row(row)
             if row.drafts:
+                request.num_scheduled = end  # rows of rejected drafts are void
                 is_of_model = self.drafting.record_acceptance(row, taken)
                 self.ledger.note_drafts(row, len(taken), is_of_model=is_of_model)
             if taken:
@@ -385,7 +389,9 @@ class Scheduler:
         for request in self._running.values():
             assert self._requests[request.request_id] is request
             assert 0 <= request.num_computed <= request.num_scheduled
-            assert request.num_computed < request.num_tokens >= request.num_scheduled - request.num_pending
+            assert request.num_computed < request.num_tokens
+            known = request.num_scheduled - request.num_pending
+            assert known <= request.num_tokens or request.has_open_drafts
             assert request.num_scheduled <= len(request.block_table) * self.pool.block_size
             held.update(request.block_table)
         self.pool.check_holders(held)
