@@ -148,8 +148,7 @@ class Scheduler:
         waiting, in the order of `WaitingQueue.choose`. The steps of several stages share the token budget.
 
         Premium prompts get a step without the streams of other classes (an express step), at most every
-        second one. Where steps are launched ahead, no row is planned while drafts wait for tokens of launched
-        steps.
+        second one. No row is planned while drafts wait for tokens of launched steps.
         """
         plan = StepPlan()
         self.ledger.note_step(pipeline)
@@ -163,7 +162,8 @@ class Scheduler:
             self.active.displace()
         decoding, prompts = self._by_phase()
         has_prompts = bool(prompts or self._waiting)
-        if pipeline.ahead and not has_prompts and self.drafting.awaits_tokens(self._running.values()):
+        may_prefill = prompts or (self._waiting and len(self._running) < self.config.max_running)
+        if pipeline.ahead and not may_prefill and self.drafting.awaits_tokens(self._running.values()):
             return plan
         budget = ceil_div(self.config.token_budget, pipeline.stages)
         may_be_express = has_prompts and not self._was_express
@@ -312,9 +312,8 @@ class Scheduler:
     # ------------------------------------------------------------------ update
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Apply the result of a step. Returns one output per request that got a token or ended.
-
-        Steps must be applied in the order in which they were scheduled; later steps may be in flight.
+        """Apply the result of a step. Returns one output per request that got a token or ended. Steps are
+        applied in the order of their plans; later ones may be in flight.
         """
         outputs = []
         self.drafting.record_step(plan)
@@ -390,8 +389,7 @@ class Scheduler:
             assert self._requests[request.request_id] is request
             assert 0 <= request.num_computed <= request.num_scheduled
             assert request.num_computed < request.num_tokens
-            known = request.num_scheduled - request.num_pending
-            assert known <= request.num_tokens or request.has_open_drafts
+            assert request.has_open_drafts or request.num_remaining >= 0
             assert request.num_scheduled <= len(request.block_table) * self.pool.block_size
             held.update(request.block_table)
         self.pool.check_holders(held)

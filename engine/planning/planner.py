@@ -18,7 +18,7 @@ from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
 from .defaults import default_max_running, default_token_budget, resolve_dtypes
 from .disaggregation import PREFILL_RUNNING
-from .memory_model import adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
+from .memory_model import MOST_DRAFT_ROWS, adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 
 _SMALLEST_CONTEXT = 256
@@ -327,8 +327,11 @@ class Planner:
             return 0
         if self.shape.is_bidirectional:
             return 0
+        rows, config = ceil_div(self.max_running, self.stages), self.config
+        if config.deterministic and config.speculate != "off" and self.stages == 1:
+            rows = max(rows, MOST_DRAFT_ROWS)
         # Steps with adapters have graphs of their own.
-        return (1 + self.config.plans_adapters) * len(capture_sizes(ceil_div(self.max_running, self.stages)))
+        return (1 + config.plans_adapters) * len(capture_sizes(rows))
 
     @property
     def _is_native(self) -> bool:

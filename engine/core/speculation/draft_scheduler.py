@@ -29,6 +29,7 @@ from ..request import Request
 from ..step import SampledToken, ScheduledRequest, StepPlan
 from .draft_choice import (
     MOST_DRAFTS,
+    AcceptanceCounts,
     CallerDrafts,
     RequestDrafts,
     RowPrices,
@@ -50,26 +51,6 @@ LOST_OVERLAP: Final = 0.1
 """Tokens of each request of a step that a wait for drafts costs where none follow."""
 CALLERS: Final = 64
 """Callers whose success with lookups is known, the last ones."""
-
-
-class AcceptanceCounts:
-    """Drafts of one method that were verified."""
-
-    def __init__(self) -> None:
-        self.drafts = 0
-        """Number of drafts: one request in one step."""
-        self.draft_tokens = 0
-        self.accepted_tokens = 0
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-
-    def read(self) -> DraftCounts:
-        return DraftCounts(
-            drafts=self.drafts, draft_tokens=self.draft_tokens, accepted_tokens=self.accepted_tokens
-        )
 
 
 class DraftStats(TypedDict):
