@@ -323,8 +323,8 @@ class GPUModelRunner:
         layout = self._rank.layout
         if not layout.is_last:
             if layout.is_first:
-                sampling = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
-                self._feedback.post_receive(row_S, sampling)
+                drawn = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
+                self._feedback.post_receive(row_S, drawn)
             return LaunchedStep(self._device.record(), None, None)
         sampling = [row for row in planned if row.samples]
         requests = [row.request for row in sampling for _ in range(1 + len(row.drafts))]

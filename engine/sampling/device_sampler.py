@@ -87,6 +87,8 @@ class DeviceSampler:
             else:
                 first.extend(range(place, place + count))
             place += count
+        if not chains:
+            return self.draw(logits_SV, requests, row_S, position_S)
         device = logits_SV.device
         numbers_SC = torch.empty(len(requests), wanted.columns, dtype=torch.float64, device=device)
 
@@ -98,9 +100,9 @@ class DeviceSampler:
         first_M = move(torch.tensor(first), device)
         draw(first_M, [requests[place] for place in first], row_S.index_select(0, first_M))
         chains.sort(key=lambda chain: -len(chain[1].drafts))
-        place_G = move(torch.tensor([place for place, _ in chains], dtype=torch.int64), device)
+        place_G = move(torch.tensor([place for place, _ in chains]), device)
         row_G = row_S.index_select(0, place_G)
-        for depth in range(len(chains[0][1].drafts) if chains else 0):
+        for depth in range(len(chains[0][1].drafts)):
             going = [row for _, row in chains if len(row.drafts) > depth]
             place_G, row_G = place_G[: len(going)], row_G[: len(going)]
             draft_G = move(torch.tensor([row.drafts[depth] for row in going]), device)

@@ -134,8 +134,8 @@ def test_a_whole_load_and_its_steps(small: Path, monkeypatch: pytest.MonkeyPatch
     for its own event.
     """
     monkeypatch.setenv("LLMBOX_KERNELS", "triton")
-    requests = small_requests()
-    options = {**SMALL, "deterministic": True, "device": "cuda", "memory_bytes": None}
+    requests, sizes = small_requests()[1:2], {**SMALL, "max_running": 2, "token_budget": 8}
+    options = {**sizes, "deterministic": True, "device": "cuda", "memory_bytes": None}
     with fake_cuda(Card(multiprocessors=2)):
         expected = run(load(small, speculate="off", cuda_graphs=False, **options), requests)
     with fake_cuda(Card(multiprocessors=2)) as cuda:
