@@ -376,7 +376,7 @@ def make_scheduler(
         watermark=config.watermark,
         draft_rows=draft_rows[0],
         draft_row_price=draft_rows[1],
-        draft_constrained=plan.ranks == 1 and not config.overlaps_on(plan.device),
+        draft_constrained=plan.ranks == 1,
         state_slots=plan.state_slots,
         window=plan.window,
         window_blocks=plan.window_blocks,

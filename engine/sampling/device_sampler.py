@@ -73,15 +73,16 @@ class DeviceSampler:
         are right; results of other rows mean nothing.
 
         A draw depends on (seed, position) and its row of logits, so that all rows are drawn at once. But
-        penalties and bad words read the tokens before: rows of such requests are drawn one after another,
-        and the first wrong draft ends what the device counts.
+        penalties, bad words and grammars read the tokens before: rows of such requests are drawn one after
+        another, and the first wrong draft ends what the device counts.
         """
         requests = [row.request for row in planned for _ in range(1 + len(row.drafts))]
         wanted = LogprobsRequest.of(requests, self._vocab_size)
         first, chains, place = list[int](), list[tuple[int, ScheduledRequest]](), 0
         for row in planned:
             count = 1 + len(row.drafts)
-            if row.drafts and row.request.edits_logits:
+            limited = row.request.mask is not None or any(row.draft_masks)
+            if row.drafts and (limited or row.request.edits_logits):
                 chains.append((place, row))
                 first.append(place)
             else:
@@ -208,11 +209,14 @@ class DeviceSampler:
 
 @contextmanager
 def _assuming_drafts(rows: Sequence[ScheduledRequest], count: int) -> Iterator[None]:
-    """Let the first drafts of these rows be tokens of their requests."""
+    """Let the first drafts of these rows be tokens of their requests, with the masks after them."""
+    masks = [row.request.mask for row in rows]
     for row in rows:
         row.request.token_ids += row.drafts[:count]
+        row.request.mask = row.draft_masks[count - 1] if count <= len(row.draft_masks) else None
     try:
         yield
     finally:
-        for row in rows:
+        for row, mask in zip(rows, masks, strict=True):
+            row.request.mask = mask
             del row.request.token_ids[-count:]
