@@ -106,12 +106,15 @@ def decoding_numbers(
     A draft is a row like any other, a sequence of one row with the blocks of its request. Layers write the
     keys of all rows before any row attends, so it sees the drafts before it.
     """
-    owners, ends, saves, drafts = list[int](), list[int](), list[int](), list[int]()
-    for row, number in zip(planned, numbers, strict=True):
-        owners += [number] * row.num_tokens
-        ends += range(row.start + 1, row.end + 1)
-        saves += [slot for _, slot in row.saves] or [NO_SLOT] * row.num_tokens
-        drafts += [NO_DRAFT, *row.drafts]
+    owners, ends, drafts = list(numbers), [row.end for row in planned], [NO_DRAFT] * len(planned)
+    saves = [slot for row in planned for _, slot in row.saves or ((0, NO_SLOT),)]
+    if any(row.drafts for row in planned):  # of a model without recurrent state
+        owners, ends, drafts = [], [], []
+        for row, number in zip(planned, numbers, strict=True):
+            owners += [number] * row.num_tokens
+            ends += range(row.start + 1, row.end + 1)
+            drafts += [NO_DRAFT, *row.drafts]
+        saves = [NO_SLOT] * len(ends)
     fill = size - len(ends)
     inputs = array("q", owners + [spare] * fill)
     inputs.extend(ends + [0] * fill)
