@@ -30,12 +30,12 @@ class ScheduledRequest:
     drafts: Sequence[int] = ()
     """Draft tokens after those of `request`, computed in the same step. Each row from the last known token on
     gives a token, as long as the draft before it is accepted."""
-    draft_masks: Sequence[bytes | None] = ()
-    """Grammar masks after the first drafts, for runners that sample all rows of a step at once; those behind
-    them cannot be accepted."""
     saves: Sequence[tuple[int, int]] = ()
     """(position, slot): recurrent states to save after so many tokens, ascending; `start` < position <=
     `end`."""
+    draft_masks: Sequence[bytes | None] = ()
+    """Grammar masks after the first drafts, for runners that sample all rows of a step at once; those behind
+    them cannot be accepted."""
     end: int = field(init=False)
     """Position after the last row; without drafts the position of the sampled token."""
 

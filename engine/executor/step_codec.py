@@ -162,7 +162,8 @@ class StepDecoder:
         request.admissions, request.num_pending, request.state_slot = admission, pending, slot
         request.mask = allowed or None
         pairs = tuple(zip(saves[::2], saves[1::2], strict=True))
-        return ScheduledRequest(request, start, tokens, bool(flags & _SAMPLES), admission, drafts, pairs)
+        samples = bool(flags & _SAMPLES)
+        return ScheduledRequest(request, start, tokens, samples, admission, drafts=drafts, saves=pairs)
 
 
 def decode_graph(frame: Frame) -> int:
