@@ -121,6 +121,10 @@ class EngineConfig:
     watermark: float = 0.01
     """Fraction of KV blocks kept free at admission, so that running requests can grow."""
 
+    def overlaps_on(self, device: str) -> bool:
+        """Return True if steps are launched before the results of older ones: on `cuda` or `cpu`."""
+        return device == "cuda" if self.overlap is None else self.overlap
+
     def shrink_pool(self, planned: int, context: int) -> int:
         """Return the blocks to take of those that were planned. `context`: blocks of one whole context."""
         return max(min(context, planned), int(planned * self.kv_share))
@@ -148,7 +152,7 @@ class SchedulerConfig:
     """Blocks of these layers."""
     draft_rows: int = 0
     """Maximum rows of a step with draft tokens (`draft_scheduler.py`); 0 turns drafts off. Only for executors
-    that run one step at a time and whose rows are independent of each other."""
+    whose rows are independent of each other."""
     draft_constrained: bool = True
     """Requests with a grammar or limited thoughts may have drafts. Not on several ranks: workers know the
     grammar's mask of the next token alone."""

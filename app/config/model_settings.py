@@ -121,7 +121,7 @@ class ModelSettings:
     speculate: Literal["auto", "on", "off"] = key(
         "auto",
         "Guess tokens from the request's own and verify several in a step: same tokens, sooner where answers "
-        "repeat. auto does so on the C++ kernels; on refuses to load elsewhere.",
+        "repeat. auto: on the C++ kernels, and on GPUs with deterministic. on refuses to load elsewhere.",
         live=True,
     )
     draft: str = key(

@@ -97,7 +97,7 @@ class Engine:
         if plan.rows and (adapters := self._scheduler.kv_cache.adapters) is not None and adapters.loads:
             plan.adapter_loads.extend(adapters.take_loads())
         try:
-            _update_masks(plan)
+            self._update_masks(plan)
             if plan.rows:
                 if (tiers := self._scheduler.kv_cache.tiers) is not None:
                     tiers.before_step()
@@ -320,18 +320,21 @@ class Engine:
             tiers.reads.note_computed(tokens, seconds)
         return self._scheduler.update(plan, result)
 
+    def _update_masks(self, plan: StepPlan) -> None:
+        """Update the masks of the sampling rows, before the step is launched. `Scheduler` takes a request
+        whose next tokens are limited only when all its tokens are known.
+        """
+        for row in plan.rows:
+            request = row.request
+            if row.samples and request.constraint is not None:
+                request.update_mask()
+                if row.drafts and self._pipeline.ahead:
+                    tokens, mask = request.token_ids, request.mask
+                    row.draft_masks = request.constraint.allowed_after(tokens, mask, row.drafts)
+
     def _discard(self, plan: StepPlan) -> None:
         """Discard all launched steps and `plan`: the KV they wrote may be wrong and must not be used."""
         for launched, *_ in self._launched:
             self._scheduler.discard(launched)
         self._scheduler.discard(plan)
         self._launched.clear()
-
-
-def _update_masks(plan: StepPlan) -> None:
-    """Update the masks of the sampling rows, before the step is launched. `Scheduler` takes a request whose
-    next tokens are limited only when all its tokens are known.
-    """
-    for row in plan.rows:
-        if row.samples:
-            row.request.update_mask()

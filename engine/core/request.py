@@ -183,7 +183,9 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that are not scheduled yet: 1 while decoding, more while prefilling."""
+        """Tokens that are not scheduled yet: 1 while decoding, more while prefilling. Less while drafts are
+        verified.
+        """
         return len(self.token_ids) + self.num_pending - self.num_scheduled
 
     @property
@@ -198,12 +200,19 @@ class Request:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """True if the host must know the last token before the next is sampled: a grammar reads it, or it
-        may be the one at which thoughts are ended.
+        """True if the host must know the last token before the next is sampled: a grammar reads it, it may be
+        the one at which thoughts are ended, or nobody knows how many tokens come before it.
         """
+        if self.has_open_drafts:
+            return True
         if self.constraint is None:
             return False
         return self.constraint.needs_all_tokens(self.token_ids, self.num_pending)
+
+    @property
+    def has_open_drafts(self) -> bool:
+        """True if a launched step verifies draft tokens: it gives one token or more."""
+        return self.num_pending > 0 and self.num_remaining < 1
 
     @property
     def keeps_place(self) -> bool:

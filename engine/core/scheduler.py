@@ -154,7 +154,7 @@ class Scheduler:
         waiting, in the order of `WaitingQueue.choose`. The steps of several stages share the token budget.
 
         Premium prompts get a step without the streams of other classes (an express step), at most every
-        second one.
+        second one. No row is planned while drafts wait for tokens of launched steps.
         """
         plan = StepPlan()
         self.ledger.note_step(pipeline)
@@ -167,17 +167,22 @@ class Scheduler:
         if self._waiting and self.config.batching == "continuous":
             self.active.displace()
         decoding, prompts = self._by_phase()
-        budget = ceil_div(self.config.token_budget, pipeline.stages)
         has_prompts = bool(prompts or self._waiting)
-        express = has_prompts and not self._was_express
-        self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
+        may_prefill = prompts or (self._waiting and len(self._running) < self.config.max_running)
+        if pipeline.ahead and not may_prefill and self.drafting.awaits_tokens(self._running.values()):
+            return plan
+        budget = ceil_div(self.config.token_budget, pipeline.stages)
+        may_be_express = has_prompts and not self._was_express
+        self._was_express = may_be_express and self._schedule_express(
+            plan, budget, decoding, prompts, pipeline
+        )
         if not self._was_express:
             self._schedule_decoding(plan, self._microbatches.next_microbatch(decoding, pipeline))
             if has_prompts:
                 self._schedule_prompts(plan, self._prompt_budget(plan, budget), prompts)
         if not plan.rows:
             self._schedule_decoding(plan, self._microbatches.fill_bubble(decoding, pipeline))
-        self.drafting.extend(plan, len(self._running))
+        self.drafting.extend(plan, len(self._running), pipeline)
         self._microbatches.record(plan)
         return plan
 
@@ -313,9 +318,8 @@ class Scheduler:
     # ------------------------------------------------------------------ update
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Apply the result of a step. Returns one output per request that got a token or ended.
-
-        Steps must be applied in the order in which they were scheduled; later steps may be in flight.
+        """Apply the result of a step. Returns one output per request that got a token or ended. Steps are
+        applied in the order of their plans; later ones may be in flight.
         """
         outputs = []
         self.drafting.record_step(plan)
@@ -339,6 +343,7 @@ class Scheduler:
             request.num_computed = end = row.end - row.num_rejected(len(taken))
             self.kv_cache.commit_row(row)
             if row.drafts:
+                request.num_scheduled = end  # rows of rejected drafts are void
                 is_of_model = self.drafting.record_acceptance(row, taken)
                 self.ledger.note_drafts(row, len(taken), is_of_model=is_of_model)
             if taken:
@@ -389,7 +394,8 @@ class Scheduler:
         for request in self._running.values():
             assert self._requests[request.request_id] is request
             assert 0 <= request.num_computed <= request.num_scheduled
-            assert request.num_computed < request.num_tokens >= request.num_scheduled - request.num_pending
+            assert request.num_computed < request.num_tokens
+            assert request.has_open_drafts or request.num_remaining >= 0
             assert request.num_scheduled <= len(request.block_table) * self.pool.block_size
             held.update(request.block_table)
         self.pool.check_holders(held)

@@ -41,6 +41,9 @@ class ScheduledRequest:
     saves: Sequence[tuple[int, int]] = ()
     """(position, slot): recurrent states to save after so many tokens, ascending; `start` < position <=
     `end`."""
+    draft_masks: Sequence[bytes | None] = ()
+    """Grammar masks after the first drafts, for runners that sample all rows of a step at once; those behind
+    them cannot be accepted."""
     end: int = field(init=False)
     """Position after the last row; without drafts the position of the sampled token."""
 
@@ -138,11 +141,16 @@ def finish_reason(request: Request) -> str | None:
     """
     if request.pools:
         return None
-    params, outputs = request.params, request.num_output
-    # The sampler bans stop tokens among the first `min_tokens`.
-    if request.token_ids[-1] in params.stop_token_ids and outputs > params.min_tokens:
+    outputs = request.num_output
+    if is_stop(request, request.token_ids[-1], outputs):
         return "stop"
-    return "length" if outputs >= params.max_tokens else None
+    return "length" if outputs >= request.params.max_tokens else None
+
+
+def is_stop(request: Request, token: int, outputs: int) -> bool:
+    """Return True if the token ends a request that has so many output tokens with it."""
+    # The sampler bans stop tokens among the first `min_tokens`.
+    return token in request.params.stop_token_ids and outputs > request.params.min_tokens
 
 
 def make_token_output(

@@ -198,7 +198,7 @@ def load_rank(
             f"{plan.dtype}) may compute a row differently in another batch. It needs the Triton kernels on a "
             "GPU, or the C++ kernels on a CPU, in bfloat16 or float32; see `llmbox doctor`"
         )
-    overlaps = device.type == "cuda" if config.overlap is None else config.overlap
+    overlaps = config.overlaps_on(device.type)
     rows = draft_rows(config, plan, ops, overlaps=overlaps)
     if model_config.recurrent is not None and ops.recurrent is None:
         raise DeviceError(
@@ -226,11 +226,13 @@ def load_rank(
     if not plan.image_problem:
         images = load_images(model_config, directory, ops, dtype, device, layout)
     if overlaps:
-        parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states, images)
+        # Recurrent layers verify drafts as they compute prompts.
+        drafts = rows[0] if states is None else 0
+        parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states, images, drafts)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         takes = model.adapters is not None and model.adapters.takes_tiles
         return RankEngine(
-            rotary, kernels, make, plan, ops.name, measured, images=images, takes_adapters=takes
+            rotary, kernels, make, plan, ops.name, measured, rows, images=images, takes_adapters=takes
         )
     sampler = Sampler(model_config.vocab_size, device, ops, rank)
     cache = ops.make_kv_cache(kv_shape, device)

@@ -25,7 +25,7 @@ from ..model_config.config import ModelConfig, parse_config
 from ..model_config.draft_heads import Eagle3Config, MedusaConfig, read_draft_head
 from ..model_config.parallel_layout import ParallelLayout
 from ..partition import ShardSlice
-from ..planning.memory_model import PROMPT_LOGPROB_ROWS
+from ..planning.memory_model import MOST_DRAFT_ROWS, PROMPT_LOGPROB_ROWS
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import why_no_drafts
 from ..runner.cpu_runner import CPUModelRunner
@@ -41,12 +41,14 @@ _CPU: Final = torch.device("cpu")
 _READ: Final = 12e9
 """Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
 operations per row, so `flops / _READ` rows are computed in the time that reading the weights takes."""
-_MOST_ROWS: Final = 64
 _ROWS_TRIED: Final = 4
 """Rows of a step with drafts over those computed while the weights are read: narrow weights take fewer
 operations, and measured prices decide."""
 _PRICE: Final = 0.3
 """Assumed price of as many rows as are computed while the weights are read."""
+_GPU_PRICE: Final = 0.01
+"""Assumed price of a row on a GPU, which computes hundreds while it reads the weights; but each reads the
+keys and values of its context."""
 
 
 def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bool) -> tuple[int, float]:
@@ -60,8 +62,10 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
         return 0, 0.0
     reason = why_no_drafts(plan.pp, overlaps=overlaps, row_invariant=ops.row_invariant)
     if not reason:
+        most = min(MOST_DRAFT_ROWS, plan.token_budget, plan.max_running + PROMPT_LOGPROB_ROWS)
+        if plan.device != "cpu":
+            return most, _GPU_PRICE
         free = usable_levels()[0].flops / _READ
-        most = min(_MOST_ROWS, plan.token_budget, plan.max_running + PROMPT_LOGPROB_ROWS)
         return min(int(_ROWS_TRIED * free), most) if free >= 1 else 0, _PRICE / free
     if config.speculate == "on":
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")

@@ -210,6 +210,8 @@ class GPUEngineParts:
     """For a model with recurrent layers."""
     images: EncodedImages | None = None
     """For a model with a vision tower."""
+    draft_rows: int = 0
+    """See `DeviceSizes`."""
 
 
 def make_device_runner(
@@ -226,7 +228,8 @@ def make_device_runner(
     meter = CudaMeter(device, free_before)
     on_device = CudaDevice(device)
     kinds = 1 + config.plans_adapters  # steps with adapters have graphs of their own
-    graphs = graphs_reserve(kinds * len(capture_sizes(plan.step_rows))) if config.cuda_graphs else 0
+    sizes = len(capture_sizes(max(plan.step_rows, parts.draft_rows)))
+    graphs = graphs_reserve(kinds * sizes) if config.cuda_graphs else 0
     row_counts = parts.model.ops.warmup_batch_sizes
     make = partial(build, parts, device=on_device, capture=None, graphs_bytes=0)
     plan = profile_kv_blocks(config, plan, meter, graphs, make, row_counts, agree)
@@ -245,12 +248,13 @@ def build(
     if parts.window_shape is not None:
         blocks = plan.window_blocks if plan.window else plan.num_blocks
         window_cache = ops.make_kv_cache(replace(parts.window_shape, num_blocks=blocks + 1), where)
+    counts = plan.block_size, plan.num_blocks, plan.context, plan.max_running
     return GPUModelRunner(
         parts.model,
         parts.rotary,
         ops.make_kv_cache(shape, where),
         device,
-        DeviceSizes(plan.block_size, plan.num_blocks, plan.context, plan.max_running, plan.window_blocks),
+        DeviceSizes(*counts, plan.window_blocks, parts.draft_rows),
         capture,
         graphs_bytes,
         window_cache=window_cache,

@@ -162,7 +162,8 @@ class StepDecoder:
         request.admissions, request.num_pending, request.state_slot = admission, pending, slot
         request.mask = allowed or None
         pairs = tuple(zip(saves[::2], saves[1::2], strict=True))
-        return ScheduledRequest(request, start, tokens, bool(flags & _SAMPLES), admission, drafts, pairs)
+        samples = bool(flags & _SAMPLES)
+        return ScheduledRequest(request, start, tokens, samples, admission, drafts=drafts, saves=pairs)
 
 
 def decode_graph(frame: Frame) -> int:
@@ -260,6 +261,10 @@ def encode_result(result: StepResult) -> Frame:
             for name, token in result.tokens.items()
             if token.logprobs is not None
         },
+        "accepted": {
+            name: [(each.token_id, each.logprobs and asdict(each.logprobs)) for each in tokens]
+            for name, tokens in result.accepted.items()
+        },
         "prompts": {
             name: [asdict(entry) for entry in entries] for name, entries in result.prompt_logprobs.items()
         },
@@ -275,7 +280,11 @@ def decode_result(frame: Frame) -> StepResult:
     tokens = {name: SampledToken(token, logprobs.get(name)) for name, token in body["tokens"].items()}
     prompts = {name: [_logprobs(told) for told in entries] for name, entries in body["prompts"].items()}
     pooled = {name: array("q", told) for name, told in body["pooled"].items()}
-    return StepResult(tokens, prompts, body["failed"], pooled)
+    accepted = {
+        name: [SampledToken(token, entry and _logprobs(entry)) for token, entry in told]
+        for name, told in body["accepted"].items()
+    }
+    return StepResult(tokens, prompts, body["failed"], pooled, accepted)
 
 
 def _logprobs(told: dict[str, Any]) -> TokenLogprobs:

@@ -201,8 +201,10 @@ def why_no_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ra
     dtype, kv_dtype = resolve_dtypes(shape, budget.device, config, native_kernels=budget.native_kernels)
     site = KernelSite(device=budget.device, has_native=budget.native_kernels, capability=None)
     invariant = is_row_invariant(dtype, kv_dtype, site, deterministic=config.deterministic)
-    overlaps = budget.device == "cuda" if config.overlap is None else config.overlap
-    return why_no_draft_model(ranks) or why_no_drafts(1, overlaps=overlaps, row_invariant=invariant)
+    overlaps = config.overlaps_on(budget.device)
+    return why_no_draft_model(ranks, overlaps=overlaps) or why_no_drafts(
+        1, overlaps=overlaps, row_invariant=invariant
+    )
 
 
 def note_images(shape: ModelShape, images: dict[str, Any], problem: str) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ NATIVE_SCRATCH = MIB
 """Bytes of scratch memory per thread of the C++ kernels, mostly its attention tile."""
 PROMPT_LOGPROB_ROWS = 64
 """Rows of prompt logits computed at once."""
+MOST_DRAFT_ROWS = 64
+"""Most rows of a step with draft tokens."""
 ROUTER_PANEL = 64
 """Outputs of a panel of the C++ kernels."""
 EXPERT_ROWS = 16

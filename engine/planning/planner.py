@@ -18,7 +18,7 @@ from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
 from .defaults import default_max_running, default_token_budget, resolve_dtypes
 from .disaggregation import PREFILL_RUNNING
-from .memory_model import adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
+from .memory_model import MOST_DRAFT_ROWS, adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
 
 _SMALLEST_CONTEXT = 256
@@ -322,13 +322,13 @@ class Planner:
         return drafting + adapters + need(self.shape, rows=rows, graphs=self._graphs())
 
     def _graphs(self) -> int:
-        """Return the maximum number of CUDA graphs to reserve memory for."""
-        if self.budget.device == "cpu" or not self.config.cuda_graphs or self.config.overlap is False:
+        """Return the maximum number of CUDA graphs to reserve memory for. Steps with adapters have others."""
+        config, on_cpu = self.config, self.budget.device == "cpu"
+        if on_cpu or not config.cuda_graphs or config.overlap is False or self.shape.is_bidirectional:
             return 0
-        if self.shape.is_bidirectional:
-            return 0
-        # Steps with adapters have graphs of their own.
-        return (1 + self.config.plans_adapters) * len(capture_sizes(ceil_div(self.max_running, self.stages)))
+        drafts = MOST_DRAFT_ROWS * (config.deterministic and config.speculate != "off" and self.stages == 1)
+        sizes = capture_sizes(max(ceil_div(self.max_running, self.stages), drafts))
+        return (1 + config.plans_adapters) * len(sizes)
 
     @property
     def _is_native(self) -> bool:

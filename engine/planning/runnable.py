@@ -91,7 +91,7 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
         )
     if config.exact == "portable" and (reason := _why_not_portable(plan, site)):
         raise DeviceError(f"exact portable was asked for, but {reason}")
-    overlaps = site.device == "cuda" if config.overlap is None else config.overlap
+    overlaps = config.overlaps_on(site.device)
     if plan.cpu_part and (overlaps or site.device == "cuda"):
         raise DeviceError(
             f"the {plan.cpu_part} of this model run on CPUs only, one step at a time: load with --device cpu "
@@ -104,12 +104,14 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
     wanted = "the MTP layer" if config.mtp == "on" else wanted
     if wanted and config.speculate == "off":
         raise DeviceError(f"{wanted} was asked for with --speculate off: leave one of them out")
-    if wanted and (reason := reason or why_no_draft_model(plan.ranks)):
+    if wanted and (reason := why_no_draft_model(plan.ranks, overlaps=overlaps) or reason):
         raise DeviceError(f"{wanted} was asked for, but {reason}: load without --draft")
 
 
-def why_no_draft_model(ranks: int) -> str:
+def why_no_draft_model(ranks: int, *, overlaps: bool) -> str:
     """Return the reason why draft models and heads cannot run beside a model; empty if they can."""
+    if overlaps:
+        return "steps overlap, as on GPUs, where drafts come from lookups only"
     return f"the model runs on {ranks} ranks, which verify drafts of lookups only" if ranks > 1 else ""
 
 
@@ -118,12 +120,12 @@ def why_no_drafts(stages: int, *, overlaps: bool, row_invariant: bool) -> str:
 
     `overlaps`: steps are launched before the results of earlier ones. `row_invariant`: see `Ops`.
     """
-    if overlaps or stages > 1:
-        return "steps overlap, so that a step does not know the tokens that drafts would follow"
+    if overlaps and stages > 1:
+        return "stages launch steps ahead, which do not know how many tokens a draft before them gives"
     if not row_invariant:
         return (
             "the kernels that run here may compute a row differently beside others, so that drafts could "
-            "change tokens; see `llmbox doctor`"
+            "change tokens: GPUs need --deterministic; see `llmbox doctor`"
         )
     return ""
 

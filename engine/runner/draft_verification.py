@@ -12,15 +12,17 @@ S sampling rows of the step, ordered by rounds: first the rows before any draft,
 etc.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from itertools import islice
 
 from torch import Tensor
 
 from ..core.request import Request
-from ..core.step import SampledToken, ScheduledRequest, StepResult, finish_reason
+from ..core.step import SampledToken, ScheduledRequest, StepResult, finish_reason, is_stop
 from ..sampling import Sampler
+from ..sampling.sampler import BROKEN
 
 DOUBTFUL = "NaN or infinity in a row of this request or of a draft"
 
@@ -90,6 +92,33 @@ def _take(result: StepResult, row: ScheduledRequest, depth: int, pick: SampledTo
         return False
     request.update_mask()
     return True
+
+
+def accept_drafts(rows: Sequence[ScheduledRequest], picks: Iterable[SampledToken | str]) -> StepResult:
+    """Return the result of rows that were all sampled on the assumption that their drafts are right.
+
+    `picks`: a token or an error for each row from the last known token on, request by request.
+    """
+    result, left = StepResult(), iter(picks)
+    for row in rows:
+        name, own = row.request.request_id, list(islice(left, 1 + len(row.drafts)))
+        if row.drafts and BROKEN in own:
+            result.failed[name] = DOUBTFUL
+            continue
+        if isinstance(own[0], str):
+            result.failed[name] = own[0]
+            continue
+        taken, outputs = [own[0]], row.start + 1 - row.request.num_prompt
+        for draft, pick in zip(row.drafts, own[1:], strict=True):
+            token = taken[-1].token_id
+            # After an error the next step fails, as it begins there.
+            if token != draft or isinstance(pick, str) or is_stop(row.request, token, outputs + len(taken)):
+                break
+            taken.append(pick)
+        result.tokens[name] = taken[-1]
+        if len(taken) > 1:
+            result.accepted[name] = taken[:-1]
+    return result
 
 
 @contextmanager

@@ -6,6 +6,8 @@ N sequences, T rows of the step, B blocks of a table, R rows of `DeviceRequestSt
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from llmbox.kernels.op_types import BatchLayout, StateLayout, WindowLayout
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 
+from ..core.kv_cache.state_manager import NO_SLOT
 from ..core.request import Request
 from ..core.step import ScheduledRequest
 from ..device.device import Uploader
@@ -23,6 +26,9 @@ from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
 from ..weights.loaded_adapters import LoadedAdapters
 from .input_batch import PromptRows, saves_of
 from .pooling import PooledRows, pooled_rows
+
+NO_DRAFT: Final = -1
+"""In place of a draft token: the request's last token, which the device may know alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +57,17 @@ def decode_inputs(
     block_size: int,
     save_N: Tensor | None = None,
     adapters: LoraTiles | None = None,
+    draft_N: Tensor | None = None,
 ) -> tuple[Tensor, BatchLayout]:
     """Return (ids_N, layout) of a decoding step, from device tensors alone. Length 0: a padding row.
 
     `save_N`: slot to save each sequence's recurrent state to, -1 for none; for models that have some.
-    `adapters`: of its rows.
+    `adapters`: of its rows. `draft_N`: draft token of each row, -1 for none; where steps may have some.
     """
     count = len(row_N)
     ids_N = rows.last_R.index_select(0, row_N)
+    if draft_N is not None:
+        ids_N = torch.where(draft_N < 0, ids_N, draft_N)
     tables_NB = rows.tables.blocks_RB.index_select(0, row_N)
     length_N = length_N.to(torch.int32)
     inputs = prepare(ops, DecodeRows(ids_N, length_N, tables_NB), block_size)
@@ -88,13 +97,40 @@ def decode_inputs(
     return ids_N, ragged
 
 
+def decoding_numbers(
+    planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int, spare: int
+) -> tuple["array[int]", list[int]]:
+    """Return the inputs of a decoding step of `size` rows, one after another: state row, length, slot to save
+    to and draft token of each; and the lengths. `numbers`: state row of each scheduled request.
+
+    A draft is a row like any other, a sequence of one row with the blocks of its request. Layers write the
+    keys of all rows before any row attends, so it sees the drafts before it.
+    """
+    owners, ends, drafts = list(numbers), [row.end for row in planned], [NO_DRAFT] * len(planned)
+    saves = [slot for row in planned for _, slot in row.saves or ((0, NO_SLOT),)]
+    if any(row.drafts for row in planned):  # of a model without recurrent state
+        owners, ends, drafts = [], [], []
+        for row, number in zip(planned, numbers, strict=True):
+            owners += [number] * row.num_tokens
+            ends += range(row.start + 1, row.end + 1)
+            drafts += [NO_DRAFT, *row.drafts]
+        saves = [NO_SLOT] * len(ends)
+    fill = size - len(ends)
+    inputs = array("q", owners + [spare] * fill)
+    inputs.extend(ends + [0] * fill)
+    inputs.extend(saves + [NO_SLOT] * fill)
+    inputs.extend(drafts + [NO_DRAFT] * fill)
+    return inputs, ends + [1] * fill
+
+
 class DeviceAdapters(LoadedAdapters):
     """Adapters of a GPU's runner, and which rows of its steps have one."""
 
-    def __init__(self, model: Decoder, max_running: int, uploader: Uploader, device: torch.device) -> None:
+    def __init__(self, model: Decoder, rows: int, uploader: Uploader, device: torch.device) -> None:
+        """`rows`: most rows of a decoding step."""
         super().__init__(model.adapters, model.dtype, model.rank)
         self._uploader = uploader
-        shape = LoraTiles.most(max_running), 1 + TILE_ROWS
+        shape = LoraTiles.most(rows), 1 + TILE_ROWS
         self.tiles = torch.full(shape, -1, dtype=torch.int32, device=device)
         """Rows of a decoding step, an input of its graphs."""
 
@@ -112,7 +148,11 @@ class DeviceAdapters(LoadedAdapters):
 
     def upload(self, rows: Sequence[ScheduledRequest], size: int) -> None:
         """Write the tiles of a decoding step of `size` rows."""
-        slots = ((row.request.adapter_slot, range(n, n + 1)) for n, row in enumerate(rows))
+        ends = accumulate(row.num_tokens for row in rows)
+        slots = (
+            (row.request.adapter_slot, range(end - row.num_tokens, end))
+            for row, end in zip(rows, ends, strict=True)
+        )
         upload_tiles(slots, self._uploader, self.of_decoding(size).tiles)
 
     def of_decoding(self, size: int) -> LoraTiles:
@@ -245,7 +285,7 @@ class _Flat:
 
     def add(self, one: ScheduledRequest, number: int) -> None:
         request, first, end = one.request, self.starts[-1], one.end
-        known = request.token_ids[one.start : end]
+        known = [*request.token_ids[one.start : end], *one.drafts]
         self.ids.extend(known)
         if len(known) < one.num_tokens:  # sampled in the previous step, not known on the host yet
             assert len(known) == one.num_tokens - 1
@@ -258,9 +298,10 @@ class _Flat:
         self.rows.append(number)
         self.lengths.append(one.num_tokens)
         if one.samples:
-            self.sampled.append(self.starts[-1] - 1)
-            self.sampled_rows.append(number)
-            self.sampled_positions.append(end)
+            count = 1 + len(one.drafts)
+            self.sampled.extend(range(self.starts[-1] - count, self.starts[-1]))
+            self.sampled_rows.extend([number] * count)
+            self.sampled_positions.extend(range(end + 1 - count, end + 1))
         if request.params.prompt_logprobs is not None and one.start < request.num_prompt - 1:
             last = min(end, request.num_prompt - 1)
             self.prompt.extend(range(first, first + last - one.start))

@@ -11,7 +11,6 @@ T rows of the step, W rows whose logits are wanted, S of them that sample, R row
 hidden.
 """
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +23,6 @@ from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..core.executor_interface import ceil_div
-from ..core.kv_cache.state_manager import NO_SLOT
 from ..core.step import ScheduledRequest, StepPlan, StepResult
 from ..device.device import Device, DeviceEvent, Uploader
 from ..model.decoder import Decoder
@@ -34,7 +32,8 @@ from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
 from ..sampling.device_state import DeviceRequestState
 from .block_memory import DeviceBlockMemory, block_memory
 from .cuda_graphs import DecodeGraphs, GraphCapture
-from .gpu_inputs import DeviceAdapters, MixedStep, decode_inputs, mixed_inputs
+from .draft_verification import accept_drafts
+from .gpu_inputs import DeviceAdapters, MixedStep, decode_inputs, decoding_numbers, mixed_inputs
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
 from .pipeline_feedback import SampledTokenFeedback
@@ -51,6 +50,13 @@ class DeviceSizes:
     max_running: int
     window_blocks: int = 0
     """Blocks of sliding-window layers, where they have blocks of their own; the cache has one more too."""
+    draft_rows: int = 0
+    """Most rows of a decoding step with draft tokens; 0: none has any."""
+
+    @property
+    def rows(self) -> int:
+        """Most rows of a decoding step."""
+        return max(self.max_running, self.draft_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class LaunchedStep:
     sampled: DeviceSamplerOutput | None
     numbers_SC: Tensor | None
     """Sampler output on the host; valid after the event."""
+    planned: Sequence[ScheduledRequest] = ()
+    """Requests that sample."""
     extras: StepExtras | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests whose adapter could not be loaded, with the reason."""
@@ -110,24 +118,25 @@ class GPUModelRunner:
         """Steps in flight: one per stage, and one more that is launched while they run."""
         self._feedback = SampledTokenFeedback(self._rank, self._rows, self.depth)
         self._uploader = Uploader(device, self.depth + 2)
-        self._spare = torch.tensor([[sizes.max_running], [0], [NO_SLOT]], device=where)
-        self._decoding_3R = self._spare.repeat(1, sizes.max_running)
-        """State row and length of each sequence of a decoding step, and the slot to save its recurrent state
-        to: inputs of the graphs."""
-        self._contexts = [1] * sizes.max_running
-        hidden = sizes.max_running, model.config.hidden_size
+        spare_row = decoding_numbers([], [], 1, self._rows.spare)[0]
+        self._spare = torch.tensor(spare_row, device=where).view(-1, 1)
+        self._decoding_4R = self._spare.repeat(1, sizes.rows)
+        """State row and length of each row of a decoding step, the slot to save its recurrent state to, and
+        its draft token: inputs of the graphs."""
+        self._contexts = [1] * sizes.rows
+        hidden = sizes.rows, model.config.hidden_size
         self._hidden_RE = torch.empty(hidden, dtype=model.dtype, device=where)
         for each in self._caches:
             self._ops.clear_blocks(each, [sizes.num_blocks])
         if sizes.window_blocks:
             self._ops.clear_blocks(window_cache, [sizes.window_blocks])
-        self._adapters = DeviceAdapters(model, sizes.max_running, self._uploader, where)
+        self._adapters = DeviceAdapters(model, sizes.rows, self._uploader, where)
         self.graphs: DecodeGraphs | None = None
         self.adapted_graphs: DecodeGraphs | None = None
         """Graphs of steps in which rows have an adapter; None until there is one."""
         if capture is not None:
             agree = self._rank.communicator.all_agree if self._rank.layout.ranks > 1 else None
-            most = ceil_div(sizes.max_running, self.stages)
+            most = max(ceil_div(sizes.max_running, self.stages), sizes.draft_rows)
             self._make_graphs = partial(
                 DecodeGraphs, capture, most=most, budget_bytes=graphs_bytes, agree=agree
             )
@@ -159,7 +168,7 @@ class GPUModelRunner:
         self._feedback.wait_for_rows(numbers)
         self._rows.flush(self._uploader)
         if self._is_decoding(plan):
-            launched = self._launch_decoding(plan.rows, numbers, size or len(numbers))
+            launched = self._launch_decoding(plan, numbers, size or plan.num_tokens)
         else:
             launched = self._launch_mixed(plan, numbers)
         failed = self._adapters.failures(plan.rows)
@@ -180,7 +189,7 @@ class GPUModelRunner:
         # Graphs may not serve an adapter that is still to be loaded.
         if graphs is None or plan.adapter_loads or not self._is_decoding(plan):
             return 0
-        return graphs.size_for(len(plan.rows)) or 0
+        return graphs.size_for(plan.num_tokens) or 0
 
     def _graphs_of(self, rows: Sequence[ScheduledRequest]) -> DecodeGraphs | None:
         return self.adapted_graphs if self._adapters.are_of(rows) else self.graphs
@@ -190,9 +199,10 @@ class GPUModelRunner:
         handle.event.wait()
         result = handle.extras.read() if handle.extras is not None else StepResult()
         if handle.sampled is not None and handle.numbers_SC is not None:
-            tokens, failed = handle.sampled.read(handle.numbers_SC.tolist())
-            result.tokens.update(tokens)
-            result.failed.update(failed)
+            sampled = accept_drafts(handle.planned, handle.sampled.read(handle.numbers_SC.tolist()))
+            result.tokens.update(sampled.tokens)
+            result.accepted.update(sampled.accepted)
+            result.failed.update(sampled.failed)
         result.failed.update(handle.failed)
         return result
 
@@ -231,24 +241,17 @@ class GPUModelRunner:
         graphs = self.graphs if size > 0 else self.adapted_graphs
         assert graphs is not None
         # The inputs still name the rows of the last step: the warm-up would write their KV once more.
-        self._decoding_3R.copy_(self._spare.expand_as(self._decoding_3R))
+        self._decoding_4R.copy_(self._spare.expand_as(self._decoding_4R))
         self._contexts = [1] * len(self._contexts)
         self._adapters.tiles.fill_(-1)
         graphs.capture(abs(size))
 
-    def _launch_decoding(
-        self, planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int
-    ) -> LaunchedStep:
+    def _launch_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> LaunchedStep:
         """Launch a decoding step; without a graph of this size the padded rows run eagerly."""
-        count = len(planned)
-        ends = [row.end for row in planned]
-        fill = size - count
-        filled = [self._rows.spare] * fill
-        saves = [slot for row in planned for _, slot in row.saves or ((0, NO_SLOT),)]
-        inputs = array("q", [*numbers, *filled, *ends, *[0] * fill, *saves, *[NO_SLOT] * fill])
+        planned, count = plan.rows, plan.num_tokens
+        inputs, self._contexts[:size] = decoding_numbers(planned, numbers, size, self._rows.spare)
         (uploaded,) = self._uploader.upload(inputs)
-        self._decoding_3R[:, :size].copy_(uploaded.view(3, -1))
-        self._contexts[:size] = [*ends, *[1] * fill]
+        self._decoding_4R[:, :size].copy_(uploaded.view(4, -1))
         is_adapted = self._adapters.are_of(planned)
         if is_adapted:
             self._adapters.upload(planned, size)
@@ -257,7 +260,7 @@ class GPUModelRunner:
             graphs.replay(size)
         else:
             self._decode(size, is_adapted=is_adapted)
-        row_S, end_S, _ = self._decoding_3R[:, :count]
+        row_S, end_S = self._decoding_4R[:2, :count]
         return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S)
 
     def _launch_mixed(self, plan: StepPlan, numbers: Sequence[int]) -> LaunchedStep:
@@ -279,7 +282,7 @@ class GPUModelRunner:
         count = len(step.row_S)
         extras = self._queue_extras(hidden_WE[count:], step)
         if not count:
-            return LaunchedStep(self._device.record(), None, None, extras)
+            return LaunchedStep(self._device.record(), None, None, extras=extras)
         return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, extras)
 
     def _queue_extras(self, hidden_PE: Tensor, step: MixedStep) -> StepExtras | None:
@@ -319,16 +322,20 @@ class GPUModelRunner:
         layout = self._rank.layout
         if not layout.is_last:
             if layout.is_first:
-                sampling = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
-                self._feedback.post_receive(row_S, sampling)
+                drawn = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
+                self._feedback.post_receive(row_S, drawn)
             return LaunchedStep(self._device.record(), None, None)
-        requests = [row.request for row in planned if row.samples]
+        sampling = [row for row in planned if row.samples]
+        requests = [row.request for row in sampling for _ in range(1 + len(row.drafts))]
         logits_SV = self._model.logits(hidden_SE, self._adapters.of_logits(requests))
-        sampled = self._sampler.draw(logits_SV, requests, row_S, position_S)
+        if len(requests) > len(sampling):
+            sampled = self._sampler.draw_verified(logits_SV, sampling, row_S, position_S)
+        else:
+            sampled = self._sampler.draw(logits_SV, requests, row_S, position_S)
         if not layout.is_first:
             self._feedback.send(sampled.ids_S)
         host_SC = self._to_host(sampled.numbers_SC)
-        return LaunchedStep(self._device.record(), sampled, host_SC, extras)
+        return LaunchedStep(self._device.record(), sampled, host_SC, sampling, extras)
 
     def _to_host(self, numbers: Tensor) -> Tensor:
         """Copy float64 numbers to the host; valid after an event recorded later."""
@@ -341,7 +348,7 @@ class GPUModelRunner:
 
         `is_adapted`: apply adapters to the rows that `DeviceAdapters.tiles` names.
         """
-        row_N, length_N, save_N = self._decoding_3R[:, :size]
+        row_N, length_N, save_N, draft_N = self._decoding_4R[:, :size]
         ids_N, ragged = decode_inputs(
             self._ops,
             self._rows,
@@ -351,6 +358,7 @@ class GPUModelRunner:
             self._sizes.block_size,
             None if self._states is None else save_N,
             self._adapters.of_decoding(size) if is_adapted else None,
+            draft_N if self._sizes.draft_rows else None,
         )
         positions_N = None
         if self._has_mrope:  # pictures take fewer positions than rows
@@ -384,6 +392,8 @@ class GPUModelRunner:
 
     def _is_decoding(self, plan: StepPlan) -> bool:
         """Return True if all rows continue sequences. The last token of a prompt may be a picture's."""
-        if not all(row.num_tokens == 1 and row.samples for row in plan.rows):
+        if not all(row.samples and row.num_tokens == 1 + len(row.drafts) for row in plan.rows):
             return False
+        if self._states is not None and plan.num_tokens > len(plan.rows):
+            return False  # recurrent layers take the rows of a sequence one after another
         return self.images is None or not self.images.has_rows(plan.rows)

@@ -102,8 +102,8 @@ _FACTS: Final = 5
 class _Place:
     start: int
     size: int
-    used: int
-    """Upper bound of the list's length."""
+    grown: int
+    """Upper bound of the list's length, less the position of the token that is drawn."""
     counts: bool
 
 
@@ -138,17 +138,19 @@ class DevicePenalties:
             return
         entries = build_entries(request, self._vocab_size)
         size = _size_for(len(entries) + 1)
-        place = _Place(self._find(size), size, len(entries), bool(entries.kind & COUNTS))
+        grown = len(entries) + 1 - request.num_tokens
+        place = _Place(self._find(size), size, grown, bool(entries.kind & COUNTS))
         self._places[row] = place
         self._changes.append(_Write(row, place.start, entries, request))
 
-    def draws(self, row: int) -> None:
-        """Reserve one entry: the row samples in the staged step and may count one more id before that."""
+    def draws(self, row: int, position: int) -> None:
+        """Reserve entries: the row samples tokens up to this position in the staged step, and counts each one
+        before it samples the next.
+        """
         place = self._places.get(row)
         if place is None or not place.counts:
             return
-        place.used += 1
-        if place.used > place.size:
+        if place.grown + position > place.size:
             start, size = place.start, place.size
             place.start, place.size = self._find(2 * size), 2 * size
             self._changes.append(_Move(row, start, place.start, size))

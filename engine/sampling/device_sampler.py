@@ -3,7 +3,8 @@
 S sampling rows, M of those that this rank samples, V vocabulary, C columns of numbers (see `sampler.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from llmbox.kernels.reference.sampling import likeliest, rank_tokens
 from llmbox.kernels.sampling_types import CandidateRanks, PenaltyState, Sampled
 
 from ..core.request import Request
-from ..core.step import SampledToken
+from ..core.step import SampledToken, ScheduledRequest
 from ..device.device import move
 from ..distributed.communicator import SINGLE, TensorParallel
 from .device_penalties import DevicePenalties
@@ -35,16 +36,9 @@ class DeviceSamplerOutput:
     requests: list[Request]
     top: int
 
-    def read(self, rows: Sequence[Sequence[float]]) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Build tokens and errors by request id, from `numbers_SC` on the host."""
-        tokens: dict[str, SampledToken] = {}
-        failed: dict[str, str] = {}
-        for request, result in zip(self.requests, read_samples(rows, self.requests, self.top), strict=True):
-            if isinstance(result, str):
-                failed[request.request_id] = result
-            else:
-                tokens[request.request_id] = result
-        return tokens, failed
+    def read(self, rows: Sequence[Sequence[float]]) -> list[SampledToken | str]:
+        """Build the token or the error of each row, from `numbers_SC` on the host."""
+        return read_samples(rows, self.requests, self.top)
 
 
 class DeviceSampler:
@@ -69,6 +63,67 @@ class DeviceSampler:
         Logit columns beyond the vocabulary are padding.
         """
         wanted = LogprobsRequest.of(requests, self._vocab_size)
+        numbers_SC = self._draw_numbers(logits_SV, requests, row_S, position_S, wanted)
+        return DeviceSamplerOutput(numbers_SC, numbers_SC[:, 0].long(), requests, wanted.top)
+
+    def draw_verified(
+        self, logits_SV: Tensor, planned: Sequence[ScheduledRequest], row_S: Tensor, position_S: Tensor
+    ) -> DeviceSamplerOutput:
+        """Sample all rows of requests with drafts, each as a step of its own would where the drafts before it
+        are right; results of other rows mean nothing.
+
+        A draw depends on (seed, position) and its row of logits, so that all rows are drawn at once. But
+        penalties, bad words and grammars read the tokens before: rows of such requests are drawn one after
+        another, and the first wrong draft ends what the device counts.
+        """
+        requests = [row.request for row in planned for _ in range(1 + len(row.drafts))]
+        wanted = LogprobsRequest.of(requests, self._vocab_size)
+        first, chains, place = list[int](), list[tuple[int, ScheduledRequest]](), 0
+        for row in planned:
+            count = 1 + len(row.drafts)
+            limited = row.request.mask is not None or any(row.draft_masks)
+            if row.drafts and (limited or row.request.edits_logits):
+                chains.append((place, row))
+                first.append(place)
+            else:
+                first.extend(range(place, place + count))
+            place += count
+        if not chains:
+            return self.draw(logits_SV, requests, row_S, position_S)
+        device = logits_SV.device
+        numbers_SC = torch.empty(len(requests), wanted.columns, dtype=torch.float64, device=device)
+
+        def draw(place_M: Tensor, drawn: list[Request], row_M: Tensor) -> None:
+            logits_MV, position_M = logits_SV.index_select(0, place_M), position_S.index_select(0, place_M)
+            numbers_MC = self._draw_numbers(logits_MV, drawn, row_M, position_M, wanted)
+            numbers_SC.index_copy_(0, place_M, numbers_MC)
+
+        first_M = move(torch.tensor(first), device)
+        draw(first_M, [requests[place] for place in first], row_S.index_select(0, first_M))
+        chains.sort(key=lambda chain: -len(chain[1].drafts))
+        place_G = move(torch.tensor([place for place, _ in chains]), device)
+        row_G = row_S.index_select(0, place_G)
+        for depth in range(len(chains[0][1].drafts)):
+            going = [row for _, row in chains if len(row.drafts) > depth]
+            place_G, row_G = place_G[: len(going)], row_G[: len(going)]
+            draft_G = move(torch.tensor([row.drafts[depth] for row in going]), device)
+            is_right_G = numbers_SC[:, 0].index_select(0, place_G) == draft_G
+            row_G = row_G.masked_fill(~is_right_G, self._rows.spare)
+            place_G = place_G + 1
+            with _assuming_drafts(going, depth + 1):
+                draw(place_G, [row.request for row in going], row_G)
+        self._rules.forget([row.request for _, row in chains])
+        return DeviceSamplerOutput(numbers_SC, numbers_SC[:, 0].long(), requests, wanted.top)
+
+    def _draw_numbers(
+        self,
+        logits_SV: Tensor,
+        requests: Sequence[Request],
+        row_S: Tensor,
+        position_S: Tensor,
+        wanted: LogprobsRequest,
+    ) -> Tensor:
+        """Sample, store the tokens in the request state, and return float64 [S, C]."""
         rules = self._penalties(requests, row_S)
         if self._rank.layout.tp > 1 and rules is not None and self._ops.count_last_tokens is not None:
             self._ops.count_last_tokens(position_S, rules)  # also of rows that other ranks sample
@@ -78,9 +133,8 @@ class DeviceSampler:
             return self._numbers(whole_MV, requests[mine], row_S[mine], position_S[mine], wanted)
 
         numbers_SC = self._rank.map_whole_rows(logits_SV, wanted.columns, sample)
-        ids_S = numbers_SC[:, 0].long()
-        self._rows.store_sampled(row_S, ids_S)
-        return DeviceSamplerOutput(numbers_SC, ids_S, requests, wanted.top)
+        self._rows.store_sampled(row_S, numbers_SC[:, 0].long())
+        return numbers_SC
 
     def _numbers(
         self,
@@ -151,3 +205,18 @@ class DeviceSampler:
         sampled.total.index_copy_(0, place_G, total_G.to(sampled.total.dtype))
         sampled.logit.index_copy_(0, place_G, logit_G.to(sampled.logit.dtype))
         sampled.rank.index_copy_(0, place_G, rank_G.to(sampled.rank.dtype))
+
+
+@contextmanager
+def _assuming_drafts(rows: Sequence[ScheduledRequest], count: int) -> Iterator[None]:
+    """Let the first drafts of these rows be tokens of their requests, with the masks after them."""
+    masks = [row.request.mask for row in rows]
+    for row in rows:
+        row.request.token_ids += row.drafts[:count]
+        row.request.mask = row.draft_masks[count - 1] if count <= len(row.draft_masks) else None
+    try:
+        yield
+    finally:
+        for row, mask in zip(rows, masks, strict=True):
+            row.request.mask = mask
+            del row.request.token_ids[-count:]

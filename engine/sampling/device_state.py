@@ -29,6 +29,8 @@ class _Slot:
     """Uploaded entries of each of its block tables."""
     position: int
     """Position of the token in `last_R`; -1: none."""
+    state_slot: int
+    """Uploaded slot of recurrent state."""
 
 
 class DeviceBlockTables:
@@ -97,13 +99,18 @@ class DeviceRequestState:
         held.blocks[0] = self.tables.stage(held.row, request.block_table, held.blocks[0])
         if self.window_tables is not None:
             held.blocks[1] = self.window_tables.stage(held.row, request.sliding_table, held.blocks[1])
-        if planned.num_tokens == 1 and held.position != planned.start:
+        if planned.num_tokens == 1 + len(planned.drafts) and held.position != planned.start:
             self._last_rows.append(held.row)
             self._last.append(request.token_ids[planned.start])
         if planned.samples:
-            held.position = planned.start + planned.num_tokens
+            # How many drafts are accepted is not known yet.
+            held.position = -1 if planned.drafts else planned.end
             if self.rules is not None:
-                self.rules.draws(held.row)
+                self.rules.draws(held.row, planned.end)
+        if held.state_slot != request.state_slot:  # went back to the state before a rejected draft
+            held.state_slot = request.state_slot
+            self._moved_rows.append(held.row)
+            self._moved.append(request.state_slot)
         return held.row
 
     def flush(self, uploader: Uploader) -> None:
@@ -115,6 +122,9 @@ class DeviceRequestState:
         if self._last:
             rows, last = uploader.upload(self._last_rows, self._last)
             self.last_R.index_copy_(0, rows, last)
+        if self._moved:
+            rows, slots = uploader.upload(self._moved_rows, self._moved)
+            self._integers_R5[:, 3].index_copy_(0, rows, slots)
         if self._new_rows:
             rows, reals, integers = uploader.upload(self._new_rows, self._reals, self._integers)
             self._reals_R3.index_copy_(0, rows, reals.view(-1, 3))
@@ -152,11 +162,12 @@ class DeviceRequestState:
             self._free.append(old.row)
         if not self._free:
             self._sweep()
-        held = self._held[request] = _Slot(self._free.pop(), planned.admission, [0, 0], -1)
+        slot = request.state_slot
+        held = self._held[request] = _Slot(self._free.pop(), planned.admission, [0, 0], -1, slot)
         self._new_rows.append(held.row)
         reals, integers = sampling_numbers(request.params, self._vocab_size)
         self._reals.extend(reals)
-        self._integers.extend((*integers, request.state_slot, request.position_shift))
+        self._integers.extend((*integers, slot, request.position_shift))
         if self.rules is not None:
             self.rules.take(held.row, request)
         return held
@@ -172,4 +183,5 @@ class DeviceRequestState:
         if self.window_tables is not None:
             self.window_tables.forget_changes()
         self._last_rows, self._last = array("q"), array("q")
+        self._moved_rows, self._moved = array("q"), array("q")
         self._new_rows, self._reals, self._integers = array("q"), array("d"), array("q")

@@ -164,6 +164,11 @@ class LogitsProcessorCache:
         """Forget the counts of all requests."""
         self._rules.clear()
 
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Forget the counts of these requests."""
+        for request in requests:
+            self._rules.pop(request.request_id, None)
+
     def active(self, requests: Sequence[Request]) -> dict[str, LogitsProcessors]:
         """Return, by request id, the processors that change logits; drop requests that ceased to run."""
         self._rules = {name: rules for name, rules in self._rules.items() if rules.is_current}

@@ -39,8 +39,7 @@ class Steps:
     def draw(self, logits_SV):
         row_S, position_S = self.note()
         drawing = self.sampler.draw(logits_SV, self.requests, row_S, position_S)
-        tokens, failed = drawing.read(drawing.numbers_SC.tolist())
-        found = [tokens.get(one.request_id) or failed[one.request_id] for one in self.requests]
+        found = drawing.read(drawing.numbers_SC.tolist())
         for one, known, pick in zip(self.requests, self.known, found, strict=True):
             drawn = 7 if isinstance(pick, str) else pick.token_id
             one.token_ids[:] = known.token_ids if self.late else [*known.token_ids, drawn]

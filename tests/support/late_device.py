@@ -109,7 +109,7 @@ def device_engine(
     **options: Any,
 ) -> Engine:
     """As `load` with a runner that launches steps ahead, on this device."""
-    plain = load(directory, speculate="off", overlap=True, **options)
+    plain = load(directory, **{"speculate": "off", "overlap": True, **options})
     local, pool = runner_of(plain), plain._scheduler.pool
     runner = GPUModelRunner(
         local._model,

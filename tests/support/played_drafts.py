@@ -1,11 +1,14 @@
 """A scheduler whose requests answer with known texts, and whose steps take the time of a cost model."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
+from llmbox.engine.core.executor_interface import PipelineDepth
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.speculation.proposer import DraftMethod, Proposals, Proposer
-from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepResult
+from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
 from support.scheduling import make_request, make_scheduler
 
 
@@ -80,6 +83,10 @@ class PlayedRequests:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         self.now += self.time_of(len(plan.rows), plan.num_tokens)
+        self.take(plan)
+
+    def take(self, plan: StepPlan) -> None:
+        """Apply the result of a step."""
         result = StepResult()
         for row in plan.rows:
             drawn = [SampledToken(token) for token in self._draw(row)]
@@ -88,13 +95,37 @@ class PlayedRequests:
         self.scheduler.update(plan, result)
 
     def _draw(self, row: ScheduledRequest) -> list[int]:
-        text, place = self.texts[row.request.request_id], row.request.num_output
+        text = self.texts[row.request.request_id]
+        place = row.end - len(row.drafts) - row.request.num_prompt
         drawn = [text[place]]
         for draft in row.drafts:
             if draft != drawn[-1]:
                 break
             drawn.append(text[place + len(drawn)])
         return drawn
+
+
+class PlayedAhead(PlayedRequests):
+    """The same on a device that computes a step while the host schedules the next, in `host` of a step."""
+
+    host = 0.2
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule(PipelineDepth(1, 1))
+        self.now += self.host
+        launched = self._launched
+        if plan.rows:
+            begin = max([self.now, *(end for _, end in launched)])
+            launched.append((plan, begin + self.time_of(len(plan.rows), plan.num_tokens)))
+        if len(launched) > 1 or not plan.rows:
+            oldest, end = launched.popleft()
+            self.now = max(self.now, end)
+            self.take(oldest)
+
+    @cached_property
+    def _launched(self) -> deque[tuple[StepPlan, float]]:
+        """Launched steps, and when each ends."""
+        return deque()
 
 
 def time_without_drafts(time_of: Callable[[int, int], float], texts: Sequence[Sequence[int]]) -> float:

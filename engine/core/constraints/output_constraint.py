@@ -7,6 +7,7 @@ holds for the answer after them, from its first token or from a trigger on. Ever
 request's own tokens, so a request that was preempted, or is resumed by another engine, continues as before.
 """
 
+import copy
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,6 +67,13 @@ class ThoughtTracker:
         self._last: deque[int] = deque(maxlen=max(len(params.opener_ids), len(params.closer_ids), 1))
         self._forced: list[int] = []
         self._force()
+
+    def fork(self) -> "ThoughtTracker":
+        """Return a copy that goes on by itself."""
+        forked = copy.copy(self)
+        for name in ("_ids", "_last", "_forced"):
+            setattr(forked, name, getattr(self, name).copy())
+        return forked
 
     @property
     def forced(self) -> int | None:
@@ -238,6 +246,27 @@ class OutputConstraint:
             self._grammar = None
             return None
         return bytes(mask)
+
+    def allowed_after(
+        self, token_ids: Sequence[int], mask: bytes | None, drafts: Sequence[int]
+    ) -> list[bytes | None]:
+        """Return what is allowed after each of the drafts, up to the first that is not allowed itself or ends
+        the answer. `mask`: what is allowed after `token_ids`.
+        """
+        ahead, tokens, masks = self._fork(), list(token_ids), list[bytes | None]()
+        for draft in drafts:
+            if draft in self._stops or (mask is not None and not mask[draft // 8] >> draft % 8 & 1):
+                break
+            tokens.append(draft)
+            mask = ahead.allowed(tokens)
+            masks.append(mask)
+        return masks
+
+    def _fork(self) -> "OutputConstraint":
+        forked = copy.copy(self)
+        forked._thoughts = None if self._thoughts is None else self._thoughts.fork()  # noqa: SLF001 - its own
+        forked._grammar = None if self._grammar is None else self._grammar.fork()  # noqa: SLF001
+        return forked
 
     def _follow(self, token_ids: Sequence[int]) -> None:
         for token in token_ids[self._seen :]:

@@ -6,6 +6,7 @@ replays its tokens and continues as before. The daemon has checked each grammar 
 llguidance is imported with the first grammar.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -114,6 +115,12 @@ class GrammarState:
         self._matcher = matcher
         self._tokens = tokens
         self._stops = [i for i in stops if 0 <= i < tokens.size]
+
+    def fork(self) -> "GrammarState":
+        """Return a copy that goes on by itself."""
+        forked = copy.copy(self)
+        forked._matcher = self._matcher.deep_copy()  # noqa: SLF001 - its own
+        return forked
 
     def take(self, token: int) -> None:
         if self.problem is None and not self._matcher.consume_token(token):

@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -19,7 +19,7 @@ from ...ipc.sequence_times import (
     decode_drafts,
 )
 from ...sampling_params import SamplingParams
-from ..executor_interface import PipelineDepth
+from ..executor_interface import ONE_STAGE, PipelineDepth
 from ..kv_cache.block_pool import BlockPool
 from ..request import Request
 from ..scheduler import Scheduler
@@ -76,13 +76,24 @@ class RecordedDrafts(DraftScheduler):
         if rows:
             self._records[str(record.number)] = rows
 
-    def extend(self, plan: StepPlan, running: int) -> None:
+    def awaits_tokens(self, requests: Iterable[Request]) -> bool:
+        if not self._records:
+            return False
+        return any(each.has_open_drafts or self._drafts_follow(each) for each in requests)
+
+    def extend(self, plan: StepPlan, running: int, pipeline: PipelineDepth = ONE_STAGE) -> None:  # noqa: ARG002
         if not self._records:
             return
         for place, row in enumerate(plan.rows):
             drafted = self.find(row)
-            if drafted is not None and row.num_tokens == 1 and row.samples:
-                self.add(plan, place, [GOING_ON.token_id] * drafted.drafted, running)
+            if drafted is None or row.request.num_unknown or row.num_tokens != 1 or not row.samples:
+                continue
+            self.add(plan, place, [GOING_ON.token_id] * drafted.drafted, running)
+
+    def _drafts_follow(self, request: Request) -> bool:
+        """Return True if a row with drafts follows the tokens of launched steps."""
+        rows = self._records.get(request.request_id, {})
+        return request.num_pending > 0 and request.num_output + request.num_pending in rows
 
     def find(self, row: ScheduledRequest) -> DraftedRow | None:
         """Return what the row had when its sequence had as much output."""
@@ -90,7 +101,6 @@ class RecordedDrafts(DraftScheduler):
         return None if rows is None else rows.get(row.request.num_output)
 
     def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> bool:  # noqa: ARG002
-        row.request.num_scheduled = row.request.num_computed
         return False
 
     def forget(self, name: str) -> None:

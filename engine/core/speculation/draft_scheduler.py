@@ -7,22 +7,28 @@ none. Proposers are asked in this order:
     ngram     tokens that followed the same ones before, in the request
     suffix    tokens that followed them in earlier answers to the same caller, without a long match there
     models    draft models and heads, where they are expected to gain more (`model_drafting.py`)
+
+Where steps are launched ahead, as on GPUs, drafts follow only a token that the host knows: while they are
+expected to gain more than the overlap does, each step waits for the tokens of the one before.
 """
 
 import logging
+import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypedDict
 
 from ...config import SchedulerConfig
 from ...ipc.messages import DraftCounts
+from ..executor_interface import ONE_STAGE, PipelineDepth
 from ..kv_cache.manager import KVCacheManager
 from ..request import Request
 from ..step import SampledToken, ScheduledRequest, StepPlan, count_accepted
 from .draft_choice import (
     MOST_DRAFTS,
+    AcceptanceCounts,
     CallerDrafts,
     RequestDrafts,
     RowPrices,
@@ -40,28 +46,10 @@ LOG_SECONDS: Final = 60.0
 """Time between two lines of the log about drafts."""
 FIRST_CHARGE: Final = 0.03
 """Tokens that a wrong draft is expected to cost before there was one."""
+LOST_OVERLAP: Final = 0.1
+"""Tokens of each request of a step that a wait for drafts costs where none follow."""
 CALLERS: Final = 64
 """Callers whose success with lookups is known, the last ones."""
-
-
-class AcceptanceCounts:
-    """Drafts of one method that were verified."""
-
-    def __init__(self) -> None:
-        self.drafts = 0
-        """Number of drafts: one request in one step."""
-        self.draft_tokens = 0
-        self.accepted_tokens = 0
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-
-    def read(self) -> DraftCounts:
-        return DraftCounts(
-            drafts=self.drafts, draft_tokens=self.draft_tokens, accepted_tokens=self.accepted_tokens
-        )
 
 
 class DraftStats(TypedDict):
@@ -93,10 +81,18 @@ class DraftCandidate:
     """Model that proposed them."""
 
 
+@dataclass(slots=True)
+class OpenStep:
+    """Step that was scheduled and has not finished."""
+
+    plan: StepPlan
+    began: float = 0.0
+    drafted: dict[Request, DraftCandidate] = field(default_factory=dict)
+    """Its requests with drafts."""
+
+
 class DraftScheduler:
-    """Add draft tokens to plans and count how many are accepted. Only for executors that finish a step before
-    the next one is scheduled.
-    """
+    """Add draft tokens to plans and count how many are accepted. Steps finish in the order of their plans."""
 
     def __init__(
         self,
@@ -114,12 +110,18 @@ class DraftScheduler:
         self._ngrams, self.answers = NgramProposer(), SuffixProposer()
         self._models = [ModelDrafting(proposer, clock) for proposer in proposers]
         self._prices = RowPrices(config.draft_row_price)
+        self._open: deque[OpenStep] = deque()
         self._drafted: dict[Request, DraftCandidate] = {}
-        """Requests with drafts in the current step."""
+        """Requests with drafts of the step that finished last."""
+        self._ended = -math.inf
+        """When it did."""
+        self._overlaps = False
+        """Steps are launched ahead of the results of older ones."""
+        self._awaited: list[RequestDrafts] = []
+        """Requests for whose drafts a step has waited."""
         self._callers: OrderedDict[tuple[str, str], CallerDrafts] = OrderedDict()
         self._charge = 0.0
         """Tokens that a wrong draft of the last step with drafts costs; 0: there was none."""
-        self._began = 0.0
         methods: list[DraftMethod] = ["ngram", "suffix", *(each.proposer.method for each in self._models)]
         self.counts = {method: AcceptanceCounts() for method in methods}
         self._stats: DraftStats | None = None
@@ -138,28 +140,65 @@ class DraftScheduler:
             )
         return self._stats
 
-    def extend(self, plan: StepPlan, running: int) -> None:
-        """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""
+    def awaits_tokens(self, requests: Iterable[Request]) -> bool:
+        """Return True if the next step is to be scheduled when the tokens of launched ones are known: drafts
+        are verified there, or are expected to pay after them. `requests`: those that run; all decode.
+        """
         if not self._rows:
-            return
-        if self._drafted:
-            self._drafted.clear()
+            return False
+        running = [each for each in requests if not each.pools]
+        if any(each.has_open_drafts for each in running):
+            return True
+        decoding = [each for each in running if not (each.num_pending and each.is_ending)]
+        size = len(decoding)
+        if not (size < self._rows and any(each.num_pending for each in decoding)):
+            return False
+        candidates = self._look_up(decoding, self._rows - size)
+        # The unknown token is expected to be the first of what is found.
+        lengths = [max(0, len(each.drafts) - each.request.num_pending) for each in candidates]
+        if not any(lengths):
+            return False
+        chances = [each.chance for each in candidates]
+        chosen, _ = choose_lengths(chances, lengths, self._table(size), others=size - len(candidates))
+        self._awaited = [each.history for each, length in zip(candidates, chosen, strict=True) if length]
+        return bool(self._awaited)
+
+    def extend(self, plan: StepPlan, running: int, pipeline: PipelineDepth = ONE_STAGE) -> None:
+        """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""
         size = len(plan.rows)
-        if 0 < size < self._rows:
-            candidates = self._look_up(plan.rows, self._rows - size)
+        if not self._rows or not size:
+            return
+        self._overlaps |= pipeline.ahead > 0 and bool(self._open)
+        step = OpenStep(plan)
+        self._open.append(step)
+        if size < self._rows and all(row.num_tokens == 1 and row.samples for row in plan.rows):
+            candidates = self._look_up([row.request for row in plan.rows], self._rows - size)
             if candidates and (self._models or any(each.drafts for each in candidates)):
-                self._fill(plan, candidates, running)
-        self._began = self._clock()
+                self._fill(step, candidates, running)
+        if self._awaited:
+            if not step.drafted:
+                for history in self._awaited:
+                    history.record_gain(-LOST_OVERLAP * size / len(self._awaited))
+            self._awaited = []
+        step.began = self._clock()
 
     def record_step(self, plan: StepPlan) -> None:
-        """Record that the step of the last `extend` has finished."""
-        if not self._rows:
+        """Record that a step has finished, before its tokens are."""
+        step = None
+        while self._open and step is None:  # steps that failed are left out
+            oldest = self._open.popleft()
+            step = oldest if oldest.plan is plan else None
+        if step is None:
             return
+        self._drafted, ended, self._ended = step.drafted, self._ended, self._clock()
         size = len(plan.rows)
-        rows = size + sum(len(row.drafts) for row in plan.rows) if self._drafted else size
-        if not 0 < size <= rows <= self._rows or rows != plan.num_tokens:
+        rows = size + sum(len(row.drafts) for row in plan.rows) if step.drafted else size
+        if not size <= rows <= self._rows or rows != plan.num_tokens:
             return
-        seconds = self._clock() - self._began
+        # Steps with drafts compete with those that are launched ahead, not with those that had to wait.
+        if self._overlaps and not step.drafted and step.began >= ended:
+            return
+        seconds = self._ended - max(step.began, ended)
         self._prices.record(size, rows, seconds)
         for model in self._models:
             model.record_step(seconds)
@@ -167,12 +206,9 @@ class DraftScheduler:
     def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> bool:
         """Record how many drafts of a finished row were accepted. `taken`: tokens that the row gave. Returns
         whether a model proposed them.
-
-        Resets `num_scheduled` to `num_computed`, because rows of rejected drafts are void.
         """
         request, drafted = row.request, len(row.drafts)
         accepted = count_accepted([each.token_id for each in taken], row.drafts)
-        request.num_scheduled = request.num_computed
         candidate = self._drafted[request]
         self.counts[candidate.method].add(drafted, accepted)
         self._stats = None
@@ -212,16 +248,11 @@ class DraftScheduler:
         """Turn drafts off for this request."""
         self._history(request).has_ended = True
 
-    def _look_up(self, rows: Sequence[ScheduledRequest], room: int) -> list[DraftCandidate]:
-        """Return the requests that may have drafts, with what lookups propose for those that may lose; none
-        where a prompt is in the step.
-        """
+    def _look_up(self, requests: Sequence[Request], room: int) -> list[DraftCandidate]:
+        """Return the requests that may have drafts, with what lookups propose for those that may lose."""
         candidates, wanted, has_models = list[DraftCandidate](), list[DraftCandidate](), bool(self._models)
-        for place, row in enumerate(rows):
-            if row.num_tokens != 1 or not row.samples:
-                return []
-            request = row.request
-            if request.constraint is not None and not self._constrained:
+        for place, request in enumerate(requests):
+            if request.num_unknown or (request.constraint is not None and not self._constrained):
                 continue
             history = request.drafts or self._history(request)
             may_lose = history.may_lose(request.num_output)
@@ -261,10 +292,14 @@ class DraftScheduler:
             most = min(most, self._kv_cache.states.pool.num_free)
         return 0 if history.has_ended else most
 
-    def _fill(self, plan: StepPlan, candidates: Sequence[DraftCandidate], running: int) -> None:
+    def _table(self, size: int) -> list[float]:
+        """Return the prices of steps of so many requests with 0, 1, ... drafts."""
+        return self._prices.table(size, self._rows - size)[: self._rows - size + 1]
+
+    def _fill(self, step: OpenStep, candidates: Sequence[DraftCandidate], running: int) -> None:
         """Add the drafts that are expected to pay."""
-        size = len(plan.rows)
-        prices = self._prices.table(size, self._rows - size)[: self._rows - size + 1]
+        size = len(step.plan.rows)
+        prices = self._table(size)
         if self._models:
             self._ask_model(candidates, prices, running)
         lengths, _ = choose_lengths(
@@ -276,9 +311,9 @@ class DraftScheduler:
         added = 0
         for each, length in zip(candidates, lengths, strict=True):
             drafts = each.drafts[:length] if each.model is None else each.drafts
-            if count := self.add(plan, each.place, drafts, running):
+            if count := self.add(step.plan, each.place, drafts, running):
                 added += count
-                self._drafted[each.request] = each
+                step.drafted[each.request] = each
         if added:
             self._charge = self._prices.charge(prices, size, added)
 

@@ -107,3 +107,40 @@ def test_a_fork_waits_until_its_siblings_prompt_is_known_to_be_there(chunk):
     assert answers["a"].token_ids == expected(parent)
     assert answers["b"].token_ids == expected(child)
     assert sum(step.get("b", 0) for step in launched(engine)) < 10 + 7
+
+
+def test_a_step_waits_for_the_token_that_drafts_follow():
+    """And the next one for what they give; as long as nothing repeats, none waits."""
+    engine = overlapping(draft_rows=16)
+    request = make_request("a", [0, 1, 2, 3, 4, 5] * 3, max_tokens=40, temperature=0.0)
+    engine.add(request)
+    waits = 0
+    while engine.engine.has_work:
+        launched_before = len(engine.runner.plans)
+        engine.step()
+        engine.scheduler.check()
+        waits += len(engine.runner.plans) == launched_before
+    assert engine.answers["a"].token_ids == expected(request)
+    drafted = [row for plan in engine.runner.plans for row in plan.rows if row.drafts]
+    assert drafted
+    assert waits >= 2 * len(drafted)
+    assert engine.engine.stats().drafts == len(drafted)
+
+    plain = overlapping(draft_rows=16)
+    plain.add(make_request("a", 10, max_tokens=20, temperature=1.0))
+    plain.run()
+    assert plain.engine.stats().drafts == 0
+    assert plain.runner.most_launched == 2
+
+
+def test_prompts_wait_for_no_drafts():
+    """A step that admits a request is launched while drafts are verified."""
+    engine = overlapping(draft_rows=16)
+    engine.add(make_request("a", [0, 1, 2, 3, 4, 5] * 3, max_tokens=40, temperature=0.0))
+    while not any(row.drafts for plan in engine.runner.plans for row in plan.rows):
+        engine.step()
+    engine.add(make_request("b", 10, max_tokens=3))
+    engine.step()
+    assert launched(engine)[-1] == {"b": 10}
+    engine.run()
+    engine.scheduler.check()

@@ -40,7 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, slots, block_size, config, pipeline, draft_rows):
         stages, depth = pipeline
-        config["draft_rows"] = 0 if depth else draft_rows
+        config["draft_rows"] = draft_rows
         sizes = {"num_blocks": slots // block_size, "block_size": block_size, "context": 60}
         self.numbers = {**sizes, "stages": stages, "depth": depth, **config}
         self.engine = FakeEngine(**self.numbers)

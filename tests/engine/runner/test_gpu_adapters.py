@@ -15,7 +15,7 @@ from support.adapters import make_adapter, plain_tensors, write_adapter
 from support.fake_cuda import Card, fake_cuda
 from support.lanes import nightly
 from support.late_device import FakeCapture, device_engine
-from support.real_engines import ask, hf_model, load, run, tokens
+from support.real_engines import ask, draft_at_no_price, hf_model, load, run, tokens
 from support.tiny_models import make_tiny_model
 from support.triton_interpreter import turn_on
 
@@ -225,3 +225,23 @@ def test_a_loaded_gpu_serves_adapters(
         assert tokens(engine, asked) == expected
         assert cuda.queue.waits[len(held) :] == [], "nothing was loaded, and nothing waits"
         assert slots.swaps == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+def test_drafts_of_a_request_have_its_adapter(
+    model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second answer follows the first, several rows at a time; its neighbor has another adapter."""
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    draft_at_no_price(monkeypatch)
+    asked = [
+        adapted(adapters[0], ask("a", [5, 6, 7, 8, 9], 7, temperature=1.0, seed=1)),
+        adapted(adapters[1], ask("b", [5, 6, 7, 8, 9], 7, temperature=1.0, seed=2)),
+    ]
+    engine = on_device(model, speculate="on", deterministic=True)
+    first = tokens(engine, asked)
+    assert engine.stats().drafts == 0
+    assert tokens(engine, asked) == first
+    assert engine.stats().accepted_tokens > 4

@@ -152,12 +152,12 @@ def moved_at_once(rows: int) -> int:
         rules.take(row, make_request(prompt=listed, repetition_penalty=2.0))
     uploader.begin_step()
     rules.flush(uploader)
-    for row in range(rows):
-        rules.draws(row)
+    for row, size in enumerate(sizes):
+        rules.draws(row, size - 1)
     uploader.begin_step()
     rules.flush(uploader)
-    for row in range(rows):
-        rules.draws(row)
+    for row, size in enumerate(sizes):
+        rules.draws(row, size)
     uploader.begin_step()
     with Launches() as launches:
         rules.flush(uploader)

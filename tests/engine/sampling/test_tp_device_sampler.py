@@ -37,8 +37,7 @@ def sample_in_parts(logits_SV, requests, tp):
         drawing = sampler.draw(mine, requests, row_S, position_S)
         assert torch.equal(rows.last_R[row_S], drawing.ids_S)
         assert torch.equal(drawing.ids_S, drawing.numbers_SC[:, 0].long())
-        tokens, failed = drawing.read(drawing.numbers_SC.tolist())
-        return [tokens.get(one.request_id) or failed[one.request_id] for one in requests]
+        return drawing.read(drawing.numbers_SC.tolist())
 
     with ThreadPoolExecutor(tp) as pool:
         picks = list(pool.map(work, range(tp)))

@@ -4,8 +4,15 @@ import random
 
 import pytest
 
-from llmbox.engine.core.constraints.output_constraint import LOOP_STRIDE, LOOP_TOKENS, ThoughtTracker, is_loop
-from llmbox.engine.sampling_params import ThinkingParams
+from llmbox.engine.core.constraints.output_constraint import (
+    LOOP_STRIDE,
+    LOOP_TOKENS,
+    GrammarCompiler,
+    ThoughtTracker,
+    is_loop,
+)
+from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
+from support.grammars import EOS, REGEX, TEXTS, THINK, THOUGHT, VOCABULARY
 from support.lanes import examples
 
 OPEN, CLOSE, WORD = 1, 2, 9
@@ -136,3 +143,31 @@ def test_thousands_of_texts_are_no_loops():
         ids = list(texts(source))
         ends = range(LOOP_TOKENS, len(ids) + 1, LOOP_STRIDE)
         assert not any(is_loop(ids[max(0, end - 1024) : end]) for end in ends), number
+
+
+def ids_of(text: bytes) -> list[int]:
+    return [TEXTS.index(bytes([byte])) for byte in text]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "count"),
+    [
+        (ids_of(b"abc-12x"), 7),
+        ([*ids_of(b"ab-1x"), EOS, 5], 5),
+        (ids_of(b"ab+12"), 2),
+        ([THINK, THOUGHT, *ids_of(b"ab-")], 5),
+        ([THINK, *ids_of(b"ab")], 2),
+        ([], 0),
+    ],
+)
+def test_masks_after_drafts_are_those_that_their_steps_would_have(drafts, count):
+    """Up to the first that must not come or ends the answer; the request itself stays where it is."""
+    compiler = GrammarCompiler(len(TEXTS))
+    compiler.set_vocabulary(VOCABULARY)
+    closer = {"opener_ids": (THINK,), "closer_ids": (THOUGHT,), "end_ids": (THOUGHT,)}
+    thinking = ThinkingParams(begins="may", opener="<think>", closer="</think>", budget=1, **closer)
+    params = SamplingParams(max_tokens=30, grammar=REGEX, thinking=thinking, stop_token_ids=(EOS,))
+    ahead, alone = (compiler.constraint(params, 1) for _ in range(2))
+    masks = ahead.allowed_after([7], ahead.allowed([7]), drafts)
+    assert masks == [alone.allowed([7, *drafts[: place + 1]]) for place in range(count)]
+    assert ahead.allowed([7, *ids_of(b"a")]) == compiler.constraint(params, 1).allowed([7, *ids_of(b"a")])

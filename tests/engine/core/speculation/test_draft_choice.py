@@ -21,7 +21,7 @@ from llmbox.engine.core.speculation.draft_choice import (
     choose_lengths,
 )
 from support.lanes import examples
-from support.played_drafts import PlayedRequests, time_without_drafts
+from support.played_drafts import PlayedAhead, PlayedRequests, time_without_drafts
 
 shares = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4)
 rising = st.lists(st.floats(0.0, 0.6), min_size=0, max_size=12).map(
@@ -246,3 +246,39 @@ def test_where_rows_cost_a_step_each_nothing_is_lost():
     text = [token if rng.random() < 0.8 else rng.randrange(5, 90_000) for token in prompt[:250]]
     spent = [played.run([text], prompt) for _ in range(4)]
     assert sum(spent) <= 4 * time_without_drafts(PRICES["all compute"], [text]) / 0.97
+
+
+def ahead(price, texts, rows, **requests):
+    """Time of these answers, one after another, on a device that launches ahead, and the drafts."""
+    played = PlayedAhead(lambda running, rows: 1 + price * (rows - running), rows)
+    took = sum(played.run(same, temperature=0.0, **requests) for same in texts)
+    return took, played.scheduler.drafting.counts["ngram"]
+
+
+def test_no_text_costs_more_than_a_hundredth_where_steps_are_launched_ahead():
+    """A wait for drafts costs what the host takes; a device whose rows are dear is asked for none."""
+    rng = random.Random(3)
+    for price in (0.02, 0.3):
+        texts = [[adverse(rng)] for _ in range(6)]
+        without, _ = ahead(price, texts, 0)
+        took, counts = ahead(price, texts, 40)
+        assert counts.drafts > 0
+        assert took <= 1.01 * without
+
+
+def test_text_that_repeats_is_faster_than_launching_ahead():
+    rng = random.Random(4)
+    period = [rng.randrange(1000) for _ in range(30)]
+    texts = [[(period * 14)[:400]]] * 3
+    without, _ = ahead(0.02, texts, 0)
+    took, counts = ahead(0.02, texts, 40)
+    assert counts.accepted_tokens > 600
+    assert took < without / 2.5
+
+
+def test_where_rows_cost_a_step_each_little_is_lost_by_waiting():
+    period = list(range(30))
+    texts = [[(period * 14)[:400]]] * 3
+    without, _ = ahead(1.0, texts, 0)
+    took, _ = ahead(1.0, texts, 40)
+    assert took <= without / 0.97

@@ -186,13 +186,16 @@ def test_a_guess_that_breaks_the_numbers_breaks_no_answer(model):
     engine._scheduler.check()
 
 
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=["shards", "stages"])
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_5_text"])
 @pytest.mark.slow
-def test_ranks_verify_drafts_as_one_process_does(tmp_path, arch):
-    """Of requests without a grammar; recurrent layers go back to the state before a wrong one."""
+def test_ranks_verify_drafts_as_one_process_does(tmp_path, arch, ranks):
+    """Of requests without a grammar; recurrent layers go back to the state before a wrong one. Stages verify
+    drafts of other requests at the same time.
+    """
     model, requests = make_tiny_model(tmp_path, arch=arch, tokenizer=False), mixed()
-    expected = run(engine_with(model, "off", tp=2), requests)
-    engine = engine_with(model, "on", tp=2)
+    expected = run(engine_with(model, "off", **ranks), requests)
+    engine = engine_with(model, "on", **ranks)
     seen = run(engine, requests)
     finish()
     for request in requests:
@@ -210,8 +213,8 @@ def test_ranks_refuse_draft_models(model):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"pp": 2}, "overlap"), ({"overlap": True}, "overlap"), ({}, "may compute a row differently")],
-    ids=["stages", "overlap", "kernels"],
+    [({"pp": 2, "overlap": True}, "launch steps ahead"), ({}, "may compute a row differently")],
+    ids=["stages", "kernels"],
 )
 def test_asked_for_where_it_cannot_be_is_refused(model, options, reason, monkeypatch):
     if not options:
