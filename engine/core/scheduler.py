@@ -99,6 +99,8 @@ class Scheduler:
         # Unique, so that "newest" and "first come" are decided even when the clock does not advance.
         self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
         request.arrived_at = self._last_arrival
+        request.short_context = self.config.short_context
+        request.choose_factors()
         sibling = self._sibling(request)
         self.ledger.begin(request, sibling)
         self._requests[request.request_id] = request
@@ -386,7 +388,8 @@ class Scheduler:
             assert self._requests[request.request_id] is request
             assert 0 <= request.num_computed <= request.num_scheduled
             assert request.num_computed < request.num_tokens >= request.num_scheduled - request.num_pending
-            assert request.num_scheduled <= len(request.block_table) * self.pool.block_size
+            limit = min(request.num_short, len(request.block_table) * self.pool.block_size)
+            assert request.num_scheduled <= limit
             held.update(request.block_table)
         self.pool.check_holders(held)
         self.kv_cache.check(list(self._running.values()))
