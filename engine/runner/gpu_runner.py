@@ -276,7 +276,7 @@ class GPUModelRunner:
         if self.images is not None and any(row.request.images for row in planned):
             forward = self._forward_with_images(step, plan, self.images)
         else:
-            forward = self._forward(step.ids_T, step.ragged, is_long=step.is_long)
+            forward = self._forward(step.ids_T, step.ragged, None, step.is_long)
         hidden_WE = self._model.hidden(forward, step.wanted_W)
         count = len(step.row_S)
         extras = self._queue_extras(hidden_WE[count:], step)
