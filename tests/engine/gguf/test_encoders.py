@@ -30,7 +30,13 @@ from support.real_engines import load, run
 from support.tiny_models import write_json
 
 TEXTS = {"one": [7], "short": [3, 9, 11, 300, 4], "long": [3 + 7 * i % 300 for i in range(70)]}
-ARCHITECTURES = {"bert": "BERT", "xlm-roberta": "BERT", "nomic_bert": "NOMIC_BERT", "jina": "JINA_BERT_V2"}
+ARCHITECTURES = {
+    "bert": "BERT",
+    "xlm-roberta": "BERT",
+    "nomic_bert": "NOMIC_BERT",
+    "modernbert": "MODERN_BERT",
+    "jina": "JINA_BERT_V2",
+}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 JINA: dict[str, Any] = {
     "architectures": ["JinaBertForMaskedLM"],
@@ -99,10 +105,15 @@ def write_encoder(
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_layer_norm_eps(config["norm_eps" if kind == "modernbert" else "layer_norm_eps"])
     writer.add_causal_attention(False)
     if kind == "nomic_bert":
         writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    if kind == "modernbert":
+        ropes = config["rope_parameters"]
+        writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config["local_attention"])
     for key, value in extra.items():
         getattr(writer, f"add_{key}")(value)
     writer.add_tokenizer_model("bert")
@@ -141,6 +152,17 @@ def test_vectors_are_those_of_the_source(tmp_path: Path, kind: str) -> None:
     assert local_facts(directory(folder)).notes == ()
 
 
+@pytest.mark.parametrize("pattern", [2, [True, False, True, True]])
+def test_layers_of_a_modernbert_by_the_pattern_of_its_file(tmp_path: Path, pattern: int | list[bool]) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    every = [kinds[not slides] for slides in (pattern if isinstance(pattern, list) else [0, 1, 0, 1])]
+    make_encoder(source := tmp_path / "model", "modernbert", layer_types=every)
+    file = write_encoder(source, tmp_path / "t.gguf", "modernbert", sliding_window_pattern=pattern)
+    found, wanted = vectors(folder_of(file, tmp_path / "home")), vectors(source)
+    for name in TEXTS:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
 def test_pooling_is_that_of_the_file(tmp_path: Path) -> None:
     source = make_source(tmp_path / "model", "bert")
     file = write_encoder(source, tmp_path / "t.gguf", "bert", pooling_type=gguf.PoolingType.CLS)
@@ -169,7 +191,7 @@ def test_rerankers_and_unknown_poolings_are_refused(tmp_path: Path, pooling: Any
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
-@pytest.mark.parametrize("kind", ["bert", "nomic_bert"])
+@pytest.mark.parametrize("kind", ["bert", "nomic_bert", "modernbert"])
 def test_blocks_give_nearly_the_vectors_of_the_floats(tmp_path: Path, kind: str) -> None:
     """The same bits alone and in a batch too."""
     source = make_source(tmp_path / "model", kind)
