@@ -314,10 +314,21 @@ def llama4_fields(gguf: GgufFile, config: Config) -> Config:
 
 def bert_fields(gguf: GgufFile, _config: Config) -> Config:
     types = gguf.tensors.get("token_types.weight")
-    return {
+    found: Config = {
         "layer_norm_eps": gguf.number("attention.layer_norm_epsilon", 1e-12),
         "type_vocab_size": 0 if types is None else types.shape[0],
     }
+    if has_scores(gguf):
+        labels = gguf.tensors["cls.output.weight"].shape[0]
+        found |= {"architectures": ["BertForSequenceClassification"], "num_labels": labels}
+    return found
+
+
+def has_scores(gguf: GgufFile) -> bool:
+    """Return whether it is an XLM-R with the head of a reranker. Files of BERT's leave one of the two linears
+    out.
+    """
+    return gguf.architecture == "bert" and {"cls.weight", "cls.output.weight"} <= gguf.tensors.keys()
 
 
 def nomic_fields(gguf: GgufFile, config: Config) -> Config:

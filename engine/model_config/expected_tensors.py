@@ -139,12 +139,10 @@ class ExpectedTensors:
         if stack is not None:
             names = {stack: sum(names.values())}
         for name, outputs in names.items():
-            if self._is_quantized and self.has(name) and f"{name}.weight" not in self.left:
-                continue
             entry = self.left.get(f"{name}.weight")
-            is_packed = self._is_quantized and entry is not None and entry.dtype not in _FLOATS
-            shape = entry.shape if is_packed and entry is not None else (outputs, inputs)
-            self.take(f"{name}.weight", *shape)
+            is_packed = entry is None or entry.dtype not in _FLOATS
+            if not (self._is_quantized and self.has(name) and is_packed):
+                self.take(f"{name}.weight", outputs, inputs)
         for name, outputs in names.items():
             if bias:
                 self.take(f"{name}.bias", outputs)
@@ -163,8 +161,8 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
         if recurrent is not None and is_recurrent:
             _take_recurrent(found, found.at(prefix, f"{_RECURRENT[recurrent.kind]}."), config, recurrent)
         if has_attention:
-            module = found.at(prefix, "self_attn.")
-            _take_latent(found, module, config) if config.latent else _take_attention(found, module, config)
+            take = _take_attention if config.latent is None else _take_latent
+            take(found, found.at(prefix, "self_attn."), config)
         if config.block != "single" or not (is_recurrent or has_attention):
             _take_mlp(found, prefix, config, layer)
         for norm in _NORMS[config.recurrent_block if is_recurrent else config.block]:

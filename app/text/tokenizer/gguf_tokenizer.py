@@ -117,7 +117,7 @@ class _Words:
     @property
     def has_ends(self) -> bool:
         """True for an encoder, which has a token before each text and one behind it."""
-        return self.kind in _AROUND or self._get("add_sep_token") is True
+        return self.kind in _AROUND or (self.pre == "modern-bert" and self._get("add_sep_token") is True)
 
     @property
     def space_prefix(self) -> bool:

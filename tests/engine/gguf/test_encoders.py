@@ -22,7 +22,7 @@ from llmbox.engine.gguf.matrices import check_matrices
 from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.quantize.convert_gguf import convert
-from llmbox.engine.sampling_params import SamplingParams
+from llmbox.engine.sampling_params import Pooling, SamplingParams
 from llmbox.kernels.dispatch import native_ready
 from support.encoder_models import declare_vectors, make_encoder
 from support.gguf_models import add_blocks_or_floats, write_all
@@ -57,8 +57,10 @@ JINA: dict[str, Any] = {
 }
 
 
-def vectors(model: Path, names: Iterable[str] = tuple(TEXTS), **options: Any) -> dict[str, torch.Tensor]:
-    params = SamplingParams(max_tokens=0, pooling="embed")
+def vectors(
+    model: Path, names: Iterable[str] = tuple(TEXTS), pooling: Pooling = "embed", **options: Any
+) -> dict[str, torch.Tensor]:
+    params = SamplingParams(max_tokens=0, pooling=pooling)
     asked = [AddRequest(request_id=name, prompt_ids=TEXTS[name], params=params) for name in names]
     engine = load(model, **options)
     assert not engine.info.generates
@@ -130,7 +132,7 @@ def write_encoder(
             gate, up = np.split(whole, 2)
             parts = {name.replace("layers.w", "layers_w.w"): gate, name.replace("layers.w", "layers_v.w"): up}
         for part, values in parts.items():
-            place = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            place = names.get_name(part.removeprefix("roberta."), try_suffixes=(".weight", ".bias"))
             if place is not None and "pooler" not in part:
                 is_table = place.startswith(("position", "token_types"))
                 add_blocks_or_floats(writer, place, values, "F32" if is_table else blocks, seed)
@@ -170,6 +172,21 @@ def test_pooling_is_that_of_the_file(tmp_path: Path) -> None:
     found, wanted = vectors(folder_of(file, tmp_path / "home")), vectors(source)
     for name in TEXTS:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_scores_of_a_reranker_are_those_of_the_source(tmp_path: Path, labels: int) -> None:
+    source = tmp_path / "model"
+    make_encoder(source, "xlm-roberta", "ForSequenceClassification", num_labels=labels)
+    file = write_encoder(source, tmp_path / "t.gguf", "xlm-roberta", pooling_type=gguf.PoolingType.RANK)
+    check_matrices(read_gguf(file))
+    folder = folder_of(file, tmp_path / "home")
+    assert load(folder).info.num_labels == labels
+    found, wanted = (vectors(each, pooling="classify") for each in (folder, source))
+    for name in TEXTS:
+        assert found[name].shape == (labels,)
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+    assert local_facts(directory(folder)).notes == ()
 
 
 def test_import_refuses_them(tmp_path: Path) -> None:
