@@ -42,7 +42,7 @@ class Request:
     """Slot of its adapter while it runs; -1: none. `AdapterSlots` writes it."""
     fork_of: str | None = None
     short_context: int = 0
-    """As in `SchedulerConfig`; set when the scheduler adds the request."""
+    """Value of `SchedulerConfig.short_context`; set when the scheduler adds the request."""
     is_long: bool = False
     """True if it is longer than that: all its tokens then have LongRoPE's long factors. Constant during an
     admission; `choose_factors` writes it."""

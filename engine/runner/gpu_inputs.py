@@ -41,7 +41,7 @@ class MixedStep:
     """Next prompt token of each row of `prompts`."""
     pooled: list[PooledRows]
     is_long: Tensor | bool
-    """Whether sequences have LongRoPE's long factors: of all rows, or of each [T]."""
+    """True for sequences with LongRoPE's long factors: one answer for all rows, or one for each [T]."""
 
 
 def decode_inputs(

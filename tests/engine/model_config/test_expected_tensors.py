@@ -89,7 +89,7 @@ CLAIMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "smaller latents": ("deepseek_v3", {"kv_lora_rank": 24}, "kv_a_proj_with_mqa.weight' has shape"),
     "no latents": ("deepseek_v3", LLAMA, "self_attn.q_proj.weight' is missing"),
     "latents of queries": ("deepseek_v3", {"q_lora_rank": None}, "self_attn.q_proj.weight' is missing"),
-    "more experts beside latents": ("glm4_moe_lite", {"n_routed_experts": 16}, "gate.weight' has shape"),
+    "more experts beside latents": ("glm4_moe_lite", {"n_routed_experts": 16}, "mlp.gate.* has shape"),
     "sinks without a place": ("gpt_oss", {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, "is missing"),
     "an output head with a bias": (
         "phimoe",
