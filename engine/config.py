@@ -146,6 +146,9 @@ class SchedulerConfig:
     state_slots: int = 0
     """Slots of recurrent state, of running sequences and of the prefix cache together; 0 for a model
     without."""
+    short_context: int = 0
+    """Longest sequence with the short factors of LongRoPE: one that grows beyond it is computed again with
+    the long ones. 0: the model has one set of factors."""
     window: int = 0
     """Tokens behind which blocks of sliding-window layers are freed; 0: never."""
     window_blocks: int = 0

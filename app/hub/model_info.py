@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llmbox.engine.checkpoint.formats.floats import split_experts
 from llmbox.engine.checkpoint.formats.weight_format import GgufFormat, check_tensors
-from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_undeclared
+from llmbox.engine.checkpoint.index import full_names, list_tensors
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError
@@ -22,7 +22,7 @@ from llmbox.engine.gguf.names import NOT_NEEDED
 from llmbox.engine.gguf.projector import check_projector
 from llmbox.engine.gguf.reader import MAX_HEADER, GgufFile, read_gguf, read_header
 from llmbox.engine.model_config.config import ModelConfig, parse_config
-from llmbox.engine.model_config.expected_tensors import check_decoder
+from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.planning.estimator import MemoryPlan
 
 from ..errors import CliError, Exit
@@ -79,7 +79,7 @@ def local_facts(ref: ModelRef) -> ModelFacts:
     size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
     facts = _facts(ref.name, config, tensors.values(), size, 0)
     if file is None:
-        check_decoder(str(ref.path), config, tensors)
+        check_weights(str(ref.path), config, tensors)
     return facts
 
 
@@ -99,7 +99,7 @@ def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | 
     name = repo if revision is None else f"{repo}@{revision}"
     try:
         facts = _facts(name, config, tensors.values(), size, size)
-        check_decoder(name, config, tensors)
+        check_weights(name, config, tensors)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
     return facts
@@ -214,11 +214,7 @@ def _facts(
 ) -> ModelFacts:
     """Build the facts of a model. Raises ModelError."""
     entries = list(tensors)
-    if config.stored is None:
-        for each in entries:
-            if each.name.endswith(".weight"):
-                refuse_undeclared(each)
-    elif not isinstance(config.stored, GgufFormat):
+    if config.stored is not None and not isinstance(config.stored, GgufFormat):
         check_tensors(config.stored, split_experts(config.stored, {each.name: each for each in entries}))
     extra = range(config.num_layers, config.num_layers + config.extra_layers)
     layers_of_drafts = ("mtp.", *(f"{at}.{layer}." for layer in extra for at in ("model.layers", "blk")))

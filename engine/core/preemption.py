@@ -119,12 +119,16 @@ class RunningRequests:
         self._kv_cache.free(request, suspect=suspect)
 
     def grow(self) -> None:
-        """Allocate a slot for the next token of every request; preempt when blocks are short.
+        """Allocate a slot for the next token of every request; preempt when blocks are short. A request that
+        has outgrown the RoPE factors of its keys is queued to be computed again.
 
         Call it before any row is planned, so that no planned row loses its blocks.
         """
         size = self._kv_cache.pool.block_size
         for request in list(self.by_id.values()):
+            if request.outgrows_factors:
+                self.requeue(request)
+                continue
             if len(request.block_table) * size >= request.num_tokens + request.num_pending:
                 continue
             if request.num_pending and request.is_ending:
@@ -159,4 +163,5 @@ class RunningRequests:
             request.clock.requeue()
         request.prompt_logprobs.clear()
         request.pooled.clear()
+        request.choose_factors()
         self._waiting.push(request)

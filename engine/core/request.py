@@ -9,6 +9,7 @@ num_pending is 0. The last token's logits give the next token.
 """
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,11 @@ class Request:
     adapter_slot: int = -1
     """Slot of its adapter while it runs; -1: none. `AdapterSlots` writes it."""
     fork_of: str | None = None
+    short_context: int = 0
+    """Value of `SchedulerConfig.short_context`; set when the scheduler adds the request."""
+    is_long: bool = False
+    """True if it is longer than that: all its tokens then have LongRoPE's long factors. Constant during an
+    admission; `choose_factors` writes it."""
     images: Sequence[PreparedImage] = ()
     """Pictures in the order of their places; `images.py` schedules them."""
     arrived_at: float = 0.0
@@ -130,12 +136,29 @@ class Request:
             raise InvalidRequest("the prompt has no tokens")
 
     def has_prompt_of(self, other: "Request") -> bool:
-        """Return True if the prompts are the same, pictures and namespace included."""
+        """Return True if the prompts and their keys are the same, pictures and namespace included."""
         return (
-            self.cache_namespace == other.cache_namespace
+            self.is_long == other.is_long
+            and self.cache_namespace == other.cache_namespace
             and self.prompt_ids == other.prompt_ids
             and [each.content_hash for each in self.images] == [each.content_hash for each in other.images]
         )
+
+    @property
+    def outgrows_factors(self) -> bool:
+        """True if it has become too long for the factors of LongRoPE that it is computed with."""
+        return 0 < self.short_context < self.num_tokens and not self.is_long
+
+    @property
+    def num_short(self) -> int:
+        """Number of its tokens that may be computed before these factors change."""
+        return sys.maxsize if self.is_long or not self.short_context else self.short_context
+
+    def choose_factors(self) -> None:
+        """Take the factors of its length. Call it without blocks: none of them would be right after it."""
+        if self.outgrows_factors:
+            self.is_long = True
+            self.block_hashes.clear()
 
     def append(self, ids: Sequence[int]) -> None:
         """Append the tokens that one step sampled for it, one or more."""
@@ -201,9 +224,10 @@ class Request:
     @property
     def needs_all_tokens(self) -> bool:
         """True if the host must know the last token before the next is sampled: a grammar reads it, it may be
-        the one at which thoughts are ended, or nobody knows how many tokens come before it.
+        the one at which thoughts are ended, the first for which the request is computed again, or nobody
+        knows how many tokens come before it.
         """
-        if self.has_open_drafts:
+        if self.has_open_drafts or self.num_scheduled >= self.num_short:
             return True
         if self.constraint is None:
             return False

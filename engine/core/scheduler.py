@@ -105,6 +105,8 @@ class Scheduler:
         # Unique, so that "newest" and "first come" are decided even when the clock does not advance.
         self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
         request.arrived_at = self._last_arrival
+        request.short_context = self.config.short_context
+        request.choose_factors()
         sibling = self._sibling(request)
         self.ledger.begin(request, sibling)
         self._requests[request.request_id] = request
@@ -396,7 +398,8 @@ class Scheduler:
             assert 0 <= request.num_computed <= request.num_scheduled
             assert request.num_computed < request.num_tokens
             assert request.has_open_drafts or request.num_remaining >= 0
-            assert request.num_scheduled <= len(request.block_table) * self.pool.block_size
+            blocks = len(request.block_table)
+            assert request.num_scheduled <= min(request.num_short, blocks * self.pool.block_size)
             held.update(request.block_table)
         self.pool.check_holders(held)
         self.kv_cache.check(list(self._running.values()))

@@ -146,7 +146,8 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    scheduler = make_scheduler(config, plan, share.draft_rows, share.proposers, share.images)
+    short_context = share.rotary.short_context
+    scheduler = make_scheduler(config, plan, short_context, share.draft_rows, share.proposers, share.images)
     if share.takes_adapters:
         scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes)
     memory: DeviceBlockMemory | RankBlockMemory | None = None
@@ -361,6 +362,7 @@ def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int
 def make_scheduler(
     config: EngineConfig,
     plan: MemoryPlan,
+    short_context: int,
     draft_rows: tuple[int, float] = (0, 0.0),
     proposers: Sequence[Proposer] = (),
     encoded: EncodedImages | None = None,
@@ -378,6 +380,7 @@ def make_scheduler(
         draft_row_price=draft_rows[1],
         draft_constrained=plan.ranks == 1,
         state_slots=plan.state_slots,
+        short_context=short_context,
         window=plan.window,
         window_blocks=plan.window_blocks,
     )

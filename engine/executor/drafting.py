@@ -100,7 +100,11 @@ class DraftTarget:
         return ops.make_kv_cache(shape, _CPU)
 
     def rotary(self, model: ModelConfig) -> Rotary:
-        return Rotary(model, self.plan.context, _CPU)
+        """Return the RoPE of a draft model or head. Where its factors would change at another length than
+        those of the target, they do not change.
+        """
+        is_fixed = model.short_context != self.model.config.short_context
+        return Rotary(model, self.plan.context, _CPU, is_fixed=is_fixed)
 
     def sampler(self, ops: Ops) -> DraftSampler:
         return DraftSampler(self.model.config.vocab_size, _CPU, ops)

@@ -36,7 +36,7 @@ LEAST_BUFFER_BYTES = 4 << 20
 _CODE = ("engine/model", "engine/model_config", "engine/vision", "engine/weights", "kernels")
 """Folders whose code decides the bits of keys and values, next to the kernels' own digest."""
 _PROBED = (1, 1000)
-"""Positions at which the tables of RoPE are compared: a context may change their frequencies."""
+"""Positions at which the tables of RoPE are compared: `dynamic` frequencies follow the served context."""
 
 
 class ComputedBy(Protocol):
@@ -149,8 +149,9 @@ def fingerprint(
     for part in (key.digest(), _code(), *shapes):
         digest.update(f"{part}\0".encode())
     positions = torch.tensor([min(position, plan.context - 1) for position in _PROBED], device=memory.device)
-    for table in rotary.rows(positions):
-        digest.update(bytes(table.float().cpu().contiguous().view(torch.uint8).flatten().tolist()))
+    for is_long in (False, True) if rotary.short_context else (False,):
+        for table in rotary.rows(positions, is_long):
+            digest.update(bytes(table.float().cpu().contiguous().view(torch.uint8).flatten().tolist()))
     return digest.digest()[:MODEL_BYTES]
 
 

@@ -15,12 +15,15 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.recurrent import StateShape
 
+from ..checkpoint.index import list_tensors
 from ..distributed.communicator import SINGLE, TensorParallel
+from ..errors import ModelError
 from ..gguf.folder import gguf_of
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig
+from ..model_config.expected_tensors import check_weights
 from ..model_config.parallel_layout import ParallelLayout
 from ..model_config.recurrent.config import RecurrentConfig
 from ..planning.memory_plan import MemoryPlan
@@ -111,7 +114,12 @@ def from_checkpoint(
     source: WeightSource = (
         Checkpoint(wanted.directory, *options, rename) if file is None else GgufSource(file, config, *options)
     )
-    model = build(source)
+    try:
+        model = build(source)
+    except ModelError:
+        if file is None and not wanted.part:  # with the words of `fit`, where it finds the same
+            check_weights(str(wanted.directory), config, list_tensors(wanted.directory))
+        raise
     return model, delta_or_none(before, memory_in_use(wanted.device))
 
 

@@ -186,7 +186,7 @@ def _introduction(request: Request) -> list[Any]:
         if field.name not in _IN_MASKS
         and (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
     }
-    told = [request.request_id, request.num_prompt, params, request.adapter_slot]
+    told = [request.request_id, request.num_prompt, params, request.adapter_slot, request.is_long]
     # Workers need the places of pictures, not their pixels.
     return told + [
         [each.content_hash.hex(), *each.grid, each.start, each.num_tokens, each.num_rows]
@@ -228,7 +228,7 @@ def _introduced_image(told: Sequence[Any]) -> PreparedImage:
 
 
 def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
-    request_id, num_prompt, params, adapter_slot, *images = told
+    request_id, num_prompt, params, adapter_slot, is_long, *images = told
     return Request(
         request_id=request_id,
         prompt_ids=ids[:num_prompt],
@@ -236,6 +236,7 @@ def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
         images=[_introduced_image(each) for each in images],
         token_ids=ids,
         adapter_slot=adapter_slot,
+        is_long=is_long,
     )
 
 

@@ -19,6 +19,7 @@ from .families import (
     llama_fields,
     minimax_fields,
     mistral3_fields,
+    modern_fields,
     nomic_fields,
     nothing_more,
     olmo2_fields,
@@ -244,6 +245,14 @@ ARCHITECTURES: Final = {
     "nomic-bert": replace(
         _BERT, name="NomicBertModel", model_type="nomic_bert", activation="silu", fields=nomic_fields
     ),
+    "modern-bert": replace(
+        _BERT,
+        name="ModernBertModel",
+        model_type="modernbert",
+        layer=STACKED,
+        activation="",
+        fields=modern_fields,
+    ),
     "jina-bert-v2": replace(_BERT, name="JinaBertModel", model_type="jina_bert", fields=jina_fields),
 }
 """Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2,
@@ -256,7 +265,6 @@ Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in
 MISSING: Final = {
     "gemma-embedding": "dense layers behind the mean",
     "jina-bert-v3": "adapters for tasks",
-    "modern-bert": "windows in both directions",
     "nomic-bert-moe": "experts of encoders",
 }
 """Missing parts of a reader of architectures that are served from safetensors."""

@@ -314,10 +314,21 @@ def llama4_fields(gguf: GgufFile, config: Config) -> Config:
 
 def bert_fields(gguf: GgufFile, _config: Config) -> Config:
     types = gguf.tensors.get("token_types.weight")
-    return {
+    found: Config = {
         "layer_norm_eps": gguf.number("attention.layer_norm_epsilon", 1e-12),
         "type_vocab_size": 0 if types is None else types.shape[0],
     }
+    if has_scores(gguf):
+        labels = gguf.tensors["cls.output.weight"].shape[0]
+        found |= {"architectures": ["BertForSequenceClassification"], "num_labels": labels}
+    return found
+
+
+def has_scores(gguf: GgufFile) -> bool:
+    """Return whether it is an XLM-R with the head of a reranker. Files of BERT's leave one of the two linears
+    out.
+    """
+    return gguf.architecture == "bert" and {"cls.weight", "cls.output.weight"} <= gguf.tensors.keys()
 
 
 def nomic_fields(gguf: GgufFile, config: Config) -> Config:
@@ -329,3 +340,24 @@ def nomic_fields(gguf: GgufFile, config: Config) -> Config:
 def jina_fields(gguf: GgufFile, config: Config) -> Config:
     more = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
     return bert_fields(gguf, config) | more
+
+
+def modern_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add what ModernBERT has beside other encoders. The first of each three layers has full attention where
+    the file does not say it; the base of RoPE in sliding windows is that of the published models.
+    """
+    rope, pattern = config.pop("rope_parameters"), gguf.value("attention.sliding_window_pattern", 3)
+    if rope["rope_type"] != "default":
+        raise ModelError(f"{gguf.path}: scaled RoPE of {gguf.architecture} cannot be read from GGUF")
+    found: Config = {
+        "norm_eps": gguf.number("attention.layer_norm_epsilon", 1e-5),
+        "norm_bias": "output_norm.bias" in gguf.tensors,
+        "attention_bias": "blk.0.attn_qkv.bias" in gguf.tensors,
+        "hidden_activation": gguf.value("hidden_activation", "gelu"),
+        "local_attention": gguf.integer("attention.sliding_window"),
+        "global_rope_theta": gguf.number("rope.freq_base", 160000.0),
+        "local_rope_theta": gguf.number("rope.freq_base_swa", 10000.0),
+    }
+    if isinstance(pattern, list):
+        return found | {"layer_types": sliding_types(gguf, config["num_hidden_layers"])}
+    return found | {"global_attn_every_n_layers": gguf.integer("attention.sliding_window_pattern", 3)}

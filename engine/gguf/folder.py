@@ -21,6 +21,7 @@ from ..model_config.shape import DTYPE_BYTES
 from ..model_config.vision.families import IMAGE_PROBLEM
 from .architectures import architecture_of
 from .config import RopeFactors, config_of, dtype_of, generation_of, rope_factors
+from .families import has_scores
 from .projector import PROJECTOR_FAMILIES, read_projector, with_vision
 from .reader import BLOCKS, FLOATS, GgufFile
 
@@ -132,8 +133,12 @@ def pooling_files(gguf: GgufFile) -> dict[str, Any]:
     not said. Raises ModelError.
     """
     kind = gguf.value("pooling_type", 0)
+    if has_scores(gguf):
+        return {}
     if kind == _RANKS or any(name.startswith("cls.") for name in gguf.tensors):
-        raise ModelError(f"{gguf.path}: encoders with a head (rerankers) cannot be read from GGUF")
+        raise ModelError(
+            f"{gguf.path}: of encoders with a head (rerankers) only those of XLM-R can be read from GGUF"
+        )
     if kind == 0:
         return {}
     if type(kind) is not int or kind not in _POOLINGS:

@@ -20,6 +20,8 @@ _OUTSIDE: Final = {
     "model.embed_types": "token_types",
     "model.final_layernorm": "output_norm",
     "lm_head": "output",
+    "head.dense": "cls",
+    "head.out_proj": "cls.output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",

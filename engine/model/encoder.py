@@ -18,6 +18,7 @@ from llmbox.kernels.ops import Ops
 from ..errors import ModelError
 from ..model_config.architecture import ClassifierConfig, EncoderActivation, EncoderConfig
 from ..model_config.config import ModelConfig
+from ..model_config.expected_tensors import UNUSED_OF_ENCODERS
 from ..partition import ShardSlice
 from ..weights.source import Weights, WeightSource
 from .attention import Attention
@@ -36,11 +37,6 @@ _REMEMBERED: Final = 512
 """Longest text whose biases are kept for the next layer."""
 _FARTHEST: Final = 128
 """Distance from which all share the last bucket of a learned bias (MPNet)."""
-_NO_WEIGHTS: Final = (
-    *("cls.", "lm_head.", "decoder.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
-    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids"),
-)
-"""Tensors of heads that predict words, poolers that no vector passes, and buffers."""
 
 
 ScoreBias = Callable[[int, int, int], Tensor]
@@ -360,7 +356,7 @@ class Encoder:
         self.classifier = None
         if config.head is not None:
             self.classifier = ClassifierHead(model, config.head, config.norm_bias, weights.at("head"))
-        for name in (*_NO_WEIGHTS, *(() if config.head else ("head.",))):
+        for name in (*UNUSED_OF_ENCODERS, *(() if config.head else ("head.",))):
             weights.skip(name)
         source.finish()
 

@@ -1,8 +1,11 @@
 """Rotary position embedding (RoPE): frequencies of every variant, and the cos and sin rows of one step.
 
-A token's rotation is a function of its position alone, so caching, chunking and resuming never change it.
-Two variants (`dynamic`, `longrope`) derive frequencies from the sequence length: these are fixed at load to
-the served context. They equal transformers at that length.
+A token's rotation is a function of its position alone, so caching, chunking and resuming never change it. Two
+variants derive frequencies from the length of the sequence:
+
+    dynamic     fixed at load to the served context; equal to transformers at that length
+    longrope    two sets of factors. A sequence has the short ones up to the original context; one that grows
+                beyond it is computed again from its first token with the long ones (`Request.is_long`)
 
 A RoPE tables, T rows of the step, D head dim, D2 half of it.
 """
@@ -20,21 +23,29 @@ from ..model_config.vision.config import VisionConfig
 
 
 class Rotary:
-    """RoPE tables of a model, one for each of `config.ropes`. `context`: the longest sequence served.
-    `turn`: `Ops.cos_sin`.
-    """
+    """RoPE tables of a model, one for each of `config.ropes`."""
 
     def __init__(
-        self, config: ModelConfig, context: int, device: torch.device, turn: CosSin = cos_sin
+        self,
+        config: ModelConfig,
+        context: int,
+        device: torch.device,
+        turn: CosSin = cos_sin,
+        *,
+        is_fixed: bool = False,
     ) -> None:
+        """`context`: the longest sequence served. `turn`: `Ops.cos_sin`. `is_fixed`: LongRoPE has the factors
+        of `context` for sequences of all lengths.
+        """
         self._turn = turn
+        self.short_context = 0 if is_fixed else config.short_context
+        """Longest sequence with the short factors of LongRoPE; 0: there is one set."""
+        self._tables = [
+            self._frequencies(config, context, device, is_long=is_long)
+            for is_long in ((False, True) if self.short_context else (None,))
+        ]
+        """Inverse frequencies and scales, [A, 1, D2] each: those of short sequences, then of long ones."""
         half = config.rope_width // 2
-        inverse_A1D2, scale_A1D2 = (torch.zeros(len(config.ropes), 1, half) for _ in range(2))
-        for a, rope in enumerate(config.ropes):
-            turned = rope.rotary_dim // 2  # the other dims of each half have angle 0: they are not rotated
-            inverse_A1D2[a, 0, :turned] = inverse_frequencies(config, rope, context)
-            scale_A1D2[a, 0] = 1.0
-            scale_A1D2[a, 0, :turned] = attention_scale(rope, context)
         self._growths = [(a, rope) for a, rope in enumerate(config.ropes) if rope.of_queries]
         narrow = config.sliding_heads
         sliding = {
@@ -46,19 +57,40 @@ class Rotary:
         self._axis_D2 = None
         if vision is not None and vision.mrope_section:
             self._axis_D2 = frequency_axes(vision, half).to(device)
-        self._inverse_A1D2, self._scale_A1D2 = inverse_A1D2.to(device), scale_A1D2.to(device)
 
-    def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _frequencies(
+        config: ModelConfig, context: int, device: torch.device, *, is_long: bool | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the inverse frequencies of long or of short sequences, and the factors of cos and sin. None:
+        of sequences of all lengths.
+        """
+        half = config.rope_width // 2
+        inverse_A1D2, scale_A1D2 = (torch.zeros(len(config.ropes), 1, half) for _ in range(2))
+        for a, rope in enumerate(config.ropes):
+            turned = rope.rotary_dim // 2  # the other dims of each half have angle 0: they are not rotated
+            length = context
+            if is_long is not None and rope.short_context:
+                length = rope.short_context + is_long
+            inverse_A1D2[a, 0, :turned] = inverse_frequencies(config, rope, length)
+            scale_A1D2[a, 0] = 1.0
+            scale_A1D2[a, 0, :turned] = attention_scale(rope, length)
+        return inverse_A1D2.to(device), scale_A1D2.to(device)
+
+    def rows(self, positions_T: Tensor, is_long: Tensor | bool = False) -> tuple[Tensor, Tensor]:
         """Return cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32. Positions [3, T] are those by time,
         height and width (M-RoPE): each frequency has one of them.
+
+        `is_long`: whether the sequences of all rows, or of each [T], are longer than `short_context`.
         """
+        inverse_ATD2, scale_ATD2 = self._choose(is_long)
         if positions_T.dim() == 1:
-            angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
+            angle = positions_T.float().unsqueeze(1) * inverse_ATD2
         else:
             assert self._axis_D2 is not None
-            angle = positions_T.float()[self._axis_D2].T * self._inverse_A1D2
+            angle = positions_T.float()[self._axis_D2].T * inverse_ATD2
             positions_T = positions_T[0]
-        cos, sin = (each * self._scale_A1D2 for each in self._turn(angle))
+        cos, sin = (each * scale_ATD2 for each in self._turn(angle))
         for a, rope in self._growths:
             steps_T = (positions_T + rope.growth_start) // rope.original_context
             growth_T1 = (1 + steps_T.double()).log_().float().unsqueeze(1)
@@ -69,6 +101,14 @@ class Rotary:
         for a, half in self._narrow:
             cos[a, :, half : 2 * half], sin[a, :, half : 2 * half] = cos[a, :, :half], -sin[a, :, :half]
         return cos, sin
+
+    def _choose(self, is_long: Tensor | bool) -> tuple[Tensor, Tensor]:
+        """Return the inverse frequencies and scales of rows, [A, T, D2], or [A, 1, D2] for all of them."""
+        if isinstance(is_long, bool):
+            return self._tables[is_long]
+        short, long = self._tables
+        is_long_T1 = is_long.unsqueeze(1)
+        return torch.where(is_long_T1, long[0], short[0]), torch.where(is_long_T1, long[1], short[1])
 
 
 def frequency_axes(vision: VisionConfig, half: int) -> Tensor:

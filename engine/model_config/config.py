@@ -134,6 +134,11 @@ class ModelConfig:
         return self.ropes[0]
 
     @property
+    def short_context(self) -> int:
+        """Return `RopeConfig.short_context` of the model. Encoders have the factors of the served context."""
+        return 0 if self.is_bidirectional else max(rope.short_context for rope in self.ropes)
+
+    @property
     def rope_width(self) -> int:
         """Width of the heads that RoPE rotates."""
         return self.head_dim if self.latent is None else self.latent.rope
@@ -222,6 +227,7 @@ class ModelConfig:
             vocab=self.vocab_size,
             tied=self.tie_word_embeddings,
             context_limit=self.default_context if context is None else self.context_limit,
+            short_context=self.short_context,
             dtype=self.dtype,
             sliding_window=min(map(abs, windows), default=None),
             sliding_share=1 - self.windows.count(None) / self.num_layers,
@@ -290,6 +296,8 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     latent = kind.latent(fields)
     ropes, layer_ropes = kind.ropes(fields, latent.rope if latent else head_dim, positions, layers)
     ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
+    if len({rope.short_context for rope in ropes} - {0}) > 1:
+        raise fields.error("original_max_position_embeddings must be the same in all RoPE parameters")
     stored = stored_format(fields, path)
     if encoder is not None and stored is not None and not isinstance(stored, GgufFormat):
         raise fields.error("quantized checkpoints of encoders are not read: take another, with --quant int8")

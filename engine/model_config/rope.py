@@ -48,6 +48,17 @@ class RopeConfig:
     """True for the variant that multiplies queries by that, beside the one that rotates keys."""
 
     @property
+    def short_context(self) -> int:
+        """Return the longest sequence that has the short factors of LongRoPE, in tokens: all tokens of a
+        longer one have the long factors. 0: sequences of all lengths are rotated alike.
+        """
+        if self.rope_type != "longrope":
+            return 0
+        scales = self.mscales or (1.0, 1.0)
+        is_same = self.short_factor == self.long_factor and scales[0] == scales[1]
+        return 0 if is_same else self.original_context
+
+    @property
     def query_variant(self) -> "RopeConfig | None":
         """Return the variant for queries, if it is another than that for keys."""
         return replace(self, of_queries=True) if self.query_growth and not self.of_queries else None
@@ -96,11 +107,7 @@ MINISTRAL3_ROPE: Mapping[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-LFM3_ROPE: Mapping[str, Any] = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-}
-"""Defaults of transformers for a gpt-oss, a Ministral 3 and an LFM3."""
+"""Defaults of transformers for a gpt-oss and a Ministral 3."""
 
 RopeRule = Callable[[Fields, int, int, int], tuple[tuple[RopeConfig, ...], tuple[int, ...]]]
 """Rule (fields, head_dim, max_position_embeddings, layers) -> RoPE variants, and the index of each
@@ -283,20 +290,6 @@ def part_of_head(raw: dict[str, Any], fields: Fields, head_dim: int) -> int:
 def partial_rotary(raw: dict[str, Any], fields: Fields) -> float:
     rope = Fields(raw, f"{fields.where}: rope parameters")
     return rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-
-
-def ropes_by_type(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
-    """Return two RoPE variants of `rope_parameters`: for full attention, and for sliding windows."""
-    names, types = ("full_attention", "sliding_attention"), fields.raw.get("layer_types")
-    by_type = fields.mapping("rope_parameters") or {}
-    if set(by_type) != set(names):
-        raise fields.error(f"rope_parameters must have an entry for {' and '.join(names)}, and no others")
-    raw = Fields(by_type, f"{fields.where}: rope_parameters")
-    found = tuple(read_proportional_rope(raw.mapping(name) or {}, raw, head_dim, positions) for name in names)
-    kinds = types if isinstance(types, list) else [names[0]] * layers
-    return found, tuple(int(kind == names[1]) for kind in kinds)
 
 
 def read_proportional_rope(raw: dict[str, Any], where: Fields, width: int, positions: int) -> RopeConfig:

@@ -160,6 +160,8 @@ class ModelShape:
     """True if embedding and output head are one matrix."""
     context_limit: int
     """Longest sequence that the model supports in tokens, RoPE scaling included."""
+    short_context: int = 0
+    """Longest sequence with the short factors of LongRoPE; 0: factors do not change with the length."""
     dtype: Dtype = "bfloat16"
     """Dtype of the checkpoint."""
     sliding_window: int | None = None

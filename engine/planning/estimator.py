@@ -125,6 +125,7 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         images = describe_images(shape, plan, problem)
         notes += note_images(shape, images, problem)
+        notes += note_factors(shape, plan.context)
         host, lowered = host_bytes(shape, budget, config, cut.ranks)
         plan, notes = replace(plan, host_bytes=host, **images), notes + lowered
         plan = replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
@@ -214,6 +215,14 @@ def note_images(shape: ModelShape, images: dict[str, Any], problem: str) -> tupl
     tower, kept = show_bytes(images["vision_bytes"]), show_bytes(images["image_cache_bytes"])
     cost = f"one of {USUAL_SIDE} x {USUAL_SIDE} takes {shape.vision.usual_rows:,} tokens"
     return (f"pictures: {cost}; the vision tower is {tower} of the weights, kept embeddings {kept}",)
+
+
+def note_factors(shape: ModelShape, context: int) -> tuple[str, ...]:
+    """Return the note on answers that outgrow the short factors of LongRoPE."""
+    if not 0 < shape.short_context < context:
+        return ()
+    longer = f"texts of more than {shape.short_context:,} tokens have LongRoPE's long factors"
+    return (f"{longer}: an answer that grows beyond is computed again once",)
 
 
 def draft_sizes(target: ModelShape, budget: MemoryBudget, config: EngineConfig) -> DraftModelSizes:

@@ -134,7 +134,10 @@ class Calibration:
             yield CalibrationPart(ids_T, prefill_layout([len(ids) for ids in taken]), x_TE, residual_TE)
 
     def _forward(self, part: CalibrationPart) -> ForwardContext:
-        cos_ATD, sin_ATD = self._rotary.rows(part.ragged.positions_T)
+        lengths_N = torch.tensor(part.ragged.query_lens)
+        is_long_T = (lengths_N > self._rotary.short_context).repeat_interleave(lengths_N)
+        is_long = is_long_T if self._rotary.short_context else False
+        cos_ATD, sin_ATD = self._rotary.rows(part.ragged.positions_T, is_long)
         windows = set(self._model.config.windows)
         plans = {window: self._ops.plan_attention(part.ragged, self._cache, window) for window in windows}
         return ForwardContext(part.ids_T, cos_ATD, sin_ATD, self._cache, plans)

@@ -28,7 +28,7 @@ from .block_memory import DeviceBlockMemory, block_memory
 from .draft_head import FollowingProposer, HeadProposer
 from .draft_verification import requests_with_nan, verify_drafts
 from .image_rows import EncodedImages
-from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, sliding_table
+from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, rope_rows, sliding_table
 from .pooling import read_sums, sum_states
 
 POPULATED_AHEAD: Final = 128 << 20
@@ -122,7 +122,7 @@ class CPUModelRunner:
             images = None
         if images is not None:
             batch = replace(batch, ragged=images.split(batch.ragged, rows))
-        forward = self._forward(batch)
+        forward = self._forward(batch, rows)
         if images is not None:
             forward = self._with_images(forward, rows, images, plan.embeddings)
         if self._follower is not None:
@@ -210,8 +210,8 @@ class CPUModelRunner:
         result.pooled.update(sums)
         result.failed.update(failed)
 
-    def _forward(self, batch: StepBatch) -> ForwardContext:
-        cos_ATD, sin_ATD = self._rotary.rows(batch.ragged.positions_T)
+    def _forward(self, batch: StepBatch, rows: Sequence[ScheduledRequest]) -> ForwardContext:
+        cos_ATD, sin_ATD = rope_rows(self._rotary, rows, batch.ragged.positions_T)
         sliding = self._window_cache or self._cache
         plans = {
             window: self._ops.plan_attention(batch.ragged, self._cache if window is None else sliding, window)
@@ -241,7 +241,7 @@ class CPUModelRunner:
             forward.ids_T[images.rows_R] = encoded.config.pad_id
         if positions_3T is None:
             return replace(forward, images=images)
-        cos_ATD, sin_ATD = self._rotary.rows(positions_3T)
+        cos_ATD, sin_ATD = rope_rows(self._rotary, rows, positions_3T)
         return replace(forward, images=images, cos_ATD=cos_ATD, sin_ATD=sin_ATD)
 
     def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:

@@ -32,7 +32,7 @@ from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..sampling import Sampler
 from .draft_verification import drafting
-from .input_batch import begun_blocks, ragged
+from .input_batch import begun_blocks, ragged, rope_rows
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class HeadProposer(FollowingProposer):
         ops.clear_blocks(self.cache, begun_blocks(rows, self._block_size))
         forward = ForwardContext(
             to_device(ids, device),
-            *self._rotary.rows(layout.positions_T),
+            *rope_rows(self._rotary, rows, layout.positions_T),
             self.cache,
             {None: ops.plan_attention(layout, self.cache, None)},
             layout=layout,

@@ -24,7 +24,7 @@ from ..device.device import Uploader
 from ..model.decoder import Decoder
 from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
 from ..weights.loaded_adapters import LoadedAdapters
-from .input_batch import PromptRows, saves_of
+from .input_batch import PromptRows, long_rows, saves_of
 from .pooling import PooledRows, pooled_rows
 
 NO_DRAFT: Final = -1
@@ -46,6 +46,8 @@ class MixedStep:
     next_P: Tensor
     """Next prompt token of each row of `prompts`."""
     pooled: list[PooledRows]
+    is_long: Tensor | bool
+    """True for sequences with LongRoPE's long factors: one answer for all rows, or one for each [T]."""
 
 
 def decode_inputs(
@@ -213,10 +215,12 @@ def mixed_inputs(
     *,
     with_states: bool = False,
     with_adapters: bool = False,
+    with_lengths: bool = False,
 ) -> MixedStep:
     """Build the inputs of a step with prefills. `numbers`: state row of each scheduled request.
 
-    `with_states`: the model has recurrent layers. `with_adapters`: rows have some.
+    `with_states`: the model has recurrent layers. `with_adapters`: rows have some. `with_lengths`: its RoPE
+    tells long sequences from short ones.
     """
     flat = _Flat()
     for one, number in zip(planned, numbers, strict=True):
@@ -264,8 +268,18 @@ def mixed_inputs(
         states=states,
         adapters=adapters,
     )
-    wanted_W = torch.cat((sampled, prompt, vector))
-    return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts, next_P, flat.pooled)
+    is_long = long_rows(planned) if with_lengths else False
+    return MixedStep(
+        ids_T,
+        ragged,
+        torch.cat((sampled, prompt, vector)),
+        row_S,
+        position_S,
+        flat.prompts,
+        next_P,
+        flat.pooled,
+        is_long if isinstance(is_long, bool) else uploader.upload(is_long)[0].bool(),
+    )
 
 
 class _Flat:

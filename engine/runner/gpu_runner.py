@@ -273,11 +273,12 @@ class GPUModelRunner:
             self._sizes.block_size,
             with_states=self._states is not None,
             with_adapters=self._adapters.are_of(planned),
+            with_lengths=self._rotary.short_context > 0,
         )
         if self.images is not None and any(row.request.images for row in planned):
             forward = self._forward_with_images(step, plan, self.images)
         else:
-            forward = self._forward(step.ids_T, step.ragged)
+            forward = self._forward(step.ids_T, step.ragged, None, step.is_long)
         hidden_WE = self._model.hidden(forward, step.wanted_W)
         count = len(step.row_S)
         extras = self._queue_extras(hidden_WE[count:], step)
@@ -363,24 +364,32 @@ class GPUModelRunner:
         positions_N = None
         if self._has_mrope:  # pictures take fewer positions than rows
             positions_N = ragged.positions_T + self._rows.position_shifts(row_N)
-        hidden_NE = self._model.hidden(self._forward(ids_N, ragged, positions_N), None)
+        # A decoding row is the last of its sequence, so that its position tells the length.
+        short = self._rotary.short_context
+        is_long = ragged.positions_T >= short if short else False
+        hidden_NE = self._model.hidden(self._forward(ids_N, ragged, positions_N, is_long), None)
         if self._rank.layout.is_last:
             self._hidden_RE[:size].copy_(hidden_NE)
 
     def _forward_with_images(self, step: MixedStep, plan: StepPlan, encoded: EncodedImages) -> ForwardContext:
         """Return the inputs of a step with requests that have pictures, be their rows in it or not."""
         ragged = encoded.split(step.ragged, plan.rows)
-        forward = self._forward(step.ids_T, ragged, encoded.positions(plan.rows))
+        forward = self._forward(step.ids_T, ragged, encoded.positions(plan.rows), step.is_long)
         images = encoded.rows(plan.rows, plan.embeddings)
         if images is not None:
             forward.ids_T.index_fill_(0, images.rows_R, encoded.config.pad_id)
         return replace(forward, images=images)
 
     def _forward(
-        self, ids_T: Tensor, ragged: BatchLayout, rope_positions: Tensor | None = None
+        self,
+        ids_T: Tensor,
+        ragged: BatchLayout,
+        rope_positions: Tensor | None = None,
+        is_long: Tensor | bool = False,
     ) -> ForwardContext:
-        """`rope_positions`: where they are not those of the tokens."""
-        cos_ATD, sin_ATD = self._rotary.rows(ragged.positions_T if rope_positions is None else rope_positions)
+        """`rope_positions`: where they are not those of the tokens. `is_long`: as in `Rotary.rows`."""
+        positions = ragged.positions_T if rope_positions is None else rope_positions
+        cos_ATD, sin_ATD = self._rotary.rows(positions, is_long)
         sliding = self._cache if self._window_cache is None else self._window_cache
         plans = {
             window: self._ops.plan_attention(ragged, self._cache if window is None else sliding, window)

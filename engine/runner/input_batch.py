@@ -16,6 +16,7 @@ from llmbox.kernels.op_types import BatchLayout, StateLayout, WindowLayout
 from ..core.request import Request
 from ..core.step import ScheduledRequest
 from ..device.device import from_array, move, to_device
+from ..model.rotary import Rotary
 from ..weights.adapters import AdapterLayers
 from .draft_verification import group_by_draft_position
 from .pooling import PooledRows, pooled_rows
@@ -106,6 +107,26 @@ def build_batch(
         pooled=pooled,
         fresh_blocks=begun_blocks(rows, block_size),
     )
+
+
+def long_rows(rows: Sequence[ScheduledRequest]) -> "bool | array[int]":
+    """Return whether the sequences of a step are longer than LongRoPE's original context: one answer for all
+    of them, or a 0 or 1 for each row of the step.
+    """
+    flags = {row.request.is_long for row in rows}
+    if len(flags) < 2:
+        return True in flags
+    numbers = array("i")
+    for row in rows:
+        numbers.extend([int(row.request.is_long)] * row.num_tokens)
+    return numbers
+
+
+def rope_rows(rotary: Rotary, rows: Sequence[ScheduledRequest], positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cos and sin rows of a step."""
+    is_long = long_rows(rows) if rotary.short_context else False
+    flags = is_long if isinstance(is_long, bool) else to_device(is_long, positions_T.device).bool()
+    return rotary.rows(positions_T, flags)
 
 
 def state_layout(rows: Sequence[ScheduledRequest], starts: "array[int]", device: torch.device) -> StateLayout:

@@ -160,7 +160,8 @@ def device_ranks(
     runner = AsyncMultiprocExecutor(ranks[0].runner, crew, WorkerWatchdog([]))
     info = model_info(config, model, plan, "reference", 0.0, measured=None, worker_pids=[])
     try:
-        yield Engine(make_scheduler(config, plan, encoded=ranks[0].runner.images), runner, info), ranks
+        scheduler = make_scheduler(config, plan, model.short_context, encoded=ranks[0].runner.images)
+        yield Engine(scheduler, runner, info), ranks
     finally:
         runner.close()
         if errors := [error for rank in ranks for error in rank.errors]:

@@ -4,7 +4,7 @@ Each KV slot holds a number that stands for the whole prefix up to its token: mi
 a row is computed, every slot it attends to must hold exactly the number its tokens call for; so a block that
 is shared wrongly, overwritten, freed too early or published uncomputed is found in that step. The next token
 is a function of what the *slots* say, so tokens are exact only if the KV is. Slots of recurrent state hold
-the number of all tokens before.
+the number of all tokens before. The numbers of a sequence beyond the short context (LongRoPE) are others.
 """
 
 from collections import deque
@@ -28,13 +28,13 @@ def mix(prefix: int, token_id: int) -> int:
     return (prefix * 6364136223846793005 + token_id * 1442695040888963407 + 1) & _MASK
 
 
-def start_of(namespace: str) -> int:
-    """Prefix of nothing. Differs by namespace, so that sharing across namespaces is a wrong prefix."""
-    return sum(map(ord, namespace)) + 17
+def start_of(namespace: str, *, is_long: bool = False) -> int:
+    """Prefix of nothing. Differs by namespace and length, so that sharing across these is a wrong prefix."""
+    return sum(map(ord, namespace)) + 17 + 1_000_003 * is_long
 
 
-def prefixes(namespace: str, token_ids: Sequence[int]) -> list[int]:
-    values, value = [], start_of(namespace)
+def prefixes(namespace: str, token_ids: Sequence[int], *, is_long: bool = False) -> list[int]:
+    values, value = [], start_of(namespace, is_long=is_long)
     for token_id in token_ids:
         value = mix(value, token_id)
         values.append(value)
@@ -48,15 +48,16 @@ def next_token(prefix: int, last: int, params: SamplingParams) -> int:
     return (prefix ^ params.seed * 2654435761) % 1000003 % VOCAB
 
 
-def expected_output(namespace: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+def expected_output(
+    namespace: str, prompt_ids: Sequence[int], params: SamplingParams, short_context: int = 0
+) -> list[int]:
     """What the request gives when served alone, without any engine."""
-    value, output, last = start_of(namespace), [], prompt_ids[-1]
-    for token_id in prompt_ids:
-        value = mix(value, token_id)
+    output, last = [], prompt_ids[-1]
     while len(output) < params.max_tokens:
-        last = next_token(value, last, params)
+        ids = [*prompt_ids, *output]
+        is_long = 0 < short_context < len(ids)
+        last = next_token(prefixes(namespace, ids, is_long=is_long)[-1], last, params)
         output.append(last)
-        value = mix(value, output[-1])
         if len(output) > params.min_tokens and output[-1] in params.stop_token_ids:
             break
     return output
@@ -141,7 +142,7 @@ class FakeRunner:
     def _compute(self, row: ScheduledRequest) -> None:
         request, start, end = row.request, row.start, row.end
         assert not row.drafts or row.end - len(row.drafts) == request.num_tokens
-        wanted = prefixes(request.cache_namespace, self._tokens(row))
+        wanted = prefixes(request.cache_namespace, self._tokens(row), is_long=request.is_long)
         for position in range(start):
             found = self.slots[self._slot(request, position)]
             assert found == wanted[position], f"{request.request_id}: wrong KV at {position} of {start}"

@@ -176,15 +176,16 @@ def load_threads(
     settings = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, **options}
     config = EngineConfig(model_path=str(directory), name="tiny", **settings)
     runner = RankThreads(config, read)
+    model = parse_config(directory)
     info = model_info(
         config,
-        parse_config(directory),
+        model,
         runner.plan,
         runner.shares[0].backend,
         0.0,
         measured=None,
         worker_pids=[],
     )
-    scheduler, first = make_scheduler(config, runner.plan, encoded=runner.images), runner.shares[0].runner
-    experts = count_experts(first, runner.plan.layout(0), directory)
+    scheduler = make_scheduler(config, runner.plan, model.short_context, encoded=runner.images)
+    experts = count_experts(runner.shares[0].runner, runner.plan.layout(0), directory)
     return Engine(scheduler, SyncExecutor(runner), info, experts=experts)

@@ -104,10 +104,18 @@ class LogitsKeeper:
         return [SampledToken(0) for _ in requests]
 
 
+def one_request(runner: CPUModelRunner, ids: list[int], prefill: int) -> Request:
+    """A request of the first `prefill` tokens, with blocks for all, as the scheduler would admit it."""
+    request = Request(request_id="r", prompt_ids=ids[:prefill], params=SamplingParams(max_tokens=1))
+    request.block_table = list(range(-(-len(ids) // 16)))
+    request.short_context = runner._rotary.short_context
+    request.choose_factors()
+    return request
+
+
 def all_logits(runner: CPUModelRunner, ids: list[int]) -> Tensor:
     """Logits of every position of one prefill."""
-    request = Request(request_id="r", prompt_ids=ids, params=SamplingParams(max_tokens=1))
-    request.block_table = list(range(-(-len(ids) // 16)))
+    request = one_request(runner, ids, len(ids))
     hidden: list[Tensor] = []
     model: Decoder = runner._model
     original, model.hidden = (

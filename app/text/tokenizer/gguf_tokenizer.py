@@ -67,7 +67,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         [AddedToken(word, normalized=False) for word in words.of_kind(_CONTROL, _UNKNOWN)]
     )
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words.of_kind(_USER)])
-    if words.kind in _AROUND:
+    if words.has_ends:
         tokenizer.post_processor = _around(words)
     elif (begin := words.begin) is not None:
         added = processors.TemplateProcessing(
@@ -115,12 +115,17 @@ class _Words:
         return self.named("bos") if does else None
 
     @property
+    def has_ends(self) -> bool:
+        """True for an encoder, which has a token before each text and one behind it."""
+        return self.kind in _AROUND or (self.pre == "modern-bert" and self._get("add_sep_token") is True)
+
+    @property
     def space_prefix(self) -> bool:
         return self._get("add_space_prefix") is not False
 
     @property
     def config(self) -> dict[str, Any]:
-        keys = _NAMED_BERT if self.kind in _AROUND else _NAMED
+        keys = _NAMED_BERT if self.has_ends else _NAMED
         names = {f"{name}_token": self.named(key) for name, key in keys.items()}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -178,11 +183,11 @@ def _of_bytes(words: _Words) -> Tokenizer:
         tokenizer.pre_tokenizer = _sequence(*cuts, use_regex=False)
     elif words.pre in _BY_DIGIT:
         tokenizer.pre_tokenizer = _sequence(pre_tokenizers.Digits(individual_digits=True), use_regex=True)
-    elif words.pre == "default":
+    elif words.pre in ("default", "modern-bert"):
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         raise _unknown(f"it cuts texts by the rules of {words.pre!r}, which are not known here")
-    if words.pre in ("qwen2", "qwen35"):
+    if words.pre in ("qwen2", "qwen35", "modern-bert"):
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
@@ -279,7 +284,8 @@ def _around(words: _Words) -> Any:
     first, last = words.named("cls") or words.named("bos"), words.named("seperator") or words.named("eos")
     if first is None or last is None or any(re.search(r"[\s:$]", each) for each in (first, last)):
         raise _unknown("it does not name the tokens around a text")
-    between, second = (f"{last}:0", "1") if words.kind == "bert" else (f"{last}:0 {last}:0", "0")
+    between = f"{last}:0 {last}:0" if words.kind == "t5" else f"{last}:0"
+    second = "1" if words.kind == "bert" else "0"
     return processors.TemplateProcessing(
         single=f"{first}:0 $A:0 {last}:0",
         pair=f"{first}:0 $A:0 {between} $B:{second} {last}:{second}",
@@ -288,7 +294,7 @@ def _around(words: _Words) -> Any:
 
 
 _AROUND: Final = {"bert", "t5"}
-"""Kinds of tokenizers of encoders, with tokens around a text."""
+"""Kinds of tokenizers that only encoders have."""
 _BUILDERS: Final[dict[str, Callable[[_Words], Tokenizer]]] = {
     "gpt2": _of_bytes,
     "llama": _of_pieces,

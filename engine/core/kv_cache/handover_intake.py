@@ -155,13 +155,15 @@ class HandoverIntake:
         first = len(pool.find(request.block_hashes[:blocks]))
         request.num_handovers += 1
         self._num_asked += 1
+        # As many tokens as tell that it has the long factors of RoPE, where it has.
+        count = max(blocks * pool.block_size, request.short_context * request.is_long) + 1
         incoming.asked_as = f"{request.request_id} {self._num_asked}"
         incoming.to_come = blocks - first
         self._asked[incoming.asked_as] = incoming
         self.link.send(
             Prefill(
                 request_id=incoming.asked_as,
-                prompt_ids=list(request.token_ids[: blocks * pool.block_size + 1]),
+                prompt_ids=list(request.token_ids[:count]),
                 first_block=first,
                 priority=request.priority,
                 tenant=request.tenant,

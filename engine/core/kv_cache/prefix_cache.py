@@ -1,8 +1,9 @@
 """Prefix cache: index from token prefixes to KV blocks, so that a known prompt is not computed again.
 
-The key of a full block is a chain hash: sha256 over the hash of the block before it (over the namespace, for
-the first), its own token ids, and the hashes of pictures that have rows in it. Equal hashes therefore mean
-equal tokens and pictures from position 0 on: a prefix is found by walking its hashes until one is missing.
+The key of a full block is a chain hash: sha256 over the hash of the block before it (for the first, over the
+namespace and which of LongRoPE's factors are used), its own token ids, and the hashes of pictures that have
+rows in it. Equal hashes therefore mean equal tokens, pictures and factors from position 0 on: a prefix is
+found by walking its hashes until one is missing.
 
 The cache indexes blocks and orders the unreferenced ones; `BlockPool` counts references. `PrefixHistory` has
 the statistics: why a prefix is absent, and which prefixes requests share most.
@@ -22,7 +23,7 @@ from ..request import Request, first_image
 def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
     """Extend `request.block_hashes` to `num_blocks` full blocks. A block is hashed once per request."""
     hashes = request.block_hashes
-    parent = hashes[-1] if hashes else sha256(request.cache_namespace.encode()).digest()
+    parent = hashes[-1] if hashes else root_hash(request)
     tokens = array("I", request.token_ids[len(hashes) * block_size : num_blocks * block_size])
     data, size = tokens.tobytes(), block_size * tokens.itemsize
     for start in range(0, len(data), size):
@@ -31,6 +32,13 @@ def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
             own += picture_hashes(request, len(hashes) * block_size, block_size)
         parent = sha256(parent + own).digest()
         hashes.append(parent)
+
+
+def root_hash(request: Request) -> bytes:
+    """Return what the first block's hash continues: a digest of the namespace, and of LongRoPE's factors."""
+    namespace = sha256(request.cache_namespace.encode()).digest()
+    # In front: no digest and tokens of a block are as long as this.
+    return sha256(b"long factors:" + namespace).digest() if request.is_long else namespace
 
 
 def picture_hashes(request: Request, start: int, block_size: int) -> bytes:

@@ -288,6 +288,7 @@ class DraftScheduler:
         """Return the maximum number of drafts for a request."""
         # A step gives one token more than accepted drafts, and the KV of the last token is never computed.
         most = min(MOST_DRAFTS, room, request.params.max_tokens - request.num_output - 1)
+        most = min(most, request.num_short - request.num_tokens)
         if self._kv_cache.states is not None:
             most = min(most, self._kv_cache.states.pool.num_free)
         return 0 if history.has_ended else most

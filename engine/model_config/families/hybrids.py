@@ -1,8 +1,11 @@
 """Hybrids of attention and recurrent layers, as `architectures.py` has the other architectures."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..architecture import Architecture, as_it_is
+from ..fields import Fields
 from ..latent import deepseek_latent, deepseek_scales, deepseek_sizes
 from ..moe import granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
 from ..multipliers import falcon_h1_scales, granite_scales
@@ -30,7 +33,36 @@ from ..recurrent.families import (
     refuse_other_lfm3,
     refuse_other_nemotron,
 )
-from ..rope import LFM3_ROPE, no_rope, one_rope, partial_rope, rope_if_named, rope_if_theta, ropes_by_type
+from ..rope import (
+    RopeConfig,
+    no_rope,
+    one_rope,
+    partial_rope,
+    read_proportional_rope,
+    rope_if_named,
+    rope_if_theta,
+)
+
+LFM3_ROPE: Mapping[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+"""Default of transformers."""
+
+
+def ropes_by_type(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return two RoPE variants of `rope_parameters`: for full attention, and for sliding windows."""
+    names, types = ("full_attention", "sliding_attention"), fields.raw.get("layer_types")
+    by_type = fields.mapping("rope_parameters") or {}
+    if set(by_type) != set(names):
+        raise fields.error(f"rope_parameters must have an entry for {' and '.join(names)}, and no others")
+    raw = Fields(by_type, f"{fields.where}: rope_parameters")
+    found = tuple(read_proportional_rope(raw.mapping(name) or {}, raw, head_dim, positions) for name in names)
+    kinds = types if isinstance(types, list) else [names[0]] * layers
+    return found, tuple(int(kind == names[1]) for kind in kinds)
+
 
 _QWEN3_5 = Architecture(
     model_type="qwen3_5_text",

@@ -1,5 +1,6 @@
 """Quantized checkpoints whose files are not what config.json says: fit and load refuse with one sentence."""
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -157,6 +158,31 @@ def test_half_a_format_is_refused_by_fit_and_by_load(tmp_path: Path, name: str) 
     weights = load_file(model / "model.safetensors")
     harm(weights)
     save_file(weights, model / "model.safetensors")
+    fit, load = reasons(model)
+    assert re.search(says, fit), fit
+    assert load == fit
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "norms that are missing": ({"architectures": ["Qwen3ForCausalLM"]}, r"q_norm\.weight' is missing"),
+    "more layers": ({"num_hidden_layers": 3}, r"layers\.2\.self_attn\.q_proj\.weight' is missing"),
+    "fewer layers": ({"num_hidden_layers": 1}, r"layers\.1\..* has no place|layers\.1\..* no place"),
+    "another vocabulary": ({"vocab_size": 98}, r"has shape \[99, 128\]"),
+    "latents": ({"architectures": ["DeepseekV3ForCausalLM"]}, r"is missing"),
+}
+
+
+@pytest.mark.parametrize(("entry", "store"), [(AWQ, awq), (GPTQ, gptq), (W4, COMPRESS), (NF4, bnb4)])
+@pytest.mark.parametrize("claim", OTHERS)
+def test_a_quantized_folder_of_another_model_is_refused(
+    tmp_path: Path, entry: dict[str, Any], store: Store, claim: str
+) -> None:
+    changes, says = OTHERS[claim]
+    model = make_tiny_model(tmp_path, arch="llama", tokenizer=False, torch_dtype="float16", **SIZES)
+    publish(model, entry, store)
+    assert reasons(model) == ("", "")
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     fit, load = reasons(model)
     assert re.search(says, fit), fit
     assert load == fit

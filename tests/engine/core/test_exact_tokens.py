@@ -68,6 +68,17 @@ VARIANTS = {
     "recurrent, preempted, chunks": {"num_blocks": 13, "state_slots": 5, "token_budget": 8},
     "recurrent, cache off": {"state_slots": 9, "cache": False, "token_budget": 11},
     "recurrent, static": {"state_slots": 12, "batching": "static", "context": 64},
+    "short context": {"short_context": 17},
+    "short context, one at a time": {"short_context": 17, "max_running": 1},
+    "short context, cache off": {"short_context": 13, "cache": False, "token_budget": 11},
+    "short context, preempted, chunks": {"short_context": 15, "num_blocks": 13, "token_budget": 8},
+    "short context, static": {"short_context": 16, "batching": "static", "context": 64},
+    "short context, window": {
+        "short_context": 14,
+        "window": 5,
+        "window_blocks": pool_blocks(5, 4, 8, 64),
+    },
+    "short context, recurrent, preempted": {"short_context": 17, "num_blocks": 13, "state_slots": 10},
     "block of five, premium share": {
         "block_size": 5,
         "num_blocks": 12,
@@ -96,21 +107,28 @@ def test_tokens_are_those_of_the_request_alone(variant, seed, pipeline):
     for request in requests:
         engine.add(request)
     answers = engine.run()
+    short = VARIANTS[variant].get("short_context", 0)
     for request in requests:
         params = request.params
         assert answers[request.request_id].token_ids == expected_output(
-            request.cache_namespace, request.prompt_ids, params
+            request.cache_namespace, request.prompt_ids, params, short
         )
+    if short:
+        seen = {row.request for plan in engine.runner.plans for row in plan.rows}
+        lengths = {(request.num_prompt > short, request.is_long) for request in seen}
+        assert lengths >= {(False, False), (False, True)}, "some stay short, some grow beyond it"
     if "preempted" in variant:
         assert engine.scheduler.active.preemptions > 0
     if "draft_rows" in pipeline and variant.endswith("one at a time"):
         assert engine.scheduler.drafting.counts["ngram"].accepted_tokens > 0
 
 
+@pytest.mark.parametrize("short", [0, 15])
 @pytest.mark.parametrize("cut", range(0, 12, 3))
-def test_resume_on_a_new_engine_goes_on_exactly(cut):
+def test_resume_on_a_new_engine_goes_on_exactly(cut, short):
     requests = workload(5)
-    first, second = FakeEngine(num_blocks=13), FakeEngine(num_blocks=13, token_budget=8)
+    first = FakeEngine(num_blocks=13, short_context=short)
+    second = FakeEngine(num_blocks=13, token_budget=8, short_context=short)
     for request in requests:
         first.add(request)
     for _ in range(cut):
@@ -132,7 +150,7 @@ def test_resume_on_a_new_engine_goes_on_exactly(cut):
     second.run()
     for request in requests:
         assert first.answers[request.request_id].token_ids == expected_output(
-            request.cache_namespace, request.prompt_ids, request.params
+            request.cache_namespace, request.prompt_ids, request.params, short
         )
 
 

@@ -15,6 +15,7 @@ from support.fake_runner import FakeOverlappingRunner
 from support.real_engines import draft_at_no_price
 from support.scheduling import INFO, make_scheduler
 
+LONG = {"short_context": 19}
 WINDOW = {"window": 6, "window_blocks": pool_blocks(6, 4, 8, 64)}
 
 
@@ -48,7 +49,8 @@ class Mirroring(FakeOverlappingRunner):
             window = slice(row.request.window_begin, None)
             assert mirror.request.window_table[window] == row.request.window_table[window]
             assert mirror.admission == mirror.request.admissions == row.admission
-            for name in ("request_id", "token_ids", "block_table", "params", "num_prompt", "num_pending"):
+            names = "request_id", "token_ids", "block_table", "params", "num_prompt", "num_pending", "is_long"
+            for name in names:
                 assert getattr(row.request, name) == getattr(mirror.request, name), name
             assert mirror.request is not row.request
             if row.samples and row.request.mask is not None:
@@ -77,7 +79,7 @@ def params(rng, number):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_blocks": 13}, {"token_budget": 8}, {"max_running": 2}, {"state_slots": 7}, WINDOW],
+    [{}, {"num_blocks": 13}, {"token_budget": 8}, {"max_running": 2}, {"state_slots": 7}, LONG, WINDOW],
     ids=str,
 )
 @pytest.mark.parametrize(("stages", "depth"), [(1, 0), (1, 1), (2, 1), (3, 3)])

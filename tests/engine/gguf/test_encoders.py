@@ -22,7 +22,7 @@ from llmbox.engine.gguf.matrices import check_matrices
 from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.quantize.convert_gguf import convert
-from llmbox.engine.sampling_params import SamplingParams
+from llmbox.engine.sampling_params import Pooling, SamplingParams
 from llmbox.kernels.dispatch import native_ready
 from support.encoder_models import declare_vectors, make_encoder
 from support.gguf_models import add_blocks_or_floats, write_all
@@ -30,7 +30,13 @@ from support.real_engines import load, run
 from support.tiny_models import write_json
 
 TEXTS = {"one": [7], "short": [3, 9, 11, 300, 4], "long": [3 + 7 * i % 300 for i in range(70)]}
-ARCHITECTURES = {"bert": "BERT", "xlm-roberta": "BERT", "nomic_bert": "NOMIC_BERT", "jina": "JINA_BERT_V2"}
+ARCHITECTURES = {
+    "bert": "BERT",
+    "xlm-roberta": "BERT",
+    "nomic_bert": "NOMIC_BERT",
+    "modernbert": "MODERN_BERT",
+    "jina": "JINA_BERT_V2",
+}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 JINA: dict[str, Any] = {
     "architectures": ["JinaBertForMaskedLM"],
@@ -51,8 +57,10 @@ JINA: dict[str, Any] = {
 }
 
 
-def vectors(model: Path, names: Iterable[str] = tuple(TEXTS), **options: Any) -> dict[str, torch.Tensor]:
-    params = SamplingParams(max_tokens=0, pooling="embed")
+def vectors(
+    model: Path, names: Iterable[str] = tuple(TEXTS), pooling: Pooling = "embed", **options: Any
+) -> dict[str, torch.Tensor]:
+    params = SamplingParams(max_tokens=0, pooling=pooling)
     asked = [AddRequest(request_id=name, prompt_ids=TEXTS[name], params=params) for name in names]
     engine = load(model, **options)
     assert not engine.info.generates
@@ -99,10 +107,15 @@ def write_encoder(
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_layer_norm_eps(config["norm_eps" if kind == "modernbert" else "layer_norm_eps"])
     writer.add_causal_attention(False)
     if kind == "nomic_bert":
         writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    if kind == "modernbert":
+        ropes = config["rope_parameters"]
+        writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config["local_attention"])
     for key, value in extra.items():
         getattr(writer, f"add_{key}")(value)
     writer.add_tokenizer_model("bert")
@@ -119,7 +132,7 @@ def write_encoder(
             gate, up = np.split(whole, 2)
             parts = {name.replace("layers.w", "layers_w.w"): gate, name.replace("layers.w", "layers_v.w"): up}
         for part, values in parts.items():
-            place = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            place = names.get_name(part.removeprefix("roberta."), try_suffixes=(".weight", ".bias"))
             if place is not None and "pooler" not in part:
                 is_table = place.startswith(("position", "token_types"))
                 add_blocks_or_floats(writer, place, values, "F32" if is_table else blocks, seed)
@@ -141,6 +154,17 @@ def test_vectors_are_those_of_the_source(tmp_path: Path, kind: str) -> None:
     assert local_facts(directory(folder)).notes == ()
 
 
+@pytest.mark.parametrize("pattern", [2, [True, False, True, True]])
+def test_layers_of_a_modernbert_by_the_pattern_of_its_file(tmp_path: Path, pattern: int | list[bool]) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    every = [kinds[not slides] for slides in (pattern if isinstance(pattern, list) else [0, 1, 0, 1])]
+    make_encoder(source := tmp_path / "model", "modernbert", layer_types=every)
+    file = write_encoder(source, tmp_path / "t.gguf", "modernbert", sliding_window_pattern=pattern)
+    found, wanted = vectors(folder_of(file, tmp_path / "home")), vectors(source)
+    for name in TEXTS:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
 def test_pooling_is_that_of_the_file(tmp_path: Path) -> None:
     source = make_source(tmp_path / "model", "bert")
     file = write_encoder(source, tmp_path / "t.gguf", "bert", pooling_type=gguf.PoolingType.CLS)
@@ -148,6 +172,21 @@ def test_pooling_is_that_of_the_file(tmp_path: Path) -> None:
     found, wanted = vectors(folder_of(file, tmp_path / "home")), vectors(source)
     for name in TEXTS:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_scores_of_a_reranker_are_those_of_the_source(tmp_path: Path, labels: int) -> None:
+    source = tmp_path / "model"
+    make_encoder(source, "xlm-roberta", "ForSequenceClassification", num_labels=labels)
+    file = write_encoder(source, tmp_path / "t.gguf", "xlm-roberta", pooling_type=gguf.PoolingType.RANK)
+    check_matrices(read_gguf(file))
+    folder = folder_of(file, tmp_path / "home")
+    assert load(folder).info.num_labels == labels
+    found, wanted = (vectors(each, pooling="classify") for each in (folder, source))
+    for name in TEXTS:
+        assert found[name].shape == (labels,)
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+    assert local_facts(directory(folder)).notes == ()
 
 
 def test_import_refuses_them(tmp_path: Path) -> None:
@@ -169,7 +208,7 @@ def test_rerankers_and_unknown_poolings_are_refused(tmp_path: Path, pooling: Any
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
-@pytest.mark.parametrize("kind", ["bert", "nomic_bert"])
+@pytest.mark.parametrize("kind", ["bert", "nomic_bert", "modernbert"])
 def test_blocks_give_nearly_the_vectors_of_the_floats(tmp_path: Path, kind: str) -> None:
     """The same bits alone and in a batch too."""
     source = make_source(tmp_path / "model", kind)

@@ -169,12 +169,12 @@ def test_a_layer_that_predicts_tokens_drafts_as_that_of_the_source(
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     file = tmp_path / "encoder.gguf"
-    writer = gguf.GGUFWriter(file, "modern-bert")
+    writer = gguf.GGUFWriter(file, "nomic-bert-moe")
     writer.add_block_count(2)
     write_all(writer)
     with pytest.raises(
         UnsupportedArchitecture,
-        match=r"'modern-bert' cannot be read from GGUF: .* both directions is missing",
+        match=r"'nomic-bert-moe' cannot be read from GGUF: .* experts of encoders is missing",
     ):
         config_of(read_gguf(file))
 

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
-from llmbox.engine.core.request import Request
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.core.step import StepPlan
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.runner.cpu_runner import CPUModelRunner
-from llmbox.engine.sampling_params import SamplingParams
 from support.families import FAMILIES
 from support.real_engines import (
     LogitsKeeper,
@@ -24,6 +22,7 @@ from support.real_engines import (
     ask,
     hf_model,
     load,
+    one_request,
     planned,
     runner_of,
     tokens,
@@ -216,8 +215,7 @@ pytestmark = pytest.mark.parametrize("case", list(VARIANTS), indirect=True)
 def decode_logits(runner: CPUModelRunner, ids: list[int], prefill: int) -> Tensor:
     """Logits of positions prefill - 1 on: a prefill, then one token a step."""
     keeper = runner._sampler = LogitsKeeper()
-    request = Request(request_id="r", prompt_ids=ids[:prefill], params=SamplingParams(max_tokens=1))
-    request.block_table = list(range(-(-len(ids) // 16)))
+    request = one_request(runner, ids, prefill)
     start = 0
     while start < len(ids):
         runner.execute(StepPlan([planned(request, start, request.num_tokens - start)]))

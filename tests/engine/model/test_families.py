@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from llmbox.engine.planning.parallel_cost import rank_shape
 from llmbox.engine.quantize.quantize import quantize
@@ -233,6 +234,7 @@ def test_a_quantized_folder_answers_as_one_quantized_at_load(tmp_path: Path, arc
     """Stacked experts and absorbed linears are written one by one."""
     model = make_family(tmp_path / "model", arch)
     quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
+    check_weights("out", parse_config(tmp_path / "out"), list_tensors(tmp_path / "out"))
     assert tokens(load(tmp_path / "out"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
 
 
@@ -245,6 +247,7 @@ def test_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
     sizes |= {"qk_rope_head_dim": 64, "head_dim": 64}
     model, same = (make_family(tmp_path / name, "deepseek_v3", **sizes) for name in ("model", "same"))
     wide = load_file(same / "model.safetensors") | round_to_blocks(model)
+    check_weights("model", parse_config(model), list_tensors(model))
     save_file({name: tensor.contiguous() for name, tensor in wide.items()}, same / "model.safetensors")
     expected = tokens(load(same, dtype="float32"), [PROMPT])
     assert tokens(load(model, dtype="float32"), [PROMPT]) == expected

@@ -72,9 +72,9 @@ def test_sizes_of_published_models(tmp_path: Path, raw: dict[str, Any], params: 
     assert config.shape().active_params == pytest.approx(active, rel=0.03)
 
 
-def test_factors_of_longrope_by_the_context_that_is_served(tmp_path: Path) -> None:
+def test_scales_of_longrope_by_length(tmp_path: Path) -> None:
     rope = written(tmp_path, PHI_3_5_MOE).rope
-    assert [attention_scale(rope, context) for context in (4096, 4097)] == [1.1, 1.243163121016122]
+    assert [attention_scale(rope, length) for length in (4096, 4097)] == [1.1, 1.243163121016122]
 
 
 def test_the_language_part_of_a_llama_4(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llmbox.app.hub.model_info import local_facts
+from llmbox.app.models.catalog import directory
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
 from llmbox.engine.checkpoint.formats.weight_format import form_of
 from llmbox.engine.errors import ParallelError
@@ -46,6 +48,7 @@ def test_weights_and_tokens_are_those_of_the_library(
 ) -> None:
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     model, wide = make(tmp_path / "model", STYLES[name])
+    local_facts(directory(model))
     engine = load(model, dtype="float32")
     for number, layer in enumerate(runner_of(engine)._model.layers):
         prefix = f"model.layers.{number}."

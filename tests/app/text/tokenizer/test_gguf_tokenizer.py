@@ -260,6 +260,22 @@ def test_unigrams_of_xlm_r(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_byte_pairs_of_modernbert(tmp_path: Path) -> None:
+    """One token parts a pair, and letters are composed, as in the original."""
+    values = {"bos_token_id": 300, "eos_token_id": 301, "add_bos_token": True, "add_eos_token": True}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(f"[unused{number}]" for number in range(300 - len(letters))), "[CLS]", "[SEP]"]
+    kinds = [NORMAL] * 300 + [CONTROL] * 2
+    more = {"pre": "modern-bert", "merges": [], "token_type": kinds, "add_sep_token": True}
+    write_tokenizer(encoder_metadata("gpt2", words, **values, **more), tmp_path)
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert found.encode("a").tokens == ["[CLS]", "a", "[SEP]"]
+    assert found.encode("a", "b").tokens == ["[CLS]", "a", "[SEP]", "b", "[SEP]"]
+    assert found.encode("e\u0301").ids == found.encode("é").ids
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["add_bos_token"] is True
+
+
 def test_encoders_with_a_damaged_vocabulary_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not name the tokens around a text"):
         write_tokenizer(encoder_metadata("bert", ["[UNK]", "▁a"]), tmp_path)

@@ -142,7 +142,8 @@ def check(pair, requests):
     for request in requests:
         answer = pair.decode.answers[request.request_id]
         assert answer.finish_reason in {"length", "stop"}
-        expected = expected_output(request.cache_namespace, request.prompt_ids, request.params)
+        short = pair.decode.scheduler.config.short_context
+        expected = expected_output(request.cache_namespace, request.prompt_ids, request.params, short)
         assert answer.token_ids == expected
 
 
@@ -159,6 +160,21 @@ def test_a_pair_gives_the_tokens_of_one_engine(kind, options):
         check(pair, requests)
         assert pair.intake.handed_tokens > 0
         assert pair.intake.num_damaged == 0
+
+
+@pytest.mark.parametrize("short", [20, 42])
+def test_both_engines_have_the_factors_of_the_same_length(short):
+    """A long prompt is sent with as many tokens as tell that it is long: 42 is not the end of a block."""
+    pair = Pair(short_context=short, prefill={"short_context": short})
+    requests = [make_request(f"r{n}", n, max_tokens=9) for n in (12, 16, 20, 21, 36, 42, 43, 44, 45)]
+    for request in requests:
+        pair.decode.add(request)
+    pair.run()
+    check(pair, requests)
+    seen = {row.request for plan in pair.decode.runner.plans for row in plan.rows}
+    twice = sum(request.is_long and request.num_prompt <= short for request in seen)
+    assert len(pair.prefills) == len(requests) + twice, "nothing was computed in vain"
+    assert twice
 
 
 @pytest.mark.parametrize("kind", KINDS)
