@@ -127,7 +127,7 @@ class PairJudge:
         handed = stats.handed_tokens - self._mark.handed_tokens
         self._since, self._mark = self._clock(), stats
         # Steps that one engine would have had for these prompts.
-        mixed = handed / max(1.0, info.token_budget - rows)
+        mixed = handed / max(1.0, info.step_tokens(1) - rows)
         share = mixed / (mixed + steps)
         if share < RARE / 2:
             return Switch(None, f"prompts would be in {share:.1%} of the steps of one engine")

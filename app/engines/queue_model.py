@@ -353,7 +353,7 @@ class QueueModel:
     def _prefill(self, tokens: int, rows: int, info: ModelInfo) -> float:
         if info.disaggregate:
             return tokens * (self._serial or 0.0) + self.times.predict_decode(rows + 1)
-        return self.times.predict_prompts(tokens, rows, info.token_budget or tokens + rows)
+        return self.times.predict_prompts(tokens, rows, info.step_tokens(rows) or tokens + rows)
 
     def _tpot(self, rows: int, prompts: int, answer: float, info: ModelInfo) -> float:
         """Predict the time per token of `rows` requests while `prompts` tokens of prompts are computed."""
@@ -369,7 +369,7 @@ class QueueModel:
 
 def _chunk(info: ModelInfo, rows: int, tokens: int) -> int:
     """Return the prompt tokens of a step beside `rows` running requests."""
-    return max(1, (info.token_budget or tokens + rows) - rows)
+    return max(1, (info.step_tokens(rows) or tokens + rows) - rows)
 
 
 def _band(request: AddRequest) -> int:

@@ -161,7 +161,8 @@ class Scheduler:
         if self._waiting and self.config.batching == "continuous":
             self.active.displace()
         decoding, prompts = self._by_phase()
-        budget = ceil_div(self.config.token_budget, pipeline.stages)
+        budget = self.config.mixed_budget if decoding else 0
+        budget = ceil_div(budget or self.config.token_budget, pipeline.stages)
         has_prompts = bool(prompts or self._waiting)
         may_be_express = has_prompts and not self._was_express
         self._was_express = may_be_express and self._schedule_express(

@@ -58,6 +58,7 @@ class Box:
                 num_blocks=settings["num_blocks"],
                 max_running=settings["max_running"],
                 token_budget=settings["token_budget"],
+                mixed_budget=settings.get("mixed_budget", 0),
             )
         )
         self.sent: dict[str, Sent] = {}
@@ -137,6 +138,19 @@ def test_prompts_ahead_are_waited_for(box):
     box.run()
     assert waiting.forecast.ttft > alone + 600 * TOKEN
     assert waiting.ttft <= waiting.forecast.ttft <= 1.5 * waiting.ttft
+
+
+def test_a_prompt_beside_streams_is_forecast_in_steps_of_the_mixed_budget():
+    box = Box(mixed_budget=16)
+    box.learn()
+    for _ in range(4):
+        box.send(4, 400)
+    for _ in range(8):
+        box.step()
+    sent = box.send(200)
+    box.run()
+    assert sent.ttft > 200 / 12 * STEP
+    assert sent.ttft <= sent.forecast.ttft <= 1.5 * sent.ttft
 
 
 def test_what_is_computed_of_a_prompt_is_no_longer_waited_for(box):
