@@ -187,6 +187,7 @@ class PairSwitch:
         """Note that an engine is ready."""
         self._fallback = self._wanted = None
         self._judge.begin()
+        self._of.queue.learns_all |= self.is_on
 
     def note_step(self) -> None:
         """Look at what was measured, every few steps."""

@@ -121,6 +121,21 @@ def test_nothing_is_forecast_before_a_step_was_measured():
     assert box.forecast(10).forecast is not None
 
 
+def test_few_steps_are_learned_from_until_a_request_is_judged():
+    box = Box()
+    for name in ("a", "b"):  # no forecast is asked for
+        request = AddRequest(
+            request_id=name, prompt_ids=unique_prompt(name, 4), params=SamplingParams(max_tokens=401)
+        )
+        box.submit(Sent(request, box.clock.now, None))
+        box.run()
+    learned = box.queue.times.interference.steps
+    assert 0 < learned <= 2 * 400 / 8 + 16
+    box.send(4, 401)
+    box.run()
+    assert box.queue.times.interference.steps == learned + 400
+
+
 @pytest.mark.parametrize("prompt", [1, 40, 64, 65, 500])
 def test_a_request_alone_takes_what_was_forecast(box, prompt):
     sent = box.send(prompt)
