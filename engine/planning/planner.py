@@ -63,7 +63,6 @@ class Planner:
         self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
         self.max_running = config.max_running or default_max_running(shape, budget, config)
         self.token_budget = config.token_budget or default_token_budget(shape, budget, self.max_running)
-        self.mixed_budget = default_mixed_budget(shape, budget, config, self.max_running)
         self.window = self._bounded_window()
         sliding = shape.sliding if self.window else None
         part: Literal["all", "full"] = "all" if sliding is None else "full"
@@ -96,8 +95,7 @@ class Planner:
 
     def plan(self) -> MemoryPlan:
         """Return the plan, with a lowered context if none was requested. Raises `DoesNotFit`."""
-        limit = self._wanted_context()
-        have = self._usable()
+        limit, have = self._wanted_context(), self._usable()
         context = limit
         if self._need(limit) > have:
             if self.config.context is not None:
@@ -142,7 +140,7 @@ class Planner:
             context=context,
             max_running=self.max_running,
             token_budget=self.token_budget,
-            mixed_budget=self.mixed_budget,
+            mixed_budget=default_mixed_budget(self.shape, self.budget, self.config, self.max_running),
             window=self.window,
             window_blocks=window_blocks,
             window_bytes_per_token=self.window_bytes_per_token,

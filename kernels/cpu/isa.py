@@ -57,8 +57,8 @@ def cpu_flags() -> frozenset[str]:
 
 
 _ZEN5: Final = 26
-"""Family of AMD's CPUs from which on a core has four times the vector units and buses of `Level.flops`: 500
-Gop/s in bfloat16 with AVX-512, where a Zen 4 has 220 and an Intel core without its tiles 65."""
+"""Family of AMD's CPUs from which on a core has four times the throughput of `Level.flops`: 500 Gop/s in
+bfloat16 with AVX-512, where a Zen 4 has 220 and an Intel core without its tiles 65."""
 
 
 @cache
