@@ -137,6 +137,8 @@ class SchedulerConfig:
     context: int
     max_running: int
     token_budget: int
+    mixed_budget: int = 0
+    """Maximum tokens of a step with decoding requests; 0: `token_budget`."""
     batching: Batching = "continuous"
     chunked_prefill: bool = True
     premium_share: float = 0.0
@@ -164,6 +166,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         # A decoding request takes one token in every step: a smaller budget would stall streams.
+        assert not self.mixed_budget or self.max_running <= self.mixed_budget <= self.token_budget
         if self.token_budget < self.max_running:
             raise EngineError(
                 f"token_budget {self.token_budget} is below max_running {self.max_running}: "

@@ -129,7 +129,7 @@ class EnginePairPolicy:
         handed = stats.handed_tokens - self._mark.handed_tokens
         self._since, self._mark = self._clock(), stats
         # Steps that one engine would have had for these prompts.
-        mixed = handed / max(1.0, info.token_budget - rows)
+        mixed = handed / max(1.0, info.step_tokens(1) - rows)
         share = mixed / (mixed + steps)
         if share < RARE / 2:
             return EnginePairDecision(None, f"prompts would be in {share:.1%} of the steps of one engine")
@@ -189,6 +189,7 @@ class PairSwitch:
         """Note that an engine is ready."""
         self._fallback = self._wanted = None
         self._judge.begin()
+        self._of.queue.learns_all |= self.is_on
 
     def note_step(self) -> None:
         """Look at what was measured, every few steps."""

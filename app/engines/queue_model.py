@@ -28,6 +28,8 @@ _FEW: Final = 8
 """Forecasts whose error says nothing yet."""
 _MOST_FACTOR: Final = 3.0
 _LONGEST_WAIT: Final = 60
+_SAMPLED: Final = 8
+"""Steps of which one is learned from while nothing depends on it; the first two of these all."""
 _REFUSING_S: Final = 10.0
 """Most seconds between two refusals that count as one time of refusals."""
 
@@ -133,6 +135,8 @@ class QueueModel:
         self._times_of: dict[tuple[int, int] | None, MeasuredSteps] = {}
         """Times of one engine, and of pairs of engines (`--disaggregate`)."""
         self.times = self._times_of[None] = MeasuredSteps(self._refusing)
+        self.learns_all = False
+        """Learn from every step: requests are admitted by forecasts, or engines chosen by their times."""
         self.counts = AdmissionCounts()
         self._refused_at, self._refusing_s = -math.inf, 0.0
         self.errors = {False: ForecastErrors(), True: ForecastErrors()}
@@ -165,9 +169,11 @@ class QueueModel:
         self._prefixes = PrefixTable(most_blocks=max(1, info.num_blocks))
 
     def observe(self, stats: EngineStats) -> None:
-        """Learn from the step that came with these counters."""
-        self.times.observe(self._stats, stats)
-        self._stats = stats
+        """Learn from the step that came with these counters, or pass over it."""
+        before, self._stats = self._stats, stats
+        steps = stats.work.steps
+        if self.learns_all or steps % _SAMPLED == 0 or steps <= 2 * _SAMPLED:
+            self.times.observe(before, stats)
 
     def enter(self, request: AddRequest, output: Sequence[int]) -> None:
         """Note a request that was submitted. `output` grows as its tokens come."""
@@ -236,6 +242,7 @@ class QueueModel:
         """Predict the times of requests that come together, the choices of one call. None where no step was
         measured, as with engines that do not tell theirs.
         """
+        self.learns_all = True
         if (info := self._known) is None:
             return None
         own = sum(self._estimate(request, info) for request in requests)
@@ -360,7 +367,7 @@ class QueueModel:
     def _prefill(self, tokens: int, rows: int, info: ModelInfo) -> float:
         if info.disaggregate:
             return tokens * (self._serial or 0.0) + self.times.predict_decode(rows + 1)
-        return self.times.predict_prompts(tokens, rows, info.token_budget or tokens + rows)
+        return self.times.predict_prompts(tokens, rows, info.step_tokens(rows) or tokens + rows)
 
     def _tpot(self, rows: int, prompts: int, answer: float, info: ModelInfo) -> float:
         """Predict the time per token of `rows` requests while `prompts` tokens of prompts are computed."""
@@ -376,7 +383,7 @@ class QueueModel:
 
 def _chunk(info: ModelInfo, rows: int, tokens: int) -> int:
     """Return the prompt tokens of a step beside `rows` running requests."""
-    return max(1, (info.token_budget or tokens + rows) - rows)
+    return max(1, (info.step_tokens(rows) or tokens + rows) - rows)
 
 
 def _band(request: AddRequest) -> int:

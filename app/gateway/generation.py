@@ -209,7 +209,7 @@ class TimeLimits:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._has_tokens = False
+        self.has_tokens = False
         self.has_ended_answer = False
         """The answer was cut at `finish_by`: its streams end by `abort`, which is then no error."""
 
@@ -223,8 +223,8 @@ class TimeLimits:
             if at is not None:
                 self._timers[name] = loop.call_later(max(0.0, at - now), self._expire, name, cancel)
 
-    def note_token(self) -> None:
-        self._has_tokens = True
+    def note_first_token(self) -> None:
+        self.has_tokens = True
         if (timer := self._timers.pop("first_token", None)) is not None:
             timer.cancel()
 
@@ -235,7 +235,7 @@ class TimeLimits:
     def _expire(self, name: str, cancel: Callable[[ApiError | None], None]) -> None:
         if name == "first_token":
             cancel(deadline_error("its first token came", "first_token_timeout"))
-        elif not self._has_tokens:
+        elif not self.has_tokens:
             cancel(deadline_error("its answer began", "request_timeout"))
         else:
             self.has_ended_answer = True

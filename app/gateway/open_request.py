@@ -251,7 +251,8 @@ class OpenRequest:
         if output.draft_tokens:
             self.usage.draft_tokens += output.draft_tokens
             self.usage.accepted_tokens += output.accepted_tokens
-        self._limits.note_token()
+        if not self._limits.has_tokens:
+            self._limits.note_first_token()
         if self._reservation is not None:
             self._reservation.spend(len(output.token_ids))
         now = time.monotonic()

@@ -173,7 +173,8 @@ class Scheduler:
         may_prefill = prompts or (self._waiting and len(self._running) < self.config.max_running)
         if pipeline.ahead and not may_prefill and self.drafting.awaits_tokens(self._running.values()):
             return plan
-        budget = ceil_div(self.config.token_budget, pipeline.stages)
+        mixed = self.config.mixed_budget if decoding else 0
+        budget = ceil_div(mixed or self.config.token_budget, pipeline.stages)
         may_be_express = has_prompts and not self._was_express
         self._was_express = may_be_express and self._schedule_express(
             plan, budget, decoding, prompts, pipeline

@@ -192,6 +192,7 @@ class ScheduleRecorder:
                 window=config.window,
                 window_blocks=config.window_blocks,
                 disk=self._kv_cache.tiers is not None or self._kv_cache.intake is not None,
+                mixed_budget=config.mixed_budget,
             )
         return self._facts
 

@@ -372,6 +372,7 @@ def make_scheduler(
         context=plan.context,
         max_running=plan.max_running,
         token_budget=plan.token_budget,
+        mixed_budget=plan.mixed_budget,
         batching=config.batching,
         chunked_prefill=config.chunked_prefill,
         premium_share=config.premium_share,

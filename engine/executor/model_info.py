@@ -71,5 +71,6 @@ def model_info(
         image_cache_bytes=plan.image_cache_bytes,
         disaggregate=config.disaggregate,
         token_budget=plan.token_budget,
+        mixed_budget=plan.mixed_budget,
         prefill_bytes=plan.prefill_bytes,
     )

@@ -98,7 +98,15 @@ class FrameReader(Generic[M]):
                 if zlib.crc32(frame) != crc:
                     raise TransportError("frame with a wrong checksum")
                 start = end
-                yield self._decode(frame[0], frame[1:])
+                tag = frame[0]
+                decoder = self._decoders.get(tag)
+                if decoder is None:
+                    raise TransportError(f"message tag {tag:#04x} does not belong on this side")
+                try:
+                    message = decoder.decode(memoryview(frame)[1:])
+                except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                    raise TransportError(f"message {tag:#04x} does not have its type: {error}") from error
+                yield message
         finally:
             del buffer[:start]
 
@@ -106,12 +114,3 @@ class FrameReader(Generic[M]):
         """Check at the end of the stream that no message is incomplete. Raises TransportError."""
         if self._buffer:
             raise TransportError(f"stream ended inside a message after {len(self._buffer)} bytes of it")
-
-    def _decode(self, tag: int, payload: bytes) -> M:
-        decoder = self._decoders.get(tag)
-        if decoder is None:
-            raise TransportError(f"message tag {tag:#04x} does not belong on this side")
-        try:
-            return decoder.decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise TransportError(f"message {tag:#04x} does not have its type: {error}") from error

@@ -220,8 +220,14 @@ class ModelInfo:
     """Cores of the prefill engine and of the decode engine; None: one engine does both."""
     token_budget: int = 0
     """Maximum tokens computed in one step; 0: not known."""
+    mixed_budget: int = 0
+    """Maximum tokens of a step with decoding requests; 0: `token_budget`."""
     prefill_bytes: int = 0
     """Memory of the prefill engine and of the hand-over, which `workspace_bytes` counts."""
+
+    def step_tokens(self, rows: int) -> int:
+        """Return the maximum tokens of a step with `rows` decoding requests; 0: not known."""
+        return (rows and self.mixed_budget) or self.token_budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ class EngineFacts(NamedTuple):
     window_blocks: int = 0
     disk: bool = False
     """Blocks come from disk, or from a prefill engine."""
+    mixed_budget: int = 0
 
 
 class ScheduleRecord(NamedTuple):

@@ -8,6 +8,9 @@ from .memory_plan import MemoryBudget
 _GIB = 1 << 30
 _FLOAT32_UP_TO = _GIB
 _STEP_SECONDS = 0.5
+_MIXED_STEP_SECONDS = 0.1
+_LEAST_ROWS = 64
+"""Rows from which on a step of prompts is no more than a tenth slower a token than any longer one."""
 
 
 def resolve_dtypes(
@@ -46,10 +49,27 @@ def default_max_running(shape: ModelShape, budget: MemoryBudget, config: EngineC
 
 
 def default_token_budget(shape: ModelShape, budget: MemoryBudget, max_running: int) -> int:
-    """Return the default token budget: on a CPU a step of about half a second, so that decoding streams do
-    not stall behind a long prompt.
+    """Return the default token budget: on a CPU a step of about half a second, since a request that comes
+    waits for the step under way.
     """
     if budget.device == "cuda":
         return max(max_running, 8192 if budget.available >= 40 * _GIB else 2048)
-    tokens = _STEP_SECONDS * budget.cores * budget.core_flops / (2 * shape.active_params)
-    return max(max_running, 64, min(2048, 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 0))
+    return max(max_running, _rows_in(_STEP_SECONDS, shape, budget))
+
+
+def default_mixed_budget(
+    shape: ModelShape, budget: MemoryBudget, config: EngineConfig, max_running: int
+) -> int:
+    """Return the token budget of steps with decoding requests: on a CPU a step of about a tenth of a second,
+    because it is the time between two tokens of every stream. 0, the same as of other steps, on GPUs and for
+    a budget that the user has set.
+    """
+    if budget.device == "cuda" or config.token_budget is not None:
+        return 0
+    return max(max_running, _rows_in(_MIXED_STEP_SECONDS, shape, budget))
+
+
+def _rows_in(seconds: float, shape: ModelShape, budget: MemoryBudget) -> int:
+    """Return how many rows a CPU computes in a time, as a power of two of at least `_LEAST_ROWS`."""
+    rows = int(seconds * budget.cores * budget.core_flops / (2 * shape.active_params))
+    return max(_LEAST_ROWS, min(2048, 1 << rows.bit_length() - 1 if rows else 0))

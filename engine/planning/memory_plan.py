@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmbox.kernels.cpu.build import native_expected
-from llmbox.kernels.cpu.isa import LEVELS, usable_levels
+from llmbox.kernels.cpu.isa import LEVELS, core_flops, usable_levels
 
 from ..config import Dtype, KVDtype, QuantChoice
 from ..core.executor_interface import ceil_div
@@ -64,7 +64,7 @@ class MemoryBudget:
             cores=cores,
             native_kernels=True,
             level=usable_levels()[0].name,
-            core_flops=usable_levels()[0].flops,
+            core_flops=core_flops(),
         )
 
 
@@ -98,6 +98,8 @@ class MemoryPlan:
     """Maximum prompt + output of one request in tokens: such a request always fits in the pool."""
     max_running: int
     token_budget: int
+    mixed_budget: int = 0
+    """Maximum tokens of a step with decoding requests; 0: `token_budget`."""
     notes: tuple[str, ...] = ()
     """Decisions and lowered values with their reasons, for the user."""
     tp: int = 1

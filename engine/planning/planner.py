@@ -16,7 +16,7 @@ from ..kv_store.handover_segment import segment_bytes
 from ..kv_store.store_threads import BUFFER_BYTES
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
-from .defaults import default_max_running, default_token_budget, resolve_dtypes
+from .defaults import default_max_running, default_mixed_budget, default_token_budget, resolve_dtypes
 from .disaggregation import PREFILL_RUNNING
 from .memory_model import MOST_DRAFT_ROWS, adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
@@ -95,8 +95,7 @@ class Planner:
 
     def plan(self) -> MemoryPlan:
         """Return the plan, with a lowered context if none was requested. Raises `DoesNotFit`."""
-        limit = self._wanted_context()
-        have = self._usable()
+        limit, have = self._wanted_context(), self._usable()
         context = limit
         if self._need(limit) > have:
             if self.config.context is not None:
@@ -141,6 +140,7 @@ class Planner:
             context=context,
             max_running=self.max_running,
             token_budget=self.token_budget,
+            mixed_budget=default_mixed_budget(self.shape, self.budget, self.config, self.max_running),
             window=self.window,
             window_blocks=window_blocks,
             window_bytes_per_token=self.window_bytes_per_token,

@@ -197,7 +197,8 @@ async def stream_completion(gateway: Gateway, call: CompletionCall) -> AsyncGene
         async for delta in opened.deltas():
             unfinished -= delta.finish_reason is not None
             work = partial(writer.event, delta, last=unfinished == 0)
-            if event := await off_loop(writer.prompt_work if writer.is_first(delta) else 0, work):
+            event = await off_loop(writer.prompt_work, work) if writer.is_first(delta) else work()
+            if event:
                 yield event
     if writer.with_usage:
         yield writer.usage()

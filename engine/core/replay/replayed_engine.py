@@ -115,6 +115,7 @@ class ReplayedEngine:
             context=facts.context,
             max_running=facts.max_running,
             token_budget=facts.token_budget,
+            mixed_budget=facts.mixed_budget,
             batching="static" if facts.static else "continuous",
             chunked_prefill=facts.chunked,
             premium_share=facts.premium_share,

@@ -152,7 +152,8 @@ class WhatIf:
             budget = max(facts.token_budget, running)
         elif self.max_running is None:
             running = min(running, budget)
-        values: dict[str, Any] = {"max_running": running, "token_budget": budget}
+        mixed = max(facts.mixed_budget, running) if facts.mixed_budget and self.token_budget is None else 0
+        values: dict[str, Any] = {"max_running": running, "token_budget": budget, "mixed_budget": mixed}
         if self.num_blocks is not None:
             values |= {"num_blocks": self.num_blocks}
         elif self.block_factor is not None:

@@ -28,7 +28,7 @@ from .key import PackKey
 
 log = logging.getLogger(__name__)
 
-SUFFIX, UNFINISHED = ".weights", ".part"
+SUFFIX, UNFINISHED, INTERRUPTED = ".weights", ".part", ".interrupted"
 DISK_RESERVE = 0.05
 """Share of the disk that stays free."""
 
@@ -109,6 +109,19 @@ class PackedWeightCache:
             with contextlib.suppress(OSError):
                 part.unlink()
 
+    def note_interrupted(self, key: PackKey) -> None:
+        """Leave a mark that the process of a write ended before it."""
+        with contextlib.suppress(OSError):
+            self._path(key).with_suffix(INTERRUPTED).touch()
+
+    def take_interrupted(self, key: PackKey) -> bool:
+        """Return whether the last write was interrupted, and remove the mark."""
+        try:
+            self._path(key).with_suffix(INTERRUPTED).unlink()
+        except OSError:
+            return False
+        return True
+
     def _write(self, key: PackKey, contents: Sequence[PackedContent]) -> None:
         digest, origins = key.digest(), key.origins()
         part = self._path(key).with_suffix(UNFINISHED)
@@ -142,6 +155,8 @@ class PackedWeightCache:
         freed = 0
         with contextlib.suppress(OSError), self._locked():
             freed = self._sweep()
+            for mark in self.folder.glob(f"*{INTERRUPTED}"):
+                mark.unlink(missing_ok=True)
             for entry in self.entries():
                 if everything or entry.useless:
                     freed += self._remove(entry)

@@ -117,23 +117,33 @@ class PackedWeightWriter:
         if bias_O is not None:
             self.vector(asked.name + _BIAS, bias_O)
 
-    def start(self) -> threading.Thread:
-        """Write in a thread of lowest priority. A process that ends waits up to END_S seconds for it."""
-        thread = threading.Thread(target=self._write, name="keep packed weights", daemon=True)
+    def start(self) -> None:
+        """Write in a thread of lowest priority. A process that ends waits up to END_S seconds for it.
+
+        If the last process of these weights could not wait, write them now: models that take turns would be
+        packed at every turn.
+        """
+        if self._cache.take_interrupted(self._key):
+            self._write()
+            return
+        thread = threading.Thread(target=self._write_behind, name="keep packed weights", daemon=True)
         thread.start()
         at_exit(partial(self._end, thread))
-        return thread
 
     def _end(self, thread: threading.Thread) -> None:
         """Wait for the write; drop the unfinished file where it takes too long."""
         thread.join(END_S)
         if thread.is_alive():
             log.warning("packed weights are not kept: the engine ended while they were written")
+            self._cache.note_interrupted(self._key)
             self._cache.drop_unfinished()
 
-    def _write(self) -> None:
+    def _write_behind(self) -> None:
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        self._write()
+
+    def _write(self) -> None:
         try:
             if self._cache.store(self._key, self._contents):
                 forget_pages([Path(origin.path) for origin in self._key.origins()])

@@ -58,6 +58,7 @@ class Box:
                 num_blocks=settings["num_blocks"],
                 max_running=settings["max_running"],
                 token_budget=settings["token_budget"],
+                mixed_budget=settings.get("mixed_budget", 0),
             )
         )
         self.sent: dict[str, Sent] = {}
@@ -120,6 +121,21 @@ def test_nothing_is_forecast_before_a_step_was_measured():
     assert box.forecast(10).forecast is not None
 
 
+def test_few_steps_are_learned_from_until_a_request_is_judged():
+    box = Box()
+    for name in ("a", "b"):  # no forecast is asked for
+        request = AddRequest(
+            request_id=name, prompt_ids=unique_prompt(name, 4), params=SamplingParams(max_tokens=401)
+        )
+        box.submit(Sent(request, box.clock.now, None))
+        box.run()
+    learned = box.queue.times.interference.steps
+    assert 0 < learned <= 2 * 400 / 8 + 16
+    box.send(4, 401)
+    box.run()
+    assert box.queue.times.interference.steps == learned + 400
+
+
 @pytest.mark.parametrize("prompt", [1, 40, 64, 65, 500])
 def test_a_request_alone_takes_what_was_forecast(box, prompt):
     sent = box.send(prompt)
@@ -137,6 +153,19 @@ def test_prompts_ahead_are_waited_for(box):
     box.run()
     assert waiting.forecast.ttft > alone + 600 * TOKEN
     assert waiting.ttft <= waiting.forecast.ttft <= 1.5 * waiting.ttft
+
+
+def test_a_prompt_beside_streams_is_forecast_in_steps_of_the_mixed_budget():
+    box = Box(mixed_budget=16)
+    box.learn()
+    for _ in range(4):
+        box.send(4, 400)
+    for _ in range(8):
+        box.step()
+    sent = box.send(200)
+    box.run()
+    assert sent.ttft > 200 / 12 * STEP
+    assert sent.ttft <= sent.forecast.ttft <= 1.5 * sent.ttft
 
 
 def test_what_is_computed_of_a_prompt_is_no_longer_waited_for(box):

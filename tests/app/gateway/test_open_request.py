@@ -37,7 +37,7 @@ def test_an_answer_that_could_not_be_made_is_a_failure_of_the_server():
 
 def test_drafts_of_all_steps_are_counted():
     opened = OpenRequest(SimpleNamespace(prompts=[[1]], n=1, clock=ExchangeClock()), [], print, print)
-    opened._limits = SimpleNamespace(note_token=lambda: None)
+    opened._limits = SimpleNamespace(has_tokens=True)
     for drafted, accepted in ((0, 0), (7, 3), (2, 2)):
         ids = [5] * (accepted + 1)
         output = RequestOutput(request_id="r", token_ids=ids, draft_tokens=drafted, accepted_tokens=accepted)

@@ -65,6 +65,13 @@ def test_decoding_comes_first_and_prompts_get_the_rest():
         assert step(scheduler) == {"a": 1, "b": 1, "long": 6}
 
 
+def test_beside_decoding_requests_a_step_has_the_smaller_budget():
+    scheduler = make_scheduler(token_budget=16, mixed_budget=8)
+    add(scheduler, make_request("a", 4, max_tokens=3), make_request("long", 100))
+    assert step(scheduler) == {"a": 4, "long": 12}
+    assert [step(scheduler) for _ in range(3)] == [{"a": 1, "long": 7}, {"a": 1, "long": 7}, {"long": 16}]
+
+
 def test_several_prompts_share_a_step():
     scheduler = make_scheduler(token_budget=8)
     add(scheduler, make_request("a", 3), make_request("b", 3), make_request("c", 5))

@@ -307,9 +307,12 @@ def test_steps_of_slow_machines_are_short():
     assert plan(TINY, 8 * GB).token_budget == 2048
     assert plan(QWEN_3_600M, 40 * GB).token_budget == 64
     fast = MemoryBudget(device="cpu", available=40 * GB, cores=2, core_flops=500e9)
-    assert estimate(QWEN_3_600M, fast, EngineConfig(model_path="m", name="m")).token_budget == 256
+    planned = estimate(QWEN_3_600M, fast, EngineConfig(model_path="m", name="m"))
+    assert (planned.token_budget, planned.mixed_budget) == (256, 64)
     assert plan(TINY, 8 * GB, token_budget=8).max_running == 8
     assert plan(QWEN_3_600M, 40 * GB, max_running=100).token_budget == 100
+    assert plan(QWEN_3_600M, 40 * GB, max_running=100).mixed_budget == 100
+    assert not plan(TINY, 8 * GB, token_budget=1024).mixed_budget, "it is that of all steps"
 
 
 shapes = st.builds(

@@ -15,7 +15,7 @@ import torch
 
 from llmbox.kernels.cpu import build, compiling
 from llmbox.kernels.cpu.ffi import open_library
-from llmbox.kernels.cpu.isa import LEVELS, cpu_flags, usable_levels
+from llmbox.kernels.cpu.isa import LEVELS, core_flops, cpu_flags, usable_levels
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import UnknownBackend, native_ready, select_ops
 from support.cli_box import until
@@ -246,6 +246,20 @@ def test_levels_of_arm_follow_hwcap(
         assert [level.name for level in usable_levels()] == levels
     finally:
         cpu_flags.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "times"),
+    [("AuthenticAMD", 25, 1), ("AuthenticAMD", 26, 4), ("GenuineIntel", 26, 1), ("", "", 1)],
+)
+def test_wide_cores_are_known_by_their_family(
+    vendor: str, family: object, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nflags\t\t: fpu\n")
+    monkeypatch.setattr("llmbox.kernels.cpu.isa.Path", lambda _path: cpuinfo)
+    monkeypatch.setattr("llmbox.kernels.cpu.isa.usable_levels", lambda: (LEVELS[1],))
+    assert core_flops.__wrapped__() == times * LEVELS[1].flops
 
 
 def test_the_best_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

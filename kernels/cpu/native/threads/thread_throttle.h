@@ -23,22 +23,28 @@ public:
         wall_ += wall;
         worst_ += std::min(worst, wall);
         rest_of_all_ += std::min(rest, wall);
-        if (wall_ < WINDOW) return;
+        if (wall_ < window()) return;
         decide(wall_, 1 - worst_ / wall_, 1 - rest_of_all_ / wall_);
         wall_ = worst_ = rest_of_all_ = 0;
     }
 
 private:
-    static constexpr double SHORTEST = 0.0005, WINDOW = 0.1;
-    // A trial costs at most half a window: 5 % of the longest rest's work. Longer ones would miss the quiet after.
-    static constexpr double FIRST_REST = 0.5, LONGEST_REST = 2;
+    static constexpr double SHORTEST = 0.0005, WINDOW = 0.1, TRIAL = 0.05;
+    // The first rest is over after one or two steps, since most thieves are gone by then. A trial costs at most half of
+    // its own time: a fortieth of the longest rest's work. Longer rests would miss the quiet after.
+    static constexpr double FIRST_REST = 0.03, LONGEST_REST = 1;
+    static constexpr double RELAPSE = 0.5;  // so soon after a thread came back its rest had been too short
     static constexpr double WORTH = 1.2;  // times as fast without the slowest, or nothing changes
+
+    double window() const {
+        if (threads_ < most_) return std::min(WINDOW, rest_);
+        return tried_ && since_change_ == 0 ? TRIAL : WINDOW;
+    }
 
     void decide(double seconds, double slowest, double others) {
         since_change_ += seconds;
         if (threads_ > 1 && (threads_ - 1) * others > WORTH * threads_ * slowest) {
-            // Soon after a thread came back: it should have rested longer.
-            rest_ = tried_ && since_change_ < FIRST_REST ? std::min(2 * rest_, LONGEST_REST) : FIRST_REST;
+            rest_ = tried_ && since_change_ < RELAPSE ? std::min(2 * rest_, LONGEST_REST) : FIRST_REST;
             change(-1);
         } else if (threads_ < most_ && since_change_ >= rest_) {
             change(+1);

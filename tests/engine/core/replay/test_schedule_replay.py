@@ -11,7 +11,7 @@ from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.replay.replayed_engine import percentiles
 from llmbox.engine.core.replay.schedule_replay import LinearStepCost, ScheduleReplay, WhatIf
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.ipc.sequence_times import DRAFTED, MOST_BYTES, decode_schedule
+from llmbox.engine.ipc.sequence_times import DRAFTED, MOST_BYTES, EngineFacts, decode_schedule
 from llmbox.engine.sampling_params import SamplingParams
 from support.clock import Clock
 from support.fake_runner import FakeOverlappingRunner, FakeRunner
@@ -229,6 +229,15 @@ def test_twice_the_blocks_preempt_and_evict_less():
     assert as_it_was.evictions > more.evictions == 0
     assert more.output_tokens == as_it_was.output_tokens
     assert more.queue_s[0] <= as_it_was.queue_s[0]
+
+
+def test_a_budget_that_is_tried_is_that_of_all_steps():
+    facts = EngineFacts(
+        context=4096, max_running=8, token_budget=256, num_blocks=100, block_size=16, mixed_budget=64
+    )
+    assert WhatIf().apply(facts) == facts
+    assert WhatIf(token_budget=128).apply(facts).mixed_budget == 0
+    assert WhatIf(max_running=100).apply(facts).mixed_budget == 100
 
 
 def test_limits_that_some_sequences_exceed():

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.engine.weights.packed_cache import source
+from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
+from llmbox.engine.weights.packed_cache.file import PackedContent
+from llmbox.engine.weights.packed_cache.key import PackKey
 from support.tiny_models import make_tiny_model
 
 PROGRAM = """
@@ -55,3 +59,31 @@ def test_an_end_during_the_write(tmp_path: Path, how: str, kept: int) -> None:
     assert len(list(folder.glob("*.weights"))) == kept
     assert not list(folder.glob("*.part"))
     assert ("not kept: the engine ended" in done.stderr) is not bool(kept)
+    assert len(list(folder.glob("*.interrupted"))) == 1 - kept
+
+
+def test_what_was_interrupted_is_written_before_the_next_load_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "forget_pages", lambda _: None)
+    folder = tmp_path / "repacked"
+    key = PackKey(
+        directory=make_tiny_model(tmp_path / "model"), dtype="torch.bfloat16", quant="int8", layout="1"
+    )
+    cache = PackedWeightCache(folder, 10**9)
+    folder.mkdir(mode=0o700)
+    cache.note_interrupted(key)
+    keeper = source.PackedWeightWriter(cache, key, None)
+    keeper._contents = [PackedContent("item", (5000,), "linear", memoryview(bytes(5000)))]
+    keeper.start()
+    assert cache.find(key) is not None
+    assert not cache.take_interrupted(key)
+
+
+def test_pruning_forgets_interruptions(tmp_path: Path) -> None:
+    cache = PackedWeightCache(tmp_path, 10**9)
+    tmp_path.chmod(0o700)
+    key = PackKey(directory=tmp_path, dtype="torch.bfloat16", quant="int8", layout="1")
+    cache.note_interrupted(key)
+    cache.prune()
+    assert not cache.take_interrupted(key)
