@@ -90,7 +90,7 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
         return "frames"
     if linear == names.patch and kind == "weight" and tower.channels_last:
         return "colors_first"
-    if linear in names.patch_norms[:1]:
+    if linear == names.patch_norm:
         return "colors_first"
     if tower.projector in {"mistral3", "llava"} and linear.endswith((names.query, names.key)):
         return "pairs"
@@ -103,9 +103,9 @@ def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str,
     names = tower.names
     yield names.patch, ("v.patch_embd",)
     yield names.table, ("v.position_embd.weight" if tower.table in {"axes", "places"} else "v.position_embd",)
-    for number, norm in enumerate(names.patch_norms, 1):
-        yield norm, (f"v.patch_norm.{number}",)
-    yield names.pre_norm, ("v.patch_norm.3" if names.patch_norms else "v.pre_ln",)
+    yield names.patch_norm, ("v.patch_norm.1",)
+    yield names.embedded_norm, ("v.patch_norm.2",)
+    yield names.pre_norm, ("v.patch_norm.3" if names.patch_norm else "v.pre_ln",)
     yield names.post_norm, ("v.post_ln",)
     up, down = "ffn_up", "ffn_down"
     entry = projector.tensors.get("v.blk.0.ffn_up.weight")

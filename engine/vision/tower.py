@@ -203,17 +203,12 @@ class VisionTower:
         size = 3 * tower.frames * tower.patch_size**2
         self._patch = weights.linear((names.patch,), tower.hidden_size, size, bias=tower.patch_bias)
         self._values_3C = _pixel_values(tower, processor).to(weights.dtype).to(self._device)
-        sizes = zip(names.patch_norms, (size, tower.hidden_size), strict=False)
-        self._patch_norms = [
-            TowerNorm(weights, name, width, tower.eps, is_rms=tower.is_rms) for name, width in sizes
-        ]
         self._table = weights.positions(tower)
 
-        def norm(name: str) -> TowerNorm | None:
-            if not name:
-                return None
-            return TowerNorm(weights, name, tower.hidden_size, tower.eps, is_rms=tower.is_rms)
+        def norm(name: str, width: int = tower.hidden_size) -> TowerNorm | None:
+            return TowerNorm(weights, name, width, tower.eps, is_rms=tower.is_rms) if name else None
 
+        self._patch_norm, self._embedded_norm = norm(names.patch_norm, size), norm(names.embedded_norm)
         self._pre_norm = norm(names.pre_norm)
         self._layers = [
             TowerLayer(tower, weights.at(f"{names.layers}.{number}")) for number in range(tower.num_layers)
@@ -225,7 +220,12 @@ class VisionTower:
         tower = self.tower
         rows, columns = (size // tower.patch_size for size in pixels_YX3.shape[:2])
         places_P2 = _places(tower, rows, columns)
-        x_PE = self._embed(self._patches(pixels_YX3, places_P2))
+        patches_PK = self._patches(pixels_YX3, places_P2)
+        if self._patch_norm is not None:
+            patches_PK = self._patch_norm(patches_PK)
+        x_PE = self.ops.linear(self._patch, patches_PK)
+        if self._embedded_norm is not None:
+            x_PE = self._embedded_norm(x_PE)
         if self._table is not None:
             x_PE = x_PE + self._positions(places_P2, rows, columns)
         if self._pre_norm is not None:
@@ -246,12 +246,6 @@ class VisionTower:
             x_PE = self._post_norm(x_PE)
         levels[0] = project(x_PE, grid, 0)
         return torch.stack([levels[level] for level in sorted(levels)])
-
-    def _embed(self, patches_PK: Tensor) -> Tensor:
-        if not self._patch_norms:
-            return self.ops.linear(self._patch, patches_PK)
-        before, after = self._patch_norms
-        return after(self.ops.linear(self._patch, before(patches_PK)))
 
     def _patches(self, pixels_YX3: Tensor, places_P2: Tensor) -> Tensor:
         """Return normalized patches [P, K] in the order of `places_P2`."""

@@ -27,8 +27,9 @@ class TowerNames:
 
     patch: str
     layers: str
-    patch_norms: tuple[str, ...] = ()
-    """Norms of a patch before and after `patch`, where there are such."""
+    patch_norm: str = ""
+    embedded_norm: str = ""
+    """Norms before and after `patch`, where there are such."""
     table: str = ""
     pre_norm: str = ""
     post_norm: str = ""

@@ -338,7 +338,8 @@ def gemma4_unified(files: VisionFiles) -> VisionConfig:
     names = TowerNames(
         patch=f"{at}patch_dense",
         layers="",
-        patch_norms=(f"{at}patch_ln1", f"{at}patch_ln2"),
+        patch_norm=f"{at}patch_ln1",
+        embedded_norm=f"{at}patch_ln2",
         table=f"{at}pos_embedding",
         pre_norm=f"{at}pos_norm",
         projector=("", "embed_vision.embedding_projection", ""),

@@ -59,8 +59,9 @@ def _tower_tensors(tower: TowerConfig) -> Tensors:
     names, hidden, rms = tower.names, tower.hidden_size, tower.is_rms
     patch = 3 * tower.frames * tower.patch_size**2
     yield from _linear(names.patch, hidden, patch, bias=tower.patch_bias)
-    for norm, size in zip(names.patch_norms, (patch, hidden), strict=False):
-        yield from _norm(norm, size, is_rms=rms)
+    for norm, size in ((names.patch_norm, patch), (names.embedded_norm, hidden)):
+        if norm:
+            yield from _norm(norm, size, is_rms=rms)
     if tower.table == "places":
         yield names.table, (tower.table_rows, 2, hidden)
     elif tower.table == "axes":
