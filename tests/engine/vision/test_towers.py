@@ -160,9 +160,8 @@ def test_a_family_whose_tower_is_not_read_says_so(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"model_type": "llama4", "vision_config": {}})
     assert read_vision(tmp_path) is None
     assert "llama4 is not supported" in find_vision(tmp_path)[1]
-    write_json(
-        tmp_path / "config.json", {"model_type": "gemma4_unified", "vision_config": {"mm_posemb_size": 99}}
-    )
+    tower = {"vision_config": {"mm_posemb_size": 99}, "hidden_size": 64}
+    write_json(tmp_path / "config.json", {"model_type": "gemma4_unified", **tower})
     assert "max_soft_tokens 280 is beyond the 99 positions" in find_vision(tmp_path)[1]
     write_json(tmp_path / "config.json", {"model_type": "llama"})
     assert "without a vision tower" in find_vision(tmp_path)[1]
