@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from llmbox.kernels.lora import MAX_SLOTS
+
 from ..checkpoint.adapter import read_adapter
 from ..core.step import ScheduledRequest
 from ..distributed.communicator import TensorParallel
@@ -67,7 +69,8 @@ class LoadedAdapters:
 
     def prepare(self, nbytes: int = 0) -> None:
         """Have memory ready for one more adapter, if none has to leave for it (`AdapterLayers.prepare`)."""
-        if self._layers is not None and sum(self._slots.values()) + nbytes <= self._limit:
+        has_room = len(self._slots) < MAX_SLOTS and sum(self._slots.values()) + nbytes <= self._limit
+        if self._layers is not None and has_room:
             self._layers.prepare(self._dtype, nbytes)
 
     def failures(self, rows: Sequence[ScheduledRequest]) -> dict[str, str]:

@@ -322,7 +322,7 @@ def gemma4(files: VisionFiles) -> VisionConfig:
         clips=fields.flag("use_clipped_linears", default=False),
         standardizes=fields.flag("standardize", default=False),
     )
-    return _gemma4_pictures(files, tower, files.text.text("use_bidirectional_attention", ""))
+    return _gemma4_pictures(files, tower, files.text.raw.get("use_bidirectional_attention"))
 
 
 def gemma4_unified(files: VisionFiles) -> VisionConfig:
@@ -361,10 +361,10 @@ def gemma4_unified(files: VisionFiles) -> VisionConfig:
         projector="gemma4_unified",
         projector_eps=fields.number("rms_norm_eps", 1e-6),
     )
-    return _gemma4_pictures(files, tower, files.text.text("use_bidirectional_attention", "vision"))
+    return _gemma4_pictures(files, tower, files.text.raw.get("use_bidirectional_attention", "vision"))
 
 
-def _gemma4_pictures(files: VisionFiles, tower: TowerConfig, both_directions: str) -> VisionConfig:
+def _gemma4_pictures(files: VisionFiles, tower: TowerConfig, both_directions: object) -> VisionConfig:
     rules, unit = files.processor, tower.patch_size * tower.merge
     most = rules.integer("max_soft_tokens", 280, most=1 << 16)
     if most * tower.merge > tower.table_rows:
