@@ -198,6 +198,9 @@ class LoraOps:
     release: Callable[[int], None] = lambda _slot: None
     """(slot): free that room, once the slot is unloaded everywhere."""
 
+    prepare: Callable[[int], None] = lambda _nbytes: None
+    """(bytes): have room for an adapter of that size ready by its `reserve`. Returns at once."""
+
     is_int8: bool = False
     """True if A and B are kept in 8 bits: a scale for each rank of A, and of 64 outputs of B."""
 

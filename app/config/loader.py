@@ -152,7 +152,7 @@ def check_value(row: SettingSpec, value: object, place: str, *, from_text: bool 
     if isinstance(converted, int | float) and not isinstance(converted, bool):
         inside = (row.low is None or converted >= row.low) and (row.high is None or converted <= row.high)
         if not inside:  # NaN is outside of every range
-            raise _bad(row, place, f"must be between {_number(row.low)} and {_number(row.high)}, not {value}")
+            raise _bad(row, place, f"must be {_range_in_words(row)}, not {value}")
     if row.each is not None and isinstance(converted, str | tuple):
         is_good, words = row.each
         items = (converted,) if isinstance(converted, str) else converted
@@ -222,8 +222,15 @@ def _kind_in_words(row: SettingSpec) -> str:
     return words[row.kind] + (" or auto" if row.optional else "")
 
 
-def _number(value: float | None) -> str:
-    return "any" if value is None else f"{value:g}" if abs(value) < 1e6 else str(int(value))
+def _range_in_words(row: SettingSpec) -> str:
+    low, high = (None if each is None else _number(each) for each in (row.low, row.high))
+    if low is None or high is None:
+        return f"at most {high}" if low is None else f"at least {low}"
+    return f"between {low} and {high}"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if abs(value) < 1e6 else str(int(value))
 
 
 def _bad(row: SettingSpec, place: str, why: str) -> CliError:

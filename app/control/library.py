@@ -22,6 +22,7 @@ from ..errors import ApiError, CliError, Exit
 from ..fit.bandwidth import device_bandwidth
 from ..fit.fit import default_engine, plan_alone
 from ..fit.recommendations import Recommendation, recommend
+from ..hub.adapter_download import AdapterFetch
 from ..hub.download import DownloadSettings
 from ..hub.download_queue import Downloads
 from ..hub.errors import HubError
@@ -60,6 +61,8 @@ class Library:
             files_at_once=settings.files_at_once,
         )
         self.downloads = Downloads(setup, services.events)
+        self.adapter_fetches: dict[str, AdapterFetch] = {}
+        """Adapters that the panel adds from the hub, by name."""
 
     def find(self, name: str) -> ModelRef | None:
         """Find the model that a client may request by this name; None if it is not on this disk. Reads a few

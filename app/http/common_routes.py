@@ -249,7 +249,7 @@ async def load_lora_adapter(request: HttpRequest, data: Annotated[LoadAdapterReq
     try:
         await asyncio.to_thread(_add, control, data, folder)
     except CliError as error:
-        raise _answer(error, "lora_path") from error
+        raise _answer(error, "lora_name" if error.exit == Exit.CONFLICT else "lora_path") from error
     return f"Success: LoRA adapter '{data.lora_name}' added successfully."
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,28 @@ Report = Callable[[int, int], None]
 """Function that gets the bytes that are here and those of both files."""
 
 
+@dataclass(slots=True, eq=False)
+class AdapterFetch:
+    """Adapter on its way from the hub, as lists show it."""
+
+    name: str
+    source: str
+    stop: threading.Event = field(default_factory=threading.Event)
+    done: int = 0
+    total: int = 0
+    """Bytes of both files; 0 until the hub has said it."""
+    message: str = ""
+    """Last trouble that did not end it."""
+    is_here: bool = False
+    """Both files are here, and are checked against the base."""
+
+    def report(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+
+    def note(self, message: str) -> None:
+        self.message = message
+
+
 def download_adapter(
     name: str,
     environ: Mapping[str, str],
@@ -37,7 +60,7 @@ def download_adapter(
     """Fetch an adapter into huggingface_hub's cache and return its snapshot. Resumes what was begun.
 
     `check` gets adapter_config.json before the weights are fetched, and raises CliError. `stop` ends the
-    download from another thread. Offline it is taken from the cache. Raises CliError and Stopped.
+    download from another thread. Offline it is taken from the cache. Raises CliError and DownloadStopped.
     """
     match = HUB_ID.fullmatch(name)
     assert match is not None, "callers ask `is_from_hub` first"

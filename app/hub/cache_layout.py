@@ -148,7 +148,7 @@ class Repo:
 
     @contextlib.contextmanager
     def locked(self, etag: str, stop: threading.Event) -> Iterator[None]:
-        """Hold the lock that huggingface_hub takes too: one writer for a blob. Raises Stopped."""
+        """Hold the lock that huggingface_hub takes too: one writer for a blob. Raises DownloadStopped."""
         folder = self.cache / ".locks" / self._folder_name
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / f"{etag}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

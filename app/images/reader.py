@@ -241,7 +241,7 @@ def decode_data_url(url: str) -> bytes:
         compact = "".join(data.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
         return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError("its data: URL does not hold base64") from None
+        raise ValueError("it is no valid base64") from None
 
 
 def image_error(param: str, why: str) -> ApiError:

@@ -80,7 +80,7 @@ def add_adapter(
     loading such a folder would give.
     """
     names = registry.read()
-    check_name(name)
+    check_name(name, "choose another name")
     _require_free(name, names, memory or {}, may_replace=may_replace)
     source = _absolute(folder)
     adapter = _parsed(source)
@@ -117,7 +117,7 @@ def require_base(
     its base is not on this disk.
     """
     names = registry.read()
-    check_name(name)
+    check_name(name, "choose another name")
     _require_free(name, names, memory or {}, may_replace=False)
     result = config.get("base_model_name_or_path")
     _find_base(result if isinstance(result, str) else "", base, environ, names, memory)

@@ -261,13 +261,13 @@ def not_a_folder(file: Path) -> CliError:
     )
 
 
-def check_name(name: str) -> str:
+def check_name(name: str, fix: str = "give it another: --alias NAME") -> str:
     """Return `name` if models may be served under it. Raises CliError otherwise."""
     if not NAME.fullmatch(name) or ".." in name:
         raise CliError(
             f"{name!r} cannot be a model's name",
             "names have letters, digits and . _ -, with at most one /",
-            "give it another: --alias NAME",
+            fix,
             Exit.USAGE,
         )
     return name

@@ -95,8 +95,12 @@ class Adapter:
         one, and there are scales (`LoraOps.is_int8`). Modules saved whole keep their width.
         """
         whole = sum(math.prod(entry.shape) for entry in self.saved.values())
-        beside = self.nbytes // 2 - whole
-        return width * whole + (beside + beside // 16 if is_int8 else width * beside)
+        return width * whole + bytes_in_memory(self.nbytes // 2 - whole, width, is_int8=is_int8)
+
+
+def bytes_in_memory(numbers: int, width: int, *, is_int8: bool) -> int:
+    """Return the bytes of so many numbers of A and B."""
+    return numbers + numbers // 16 if is_int8 else width * numbers
 
 
 def has_int8_numbers(device: str, quant: str) -> bool:

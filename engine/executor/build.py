@@ -249,7 +249,10 @@ def load_rank(
         has_window_blocks=plan.window > 0,
         states=None if states is None else make_state(states, device),
         images=images,
+        lora_bytes=config.lora_bytes,
     )
+    if config.plans_adapters:
+        runner.adapters.prepare()
     target = DraftTarget(config, plan, model, ops, runner, threads, kv_dtype, progress)
     proposers, head = load_proposers(target) if rows else ([], "")
     kernels += (head,) if head else ()

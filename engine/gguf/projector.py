@@ -108,6 +108,21 @@ def _gemma4(clip: ClipFields) -> Described:
     return tower, {}, {}
 
 
+def _gemma4_unified(clip: ClipFields) -> Described:
+    hidden = clip.hidden_size
+    tower = {
+        "patch_size": clip.integer("patch_size"),
+        "pooling_kernel_size": clip.integer("projector.scale_factor", 3),
+        "mm_embed_dim": hidden,
+        "output_proj_dims": hidden,
+        "rms_norm_eps": float(f"{clip.number('attention.layer_norm_epsilon', 1e-6):.7g}"),
+    }
+    table = clip.file.tensors.get("v.position_embd.weight")
+    if table is not None and len(table.shape) == 3:
+        tower["mm_posemb_size"] = table.shape[1]
+    return tower, {}, {}
+
+
 def _qwen2_vl(clip: ClipFields) -> Described:
     tower = clip.qwen_tower()
     inner, hidden = tower.pop("intermediate_size"), tower.pop("hidden_size")
@@ -211,6 +226,14 @@ PROJECTOR_FAMILIES: Final = {
         architectures=("gemma4",),
         image_mark="<|image|>",
         describe=_gemma4,
+    ),
+    "gemma4uv": ProjectorFamily(
+        name="Gemma4UnifiedForConditionalGeneration",
+        model_type="gemma4_unified",
+        text_model_type="gemma4_unified_text",
+        architectures=("gemma4",),
+        image_mark="<|image|>",
+        describe=_gemma4_unified,
     ),
     "qwen2vl_merger": ProjectorFamily(
         name="Qwen2VLForConditionalGeneration",

@@ -14,10 +14,10 @@ from ..model_config.vision.config import TowerConfig, VisionConfig
 from ..model_config.vision.tensors import list_tower_tensors
 from .reader import GgufFile
 
-ProjectorLayout = Literal["", "stacked", "frames", "pairs", "adds_one", "colors_first"]
+ProjectorLayout = Literal["", "stacked", "frames", "pairs", "adds_one", "colors_first", "axes_first"]
 """Difference from a checkpoint's tensor: none; several tensors are the rows of one; a tensor for each frame
 of a patch; RoPE pairs of a head are interleaved; a norm is stored as 1 + w; colors of a patch come before its
-pixels."""
+pixels; a table of positions has all columns before all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class ProjectorTensor:
         """Shape of each tensor in the file."""
         if not self.shape:  # files have no scalars
             return (1,)
+        if self.layout == "axes_first":
+            return (self.shape[1], self.shape[0], self.shape[2])
         if self.layout == "frames":
             return (self.shape[0], self.shape[1] // len(self.names))
         return (self.shape[0] // len(self.names), *self.shape[1:])
@@ -70,7 +72,7 @@ def _list_tensors(projector: GgufFile, vision: VisionConfig) -> Iterator[tuple[s
         name = stored.replace("_projection_weight", "_projection.weight")
         linear, _, kind = name.rpartition(".")
         if name in names:  # of no module: its own name says it all
-            yield name, ProjectorTensor(names[name], shape)
+            yield name, ProjectorTensor(names[name], shape, "axes_first" if tower.table == "places" else "")
             continue
         parts, layout = names[linear], _layout(tower, linear, kind)
         if layout == "frames":
@@ -88,6 +90,8 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
         return "frames"
     if linear == names.patch and kind == "weight" and tower.channels_last:
         return "colors_first"
+    if linear == names.patch_norm:
+        return "colors_first"
     if tower.projector in {"mistral3", "llava"} and linear.endswith((names.query, names.key)):
         return "pairs"
     if tower.projector == "gemma3" and linear == names.projector[0]:
@@ -98,8 +102,10 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
 def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     names = tower.names
     yield names.patch, ("v.patch_embd",)
-    yield names.table, ("v.position_embd.weight" if tower.table == "axes" else "v.position_embd",)
-    yield names.pre_norm, ("v.pre_ln",)
+    yield names.table, ("v.position_embd.weight" if tower.table in {"axes", "places"} else "v.position_embd",)
+    yield names.patch_norm, ("v.patch_norm.1",)
+    yield names.embedded_norm, ("v.patch_norm.2",)
+    yield names.pre_norm, ("v.patch_norm.3" if names.patch_norm else "v.pre_ln",)
     yield names.post_norm, ("v.post_ln",)
     up, down = "ffn_up", "ffn_down"
     entry = projector.tensors.get("v.blk.0.ffn_up.weight")
@@ -144,6 +150,8 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
                     yield f"visual.deepstack_merger_list.{level}.{ours}", (f"v.deepstack.{layer}.{part}",)
         case "gemma3":
             theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
+        case "gemma4_unified":
+            theirs = ("", "mm.input_projection", "")
         case "gemma4":
             theirs = ("", "mm.input_projection", "")
             for each in ("std_bias", "std_scale"):

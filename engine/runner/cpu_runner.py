@@ -53,9 +53,11 @@ class CPUModelRunner:
         has_window_blocks: bool = False,
         states: RecurrentState | None = None,
         images: EncodedImages | None = None,
+        lora_bytes: int = 0,
     ) -> None:
         """`window_cache`: of sliding-window layers, if they have blocks of their own (`has_window_blocks`) or
         heads of another width. `states`: of a model with recurrent layers. `images`: of one with a tower.
+        `lora_bytes`: most bytes of adapters.
         """
         self._model = model
         self._ops = model.ops
@@ -75,7 +77,7 @@ class CPUModelRunner:
         self._block_size = block_size
         self._device = device
         self._windows = set(model.config.windows)
-        self._adapters = LoadedAdapters(model.adapters, model.dtype, model.rank)
+        self.adapters = LoadedAdapters(model.adapters, model.dtype, model.rank, lora_bytes)
         self._follower: FollowingProposer | None = None
         self._taps = False
         self._begun_blocks = self._populated_blocks = 0
@@ -97,7 +99,7 @@ class CPUModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step. Decoding rows come first, sorted by context: attention batches neighbors."""
         if plan.adapter_loads:
-            self._adapters.load(plan.adapter_loads)
+            self.adapters.load(plan.adapter_loads)
         for cache in self._caches:
             self._ops.copy_blocks(cache, plan.copies)
         if self._states is not None:
@@ -109,7 +111,7 @@ class CPUModelRunner:
             self._device,
             with_windows=self._has_window_blocks,
             with_states=self._states is not None,
-            adapters=self._model.adapters if self._adapters else None,
+            adapters=self._model.adapters if self.adapters else None,
         )
         if self._has_window_blocks:
             self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, sliding_table))
@@ -148,7 +150,7 @@ class CPUModelRunner:
         """Sample, score and pool the wanted rows."""
         result = self._sample(hidden_RE[: batch.num_sampled], batch)
         rest_RE = hidden_RE[batch.num_sampled :]
-        result.failed.update(self._adapters.failures(rows))
+        result.failed.update(self.adapters.failures(rows))
         if not self._model.is_last:
             return result
         result.prompt_logprobs.update(prompt_logprobs(self._model, self._sampler, rest_RE, batch.prompts))

@@ -67,7 +67,7 @@ class PixelShuffle:
 
 
 class GemmaProjector:
-    """Mean of squares of patches, a norm, and a linear (Gemma 3 and 4)."""
+    """Mean of squares of patches (not of Gemma 4 12B, whose patches are large), a norm, and a linear."""
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
@@ -86,6 +86,8 @@ class GemmaProjector:
 
     def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
         tower = self.tower
+        if tower.projector == "gemma4_unified":
+            return self.ops.linear(self.first, self.ops.rms_norm(x_PE, self.weight_E, tower.projector_eps))
         rows_RE = merge_squares(x_PE, grid, tower.merge).float().mean(1).to(x_PE.dtype)
         if tower.projector == "gemma3":
             return self.ops.linear(self.first, self.norm(rows_RE))
@@ -149,6 +151,7 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
     "lfm2_vl": PixelShuffle,
     "gemma3": GemmaProjector,
     "gemma4": GemmaProjector,
+    "gemma4_unified": GemmaProjector,
     "merger": PatchMerger,
     "glm_ocr": GlmOcrProjector,
 }

@@ -203,13 +203,12 @@ class VisionTower:
         size = 3 * tower.frames * tower.patch_size**2
         self._patch = weights.linear((names.patch,), tower.hidden_size, size, bias=tower.patch_bias)
         self._values_3C = _pixel_values(tower, processor).to(weights.dtype).to(self._device)
-        self._table = _read_table(tower, weights)
+        self._table = weights.positions(tower)
 
-        def norm(name: str) -> TowerNorm | None:
-            if not name:
-                return None
-            return TowerNorm(weights, name, tower.hidden_size, tower.eps, is_rms=tower.is_rms)
+        def norm(name: str, width: int = tower.hidden_size) -> TowerNorm | None:
+            return TowerNorm(weights, name, width, tower.eps, is_rms=tower.is_rms) if name else None
 
+        self._patch_norm, self._embedded_norm = norm(names.patch_norm, size), norm(names.embedded_norm)
         self._pre_norm = norm(names.pre_norm)
         self._layers = [
             TowerLayer(tower, weights.at(f"{names.layers}.{number}")) for number in range(tower.num_layers)
@@ -221,7 +220,12 @@ class VisionTower:
         tower = self.tower
         rows, columns = (size // tower.patch_size for size in pixels_YX3.shape[:2])
         places_P2 = _places(tower, rows, columns)
-        x_PE = self.ops.linear(self._patch, self._patches(pixels_YX3, places_P2))
+        patches_PK = self._patches(pixels_YX3, places_P2)
+        if self._patch_norm is not None:
+            patches_PK = self._patch_norm(patches_PK)
+        x_PE = self.ops.linear(self._patch, patches_PK)
+        if self._embedded_norm is not None:
+            x_PE = self._embedded_norm(x_PE)
         if self._table is not None:
             x_PE = x_PE + self._positions(places_P2, rows, columns)
         if self._pre_norm is not None:
@@ -270,7 +274,7 @@ class VisionTower:
         match tower.table:
             case "whole":
                 return table[self._put(row_P * columns + column_P)]
-            case "axes":
+            case "axes" | "places":
                 return table[0][self._put(column_P)] + table[1][self._put(row_P)]
             case "buckets":
                 index = _buckets(rows, side)[row_P] * side + _buckets(columns, side)[column_P]
@@ -330,15 +334,6 @@ def _pixel_values(tower: TowerConfig, processor: ImageProcessorConfig) -> Tensor
     mean, std = (torch.tensor(each, dtype=torch.float64) for each in (processor.mean, processor.std))
     values = (levels - mean.unsqueeze(1)) / std.unsqueeze(1)
     return (2 * (values - 0.5) if tower.projector == "gemma4" else values).float()
-
-
-def _read_table(tower: TowerConfig, weights: TowerWeights) -> Tensor | None:
-    name, shape = tower.names.table, (tower.table_rows, tower.hidden_size)
-    if not tower.table:
-        return None
-    if tower.table == "axes":
-        return weights.floats(name, 2, *shape).to(weights.dtype)
-    return weights.floats(f"{name}.weight", *shape).to(weights.dtype)
 
 
 def _places(tower: TowerConfig, rows: int, columns: int) -> Tensor:

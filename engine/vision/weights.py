@@ -9,6 +9,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..checkpoint.safetensors import shown
 from ..errors import ModelError
+from ..model_config.vision.config import TowerConfig
 from ..model_config.vision.tensors import BOUNDS
 from ..partition import ShardSlice
 from ..weights.checkpoint import Checkpoint
@@ -58,6 +59,17 @@ class TowerWeights:
         stack = {self._prefix + name: ShardSlice.whole(outputs) for name in names}
         asked = WeightRequest("router", stack, ShardSlice.whole(inputs), bias, order, transposed)
         return self._source.packed(asked)
+
+    def positions(self, tower: TowerConfig) -> Tensor | None:
+        """Return the table of learned positions; of columns and of rows [2, N, E] where each has its own."""
+        if not tower.table:
+            return None
+        name, rows, hidden = tower.names.table, tower.table_rows, tower.hidden_size
+        if tower.table == "axes":
+            return self.floats(name, 2, rows, hidden).to(self.dtype)
+        if tower.table == "places":
+            return self.floats(name, rows, 2, hidden).transpose(0, 1).contiguous().to(self.dtype)
+        return self.floats(f"{name}.weight", rows, hidden).to(self.dtype)
 
     def bounds(self, linear: str) -> tuple[float, ...]:
         """Return the bounds of a linear that clips, of inputs and of results. They may be infinite."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from llmbox.kernels.lora import LoraPiece, LoraSite, LoraWeights
 from llmbox.kernels.ops import PackedLinear
 
-from ..checkpoint.adapter import AdapterError, AdapterTarget
+from ..checkpoint.adapter import AdapterError, AdapterTarget, plain_name
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES, bytes_of, read_fully, refuse_non_finite
@@ -33,6 +33,16 @@ class AdaptedLinear:
     site: LoraSite = field(default_factory=LoraSite)
     table: LoraSite = field(default_factory=LoraSite)
     """Tables of adapters in place of it, as an embedding."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of A and B for each rank of an adapter, with an A for each output."""
+        return sum(rows.total + self.asked.inputs.total for rows in self.asked.outputs.values())
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in the request of the linear for that of an adapter."""
+        names = list(self.asked.outputs)
+        return next((each for each in names if plain_name(each) == name), names[0])
 
     def offset(self, name: str) -> int:
         """Return the first row of an output in the stack, before `order`."""

@@ -25,7 +25,7 @@ from llmbox.kernels.lora import (
 from llmbox.kernels.op_types import ExpertResults, Mixture
 from llmbox.kernels.ops import Ops, PackedLinear
 
-from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, plain_name
+from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, bytes_in_memory, plain_name
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError
 from .adapter_weights import (
@@ -41,6 +41,7 @@ from .expert_adapters import AdaptedExperts, ExpertStack, is_held_elsewhere
 from .source import WeightRequest
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+USUAL_RANK = 16
 PADDING = 16
 """One part in so many of an adapter's memory is added for what is padded: ranks, panels and headers."""
 MERGE_FIRST = "`llmbox lora merge` writes a model of both"
@@ -247,7 +248,8 @@ class AdapterLayers:
         """Read an adapter into a free slot. Returns its bytes. Raises AdapterError, with the slot free."""
         self.match(adapter)
         try:
-            return self._load(slot, adapter, dtype)
+            with AdapterReader(dtype) as reader:
+                return self._read(slot, adapter, reader)
         except OSError as error:
             self.unload(slot)
             raise AdapterError(f"{adapter.directory} cannot be read: {error.strerror or error}") from None
@@ -268,9 +270,13 @@ class AdapterLayers:
             self._lora.unload(found.downs.site, slot)
         self._lora.release(slot)
 
-    def _load(self, slot: int, adapter: Adapter, dtype: torch.dtype) -> int:
-        with AdapterReader(dtype) as reader:
-            return self._read(slot, adapter, reader)
+    def prepare(self, dtype: torch.dtype, nbytes: int = 0) -> None:
+        """Have memory ready for an adapter that takes so many bytes; 0: of rank 16, on all linears."""
+        if not nbytes:
+            linears = [each for each in self._linears.values() if ".layers." in each.asked.name]
+            numbers = USUAL_RANK * sum(each.numbers for each in linears)
+            nbytes = bytes_in_memory(numbers, dtype.itemsize, is_int8=self._lora.is_int8)
+        self._lora.prepare(nbytes + nbytes // PADDING)
 
     def _read(self, slot: int, adapter: Adapter, reader: AdapterReader) -> int:
         """Load an adapter. Return its bytes in memory."""
@@ -297,7 +303,7 @@ class AdapterLayers:
         for name, entry in adapter.saved.items():
             if (found := self._saved(name, entry)) is None:
                 continue
-            rows = found.asked.outputs[_stored_name(found, name)]
+            rows = found.asked.outputs[found.stored_name(name)]
             table_VE = cut(reader.read(entry), rows, 0)
             if name == HEAD:
                 self._heads[slot] = self._base.pack_router(table_VE.to(device=self._lora.device), None)
@@ -314,12 +320,12 @@ class AdapterLayers:
                     continue
                 raise self._unknown(name, target.b)
             asked = linear.asked
-            outputs = asked.outputs[_stored_name(linear, name)]
+            outputs = asked.outputs[linear.stored_name(name)]
             expected = outputs.total, asked.inputs.total
             if (rows, target.shape[1]) != expected:
                 entry = target.a if target.shape[1] != expected[1] else target.b
                 raise wrong_base(target.name, entry, target.shape, expected)
-            yield AdapterShare(linear, _stored_name(linear, name), target, first)
+            yield AdapterShare(linear, linear.stored_name(name), target, first)
 
     def _stacks_adapted(self, target: AdapterTarget) -> Iterator[ExpertStack]:
         """Return where a target of all experts of a layer goes; nothing for linears, and layers that are not
@@ -369,7 +375,7 @@ class AdapterLayers:
             if self._is_skipped(name):
                 return None
             raise self._unknown(name, entry)
-        rows = linear.asked.outputs[_stored_name(linear, name)]
+        rows = linear.asked.outputs[linear.stored_name(name)]
         expected = rows.total, linear.asked.inputs.total
         if entry.shape != expected:
             raise wrong_base(name, entry, entry.shape, expected)
@@ -390,9 +396,3 @@ class AdapterLayers:
                 f"beside a model: {MERGE_FIRST}"
             )
         return unknown_module(name, entry)
-
-
-def _stored_name(linear: AdaptedLinear, name: str) -> str:
-    """Return the name in the request of a linear for that of an adapter."""
-    names = list(linear.asked.outputs)
-    return next((each for each in names if plain_name(each) == name), names[0])

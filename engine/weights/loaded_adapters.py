@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from llmbox.kernels.lora import MAX_SLOTS
+
 from ..checkpoint.adapter import read_adapter
 from ..core.step import ScheduledRequest
 from ..distributed.communicator import TensorParallel
@@ -19,9 +21,13 @@ log = logging.getLogger("llmbox.engine")
 class LoadedAdapters:
     """Slots that have an adapter, and why some have none. All ranks load the same before the same step."""
 
-    def __init__(self, layers: AdapterLayers | None, dtype: torch.dtype, rank: TensorParallel) -> None:
-        self._layers, self._dtype, self._rank = layers, dtype, rank
-        self._slots: set[int] = set()
+    def __init__(
+        self, layers: AdapterLayers | None, dtype: torch.dtype, rank: TensorParallel, limit: int = 0
+    ) -> None:
+        """`limit`: most bytes of adapters, up to which memory for the next one is kept ready."""
+        self._layers, self._dtype, self._rank, self._limit = layers, dtype, rank, limit
+        self._slots: dict[int, int] = {}
+        """Bytes of each slot's adapter."""
         self._broken: dict[int, str] = {}
         """Reason why the adapter of a slot could not be loaded."""
 
@@ -37,9 +43,9 @@ class LoadedAdapters:
             assert self._layers is not None
             self._layers.unload(slot)
             self._broken.pop(slot, None)
-            self._slots.discard(slot)
+            self._slots.pop(slot, None)
             if folder:
-                self._slots.add(slot)
+                self._slots[slot] = 0
                 self._load(self._layers, slot, folder)
         return None
 
@@ -56,8 +62,16 @@ class LoadedAdapters:
         if problem:
             self._broken[slot] = problem
             return
+        self._slots[slot] = taken
+        self.prepare(taken)
         seconds = time.monotonic() - started
         log.info("adapter %s: %.1f MB in %.0f ms", Path(folder).name, taken / 1e6, seconds * 1e3)
+
+    def prepare(self, nbytes: int = 0) -> None:
+        """Have memory ready for one more adapter, if none has to leave for it (`AdapterLayers.prepare`)."""
+        has_room = len(self._slots) < MAX_SLOTS and sum(self._slots.values()) + nbytes <= self._limit
+        if self._layers is not None and has_room:
+            self._layers.prepare(self._dtype, nbytes)
 
     def failures(self, rows: Sequence[ScheduledRequest]) -> dict[str, str]:
         """Return the requests whose adapter could not be loaded, with the reason."""

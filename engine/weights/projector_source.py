@@ -55,7 +55,10 @@ class ProjectorSource(Checkpoint):
             case "pairs":
                 whole = half_split_rope(found[0], self._heads)
             case "colors_first":
-                whole = found[0].view(len(found[0]), 3, -1).transpose(1, 2).flatten(1)
+                colors = found[0].view(-1, 3, place.shape[-1] // 3)
+                whole = colors.transpose(1, 2).reshape(place.shape)
+            case "axes_first":
+                whole = found[0].transpose(0, 1)
             case "adds_one":
                 whole = found[0] - 1
             case _:

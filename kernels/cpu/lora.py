@@ -1,6 +1,8 @@
 """Operations of LoRA adapters on the C++ kernels."""
 
+import contextlib
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,6 +29,10 @@ class LoraMemory(PackedHandle):
         self.nbytes, self.used = nbytes, 0
 
 
+def _suits(memory: LoraMemory, nbytes: int) -> bool:
+    return nbytes <= memory.nbytes <= 2 * nbytes
+
+
 class CPULora:
     """Adapters on one kernel library. `is_int8`: beside quantized weights A and B have 8 bits too."""
 
@@ -37,7 +43,8 @@ class CPULora:
         self._memory: dict[int, list[LoraMemory]] = {}
         """By slot."""
         self._spare: LoraMemory | None = None
-        """Memory that was released last. The system would hand out its pages slowly."""
+        """Memory that was released or prepared. The system would hand out its pages slowly."""
+        self._preparing: threading.Thread | None = None
 
     def ops(self) -> LoraOps:
         return LoraOps(
@@ -49,18 +56,40 @@ class CPULora:
             self.load_experts,
             reserve=self.reserve,
             release=self.release,
+            prepare=self.prepare,
             is_int8=self._is_int8,
         )
 
+    def prepare(self, nbytes: int) -> None:
+        """Get memory in a thread. A virtual machine hands out 20 MB in 50 ms: a step would wait for it."""
+        if self._preparing is None and (self._spare is None or not _suits(self._spare, nbytes)):
+            self._preparing = threading.Thread(
+                target=self._get_spare, args=(nbytes,), name="llmbox-lora", daemon=True
+            )
+            self._preparing.start()
+
+    def _get_spare(self, nbytes: int) -> None:
+        with contextlib.suppress(MemoryError):  # loading says so, if it is short then too
+            spare = LoraMemory(self._library, max(nbytes, SMALLEST))
+            ctypes.memset(spare.address, 0, spare.nbytes)  # without the interpreter's lock
+            self._spare = spare
+
+    def _await_spare(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
     def reserve(self, slot: int, nbytes: int) -> None:
+        self._await_spare()
         spare, self._spare = self._spare, None
-        if spare is None or not nbytes <= spare.nbytes <= 2 * nbytes:
+        if spare is None or not _suits(spare, nbytes):
             del spare  # before there is more
             spare = LoraMemory(self._library, max(nbytes, SMALLEST))
         spare.used = 0
         self._memory[slot] = [spare]
 
     def release(self, slot: int) -> None:
+        self._await_spare()
         held = self._memory.pop(slot, ())
         self._spare = max((*held, *filter(None, [self._spare])), key=lambda each: each.nbytes, default=None)
 

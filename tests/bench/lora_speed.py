@@ -19,12 +19,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from llmbox.engine.checkpoint.adapter import read_adapter
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.checkpoint.tensor_io import write_file
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import AddRequest
 from support.real_engines import ask, load, runner_of
+
+PAUSE = 0.2
+"""Seconds between two adapters, in which memory for the next one is made ready."""
 
 
 def write(model: Path, folder: Path, rank: int, seed: int) -> str:
@@ -73,17 +75,19 @@ def main() -> None:
         sizes = {"memory_bytes": 4 << 30, "context": 512, "max_running": options.streams}
         engine = load(
             options.model, quant=options.quant, threads=options.threads, speculate="off", prefix_cache=False,
-            **sizes,
+            plans_adapters=True, **sizes,
         )  # fmt: skip
         gc.collect()
         gc.freeze()  # as an engine process does: a collection of all imports takes 100 ms
         seconds = []
-        adapters = runner_of(engine)._model.adapters
-        for folder in folders * 3:
+        for number, folder in enumerate(folders * 5):
+            time.sleep(PAUSE)
+            # Half of them into free slots, the others in place of one that leaves.
+            slot = number % (len(folders) * 5 // 2)
             started = time.perf_counter()
-            adapters.load(63, read_adapter(Path(folder)), runner_of(engine)._model.dtype)
+            runner_of(engine).adapters.load([(slot, ""), (slot, folder)])
             seconds.append(time.perf_counter() - started)
-            adapters.unload(63)
+        runner_of(engine).adapters.load([(slot, "") for slot in range(len(seconds))])
         plain = [ask(f"r{n}", range(10 + n, 42 + n), options.tokens) for n in range(options.streams)]
         with_adapters = [replace(each, adapter=folder) for each, folder in zip(plain, folders, strict=True)]
         decode_speed(engine, with_adapters)
@@ -93,9 +97,10 @@ def main() -> None:
             speeds.append((without, among))
             ratios.append(among / without)
     median = [statistics.median(column) for column in zip(*speeds, strict=True)]
+    last = statistics.quantiles(seconds, n=20)[-1]
     print(
-        f"swap-in: median {statistics.median(seconds) * 1e3:.0f} ms, first {seconds[0] * 1e3:.0f} ms, "
-        f"worst of the others {max(seconds[1:]) * 1e3:.0f} ms"
+        f"swap-in, {len(seconds)}: median {statistics.median(seconds) * 1e3:.0f} ms, 95 % within "
+        f"{last * 1e3:.0f} ms, worst {max(seconds) * 1e3:.0f} ms, first {seconds[0] * 1e3:.0f} ms"
     )
     print(f"{options.streams} streams: {median[0]:.1f} tok/s without, {median[1]:.1f} with adapters")
     print(f"ratio: median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")

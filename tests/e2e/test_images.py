@@ -230,6 +230,23 @@ def test_what_is_no_picture_is_refused_by_name(client):
     assert "system" in refusal_of_role(client, "system")["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "block", "told"),
+    [
+        ("responses", {"type": "input_audio"}, "pictures of users"),
+        ("responses", {"type": "input_image", "file_id": "f"}, "'image_url'"),
+        ("messages", {"type": "document", "source": {"type": "file", "file_id": "f"}}, "pictures of users"),
+    ],
+)
+def test_other_dialects_say_what_is_read(client, path, block, told):
+    turns = [{"role": "user", "content": [block]}]
+    body = {"input": turns} if path == "responses" else {"messages": turns, "max_tokens": 4}
+    answer = httpx.post(f"{client.base_url}{path}", json={"model": MODEL, **body}, timeout=PATIENCE)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "unsupported_content")
+    assert told in error["message"]
+
+
 def refusal_of_role(client, role: str) -> dict:
     messages = [{"role": role, "content": parts(RED)}, {"role": "user", "content": "hello"}]
     answer = httpx.post(

@@ -1,10 +1,15 @@
 """Operations of adapters beside the formula, and a row's bits whatever is beside it."""
 
+import ctypes
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 
+from llmbox.kernels.cpu import lora
 from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.cpu.lora import LoraMemory
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.lora import LoraPiece, LoraRows, LoraSite, LoraWeights
 from llmbox.kernels.op_types import Routing
@@ -126,6 +131,34 @@ def test_a_slot_is_emptied(ops: Ops, dtype: torch.dtype) -> None:
     kept = y.clone()
     ops.lora.add(site, x, y, rows_of([1, 1]))
     assert torch.equal(y, kept)
+
+
+def test_memory_for_an_adapter_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers: list[str] = []
+
+    class Memory(LoraMemory):
+        def __init__(self, library: ctypes.CDLL, nbytes: int) -> None:
+            makers.append(threading.current_thread().name)
+            super().__init__(library, nbytes)
+
+    monkeypatch.setattr(lora, "LoraMemory", Memory)
+    native = [name for name in backends() if name.startswith("cpu ")]
+    ops = load_backend(native[-1]).ops().lora
+    assert ops is not None
+    here, size = threading.current_thread().name, 1 << 20
+    ops.prepare(size)
+    ops.reserve(0, size)
+    assert makers == ["llmbox-lora"]
+    ops.reserve(1, size)
+    assert makers[1:] == [here]
+    ops.release(1)
+    ops.prepare(size)  # what was released is as good
+    ops.reserve(1, size)
+    assert len(makers) == 2
+    ops.prepare(size)
+    ops.prepare(size)
+    ops.reserve(2, 3 * size)
+    assert makers[2:] == ["llmbox-lora", here]  # too small
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

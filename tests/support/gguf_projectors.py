@@ -20,6 +20,7 @@ from .vision_models import MODELS, make_vision_model
 SEEING: dict[str, tuple[str, str, str]] = {
     "gemma3": ("gemma3", "gemma3", "<image_soft_token>"),
     "gemma4": ("gemma4", "gemma4v", "<|image|>"),
+    "gemma4_unified": ("gemma4", "gemma4uv", "<|image|>"),
     "qwen2_vl": ("qwen2vl", "qwen2vl_merger", "<|image_pad|>"),
     "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger", "<|image_pad|>"),
     "qwen3_vl": ("qwen3vl", "qwen3vl_merger", "<|image_pad|>"),
@@ -42,7 +43,7 @@ def make_seeing_model(directory: Path, kind: str, **changes: Any) -> Any:
     """Write a checkpoint that GGUF files can describe, with a tokenizer that has its image token as id 10."""
     values = MODELS[kind][1]
     text = values["text_config"] | {"vocab_size": 288, "query_pre_attn_scalar": 16}
-    if kind == "gemma4":  # as of models without embeddings of layers
+    if kind.startswith("gemma4"):  # as of models without embeddings of layers
         text["use_bidirectional_attention"] = "vision"
     tower = values["vision_config"] | CHANGES.get(kind, {})
     model = make_vision_model(directory, kind, vision_config=tower, text_config=text, **changes)
@@ -51,7 +52,7 @@ def make_seeing_model(directory: Path, kind: str, **changes: Any) -> Any:
     rules = json.loads((directory / "preprocessor_config.json").read_text())
     if kind == "lfm2_vl":  # files do not say how many tokens a picture has: as of the published models
         rules = {"image_processor_type": rules["image_processor_type"], "encoder_patch_size": 8}
-    if kind == "gemma4":
+    if kind.startswith("gemma4"):
         rules.pop("max_soft_tokens")
     write_json(
         directory / "preprocessor_config.json", {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} | rules
@@ -88,15 +89,15 @@ def write_seeing_gguf(directory: Path, file: Path, kind: str, **metadata: Any) -
     save_file(text, inner / "model.safetensors")
     settings = config["text_config"]
     rope = settings.get("rope_parameters") or {}
-    if kind != "gemma4":
+    if not kind.startswith("gemma4"):
         settings |= {"rope_parameters": rope.get("full_attention", rope)}
     write_json(inner / "config.json", settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (inner / name).write_bytes((directory / name).read_bytes())
     if sections := rope.get("mrope_section"):
         metadata["rope__dimension_sections"] = [*sections, 0]
-    if kind == "gemma4":
-        return write_family(inner, file, "gemma4", **metadata)
+    if kind.startswith("gemma4"):
+        return write_family(inner, file, kind.replace("_", "-"), **metadata)
     return write_gguf(inner, file, arch=arch, **metadata)
 
 
@@ -113,11 +114,14 @@ def write_mmproj(
     writer = gguf.GGUFWriter(file, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
-    if kind == "gemma4":  # a file with a tower for sound too has a projector of each
+    if kind.startswith("gemma4"):  # a file with a tower for sound too has a projector of each
         writer.add_clip_vision_projector_type(SEEING[kind][1])
     else:
         writer.add_clip_projector_type(SEEING[kind][1])
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
+    if kind == "gemma4_unified":  # has no layers
+        empty = ("intermediate_size", "num_hidden_layers", "num_attention_heads")
+        tower |= {"hidden_size": tower["mm_embed_dim"], **dict.fromkeys(empty, 0)}
     hidden = tower.get("embed_dim", tower["hidden_size"])
     layers = tower.get("depth", tower.get("num_hidden_layers"))
     heads = tower.get("num_heads", tower.get("num_attention_heads"))
@@ -197,6 +201,9 @@ def _tensors(
             name = name.replace("_weight", ".weight")
             name = name.replace("vision_tower.", "vision_tower.vision_model.")
             array = array + 1 if "soft_emb_norm" in name else array  # noqa: PLW2901
+        if kind == "gemma4_unified":
+            yield _placed_unified(name, array)
+            continue
         if kind == "gemma4":
             name = stored.replace("model.vision_tower.encoder.", "vision_model.model.")
             name = name.replace(".linear.weight", ".weight")
@@ -228,6 +235,25 @@ def _tensors(
             yield "mm.patch_merger.weight", array
         else:
             yield _placed(names, name), array
+
+
+def _placed_unified(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return a tensor of Gemma 4 12B, which the `gguf` package has no names for."""
+    module, _, kind = name.rpartition(".")
+    places = {
+        "vision_embedder.patch_dense": "v.patch_embd",
+        "vision_embedder.patch_ln1": "v.patch_norm.1",
+        "vision_embedder.patch_ln2": "v.patch_norm.2",
+        "vision_embedder.pos_norm": "v.patch_norm.3",
+        "embed_vision.embedding_projection": "mm.input_projection",
+    }
+    if name == "vision_embedder.pos_embedding":
+        return "v.position_embd.weight", array.transpose(1, 0, 2)
+    if module.endswith("patch_ln1"):
+        array = colors_first(array.reshape(1, -1)).reshape(-1)
+    if name == "vision_embedder.patch_dense.weight":
+        array = colors_first(array).reshape(len(array), -1)
+    return f"{places[module]}.{kind}", array
 
 
 def colors_first(array: np.ndarray) -> np.ndarray:

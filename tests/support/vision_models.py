@@ -183,7 +183,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 "num_key_value_heads": 3,
                 "head_dim": 16,
                 "patch_size": 4,
-                "position_embedding_size": 300,
+                "position_embedding_size": 900,
                 "use_clipped_linears": True,
                 "standardize": True,
             },
@@ -193,6 +193,33 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {
             "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "max_soft_tokens": 70,
+            "pooling_kernel_size": 3,
+        },
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            "text_config": TEXT
+            | {
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "global_head_dim": 32,
+                "sliding_window": 24,
+            },
+            "vision_config": {
+                "patch_size": 4,
+                "mm_embed_dim": 48,
+                "output_proj_dims": 48,
+                "mm_posemb_size": 300,
+            },
+            "audio_config": None,
+            "tie_word_embeddings": False,
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Gemma4UnifiedImageProcessor",
             "patch_size": 4,
             "max_soft_tokens": 70,
             "pooling_kernel_size": 3,
@@ -288,9 +315,13 @@ def prepare(
 
 
 def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
-    """Return what transformers' processor gives the model. LFM2-VL's needs torchvision: it gets our tiles."""
+    """Return what transformers' processor gives the model. Those of LFM2-VL and of Gemma 4 12B need
+    torchvision: their models get our tiles.
+    """
     from transformers import AutoImageProcessor
 
+    if vision.tower.projector == "gemma4_unified":
+        return _unified_inputs(vision, pictures)
     if vision.processor.kind != "lfm2":
         nested = [pictures] if vision.processor.kind == "tiles" else pictures
         inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt")
@@ -313,6 +344,29 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         "pixel_values": torch.stack(padded),
         "pixel_attention_mask": torch.stack([(torch.arange(longest) < len(tile)).int() for tile in tiles]),
         "spatial_shapes": torch.tensor(shapes),
+    }
+
+
+def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
+    side, values, places = vision.tower.patch_size, [], []
+    for picture in pictures:
+        layout, image = prepare(vision, picture)
+        ((height, width),) = layout.tiles
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8) / 255
+        patches = pixels.view(height // side, side, width // side, side, 3).transpose(1, 2)
+        values.append(patches.reshape(-1, 3 * side * side))
+        rows, columns = torch.meshgrid(
+            torch.arange(height // side), torch.arange(width // side), indexing="ij"
+        )
+        places.append(torch.stack([columns, rows], 2).view(-1, 2))
+    longest = max(map(len, values))
+    return {
+        "pixel_values": torch.stack(
+            [torch.nn.functional.pad(each, (0, 0, 0, longest - len(each))) for each in values]
+        ),
+        "image_position_ids": torch.stack(
+            [torch.nn.functional.pad(each, (0, 0, 0, longest - len(each)), value=-1) for each in places]
+        ),
     }
 
 

@@ -42,6 +42,7 @@ panel_routes: list[ControllerRouterHandler] = [
             activity_page,
             adapters.adapters_page,
             adapters.add,
+            adapters.cancel,
             adapters.remove,
             add_alias,
             add_key,

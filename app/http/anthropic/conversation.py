@@ -201,7 +201,7 @@ def _text(at: str, block: Block | ToolReferenceBlock) -> str:
     raise ApiError(
         400,
         f"'{at}': {'PDFs and files' if isinstance(block, DocumentBlock) else f'blocks of type {kind!r}'} "
-        "are not supported: this model reads text.",
+        "are not supported: models read text, and pictures of users and tools.",
         code="unsupported_content",
         param=f"{at}.type",
     )

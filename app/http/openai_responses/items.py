@@ -126,7 +126,8 @@ def _text(at: str, content: str | list[ContentPartParam]) -> str:
         if part.type not in _TEXTS:
             raise ApiError(
                 400,
-                f"Content parts of type {part.type!r} are not supported: this model reads text.",
+                f"Content parts of type {part.type!r} are not supported: models read text, and pictures of "
+                "users ('input_image').",
                 code="unsupported_content",
                 param=f"{at}[{number}].type",
             )
@@ -144,7 +145,7 @@ def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[
         elif part.image_url is None:
             raise ApiError(
                 400,
-                "A picture has an 'image_url': files are not supported.",
+                "A picture has an 'image_url': files of this server ('file_id') are not read.",
                 code="unsupported_content",
                 param=f"{at}[{number}]",
             )
@@ -159,7 +160,7 @@ def _output(parts: list[ContentPartParam]) -> str:
     agent's session.
     """
     return "\n".join(
-        (part.text or "") if part.type in _TEXTS else f"[{part.type} left out: this model reads text only]"
+        (part.text or "") if part.type in _TEXTS else f"[{part.type} left out: only a tool's text is read]"
         for part in parts
     )
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
-PositionTable = Literal["", "whole", "buckets", "bilinear", "antialiased", "axes"]
+PositionTable = Literal["", "whole", "buckets", "bilinear", "antialiased", "axes", "places"]
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
 one at its fraction of the picture, or a bilinear mean, or one with antialiasing; or a row for its column and
-one for its row."""
+one for its row, from two tables, stored one after the other or side by side."""
 VisionRope = Literal["", "axial", "alternating"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one."""
 ProjectorKind = Literal[
-    "mistral3", "llava", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "glm_ocr", "gemma4"
+    "mistral3", "llava", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "glm_ocr", "gemma4", "gemma4_unified"
 ]
 ResizeKind = Literal["longest_edge", "tiles", "square", "pixels", "glm", "lfm2", "gemma4"]
 """Rule for the size of a picture (`layout.py`)."""
@@ -27,6 +27,9 @@ class TowerNames:
 
     patch: str
     layers: str
+    patch_norm: str = ""
+    embedded_norm: str = ""
+    """Norms before and after `patch`, where there are such."""
     table: str = ""
     pre_norm: str = ""
     post_norm: str = ""

@@ -13,7 +13,7 @@ from .config import VisionConfig
 from .fields import VisionFiles, VisionRule
 from .qwen import glm_ocr, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .shape import NO_TOWER
-from .siglip import gemma3, gemma4, idefics3, lfm2_vl, llava, mistral3
+from .siglip import gemma3, gemma4, gemma4_unified, idefics3, lfm2_vl, llava, mistral3
 from .tensors import check_vision_tensors, list_tower_tensors
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
@@ -29,6 +29,7 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5,
     "gemma4": gemma4,
+    "gemma4_unified": gemma4_unified,
     "lfm2_vl": lfm2_vl,
     "glm_ocr": glm_ocr,
 }

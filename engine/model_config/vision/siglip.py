@@ -276,7 +276,7 @@ _GEMMA4_GATED: Final = {
 
 
 def gemma4(files: VisionFiles) -> VisionConfig:
-    fields, rules = files.tower, files.processor
+    fields = files.tower
     sizes = sizes_of(fields, width=768, inner=3072, layers=16, heads=12, patch=16)
     if fields.integer("num_key_value_heads", sizes["num_heads"]) != sizes["num_heads"]:
         raise fields.error("num_key_value_heads other than num_attention_heads is not supported")
@@ -322,18 +322,64 @@ def gemma4(files: VisionFiles) -> VisionConfig:
         clips=fields.flag("use_clipped_linears", default=False),
         standardizes=fields.flag("standardize", default=False),
     )
-    unit = tower.patch_size * merge
+    return _gemma4_pictures(files, tower, files.text.raw.get("use_bidirectional_attention"))
+
+
+def gemma4_unified(files: VisionFiles) -> VisionConfig:
+    """Read Gemma 4 12B, which has no tower: norms and two linears make embeddings of patches."""
+    fields = files.tower
+    hidden = fields.integer("mm_embed_dim", 3840, most=MAX_WIDTH)
+    if fields.integer("output_proj_dims", hidden) != hidden:
+        raise fields.error("output_proj_dims other than mm_embed_dim is not supported")
+    side = side_of(fields, "patch_size", 16) * fields.integer("pooling_kernel_size", 3, most=64)
+    if side > MAX_SIDE:
+        raise fields.error(f"patches of {side} x {side} pixels are beyond anything known")
+    at = "vision_embedder."
+    names = TowerNames(
+        patch=f"{at}patch_dense",
+        layers="",
+        patch_norm=f"{at}patch_ln1",
+        embedded_norm=f"{at}patch_ln2",
+        table=f"{at}pos_embedding",
+        pre_norm=f"{at}pos_norm",
+        projector=("", "embed_vision.embedding_projection", ""),
+    )
+    tower = TowerConfig(
+        names=names,
+        hidden_size=hidden,
+        intermediate_size=3 * side**2,
+        num_layers=0,
+        stored_layers=0,
+        num_heads=1,
+        head_dim=hidden,
+        patch_size=side,
+        channels_last=True,
+        activation="gelu_tanh",
+        eps=1e-5,
+        table="places",
+        table_rows=fields.integer("mm_posemb_size", 1120, most=MAX_WIDTH),
+        projector="gemma4_unified",
+        projector_eps=fields.number("rms_norm_eps", 1e-6),
+    )
+    return _gemma4_pictures(files, tower, files.text.raw.get("use_bidirectional_attention", "vision"))
+
+
+def _gemma4_pictures(files: VisionFiles, tower: TowerConfig, both_directions: object) -> VisionConfig:
+    rules, unit = files.processor, tower.patch_size * tower.merge
+    most = rules.integer("max_soft_tokens", 280, most=1 << 16)
+    if most * tower.merge > tower.table_rows:
+        raise rules.error(f"max_soft_tokens {most} is beyond the {tower.table_rows} positions of the tower")
     pixels = pixels_of(files, (0.0,) * 3, (1.0,) * 3, 3)
     if not rules.flag("do_normalize", default=False):
         pixels |= {"mean": (0.0,) * 3, "std": (1.0,) * 3}
     processor = ImageProcessorConfig(
         kind="gemma4",
         unit=unit,
-        most=rules.integer("max_soft_tokens", 280, most=1 << 16) * unit**2,
+        most=most * unit**2,
         **pixels,
     )
     image = token_text(files, "image_token", "<|image|>")
-    is_bidirectional = files.text.raw.get("use_bidirectional_attention") == "vision"
+    is_bidirectional = both_directions == "vision"
     return VisionConfig(
         family="Gemma 4",
         image_token_id=token_id(files, 258880, "image_token_id"),

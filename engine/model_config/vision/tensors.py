@@ -59,7 +59,12 @@ def _tower_tensors(tower: TowerConfig) -> Tensors:
     names, hidden, rms = tower.names, tower.hidden_size, tower.is_rms
     patch = 3 * tower.frames * tower.patch_size**2
     yield from _linear(names.patch, hidden, patch, bias=tower.patch_bias)
-    if tower.table == "axes":
+    for norm, size in ((names.patch_norm, patch), (names.embedded_norm, hidden)):
+        if norm:
+            yield from _norm(norm, size, is_rms=rms)
+    if tower.table == "places":
+        yield names.table, (tower.table_rows, 2, hidden)
+    elif tower.table == "axes":
         yield names.table, (2, tower.table_rows, hidden)
     elif tower.table:
         yield f"{names.table}.weight", (tower.table_rows, hidden)
@@ -135,7 +140,7 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
             for name in ("gate_proj", "up_proj"):
                 yield from _linear(f"visual.merger.{name}", 3 * out, out, bias=False)
             yield from _linear("visual.merger.down_proj", out, 3 * out, bias=False)
-        case "gemma4":
+        case "gemma4" | "gemma4_unified":
             yield from _linear(first, out, hidden, bias=False)
             if tower.standardizes:
                 yield "vision_tower.std_bias", (hidden,)

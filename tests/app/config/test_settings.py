@@ -213,6 +213,7 @@ def test_urls_of_collectors(url: str, is_good: bool):
         ("a:max_runing=4", "did you mean model.max_running"),
         ("a:overrides=b", "unknown key model.overrides"),
         ("a:max_running=0", "must be between 1"),
+        ("a:lora_memory=0", "must be at least 0.001"),
         ("a:max_running=many", "must be a whole number"),
         ("a:disaggregate=1", "two numbers of cores"),
     ],

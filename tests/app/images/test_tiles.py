@@ -1,5 +1,6 @@
 """Pixels and texts of pictures: those of the image processors in transformers."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model": {"vision_config": {"model_type": "gemma4_vision"}},
         "processor": {"image_processor_type": "Gemma4ImageProcessor"},
     },
+    # Its own processor needs torchvision; it resizes as that of Gemma 4 and joins 3 x 3 patches.
+    "gemma4_unified": {
+        "model": {"vision_config": {"model_type": "gemma4_unified_vision"}},
+        "processor": {"image_processor_type": "Gemma4ImageProcessor"},
+    },
     "glm_ocr": {
         "model": {"vision_config": {"out_hidden_size": 64}},
         "processor": {"image_processor_type": "Glm46VImageProcessor"},
@@ -123,7 +129,7 @@ def tiles_of_transformers(directory: Path, vision: VisionConfig, picture: Any) -
         values = values.reshape(shape)[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6)
         values = values.reshape(1, 3, rows * side, columns * side)
     elif "image_position_ids" in found:
-        side, places = vision.tower.patch_size, found["image_position_ids"][0]
+        side, places = math.isqrt(values.shape[-1] // 3), found["image_position_ids"][0]
         rows, columns = places[:, 1].max() + 1, places[:, 0].max() + 1
         patches = values[0, : rows * columns].reshape(rows, columns, side, side, 3)
         values = patches.transpose(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side)

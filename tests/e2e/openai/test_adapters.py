@@ -126,6 +126,7 @@ def test_adapters_that_cannot_be_added(server, tmp_path, body, status, told):
     folder = write_adapter(tmp_path / "other", plain_tensors(inputs=32))
     answer = post(server, "/v1/load_lora_adapter", **{"lora_name": "bad", "lora_path": str(folder), **body})
     assert (answer.status_code, told in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert answer.json()["error"]["param"] == ("lora_name" if status == 409 else "lora_path")
     assert {each.name for each in list_adapters(server.control.library.registry)} == {"pirate", "poet"}
 
 

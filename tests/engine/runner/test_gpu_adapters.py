@@ -147,7 +147,7 @@ def test_memory_of_a_gpu_that_is_full_fails_the_request(
     def full(*_: object) -> None:
         raise __import__("torch").OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(layers, "_load", full)
+    monkeypatch.setattr(layers, "_read", full)
     found = run(engine, [adapted(adapters[0], ask("a", [5, 6], 4)), ask("base", [5, 6], 2)])
     assert "--lora-memory" in (found["a"][-1].error_message or "")
     assert found["base"][-1].finish_reason == "length"

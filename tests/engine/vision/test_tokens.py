@@ -47,11 +47,24 @@ def tokens_of_transformers(model: Any, ids: list[int], inputs: dict[str, Any]) -
         extra = {"token_type_ids" if "gemma3" in model.config.model_type else "mm_token_type_ids": kinds}
         if model.config.model_type in {"mistral3", "llava", "idefics3", "lfm2_vl"}:
             extra = {}
+        if model.config.model_type == "gemma4_unified":
+            extra = {"attention_mask": masks_of_generate(model, all_ids, kinds)}
         if hasattr(model.model, "rope_deltas"):
             model.model.rope_deltas = None
         logits = model(input_ids=all_ids, use_cache=False, **inputs, **extra).logits[0, -1]
         ids.append(int(logits.argmax()))
     return ids[start:]
+
+
+def masks_of_generate(model: Any, ids: torch.Tensor, kinds: torch.Tensor) -> Any:
+    """Return the masks of `generate`: only layers with a window see all of a picture, as in other models of
+    Gemma 4. Without them `forward` makes others.
+    """
+    states = model.get_input_embeddings()(ids)
+    places = torch.arange(ids.shape[1]).unsqueeze(0)
+    return model.create_masks_for_generate(
+        model.config, states, None, past_key_values=None, position_ids=places, mm_token_type_ids=kinds
+    )
 
 
 def both_directions(kind: str) -> dict[str, Any]:

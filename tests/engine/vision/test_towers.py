@@ -74,7 +74,7 @@ def test_tiles_that_are_not_whole_patches_lose_their_edge(tmp_path: Path) -> Non
 
 
 def is_vision(name: str) -> bool:
-    parts = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector", "embed_vision")
+    parts = ("vision_", "visual", "multi_modal_projector", "connector", "embed_vision")
     return any(part in name for part in parts)
 
 
@@ -160,5 +160,8 @@ def test_a_family_whose_tower_is_not_read_says_so(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"model_type": "llama4", "vision_config": {}})
     assert read_vision(tmp_path) is None
     assert "llama4 is not supported" in find_vision(tmp_path)[1]
+    tower = {"vision_config": {"mm_posemb_size": 99}, "hidden_size": 64}
+    write_json(tmp_path / "config.json", {"model_type": "gemma4_unified", **tower})
+    assert "max_soft_tokens 280 is beyond the 99 positions" in find_vision(tmp_path)[1]
     write_json(tmp_path / "config.json", {"model_type": "llama"})
     assert "without a vision tower" in find_vision(tmp_path)[1]

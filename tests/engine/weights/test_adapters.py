@@ -13,6 +13,8 @@ from llmbox.engine.checkpoint.adapter import AdapterError, read_adapter
 from llmbox.engine.core.adapter_slots import AdapterSlots
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.weights.adapter_weights import AdapterReader
+from llmbox.engine.weights.adapters import AdapterLayers
 from support.adapters import make_adapter, plain_tensors, write_adapter
 from support.lanes import nightly
 from support.rank_threads import load_ranks
@@ -140,6 +142,7 @@ def test_tokens_are_those_of_the_request_alone(
 ) -> None:
     alone: dict[str, list[int]] = {}
     engine = load(qwen, max_running=1, prefix_cache=False, **weights)
+    assert runner_of(engine)._ops.lora.is_int8 == ("quant" in weights)  # A and B have 8 bits too
     for request in requests(three):
         alone |= tokens(engine, [request])
     assert len({tuple(answer) for answer in alone.values()}) > 16
@@ -212,7 +215,7 @@ def test_a_rank_that_alone_cannot_load_fails_the_request(
     engine = load_ranks(qwen, monkeypatch, dtype="float32", **options)
     engine._scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
     layers = engine._runner.runner.shares[broken].runner._model.adapters
-    read = layers._load
+    read = layers._read
     asked = [
         adapted(three[0], ask("bad", PROMPT, 4)),
         adapted(three[1], ask("good", PROMPT, 4)),
@@ -220,17 +223,17 @@ def test_a_rank_that_alone_cannot_load_fails_the_request(
     ]
     expected = tokens(fp32(qwen), asked)
 
-    def fail(slot: int, adapter: Any, dtype: torch.dtype) -> int:
+    def fail(slot: int, adapter: Any, reader: AdapterReader) -> int:
         if adapter.directory == three[0]:
             raise OSError(5, "Input/output error")
-        return read(slot, adapter, dtype)
+        return read(slot, adapter, reader)
 
-    monkeypatch.setattr(layers, "_load", fail)
+    monkeypatch.setattr(layers, "_read", fail)
     found = run(engine, asked)
     assert "another rank" in (found["bad"][-1].error_message or "")
     for name in ("good", "base"):
         assert [token for output in found[name] for token in output.token_ids] == expected[name]
-    monkeypatch.setattr(layers, "_load", read)
+    monkeypatch.setattr(layers, "_read", read)
     assert tokens(engine, asked) == expected
     engine._scheduler.check()
 
@@ -326,6 +329,22 @@ def test_too_large_for_its_memory(qwen: Path, three: list[Path]) -> None:
     (refused,) = run(engine, [adapted(three[0], ask("r", PROMPT, 4))])["r"]
     assert refused.error_code == "does_not_fit"
     assert "--lora-memory" in (refused.error_message or "")
+
+
+def test_memory_is_ready_for_the_next_adapter(
+    qwen: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(AdapterLayers, "prepare", lambda _layers, _dtype, nbytes=0: asked.append(nbytes))
+    rising = [three[1], three[2], three[0]]
+    sizes = [2 * read_adapter(folder).nbytes for folder in rising]
+    engine = fp32(qwen, lora_bytes=sum(sizes), plans_adapters=True)
+    assert asked == [0]
+    for folder in rising:
+        run(engine, [adapted(folder, ask("r", PROMPT, 1))])
+    assert asked[1:] == sizes[:2]  # no other has room beside all three
+    fp32(qwen)
+    assert len(asked) == 3  # a model without adapters needs none
 
 
 def test_the_limit_counts_what_the_dtype_of_the_model_takes(qwen: Path, three: list[Path]) -> None:

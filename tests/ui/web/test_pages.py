@@ -15,10 +15,13 @@ import httpx
 import pytest
 
 from llmbox.app.diagnostics.updates import Update
+from llmbox.app.models.catalog import BUILTIN_DIR
 from llmbox.app.models.registry import Alias, Registry
 from llmbox.ui.web.pages.model_detail import DIVERGENCE
 from llmbox.ui.web.render import environment
+from support.adapters import plain_tensors, write_adapter
 from support.cli_box import PATIENCE, until
+from support.hub_stub import StubRepo
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
@@ -473,6 +476,44 @@ def test_adapters_are_shown_beside_a_broken_list_of_models(panel, signed_in):
         assert signed_in.get("/admin/models/adapters").status_code == 200
     finally:
         file.unlink() if before is None else file.write_bytes(before)
+
+
+def test_an_adapter_on_its_way_from_the_hub_shows_its_progress_and_is_cancelled(panel, signed_in, tmp_path):
+    config = json.loads((BUILTIN_DIR / "config.json").read_text())
+    shapes = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    folder = write_adapter(tmp_path / "a", plain_tensors(*shapes, rank=64), r=64)
+    panel.hub.repos["org/pirate"] = StubRepo({path.name: path.read_bytes() for path in folder.iterdir()})
+    address = "/admin/models/adapters"
+    form = {"csrf_token": csrf(signed_in.get(address).text), "name": "pirate", "base": "builtin"}
+    form["source"] = "org/pirate"
+
+    def shown(*texts: str) -> bool:
+        page = signed_in.get(address).text
+        return all(text in page for text in texts)
+
+    panel.hub.hold_after = 16_384
+    fragment = {"HX-Request": "true"}
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            adding = pool.submit(signed_in.post, f"{address}/add", data=form, headers=fragment)
+            until(lambda: shown("from org/pirate", " kB of 131.4 kB", "downloading", "Cancel"))
+            again = signed_in.post(f"{address}/add", data=form, headers=fragment)
+            assert (again.status_code, "on its way from the hub" in again.text) == (409, True)
+            ended = signed_in.post(f"{address}/cancel", data=form, headers=fragment)
+            assert ended.status_code == 200
+            told = adding.result(PATIENCE)
+            assert (told.status_code, "was not added: its download was cancelled" in told.text) == (200, True)
+            assert not shown("from org/pirate")
+            assert signed_in.post(f"{address}/cancel", data=form, headers=fragment).status_code == 404
+        panel.hub.hold_after = None
+        told = signed_in.post(f"{address}/add", data=form, headers=fragment)
+        assert "pirate is builtin with an adapter of rank 64." in told.text
+        assert not shown("from org/pirate")
+        assert shown("pirate")
+    finally:
+        panel.hub.hold_after = None
+        panel.hub.go_on.set()
+        signed_in.post(f"{address}/remove", data=form)
 
 
 def test_fifty_tabs_are_served_by_one_poller_and_leave_nothing(panel, signed_in):

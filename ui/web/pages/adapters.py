@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from litestar import Response, get, post
 from llmbox.app.control.controller import DaemonController
 from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.http.server.request import form_of
-from llmbox.app.hub.adapter_download import download_adapter
+from llmbox.app.hub.adapter_download import AdapterFetch, download_adapter
+from llmbox.app.hub.errors import DownloadStopped
 from llmbox.app.models.adapters import (
     AddedAdapter,
     add_adapter,
@@ -51,11 +51,23 @@ async def adapters_page(request: PanelRequest) -> Response[str]:
     names = panel.control.library.registry.read_or_nothing()
     disk = await asyncio.to_thread(on_disk, os.environ, names)
     bases = sorted({model.ref.name for model in disk if model.servable} | panel.control.in_memory().keys())
-    return page(request, "models/adapters.html", "models", rows=await _rows(panel), bases=bases)
+    return page(
+        request,
+        "models/adapters.html",
+        "models",
+        rows=await _rows(panel),
+        fetches=_fetches(panel),
+        bases=bases,
+    )
 
 
 async def adapters_pieces(panel: PageContext) -> dict[str, str]:
-    return {"adapters": render("live/models/adapters.html", panel, rows=await _rows(panel))}
+    rows, fetches = await _rows(panel), _fetches(panel)
+    return {"adapters": render("live/models/adapters.html", panel, rows=rows, fetches=fetches)}
+
+
+def _fetches(panel: PageContext) -> list[AdapterFetch]:
+    return list(panel.control.library.adapter_fetches.values())
 
 
 @post("/models/adapters/add", status_code=200, name="panel_adapter_add")
@@ -63,14 +75,32 @@ async def add(request: PanelRequest) -> Response[str]:
     form = await form_of(request)
     name, source, base = (form.get(key, "").strip() for key in ("name", "source", "base"))
     control = panel_of(request).control
+    fetches, fetch = control.library.adapter_fetches, None
+    if is_from_hub(source):
+        if name in fetches:
+            raise ApiError(409, f"{name} is on its way from the hub.", "name_in_use")
+        fetch = fetches[name] = AdapterFetch(name, source)
     try:
-        found = await in_thread(lambda: _add(control, name, source, base or None), "llmbox-adapter")
+        found = await in_thread(lambda: _add(control, name, source, base or None, fetch), "llmbox-adapter")
+    except DownloadStopped:
+        kept = "What was fetched stays in the hub's cache, and the next try goes on from there."
+        return done(request, BACK, f"{name} was not added: its download was cancelled. {kept}")
     except CliError as error:
         fix = f". {error.fix}" if error.fix else ""
         raise ApiError(
             _STATUS.get(error.exit, 400), f"{error.what}: {error.why}{fix}", "bad_adapter"
         ) from error
     return done(request, BACK, f"{found.name} is {found.base} with an adapter of rank {found.rank}.")
+
+
+@post("/models/adapters/cancel", status_code=200, name="panel_adapter_cancel")
+async def cancel(request: PanelRequest) -> Response[str]:
+    name = (await form_of(request)).get("name", "")
+    fetch = panel_of(request).control.library.adapter_fetches.get(name)
+    if fetch is None or fetch.is_here:
+        raise ApiError(404, f"{name} is not on its way from the hub.", "adapter_not_found")
+    fetch.stop.set()
+    return done(request, BACK, f"The download of {name} ends.")
 
 
 @post("/models/adapters/remove", status_code=200, name="panel_adapter_remove")
@@ -83,24 +113,38 @@ async def remove(request: PanelRequest) -> Response[str]:
     return done(request, BACK, f"{name} is no longer an adapter.")
 
 
-def _add(control: DaemonController, name: str, source: str, base: str | None) -> AddedAdapter:
-    """Add an adapter from a folder of this machine or from the hub. Raises CliError."""
-    registry, memory, folder = control.library.registry, control.in_memory(), Path(source)
+def _add(
+    control: DaemonController, name: str, source: str, base: str | None, fetch: AdapterFetch | None
+) -> AddedAdapter:
+    """Add an adapter from a folder of this machine or from the hub (`fetch`). Raises CliError and DownloadStopped."""
+    registry, memory = control.library.registry, control.in_memory()
 
     def check(config: Mapping[str, object]) -> None:
         require_base(registry, os.environ, name, config, base, memory)
 
-    if is_from_hub(source):
-        rate = control.library.bandwidth
-        folder = download_adapter(source, os.environ, stop=threading.Event(), check=check, rate=rate)
-    elif not source.startswith(("/", "~")):
+    if fetch is not None:
+        try:
+            folder = download_adapter(
+                source,
+                os.environ,
+                stop=fetch.stop,
+                report=fetch.report,
+                note=fetch.note,
+                check=check,
+                rate=control.library.bandwidth,
+            )
+            fetch.is_here = True
+            return add_adapter(registry, os.environ, name, folder, base, memory)
+        finally:  # also where the page that asked for it was closed
+            del control.library.adapter_fetches[name]
+    if not source.startswith(("/", "~")):
         raise CliError(
             f"{source[:200]!r} is no adapter",
             "it is neither a name of the hub, such as org/name, nor the absolute path of a folder",
             "",
             Exit.USAGE,
         )
-    return add_adapter(registry, os.environ, name, folder, base, memory)
+    return add_adapter(registry, os.environ, name, Path(source), base, memory)
 
 
 async def _rows(panel: PageContext) -> list[AdapterRow]:
