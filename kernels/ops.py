@@ -304,6 +304,17 @@ class Ops:
     combine_experts: CombineResults | None = None
     """Second half; set where `expert_results` is."""
 
+    host_experts: "Ops | None" = None
+    """Operations of the CPU that compute `experts` beside a GPU; None: this backend computes them.
+
+    Weights of experts are then packed by these, in main memory; all else of a mixture is on the device.
+    """
+
+    send_expert_inputs: Callable[[Tensor, Tensor], None] | None = None
+    """(x_TE, logits_TX): begin to copy what `experts` reads next to `host_experts`, so that what the device
+    is given until then runs beside; set where that is.
+    """
+
     recurrent: RecurrentOps | None = None
     """Operations of recurrent layers; None: models that have some cannot run."""
 

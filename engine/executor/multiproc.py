@@ -15,7 +15,7 @@ import torch
 from ..config import EngineConfig
 from ..core.executor_interface import Executor, ModelRunner
 from ..core.step import StepPlan, StepResult
-from ..device.cuda_order import cuda_machine
+from ..device.device import cuda_machine
 from ..distributed.communicator import Communicator, TensorParallel
 from ..distributed.shm_communicator import PeerSockets, ShmCommunicator
 from ..distributed.socket_link import Frame

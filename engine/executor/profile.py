@@ -17,8 +17,7 @@ from llmbox.kernels.recurrent import StateShape, make_state
 from ..config import EngineConfig
 from ..core.request import Request
 from ..core.step import ScheduledRequest, StepPlan
-from ..device.cuda_order import cuda_machine
-from ..device.device import CudaDevice, Device, HostDevice
+from ..device.device import CudaDevice, Device, HostDevice, cuda_machine
 from ..errors import DoesNotFit
 from ..ipc.messages import PreparedImage
 from ..model.decoder import Decoder

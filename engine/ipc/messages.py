@@ -223,6 +223,13 @@ class ModelInfo:
     """Maximum tokens computed in one step; 0: not known."""
     prefill_bytes: int = 0
     """Memory of the prefill engine and of the hand-over, which `workspace_bytes` counts."""
+    expert_bytes: int = 0
+    """Main memory of experts that the CPU computes beside a GPU; 0: experts are on the device. Not in
+    `weights_bytes`."""
+    expert_quant: str = "none"
+    """Format of these experts."""
+    host_bytes: int = 0
+    """Most main memory that a model on a GPU takes: `expert_bytes`, and KV blocks that the GPU evicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from llmbox.kernels.cpu.build import native_expected
+from llmbox.kernels.cpu.build import native_expected, native_obtainable
 from llmbox.kernels.cpu.isa import LEVELS, usable_levels
 
 from ..config import Dtype, KVDtype, QuantChoice
@@ -40,6 +40,8 @@ class MemoryBudget:
     """Compute capability of each visible GPU, None if not known."""
     host_available: int = 0
     """Bytes of main memory that are free beside a GPU."""
+    host_native: bool = False
+    """True if the C++ kernels can compute a part of a model beside a GPU."""
 
     @classmethod
     def of(cls, machine: Machine, device: Literal["cpu", "cuda"]) -> "MemoryBudget":
@@ -54,6 +56,7 @@ class MemoryBudget:
                 nvlink=machine.nvlink,
                 capabilities=tuple(gpu.capability for gpu in machine.gpus),
                 host_available=machine.memory.available,
+                host_native=native_obtainable(),
             )
         available, cores = machine.memory.available, machine.cpu.cores
         if not native_expected():
@@ -136,6 +139,11 @@ class MemoryPlan:
     """Main memory for blocks on their way to and from disk, on a CPU."""
     host_bytes: int = 0
     """Main memory for blocks that a GPU evicts, which is not in `total_bytes`."""
+    expert_bytes: int = 0
+    """Main memory of experts that the CPU computes beside a GPU, with their workspace, which is not in
+    `total_bytes` either; 0: experts are on the device."""
+    expert_quant: QuantChoice = "none"
+    """Weight format of these experts."""
     prefill_bytes: int = 0
     """Memory of a prefill engine beside this one, and of the segment between them."""
 

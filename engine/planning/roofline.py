@@ -37,6 +37,21 @@ def step_bytes(
     return weight_bytes + rows * (seen * shape.kv_bytes_per_token(kv_dtype) + states)
 
 
+def expert_weight_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> float:
+    """Return the bytes of one weight of an expert, mean of all."""
+    if quant is None:
+        return DTYPE_BYTES[dtype]
+    return shape.blocks.layers if quant.is_gguf and shape.blocks else quant.bytes_per_weight
+
+
+def expert_step_bytes(shape: ModelShape, dtype: str, *, rows: int, quant: Quant | None = None) -> float:
+    """Return the bytes of experts that a step of `rows` streams reads, where they are in main memory. The
+    step then reads `step_bytes` of the shape without them on its device.
+    """
+    read = shape.routed_params - shape.unread_params(rows)
+    return read * expert_weight_bytes(shape, dtype, quant)
+
+
 def step_flops(shape: ModelShape, *, rows: int, context: int, logits: bool = True) -> float:
     """Return the FLOPs of a step: linears, and attention of each row over `context` tokens. `logits`: the
     output head is computed for each row, which prompts do not need.

@@ -25,6 +25,6 @@ def idle_clocks(report: Report) -> None:
 
 def this_gpu() -> str:
     """Its UUID: the driver's numbers are others than CUDA's."""
-    from llmbox.engine.device.cuda_order import cuda_machine
+    from llmbox.engine.device.device import cuda_machine
 
     return cuda_machine().gpus[torch.cuda.current_device()].uuid
