@@ -83,11 +83,12 @@ def add_host_experts(
     part = next((each for each in parts if each.nbytes + workspace <= have), None)
     if part is None:
         need, form = parts[-1].nbytes + workspace, _show_format(parts[-1].quant, plan.dtype)
-        is_smallest = bool(whole.quant) or config.quant != "none"
+        remedy = "more main memory is needed"
+        if parts[-1].quant == "none":
+            remedy = f"--quant {'auto' if whole.quant else 'int8 or int4'} takes less"
         raise DoesNotFit(
             f"experts in main memory need {show_bytes(need, up=True)} as {form} and have {show_bytes(have)}, "
-            f"{HOST_MOST:.0%} of what is free: "
-            + ("more main memory is needed" if is_smallest else "--quant int8 or int4 takes less")
+            f"{HOST_MOST:.0%} of what is free: {remedy}"
         )
     told = (
         f"experts are in main memory, where the CPU computes them: {show_bytes(part.nbytes)} as "

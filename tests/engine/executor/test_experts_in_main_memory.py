@@ -6,14 +6,16 @@ from dataclasses import replace
 import pytest
 
 from llmbox.app.models.gguf_folders import folder_of
+from llmbox.engine.checkpoint.adapter import AdapterError, read_adapter
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError, DoesNotFit, ParallelError
 from llmbox.engine.executor.build import load_engine
 from llmbox.kernels.dispatch import select_host
+from support.adapters import make_adapter
 from support.fake_cuda import Card, fake_cuda
 from support.families import make_family
 from support.gguf_models import write_gguf
-from support.real_engines import ask, load, run, runner_of, tokens
+from support.real_engines import ask, hf_model, load, run, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in")  # numpy's, of rows that only fill up
@@ -38,7 +40,8 @@ def _kernels(monkeypatch):
 
 @pytest.fixture
 def mixture(tmp_path):
-    return make_tiny_model(tmp_path / "mixture", arch="qwen3_moe", num_hidden_layers=1, vocab_size=99)
+    sizes = {"num_hidden_layers": 1, "vocab_size": 99, "moe_intermediate_size": 64}
+    return make_tiny_model(tmp_path / "mixture", arch="qwen3_moe", **sizes)
 
 
 def on_cpu(monkeypatch, folder, **options):
@@ -122,6 +125,20 @@ def test_what_cannot_be_is_refused_in_a_sentence(mixture, tmp_path, monkeypatch)
         refused(mixture, DoesNotFit, words, host_bytes_limit=1 << 10)
     monkeypatch.delenv("LLMBOX_KERNELS")
     refused(mixture, DeviceError, "runs on the CPU, and its experts too", device="cpu")
+
+
+def test_adapters_of_experts_are_refused_and_others_are_not(mixture, tmp_path):
+    fused = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    base = hf_model(mixture)
+    for name, kind in (("attention", {"target_modules": ["q_proj"]}), ("experts", fused)):
+        make_adapter(base, tmp_path / name, r=4, **kind)
+    with fake_cuda(Card(multiprocessors=2), blank=True):
+        engine = load(mixture, **ON_GPU)
+        layers = runner_of(engine)._model.adapters
+        layers.match(read_adapter(tmp_path / "attention"))
+        words = "adapters of experts in main memory are not applied beside a model: `llmbox lora merge`"
+        with pytest.raises(AdapterError, match=words):
+            layers.match(read_adapter(tmp_path / "experts"))
 
 
 def test_a_card_that_is_too_small_gives_up_the_experts(mixture, monkeypatch):
