@@ -260,10 +260,9 @@ def load_rank(
 
 def encoder_options(config: EngineConfig) -> EngineConfig:
     """Return the options of a model that computes whole texts at once and keeps nothing of them."""
-    device = "cpu" if config.device == "auto" else config.device
     return replace(
         config,
-        device=device,
+        device="cpu" if config.device == "auto" else config.device,
         kv_dtype="auto",
         prefix_cache=False,
         chunked_prefill=False,

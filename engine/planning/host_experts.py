@@ -11,9 +11,8 @@ from ..config import EngineConfig, QuantChoice
 from ..errors import DeviceError, DoesNotFit, EngineError, ParallelError
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
-from .defaults import resolve_dtypes
 from .memory_model import EXPERT_ROWS
-from .memory_plan import MemoryBudget, MemoryPlan
+from .memory_plan import MemoryBudget, MemoryPlan, resolve_dtypes
 from .placement import asks_for_experts
 from .roofline import expert_weight_bytes
 

@@ -1,4 +1,6 @@
-"""Memory budget of a device and the memory plan of an engine."""
+"""Memory budget of a device and the memory plan of an engine, with the dtypes, running requests and token
+budget that it has where its configuration leaves them open.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,14 +8,19 @@ from typing import Literal
 from llmbox.kernels.cpu.build import native_expected, native_obtainable
 from llmbox.kernels.cpu.isa import LEVELS, usable_levels
 
-from ..config import Dtype, KVDtype, QuantChoice
+from ..config import Dtype, EngineConfig, KVDtype, QuantChoice
 from ..core.kv_cache.window_manager import pool_blocks
 from ..core.microbatching import ceil_div
 from ..core.speculation.proposer import DraftMethod
+from ..errors import DeviceError
 from ..hardware.machine import Machine
 from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout
-from ..model_config.shape import ModelShape
+from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..model_config.vision.shape import NO_TOWER
+
+_GIB = 1 << 30
+_FLOAT32_UP_TO = _GIB
+_STEP_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,22 @@ class MemoryBudget:
             level=usable_levels()[0].name,
             core_flops=usable_levels()[0].flops,
         )
+
+    def default_max_running(self, shape: ModelShape, config: EngineConfig) -> int:
+        """Return the default number of requests that run at once."""
+        most = 32 if self.device == "cpu" else 256 if self.available >= 20 * _GIB else 64
+        if shape.is_bidirectional:  # texts take no KV, and all of a step end with it
+            most = 256
+        return min(most, config.token_budget or most)
+
+    def default_token_budget(self, shape: ModelShape, max_running: int) -> int:
+        """Return the default token budget: on a CPU a step of about half a second, so that decoding streams
+        do not stall behind a long prompt.
+        """
+        if self.device == "cuda":
+            return max(max_running, 8192 if self.available >= 40 * _GIB else 2048)
+        tokens = _STEP_SECONDS * self.cores * self.core_flops / (2 * shape.active_params)
+        return max(max_running, 64, min(2048, 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +224,31 @@ class MemoryPlan:
     def max_concurrency(self) -> float:
         """Number of requests of full context that fit in the pool at once."""
         return self.num_blocks * self.block_size / self.context
+
+
+def resolve_dtypes(
+    shape: ModelShape, device: str, config: EngineConfig, *, native_kernels: bool
+) -> tuple[Dtype, KVDtype]:
+    """Return the dtypes of weights and KV cache. Raises DeviceError for a dtype that the device or the model
+    does not support.
+
+    On a CPU without the C++ kernels, and in float16, which they do not support, a model whose float32 weights
+    stay within 1 GiB is served in float32: torch's half-precision products give a row other bits in another
+    batch, while float32 keeps a request's tokens independent of the batch.
+    """
+    if config.kv_dtype == "fp8" and device == "cpu":
+        raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = shape.dtype if shape.fits_float16 or shape.dtype != "float16" else "bfloat16"
+        stock = device == "cpu" and not (native_kernels and dtype != "float16")
+        if stock and native_kernels and shape.quant is not None:
+            dtype = "bfloat16"  # float16 has no kernels for the integers that the checkpoint holds
+        if stock and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO:
+            dtype = "float32"
+    if dtype == "float16" and not shape.fits_float16:
+        raise DeviceError(
+            "what the layers of this model give goes beyond float16, so answers would be NaN: use --dtype "
+            "bfloat16 or float32"
+        )
+    return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype
