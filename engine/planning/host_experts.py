@@ -11,10 +11,9 @@ from ..config import EngineConfig, QuantChoice
 from ..errors import DeviceError, DoesNotFit, EngineError, ParallelError
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
-from .memory_model import EXPERT_ROWS
+from .memory_model import EXPERT_ROWS, weights_bytes
 from .memory_plan import MemoryBudget, MemoryPlan, resolve_dtypes
 from .placement import asks_for_experts
-from .roofline import expert_weight_bytes
 
 HOST_MOST = 0.8
 """Fraction of the free main memory that a model on a GPU may take."""
@@ -117,8 +116,8 @@ def _formats(whole: ModelShape, dtype: str, config: EngineConfig) -> Iterator[Ho
                 f"experts in main memory cannot be {name}, which runs on GPUs only: load with --quant "
                 "int8 or int4, or with --cpu-experts off"
             )
-        each = expert_weight_bytes(whole, dtype, quant)
-        yield HostPart(cast("QuantChoice", name), int(whole.routed_params * each))
+        nbytes = weights_bytes(whole, dtype, quant) - weights_bytes(whole.without_routed(), dtype, quant)
+        yield HostPart(cast("QuantChoice", name), nbytes)
 
 
 def _show_format(quant: str, dtype: str) -> str:

@@ -37,19 +37,15 @@ def step_bytes(
     return weight_bytes + rows * (seen * shape.kv_bytes_per_token(kv_dtype) + states)
 
 
-def expert_weight_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> float:
-    """Return the bytes of one weight of an expert, mean of all."""
-    if quant is None:
-        return DTYPE_BYTES[dtype]
-    return shape.blocks.layers if quant.is_gguf and shape.blocks else quant.bytes_per_weight
-
-
 def expert_step_bytes(shape: ModelShape, dtype: str, *, rows: int, quant: Quant | None = None) -> float:
     """Return the bytes of experts that a step of `rows` streams reads, where they are in main memory. The
-    step then reads `step_bytes` of the shape without them on its device.
+    step then reads `step_bytes` of `ModelShape.without_routed` on its device.
     """
-    read = shape.routed_params - shape.unread_params(rows)
-    return read * expert_weight_bytes(shape, dtype, quant)
+    all_of, rest = (
+        step_bytes(each, dtype, dtype, rows=rows, context=0, quant=quant)
+        for each in (shape, shape.without_routed())
+    )
+    return all_of - rest
 
 
 def step_flops(shape: ModelShape, *, rows: int, context: int, logits: bool = True) -> float:
