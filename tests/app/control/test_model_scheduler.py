@@ -526,6 +526,10 @@ def test_experts_in_main_memory_are_asked_for_with_the_share_that_is_never_taken
     assert found is not None
     assert found.host == 80 * gb, "of 100"
     assert found.budgets == {0: 7 * gb, HOST: 80 * gb}
+    limited = replace(machine, memory=Memory(500 * gb, 50 * gb, limited_by_cgroup=True))
+    in_container = sizes(config, limited, (7 * gb,), {HOST: 30 * gb})
+    assert in_container is not None
+    assert in_container.host == 64 * gb, "of 80, of which models have 30"
     (wish,) = found.requests
     plan = estimate(
         parse_config(tmp_path).shape(),

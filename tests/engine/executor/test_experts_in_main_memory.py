@@ -1,20 +1,23 @@
 """A mixture with experts in main memory and all else on a GPU, from the loader on, over fake CUDA."""
 
-import logging
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from llmbox.app.models.gguf_folders import folder_of
 from llmbox.engine.checkpoint.adapter import AdapterError, read_adapter
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.device.host_experts import HostExperts
 from llmbox.engine.errors import DeviceError, DoesNotFit, ParallelError
 from llmbox.engine.executor.build import load_engine
 from llmbox.kernels.dispatch import select_host
 from support.adapters import make_adapter
 from support.fake_cuda import Card, fake_cuda
+from support.fake_cuda.tensors import Operations
 from support.families import make_family
 from support.gguf_models import write_gguf
+from support.lanes import nightly
 from support.real_engines import ask, hf_model, load, run, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
@@ -50,6 +53,16 @@ def on_cpu(monkeypatch, folder, **options):
         return load(folder, **{**SIZES, **options})
 
 
+def noted(method, calls):
+    """Call it, with a note of what the device was given before."""
+
+    def call(self, *inputs, **more):
+        calls.append((method.__name__, Operations.current.queue.launches))
+        return method(self, *inputs, **more)
+
+    return call
+
+
 def chances(outputs):
     return [each.logprob for output in outputs for each in output.logprobs]
 
@@ -64,14 +77,16 @@ def packed_bytes(engine, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["routed", "shared"])
-def test_tokens_are_those_of_a_cpu_and_do_not_depend_on_the_batch(tmp_path, monkeypatch, caplog, kind):
-    caplog.set_level(logging.INFO)
-    if kind == "routed":
-        folder = make_tiny_model(tmp_path, arch="qwen3_moe", num_hidden_layers=1, vocab_size=99)
-    else:
-        folder = make_family(tmp_path, "qwen2_moe", num_hidden_layers=2)
+@pytest.mark.parametrize("arch", ["qwen3_moe", "glm4_moe", nightly("qwen2_moe")])
+def test_tokens_are_those_of_a_cpu_and_do_not_depend_on_the_batch(tmp_path, monkeypatch, arch):
+    """Also with a shared expert, with a gate of its own, and with a correction of the router's scores."""
+    make = make_tiny_model if arch == "qwen3_moe" else make_family
+    folder = make(tmp_path, arch=arch, num_hidden_layers=2)
     expected = tokens(on_cpu(monkeypatch, folder), REQUESTS)
+    calls = []
+    for name in ("send", "experts"):
+        method = getattr(HostExperts, name)
+        monkeypatch.setattr(HostExperts, name, noted(method, calls))
     with fake_cuda(Card(multiprocessors=2)) as cuda:
         engine = load(folder, deterministic=True, **ON_GPU)
         info = engine.info
@@ -80,8 +95,14 @@ def test_tokens_are_those_of_a_cpu_and_do_not_depend_on_the_batch(tmp_path, monk
         assert info.host_bytes == info.expert_bytes > 0
         assert (cuda.card.graphs, engine.prepare()) == (0, False), "a graph would hold no step of the host"
         waits = len(cuda.queue.waits)
+        calls.clear()
         together = run(engine, REQUESTS)
         assert cuda.queue.waits[waits:] == []
+        pairs = list(pairwise(calls))[::2]
+        assert {(before, after) for (before, _), (after, _) in pairs} == {("send", "experts")}
+        beside = {end - start for (_, start), (_, end) in pairs}
+        copies = 2
+        assert (min(beside) > copies) == (arch != "qwen3_moe"), "the device has the shared expert meanwhile"
         alone = {each.request_id: run(engine, [each])[each.request_id] for each in REQUESTS}
     for name, outputs in together.items():
         assert [token for output in outputs for token in output.token_ids] == expected[name]
