@@ -25,6 +25,7 @@ QuantChoice = Literal[
 ]
 Batching = Literal["continuous", "static"]
 Speculate = Literal["auto", "on", "off"]
+CPUExpertsChoice = Literal["auto", "on", "off"]
 UseMTP = Literal["auto", "on", "off"]
 Exact = Literal["machine", "portable"]
 
@@ -81,6 +82,12 @@ class EngineConfig:
     """Divide the experts of a mixture among the ranks of `tp`, whole, instead of a part of each."""
     redundant_experts: int = 0
     """Copies of experts in each layer beyond one of each, on all ranks together, with `expert_parallel`."""
+    cpu_experts: CPUExpertsChoice = "auto"
+    """Keep the experts of a mixture in main memory, where the CPU computes them, and all else on the GPU;
+    `auto` does so where the model does not fit on the GPUs."""
+    host_bytes_limit: int | None = None
+    """Main memory that the daemon leaves a model on a GPU, for experts and evicted KV blocks; None: what is
+    free."""
     gpus: tuple[int, ...] | None = None
     """Indices of visible GPUs that the daemon chose, next to other models; None: chosen at load."""
     disaggregate: tuple[int, int] | None = None

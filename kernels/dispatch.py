@@ -76,6 +76,14 @@ def select_ops(
     return ONEDNN if supports(device, dtype) else REFERENCE
 
 
+def select_host(threads: int, quant: Quant | None) -> Ops:
+    """Select the C++ kernels for a part of a model whose other kernels run on a GPU.
+
+    LLMBOX_KERNELS names these others. Raises NativeUnavailable if the C++ kernels cannot be built or opened.
+    """
+    return start(load_backend(BEST_CPU), threads, quant)
+
+
 def select_triton(
     device: torch.device,
     dtype: torch.dtype,

@@ -304,6 +304,13 @@ class Ops:
     combine_experts: CombineResults | None = None
     """Second half; set where `expert_results` is."""
 
+    host_experts: "Ops | None" = None
+    """Operations of the CPU that pack and compute experts, in main memory; None: this backend does so."""
+
+    send_expert_inputs: Callable[[Tensor, Tensor], None] | None = None
+    """(x_TE, logits_TX): begin to copy what `experts` reads next to `host_experts`, beside what the device
+    is given until then; set where those are."""
+
     recurrent: RecurrentOps | None = None
     """Operations of recurrent layers; None: models that have some cannot run."""
 

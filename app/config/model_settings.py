@@ -96,6 +96,12 @@ class ModelSettings:
         high=16384,
         live=True,
     )
+    cpu_experts: Literal["auto", "on", "off"] = key(
+        "auto",
+        "Keep the experts of a mixture in main memory, where the CPU computes them, and all else on the GPU. "
+        "auto does so where the model does not fit on the GPUs.",
+        live=True,
+    )
     disaggregate: str = key(
         "",
         "Cores of an engine for prompts and of one for tokens, as P:D (1:1): streams stay even while long "

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from llmbox.engine.errors import DoesNotFit, EngineError
 from llmbox.engine.hardware.machine import Machine
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, plans
+from llmbox.engine.planning.host_experts import HOST_MOST
 
-from ..engines.eviction import MemoryRequest, Place, device_of
+from ..engines.eviction import HOST, MemoryRequest, Place, device_of, total_budget
 from ..engines.loaded_model import LoadedModel
 
 log = logging.getLogger("llmbox.daemon")
@@ -30,6 +32,12 @@ class MemoryNeed:
     """Bytes of each memory that our models may take together. Memory held by other programs is not
     included.
     """
+    host: int = 0
+    """The same of main memory, for models on GPUs."""
+
+    @property
+    def budgets(self) -> dict[int, int]:
+        return {**dict(enumerate(self.have)), HOST: self.host}
 
 
 def sizes(
@@ -50,7 +58,12 @@ def sizes(
         min(most, free + ours.get(place, 0))
         for place, (most, free) in enumerate(zip(budgets, now, strict=True))
     )
-    budget = replace(budget, available=have[0], more_gpus=have[1:])
+    host = 0
+    if device == "cuda":
+        # A cgroup has left what models did not take: theirs is added before the share is taken.
+        main = replace(machine.memory, available=machine.memory.available + ours.get(HOST, 0))
+        host = min(total_budget(replace(machine, memory=main), "cpu", None), main.available)
+    budget = replace(budget, available=have[0], more_gpus=have[1:], host_available=host)
     try:
         shape = parse_config(Path(config.model_path)).shape(config.context)
         found = plans(shape, budget, config)
@@ -60,12 +73,19 @@ def sizes(
         raise
     except EngineError:
         return None
-    return MemoryNeed(device, tuple(map(_memory_request, found)), have)
+    return MemoryNeed(device, tuple(map(_memory_request, found)), have, host)
 
 
 def _memory_request(plan: MemoryPlan) -> MemoryRequest:
     places = plan.gpus if plan.device == "cuda" else (0,)
-    return MemoryRequest(places, least_bytes(plan), plan.total_bytes * plan.ranks_in_memory)
+    return MemoryRequest(
+        places,
+        least_bytes(plan),
+        plan.total_bytes * plan.ranks_in_memory,
+        # The engine takes this share at most of what it is left.
+        host=ceil(plan.expert_bytes / HOST_MOST),
+        host_want=plan.expert_bytes + plan.host_bytes,
+    )
 
 
 def least_bytes(plan: MemoryPlan) -> int:

@@ -25,6 +25,7 @@ from llmbox.engine.planning.estimator import show_bytes
 from ..config.settings import Settings
 from ..engines.admission import draining
 from ..engines.eviction import (
+    HOST,
     AllocationFailure,
     Place,
     ResidentModel,
@@ -290,14 +291,17 @@ class ModelScheduler:
                 return config
             # Its own engine ends before one with other options starts.
             residents = [r for r in self.residents(device, but=config.name) if r.name != config.name]
-            room = choose_placement(size.requests, size.have, residents, keep_owned=on_request)
+            room = choose_placement(size.requests, size.budgets, residents, keep_owned=on_request)
             if isinstance(room, AllocationFailure):
                 raise no_room(config.name, room, residents)
             for name in room.evict:
                 await self._evict(name, f"to make room for {config.name}")
-            wanted = next(request.want for request in size.requests if request.places == room.places)
-            share = min(wanted, room.free)
-            self._memory.reserve(config.name, device, dict.fromkeys(room.places, share))
+            wanted = next(request for request in size.requests if request.places == room.places)
+            share = min(wanted.want, room.free)
+            staying = (each.takes.get(HOST, 0) for each in residents if each.name not in room.evict)
+            host = max(0, size.host - sum(staying))
+            beside = {HOST: min(wanted.host_want, host)} if device == "cuda" else {}
+            self._memory.reserve(config.name, device, dict.fromkeys(room.places, share) | beside)
             log.info(
                 "%s gets %s of the %s for models on %s",
                 config.name,
@@ -309,6 +313,7 @@ class ModelScheduler:
                 memory_bytes=share,
                 memory_is_limit=config.memory_bytes is None or config.memory_is_limit,
                 gpus=room.places if device == "cuda" else None,
+                host_bytes_limit=host if device == "cuda" else None,
             )
 
     def _with_adapters(self, config: EngineConfig) -> EngineConfig:

@@ -13,7 +13,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import ModelInfo
 from llmbox.engine.planning.estimator import show_bytes
 
-from ..engines.eviction import AllocationFailure, Place, ResidentModel
+from ..engines.eviction import HOST, AllocationFailure, Place, ResidentModel
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError
@@ -146,16 +146,21 @@ class ResidentModels:
         self._reserved[name] = device, takes
 
     def residents(self, device: str | None = None, *, but: str = "") -> list[ResidentModel]:
-        """Return the models in memory, and those being loaded with the memory reserved for them."""
+        """Return the models in memory, and those being loaded with the memory reserved for them. `device`:
+        only those that take memory which models on this device may take, and by its numbers.
+        """
         found = []
         for model in self._engines.models():
             info, state = model.supervisor.info, model.supervisor.state
-            if info is None or state == "failed" or (device is not None and info.device != device):
+            if info is None or state == "failed":
+                continue
+            takes = seen_from(device, info.device, bytes_by_memory(info))
+            if not takes:
                 continue
             found.append(
                 ResidentModel(
                     model.name,
-                    bytes_by_memory(info),
+                    takes,
                     model.busy,
                     model.pinned,
                     model.idle_since,
@@ -168,8 +173,8 @@ class ResidentModels:
             del self._reserved[name]
         found += [
             ResidentModel(name, takes, busy=True, pinned=False, idle_since=0.0)
-            for name, (place, takes) in self._reserved.items()
-            if name != but and device in {None, place}
+            for name, (place, reserved) in self._reserved.items()
+            if name != but and (takes := seen_from(device, place, reserved))
         ]
         return found
 
@@ -178,12 +183,25 @@ def bytes_by_memory(info: ModelInfo) -> dict[int, int]:
     """Return the bytes of each memory. All ranks of a CPU model share one memory, a GPU holds one rank."""
     total = info.weights_bytes + info.kv_bytes + info.workspace_bytes
     places = info.gpus if info.device == "cuda" and info.gpus else (0,)
-    return dict.fromkeys(places, total // len(places))
+    beside = {HOST: info.host_bytes} if info.host_bytes else {}
+    return dict.fromkeys(places, total // len(places)) | beside
+
+
+def seen_from(device: str | None, place: str, takes: Mapping[int, int]) -> Mapping[int, int]:
+    """Return what a model at `place` takes of the memories that models on `device` may take, by the numbers
+    that these have there. Main memory is 0 for CPUs and `HOST` beside GPUs. None: all of it, as it is.
+    """
+    if device in {None, place}:
+        return takes
+    main = takes.get(HOST if place == "cuda" else 0, 0)
+    return {0 if device == "cpu" else HOST: main} if main else {}
 
 
 def no_room(name: str, room: AllocationFailure, residents: Sequence[ResidentModel]) -> ApiError:
     """Error of a model that does not fit: 503 if models that are busy or pinned are in its way, else 400."""
-    text = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} are available"
+    where = " of main memory" if room.of_host else ""
+    have = f"{show_bytes(max(0, room.have))} are available"
+    text = f"{name} needs {show_bytes(room.need, up=True)}{where} and {have}"
     if not room.blockers:
         return ApiError(400, f"{text}: the memory budget is too small for it.", "does_not_fit")
     why = {each.name: each.claim for each in residents}

@@ -1,15 +1,18 @@
 """Eviction policy: choose a device and the idle models to unload so that a new model fits.
 
-A memory is that of one GPU, or the one that all CPUs share; each has its own budget. Pure functions over
-plain data.
+A memory is that of one GPU, or the one that all CPUs share; each has its own budget. Models on GPUs take main
+memory too, which has the number `HOST` beside those of GPUs. Pure functions over plain data.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.hardware.machine import Machine
+
+HOST: Final = -1
+"""Number of main memory beside those of GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,10 @@ class MemoryRequest:
     """
     want: int
     """Bytes that it takes when there is room."""
+    host: int = 0
+    """Minimum bytes of main memory beside GPUs."""
+    host_want: int = 0
+    """Bytes that it takes of that at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +81,13 @@ class AllocationFailure:
     """Bytes that are free or taken by evictable models."""
     blockers: tuple[str, ...]
     """Models that cannot be evicted and without which it would fit. Empty when it can never fit."""
+    of_host: bool = False
+    """True if main memory beside GPUs is what is missing."""
 
 
 def choose_placement(
     requests: Sequence[MemoryRequest],
-    budgets: Sequence[int],
+    budgets: Sequence[int] | Mapping[int, int],
     residents: Iterable[ResidentModel],
     *,
     keep_owned: bool = False,
@@ -106,7 +115,7 @@ def choose_placement(
 
 def plan_evictions(
     request: MemoryRequest,
-    budgets: Sequence[int],
+    budgets: Sequence[int] | Mapping[int, int],
     residents: Iterable[ResidentModel],
     *,
     keep_owned: bool = False,
@@ -115,26 +124,30 @@ def plan_evictions(
 
     Models that requests loaded go first, then the least recently used. `keep_owned`: evict no others.
     """
-    here = [each for each in residents if any(each.takes.get(place) for place in request.places)]
-    free = {place: budgets[place] - sum(r.takes.get(place, 0) for r in here) for place in request.places}
+    needs = dict.fromkeys(request.places, request.need) | ({HOST: request.host} if request.host else {})
+    here = [each for each in residents if any(each.takes.get(place) for place in needs)]
+    free = {place: budgets[place] - sum(r.takes.get(place, 0) for r in here) for place in needs}
     movable = [r for r in here if r.may_leave(keep_owned=keep_owned)]
     movable.sort(key=lambda r: (r.owned, r.idle_since))
     leaving: list[ResidentModel] = []
     for each in movable:
-        if any(free[place] < request.need and each.takes.get(place) for place in request.places):
+        if any(free[place] < need and each.takes.get(place) for place, need in needs.items()):
             leaving.append(each)
             free = _after(free, each)
-    if min(free.values()) < request.need:
-        ever = request.need <= min(budgets[place] for place in request.places)
+    short = [place for place, need in needs.items() if free[place] < need]
+    if short:
+        place = min(short, key=lambda place: free[place] - needs[place])
+        ever = all(need <= budgets[place] for place, need in needs.items())
         staying = (r.name for r in here if not r.may_leave(keep_owned=keep_owned))
         blockers = tuple(staying) if ever else ()
-        return AllocationFailure(request.need, min(free.values()), blockers)
+        return AllocationFailure(needs[place], free[place], blockers, place == HOST)
     for each in reversed(leaving.copy()):  # a large model may have made smaller ones unnecessary
         without = {place: free[place] - each.takes.get(place, 0) for place in free}
-        if min(without.values()) >= request.need:
+        if all(without[place] >= need for place, need in needs.items()):
             leaving.remove(each)
             free = without
-    return MemoryAllocation(request.places, tuple(each.name for each in leaving), min(free.values()))
+    least = min(free[place] for place in request.places)
+    return MemoryAllocation(request.places, tuple(each.name for each in leaving), least)
 
 
 def _after(free: Mapping[int, int], leaves: ResidentModel) -> dict[int, int]:

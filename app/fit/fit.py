@@ -2,6 +2,7 @@
 make it fit.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.draft_compatibility import check_drafts
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
 from llmbox.engine.planning.parallel_cost import decode_scaling, traffic
-from llmbox.engine.planning.roofline import decode_tokens_per_second, step_bytes
+from llmbox.engine.planning.roofline import decode_tokens_per_second, expert_step_bytes, step_bytes
 from llmbox.engine.planning.runnable import RunnablePlan, kernel_site, require_runnable
 from llmbox.kernels.quant_formats import QUANTS
 
@@ -43,6 +44,10 @@ class Speed:
     """Speed of several ranks relative to one, all-reduces included. The rates above include it."""
     sums_bytes: int = 0
     """Bytes that each rank sends in all-reduces for one token."""
+    host: Bandwidth | None = None
+    """Bandwidth of main memory, where that has the experts."""
+    host_read: int = 0
+    """Bytes of experts in main memory that a token of one stream reads."""
 
     @property
     def expected(self) -> float:
@@ -110,10 +115,12 @@ def fit(
     budget_gb: float | None,
     disk: Path,
     bandwidth: Bandwidth | None,
+    host_bandwidth: Callable[[], Bandwidth | None] = lambda: None,
     kv_disk: int = 0,
 ) -> Fit:
     """Plan a model on this machine. `config` holds the requested options; `disk` is where a download would
-    go; `bandwidth` is the device's; `kv_disk` is the size of the KV cache on disk.
+    go; `bandwidth` is the device's, `host_bandwidth` returns that of main memory, if that has a part of a
+    model beside a GPU; `kv_disk` is the size of the KV cache on disk.
 
     Raises DeviceError where there is no such device.
     """
@@ -124,9 +131,12 @@ def fit(
     now = MemoryBudget.of(machine, device)
     plan, reason = plan_within_budget(facts.config, machine, device, budget, config)
     remedies: tuple[str, ...] = ()
-    if plan is None:
-        remedies = alternatives(facts.config, machine, device, budget, config)
+    if plan is None or (plan.expert_bytes and config.cpu_experts == "auto"):
+        on_device = config if plan is None else replace(config, cpu_experts="off")
+        remedies = alternatives(facts.config, machine, device, budget, on_device)
         if device == "cuda":
+            if plan is None and config.cpu_experts == "off":
+                remedies += _with_host_experts(facts.config, machine, budget, config)
             remedies += _in_main_memory(facts.config, machine, budget_gb, config)
     notes = facts.notes + _describe_experts(facts.config) + (plan.notes if plan else ())
     if plan and plan.total_bytes > now.available:
@@ -147,7 +157,11 @@ def fit(
         disk_need=facts.missing_bytes,
         disk_free=disk_free,
         kv_disk_bytes=kv_disk if config.prefix_cache and writes else 0,
-        speed=_speed(facts.config, plan, machine, bandwidth) if plan and bandwidth and writes else None,
+        speed=(
+            _speed(facts.config, plan, machine, bandwidth, host_bandwidth)
+            if plan and bandwidth and writes
+            else None
+        ),
     )
     if not result.fits_disk:
         need = show_bytes(facts.missing_bytes + DISK_RESERVE, up=True)
@@ -189,6 +203,7 @@ def default_engine(settings: ModelSettings) -> EngineConfig:
         kv_dtype=settings.kv_dtype,
         quant=settings.quant,
         context=settings.ctx,
+        cpu_experts=settings.cpu_experts,
     )
 
 
@@ -232,13 +247,24 @@ def alternatives(
     return tuple(found)
 
 
+def _with_host_experts(
+    config: ModelConfig, machine: Machine, budget: int, engine: EngineConfig
+) -> tuple[str, ...]:
+    """Return how a mixture runs with its experts in main memory, where that was turned off."""
+    plan, _ = plan_within_budget(config, machine, "cuda", budget, replace(engine, cpu_experts="on"))
+    if plan is None:
+        return ()
+    sizes = f"{show_bytes(plan.total_bytes)} of the GPU and {show_bytes(plan.expert_bytes)} of main memory"
+    return (f"--cpu-experts on: {sizes} with a context of {plan.context} tokens",)
+
+
 def _in_main_memory(
     config: ModelConfig, machine: Machine, budget_gb: float | None, engine: EngineConfig
 ) -> tuple[str, ...]:
     """Return how a mixture larger than the GPUs runs on the CPU, which reads few weights for a token."""
     if config.experts is None:
         return ()
-    asked = replace(engine, device="cpu", tp=None, pp=None, expert_parallel=False)
+    asked = replace(engine, device="cpu", tp=None, pp=None, expert_parallel=False, cpu_experts="auto")
     plan, _ = plan_within_budget(config, machine, "cpu", total_budget(machine, "cpu", budget_gb), asked)
     if plan is None:
         return ()
@@ -269,8 +295,17 @@ def _slowest(plan: MemoryPlan, machine: Machine, bandwidth: Bandwidth) -> Bandwi
     return bandwidth if least is None else Bandwidth.exact(least)
 
 
-def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: Bandwidth) -> Speed:
+def _speed(
+    config: ModelConfig,
+    plan: MemoryPlan,
+    machine: Machine,
+    bandwidth: Bandwidth,
+    host_bandwidth: Callable[[], Bandwidth | None],
+) -> Speed | None:
     shape, bandwidth = config.shape(), _slowest(plan, machine, bandwidth)
+    if plan.expert_bytes:
+        host = host_bandwidth()
+        return None if host is None else _host_speed(shape, plan, bandwidth, host)
     streams = max(1, min(plan.max_running, int(plan.max_concurrency * 4)))
     context = plan.context // 4
     quant = QUANTS.get(plan.quant)
@@ -289,6 +324,32 @@ def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: B
         streams=streams,
         scaling=_scaling(shape, plan, machine, bandwidth.best, 1, context),
         sums_bytes=traffic(shape, plan.tp, plan.pp, plan.dtype, results=plan.exchanges_results).sums,
+    )
+
+
+def _host_speed(whole: ModelShape, plan: MemoryPlan, bandwidth: Bandwidth, host: Bandwidth) -> Speed:
+    """Return the speed with experts in main memory: the GPU and the CPU read in turns. Copies between them,
+    and the time until each notices that the other is done, are not counted.
+    """
+    rest, context = whole.without_routed(), plan.context // 4
+    streams = max(1, min(plan.max_running, int(plan.max_concurrency * 4)))
+    quant, expert_quant = QUANTS.get(plan.quant), QUANTS.get(plan.expert_quant)
+
+    def experts(rows: int) -> float:
+        return expert_step_bytes(whole, plan.dtype, rows=rows, quant=expert_quant)
+
+    def rates(rows: int) -> tuple[float, float]:
+        read = step_bytes(rest, plan.dtype, plan.kv_dtype, rows=rows, context=context, quant=quant)
+        slow = read / bandwidth.typical + experts(rows) / host.typical
+        return rows * SUSTAINED / slow, rows / (read / bandwidth.best + experts(rows) / host.best)
+
+    return Speed(
+        bandwidth=bandwidth,
+        one_stream=rates(1),
+        all_streams=rates(streams),
+        streams=streams,
+        host=host,
+        host_read=int(experts(1)),
     )
 
 

@@ -201,9 +201,9 @@ def predict(
     """Plan a model on a GPU model that is not here, with as many cards as `engine` asks ranks for, else one.
 
     `load`: the tokens of a request; None takes `USUAL_REQUEST`, or less where the context is shorter.
-    `price`: of one card an hour.
+    `price`: of one card an hour. Experts are on the cards: of the box's main memory nothing is known.
     """
-    engine = replace(engine, device="cuda")
+    engine = replace(engine, device="cuda", cpu_experts="off")
     machine = gpu.machine((engine.tp or 1) * (engine.pp or 1))
     budget = total_budget(machine, "cuda", None)
     plan, reason = plan_within_budget(config, machine, "cuda", budget, engine)

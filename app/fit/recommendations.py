@@ -1,7 +1,7 @@
 """Fit of every recommended model on this machine, from the package's own data: the hub is not asked."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,11 @@ def recommend(
 ) -> list[Recommendation]:
     """Plan every recommended model as `fit` does, with the options of `config`.
 
-    `present`: names of the models on this disk. `told`: what the hub said of them when it was asked last.
+    None is proposed with experts in main memory. `present`: names of the models on this disk. `told`: what
+    the hub said of them when it was asked last.
     Raises DeviceError where there is no such device.
     """
-    found = []
+    found, config = [], replace(config, cpu_experts="off")
     for packaged in recommended():
         model, parsed = _current(packaged, (told or {}).get(packaged.repo))
         size = model.download_bytes

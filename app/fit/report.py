@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from llmbox.engine.planning.estimator import MemoryPlan
 
 from ..util.formatting import experts_whole, rate_range, size, span
+from .bandwidth import Bandwidth
 from .capacity import money
 from .fit import SUSTAINED, Fit, Speed
 from .gpu_prediction import GpuPrediction
@@ -52,11 +53,17 @@ def plan_rows(plan: MemoryPlan) -> dict[str, str]:
         ),
         **({"state": _states(plan)} if plan.state_slots else {}),
         **({"disk buffers": size(plan.buffer_bytes)} if plan.buffer_bytes else {}),
+        **({"experts": _experts(plan)} if plan.expert_bytes else {}),
         **({"main memory": _host_tier(plan)} if plan.host_bytes else {}),
         "together": size(plan.total_bytes) + each,
         "context": f"{plan.context} tokens",
         "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
     }
+
+
+def _experts(plan: MemoryPlan) -> str:
+    form = plan.dtype if plan.expert_quant == "none" else plan.expert_quant
+    return f"{size(plan.expert_bytes)} of main memory as {form}, which the CPU computes"
 
 
 def _host_tier(plan: MemoryPlan) -> str:
@@ -75,12 +82,19 @@ def _speed_rows(speed: Speed) -> Iterator[tuple[str, str]]:
     if memory.probed_at is None:
         yield "memory", f"{size(memory.best)}/s; the speed is that of {share} to all of it"
     else:
-        when = time.strftime("%Y-%m-%d", time.localtime(memory.probed_at))
-        read = f"reads {size(memory.typical)}/s as a rule and {size(memory.best)}/s at best, probed {when}"
-        read += " while the machine was busy" if memory.was_busy else ""
-        yield "memory", f"{read}; the speed is that of {share} of the first to all of the second"
+        yield "memory", f"{_probed(memory)}; the speed is that of {share} of the first to all of the second"
+    if speed.host is not None:
+        read = f"a token of one stream reads {size(speed.host_read)} of main memory"
+        copies = "copies between the GPU and main memory are not counted"
+        yield "experts at", f"{read}, which {_probed(speed.host)}; {copies}"
     if speed.sums_bytes:
         yield "scaling", f"{speed.scaling:.2f} times one rank; each sends {size(speed.sums_bytes)} a token"
+
+
+def _probed(memory: Bandwidth) -> str:
+    when = time.strftime("%Y-%m-%d", time.localtime(memory.probed_at))
+    busy = " while the machine was busy" if memory.was_busy else ""
+    return f"reads {size(memory.typical)}/s as a rule and {size(memory.best)}/s at best, probed {when}{busy}"
 
 
 def prediction_rows(found: GpuPrediction) -> dict[str, str]:

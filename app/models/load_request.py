@@ -27,6 +27,7 @@ _SAME = (
         "pp",
         "expert_parallel",
         "redundant_experts",
+        "cpu_experts",
     ),
     *(
         "batching",

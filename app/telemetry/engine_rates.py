@@ -234,10 +234,10 @@ class EngineReader:
         )
 
     def _roofline(self, supervisor: Supervisor, info: ModelInfo, gpus: Gpus, tokens_out: Number) -> Number:
-        """Share of the roofline. NA if the memory bandwidth is unknown (CPUs do not report it) or nothing was
-        generated.
+        """Share of the roofline. NA if the memory bandwidth is unknown (CPUs do not report it, and may have
+        experts of a model on a GPU) or nothing was generated.
         """
-        bandwidth = _bandwidth(info.device, gpus)
+        bandwidth = NA if info.expert_bytes else _bandwidth(info.device, gpus)
         shape = self._shape(supervisor.config.model_path)
         stats = supervisor.stats
         if bandwidth is NA or shape is None or tokens_out is NA or not stats.running or not tokens_out:

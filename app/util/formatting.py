@@ -125,6 +125,9 @@ def runs_on(info: Mapping[str, Any]) -> str:
     ranks = info["tp"] * info["pp"]
     if pair := info.get("disaggregate"):
         return f"{info['device']} {weights} on cores {pair[0]}:{pair[1]}"
+    if info.get("expert_bytes"):
+        experts = info["dtype"] if info["expert_quant"] == "none" else info["expert_quant"]
+        return f"{info['device']} {weights}, experts on cpu {experts}"
     whole = experts_whole(info.get("expert_parallel"), info.get("redundant_experts"))
     return f"{info['device']} {weights}" + (
         f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']}{whole})" if ranks > 1 else ""

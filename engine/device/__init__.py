@@ -1,1 +1,1 @@
-"""A CUDA device or the host: streams, events, uploads."""
+"""A CUDA device or the host: streams, events, uploads; experts that the CPU computes beside a GPU."""

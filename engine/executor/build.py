@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from llmbox.kernels.cpu.build import compile_progress
+from llmbox.kernels.cpu.build import compile_progress, native_obtainable
 from llmbox.kernels.cpu.isa import pick_cores
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
 from llmbox.kernels.lora import MAX_SLOTS
@@ -34,10 +34,11 @@ from ..core.kv_cache.handover_outlet import HandoverOutlet
 from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
 from ..core.speculation.proposer import Proposer
-from ..device.device import cuda_machine
+from ..device.device import CudaDevice, cuda_machine
+from ..device.host_experts import with_host_experts
 from ..distributed.communicator import TensorParallel
 from ..errors import DeviceError, EngineError
-from ..hardware.machine import read_machine
+from ..hardware.machine import Machine, read_machine
 from ..ipc.messages import Progress, ToDaemon
 from ..kv_store.handover_segment import segment_bytes
 from ..model.decoder import Decoder
@@ -188,6 +189,9 @@ def load_rank(
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
     wanted = RunnablePlan.of(plan, model_config)
     ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config, wanted)
+    if plan.expert_bytes:
+        ops = with_host_experts(ops, CudaDevice(device), threads, QUANTS.get(plan.expert_quant))
+        config = replace(config, cuda_graphs=False)
     if kv_dtype not in ops.kv_dtypes:
         raise DeviceError(
             f"the kernels that run here ({ops.name} on {device.type}) keep no keys and values in "
@@ -262,10 +266,9 @@ def load_rank(
 
 def encoder_options(config: EngineConfig) -> EngineConfig:
     """Return the options of a model that computes whole texts at once and keeps nothing of them."""
-    device = "cpu" if config.device == "auto" else config.device
     return replace(
         config,
-        device=device,
+        device="cpu" if config.device == "auto" else config.device,
         kv_dtype="auto",
         prefix_cache=False,
         chunked_prefill=False,
@@ -313,24 +316,31 @@ def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> in
 
 
 def memory_budget(device: torch.device) -> MemoryBudget:
-    machine = cuda_machine() if device.type == "cuda" else read_machine()
-    if device.type == "cuda":
-        if machine.gpus:  # torch would open the first one, which this engine may not use in the end
-            return MemoryBudget.of(machine, "cuda")
-        return _without_nvml(device, machine.cpu.cores)
-    return replace(MemoryBudget.of(machine, "cpu"), native_kernels=native_ready())
+    if device.type == "cpu":
+        return replace(MemoryBudget.of(read_machine(), "cpu"), native_kernels=native_ready())
+    machine = cuda_machine()
+    if machine.gpus:  # torch would open the first one, which this engine may not use in the end
+        return MemoryBudget.of(machine, "cuda")
+    return _without_nvml(device, machine)
 
 
-def _without_nvml(device: torch.device, cores: int) -> MemoryBudget:
+def _without_nvml(device: torch.device, machine: Machine) -> MemoryBudget:
     """Build the budget from CUDA alone, as in a container without the driver's `utility` capability.
 
-    Plans include the CUDA context, so it is added to the free memory. GPUs after the first count with their
-    total memory: to query what is free would create a context there, which takes memory.
+    Plans include the CUDA context, so it is added to the free memory. Others than the first GPU count with
+    their total memory, as asking what is free takes a context.
     """
     free, _total = torch.cuda.mem_get_info(device)
-    others = range(1, torch.cuda.device_count())
-    more = tuple(int(torch.cuda.get_device_properties(number).total_memory) for number in others)
-    return MemoryBudget(device="cuda", available=free + CUDA_CONTEXT, cores=cores, more_gpus=more)
+    sizes_of = torch.cuda.get_device_properties
+    more = tuple(int(sizes_of(number).total_memory) for number in range(1, torch.cuda.device_count()))
+    return MemoryBudget(
+        device="cuda",
+        available=free + CUDA_CONTEXT,
+        cores=machine.cpu.cores,
+        more_gpus=more,
+        host_available=machine.memory.available,
+        host_native=native_obtainable(),
+    )
 
 
 def backend(

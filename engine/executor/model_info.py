@@ -73,4 +73,7 @@ def model_info(
         token_budget=plan.token_budget,
         mixed_budget=plan.mixed_budget,
         prefill_bytes=plan.prefill_bytes,
+        expert_bytes=plan.expert_bytes,
+        expert_quant=plan.expert_quant,
+        host_bytes=plan.expert_bytes + plan.host_bytes,
     )

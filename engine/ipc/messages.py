@@ -224,6 +224,13 @@ class ModelInfo:
     """Maximum tokens of a step with decoding requests; 0: `token_budget`."""
     prefill_bytes: int = 0
     """Memory of the prefill engine and of the hand-over, which `workspace_bytes` counts."""
+    expert_bytes: int = 0
+    """Main memory of experts that the CPU computes beside a GPU; 0: experts are on the device. Not in
+    `weights_bytes`."""
+    expert_quant: str = "none"
+    """Format of these experts."""
+    host_bytes: int = 0
+    """Most main memory that a model on a GPU takes: `expert_bytes`, and KV blocks that the GPU evicts."""
 
     def step_tokens(self, rows: int) -> int:
         """Return the maximum tokens of a step with `rows` decoding requests; 0: not known."""

@@ -3,6 +3,7 @@
 T rows, E hidden, X experts.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class SparseMoE:
             config.count,
             config.per_token,
             config.normalized,
-            _routing(config, weights),
+            _routing(config, weights, on_host=ops.host_experts is not None),
             model.activation,
             None if len(held) == config.count else held,
             torch.zeros(config.count, dtype=torch.int64) if on_cpu else None,
@@ -128,6 +129,8 @@ class SparseMoE:
     def mix(self, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
         """Do as `__call__`, with logits of the router."""
         ops = self.ops
+        if ops.send_expert_inputs is not None and self.narrow is None:
+            ops.send_expert_inputs(x_TE, logits_TX)
         shared_TE = None if self.shared is None else ops.linear(self.shared.down, self.shared.inner(x_TE))
         gate_T1 = None if self.shared_gate is None else ops.logits(self.shared_gate, x_TE)
         if self.narrow is None or self.widen is None:
@@ -173,19 +176,20 @@ class SparseMoE:
         return self.rank.reduce_partial(self.ops, out_TE)
 
 
-def _routing(config: ExpertsConfig, weights: Weights) -> Routing:
-    correction_X = None
-    if config.correction:
-        correction_X = weights.floats(config.correction, config.count)
+def _routing(config: ExpertsConfig, weights: Weights, *, on_host: bool) -> Routing:
+    def read(name: str) -> Tensor | None:
+        numbers_X = weights.floats(name, config.count) if name else None
+        return numbers_X.cpu() if numbers_X is not None and on_host else numbers_X
+
     return Routing(
         scoring=config.scoring,
         scale=config.scale,
         groups=config.groups,
         top_groups=config.top_groups,
         group_best=config.group_best,
-        correction_X=correction_X,
+        correction_X=read(config.correction),
         jitter=config.jitter,
-        factors_X=weights.floats(config.factors, config.count) if config.factors else None,
+        factors_X=read(config.factors),
         scales_inputs=config.scales_inputs,
     )
 
@@ -197,7 +201,7 @@ def _expert_linears(
     layout = weights.rank.layout
     whole, inner = ShardSlice.whole(hidden), layout.inside_expert(config.inner)
     held = layout.experts(config.count, len(weights.mixtures))
-    is_single = ops.pack_experts is not None
+    is_single, on_host = ops.pack_experts is not None, ops.host_experts is not None
     gate, up, down = config.projections
     is_paired = config.stacked is not None and config.stacked.is_interleaved
     if config.stacked is not None:
@@ -221,9 +225,10 @@ def _expert_linears(
         else:
             rows = {f"{name}.{part}": inner for name in group for part in (gate, up) if part}
         bias = config.has_bias
-        gate_ups.append(weights.linear(rows, whole, bias=bias, experts=is_single, order=order))
+        read = partial(weights.linear, bias=bias, experts=is_single, on_host=on_host)
+        gate_ups.append(read(rows, whole, order=order))
         rows = {f"{name}.{down}": whole for name in group}
-        downs.append(weights.linear(rows, inner, bias=bias, experts=is_single))
+        downs.append(read(rows, inner))
     return gate_ups, downs
 
 

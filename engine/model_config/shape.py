@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmbox.kernels.quant_formats import BlockSizes, Quant
@@ -270,6 +270,22 @@ class ModelShape:
         unread = self.experts.held - self.experts.read(rows)
         width = self.experts.latent or self.hidden
         return int(self.experts.layers * unread * self.matrices * width * self.experts.inner)
+
+    @property
+    def routed_params(self) -> int:
+        """Number of parameters of all experts that routers choose."""
+        if self.experts is None:
+            return 0
+        each = self.matrices * (self.experts.latent or self.hidden) * self.experts.inner
+        return self.experts.layers * self.experts.held * each
+
+    def without_routed(self) -> "ModelShape":
+        """Return the sizes of all but the experts that routers choose."""
+        if self.experts is None:
+            return self
+        experts, params = replace(self.experts, inner=0), self.params - self.routed_params
+        rest = replace(self, experts=experts, exact_params=params)
+        return replace(rest, wide_params=min(self.wide_params, rest.matmul_params - rest.table_params))
 
     @property
     def matrices(self) -> int:

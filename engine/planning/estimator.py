@@ -21,16 +21,16 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import KernelSite, is_row_invariant, why_no_quant
 
 from ..config import EngineConfig, QuantChoice
-from ..errors import DeviceError, DoesNotFit
+from ..errors import DeviceError, DoesNotFit, EngineError
 from ..model_config.config import parse_config
 from ..model_config.draft_heads import Eagle3Config, read_draft_head
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..model_config.vision.shape import NO_TOWER, USUAL_SIDE
 from ..units import show_bytes
-from .defaults import resolve_dtypes
 from .disaggregation import check_disaggregation, decode_config, describe_pair
+from .host_experts import HOST_MOST, add_host_experts, device_options, why_no_host_experts
 from .memory_model import image_cache_bytes
-from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
+from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan, resolve_dtypes
 from .parallel_cost import rank_shape
 from .placement import Placement, candidate_placements
 from .planner import Planner
@@ -39,8 +39,8 @@ from .runnable import why_no_draft_model, why_no_drafts
 __all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "plans", "resolve_dtypes", "show_bytes"]
 
 
-_HOST_SHARE, _HOST_MOST = 0.2, 0.8
-# Fractions of the free main memory for blocks that a GPU evicts: by default, and at most.
+_HOST_SHARE = 0.2
+# Fraction of the free main memory for blocks that a GPU evicts, by default; at most `HOST_MOST`.
 
 
 def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> MemoryPlan:
@@ -51,8 +51,37 @@ def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> M
 
 
 def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list[MemoryPlan]:
-    """Return equally good plans, each on other GPUs. The first is that of `estimate`; raises as it does."""
+    """Return equally good plans, each on other GPUs. The first is that of `estimate`; raises as it does.
+
+    A mixture that fits on no GPUs has its experts in main memory, unless `config.cpu_experts` is off.
+    """
+    if config.host_bytes_limit is not None:
+        host = min(budget.host_available, config.host_bytes_limit)
+        budget = replace(budget, host_available=host)
+    refusal = why_no_host_experts(shape, budget, config)
+    if config.cpu_experts == "on":
+        if refusal is not None:
+            raise refusal
+        return _plans(shape, budget, config, on_host=True)
+    try:
+        return _plans(shape, budget, config)
+    except DoesNotFit as error:
+        if config.cpu_experts == "off" or refusal is not None:
+            raise
+        try:
+            return _plans(shape, budget, config, on_host=True)
+        except EngineError as other:
+            raise DoesNotFit(f"{error}. With --cpu-experts on: {other}") from None
+
+
+def _plans(
+    shape: ModelShape, budget: MemoryBudget, config: EngineConfig, *, on_host: bool = False
+) -> list[MemoryPlan]:
+    """Return the plans with all weights on the device, or with experts in main memory."""
     notes: tuple[str, ...] = ()
+    whole, asked = shape, config
+    if on_host:
+        config = replace(device_options(shape, config), kv_host_bytes=0)
     if config.disaggregate is not None:
         check_disaggregation(config, shape, budget.device, budget.cores)
         config = decode_config(config)
@@ -60,10 +89,14 @@ def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list
     if shape.stored is not None or shape.quant is not None:
         shape, config, stored = _resolve_stored(shape, budget, config)
         notes += stored
+    if on_host:
+        shape = shape.without_routed()
     found: list[MemoryPlan] = []
     refusal: DoesNotFit | None = None
     for cut in candidate_placements(shape, budget.nvlink, 1 + len(budget.more_gpus), config, budget.device):
         if found and not found[0].is_lowered and (cut.tp, cut.pp) != (found[0].tp, found[0].pp):
+            break
+        if on_host and cut.ranks > 1:
             break
         try:
             plan = _plan_cut(shape, budget, config, cut)
@@ -76,9 +109,21 @@ def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list
     if not found:
         assert refusal is not None
         raise refusal
+    if on_host:
+        found = [_with_host_part(plan, whole, budget, asked) for plan in found]
     best = found[0]
     equal = [plan for plan in found if (_rank(plan), plan.tp, plan.pp) == (_rank(best), best.tp, best.pp)]
     return [replace(plan, notes=notes + plan.notes) for plan in equal] if notes else equal
+
+
+def _with_host_part(
+    plan: MemoryPlan, whole: ModelShape, budget: MemoryBudget, config: EngineConfig
+) -> MemoryPlan:
+    """Return the plan with experts in main memory, and evicted KV blocks in what they leave of it."""
+    plan = add_host_experts(plan, whole, budget, config)
+    left = replace(budget, host_available=max(0, budget.host_available - plan.expert_bytes))
+    host, lowered = host_bytes(whole, left, config, 1)
+    return replace(plan, host_bytes=host, notes=plan.notes + lowered)
 
 
 def _rank(plan: MemoryPlan) -> tuple[bool, int]:
@@ -144,7 +189,7 @@ def host_bytes(
         return 0, ()
     if asked is None:
         return int(_HOST_SHARE * free), ()
-    most = int(_HOST_MOST * free)
+    most = int(HOST_MOST * free)
     if asked <= most:
         return asked, ()
     note = f"main memory for evicted KV blocks lowered from {show_bytes(asked)} to {show_bytes(most)}"

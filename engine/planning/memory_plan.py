@@ -1,19 +1,29 @@
-"""Memory budget of a device and the memory plan of an engine."""
+"""Memory budget of a device and the memory plan of an engine, with the dtypes, running requests and token
+budget that it has where its configuration leaves them open.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from llmbox.kernels.cpu.build import native_expected
+from llmbox.kernels.cpu.build import native_expected, native_obtainable
 from llmbox.kernels.cpu.isa import LEVELS, core_flops, usable_levels
 
-from ..config import Dtype, KVDtype, QuantChoice
+from ..config import Dtype, EngineConfig, KVDtype, QuantChoice
 from ..core.executor_interface import ceil_div
 from ..core.kv_cache.window_manager import pool_blocks
 from ..core.speculation.proposer import DraftMethod
+from ..errors import DeviceError
 from ..hardware.machine import Machine
 from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout
-from ..model_config.shape import ModelShape
+from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..model_config.vision.shape import NO_TOWER
+
+_GIB = 1 << 30
+_FLOAT32_UP_TO = _GIB
+_STEP_SECONDS = 0.5
+_MIXED_STEP_SECONDS = 0.1
+_LEAST_ROWS = 64
+"""Rows from which on a step of prompts is no more than a tenth slower a token than any longer one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +50,8 @@ class MemoryBudget:
     """Compute capability of each visible GPU, None if not known."""
     host_available: int = 0
     """Bytes of main memory that are free beside a GPU."""
+    host_native: bool = False
+    """True if the C++ kernels can compute a part of a model beside a GPU."""
 
     @classmethod
     def of(cls, machine: Machine, device: Literal["cpu", "cuda"]) -> "MemoryBudget":
@@ -54,6 +66,7 @@ class MemoryBudget:
                 nvlink=machine.nvlink,
                 capabilities=tuple(gpu.capability for gpu in machine.gpus),
                 host_available=machine.memory.available,
+                host_native=native_obtainable(),
             )
         available, cores = machine.memory.available, machine.cpu.cores
         if not native_expected():
@@ -66,6 +79,35 @@ class MemoryBudget:
             level=usable_levels()[0].name,
             core_flops=core_flops(),
         )
+
+    def default_max_running(self, shape: ModelShape, config: EngineConfig) -> int:
+        """Return the default number of requests that run at once."""
+        most = 32 if self.device == "cpu" else 256 if self.available >= 20 * _GIB else 64
+        if shape.is_bidirectional:  # texts take no KV, and all of a step end with it
+            most = 256
+        return min(most, config.token_budget or most)
+
+    def default_token_budget(self, shape: ModelShape, max_running: int) -> int:
+        """Return the default token budget: on a CPU a step of about half a second, since a request that
+        comes waits for the step under way.
+        """
+        if self.device == "cuda":
+            return max(max_running, 8192 if self.available >= 40 * _GIB else 2048)
+        return max(max_running, self._rows_in(_STEP_SECONDS, shape))
+
+    def default_mixed_budget(self, shape: ModelShape, config: EngineConfig, max_running: int) -> int:
+        """Return the token budget of steps with decoding requests: on a CPU a step of about a tenth of a
+        second, because it is the time between two tokens of every stream. 0, the same as of other steps, on
+        GPUs and for a budget that the user has set.
+        """
+        if self.device == "cuda" or config.token_budget is not None:
+            return 0
+        return max(max_running, self._rows_in(_MIXED_STEP_SECONDS, shape))
+
+    def _rows_in(self, seconds: float, shape: ModelShape) -> int:
+        """Return how many rows a CPU computes in a time, as a power of two of at least `_LEAST_ROWS`."""
+        rows = int(seconds * self.cores * self.core_flops / (2 * shape.active_params))
+        return max(_LEAST_ROWS, min(2048, 1 << rows.bit_length() - 1 if rows else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +180,11 @@ class MemoryPlan:
     """Main memory for blocks on their way to and from disk, on a CPU."""
     host_bytes: int = 0
     """Main memory for blocks that a GPU evicts, which is not in `total_bytes`."""
+    expert_bytes: int = 0
+    """Main memory of experts that the CPU computes beside a GPU, with their workspace, which is not in
+    `total_bytes` either; 0: experts are on the device."""
+    expert_quant: QuantChoice = "none"
+    """Weight format of these experts."""
     prefill_bytes: int = 0
     """Memory of a prefill engine beside this one, and of the segment between them."""
 
@@ -195,3 +242,31 @@ class MemoryPlan:
     def max_concurrency(self) -> float:
         """Number of requests of full context that fit in the pool at once."""
         return self.num_blocks * self.block_size / self.context
+
+
+def resolve_dtypes(
+    shape: ModelShape, device: str, config: EngineConfig, *, native_kernels: bool
+) -> tuple[Dtype, KVDtype]:
+    """Return the dtypes of weights and KV cache. Raises DeviceError for a dtype that the device or the model
+    does not support.
+
+    On a CPU without the C++ kernels, and in float16, which they do not support, a model whose float32 weights
+    stay within 1 GiB is served in float32: torch's half-precision products give a row other bits in another
+    batch, while float32 keeps a request's tokens independent of the batch.
+    """
+    if config.kv_dtype == "fp8" and device == "cpu":
+        raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = shape.dtype if shape.fits_float16 or shape.dtype != "float16" else "bfloat16"
+        stock = device == "cpu" and not (native_kernels and dtype != "float16")
+        if stock and native_kernels and shape.quant is not None:
+            dtype = "bfloat16"  # float16 has no kernels for the integers that the checkpoint holds
+        if stock and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO:
+            dtype = "float32"
+    if dtype == "float16" and not shape.fits_float16:
+        raise DeviceError(
+            "what the layers of this model give goes beyond float16, so answers would be NaN: use --dtype "
+            "bfloat16 or float32"
+        )
+    return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype

@@ -16,10 +16,9 @@ from ..kv_store.handover_segment import segment_bytes
 from ..kv_store.store_threads import BUFFER_BYTES
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes
-from .defaults import default_max_running, default_mixed_budget, default_token_budget, resolve_dtypes
 from .disaggregation import PREFILL_RUNNING
 from .memory_model import MOST_DRAFT_ROWS, adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
-from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan
+from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan, resolve_dtypes
 
 _SMALLEST_CONTEXT = 256
 # An automatic context below this is useless; the model is reported as not fitting instead.
@@ -61,8 +60,8 @@ class Planner:
             shape, budget.device, config, native_kernels=budget.native_kernels
         )
         self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
-        self.max_running = config.max_running or default_max_running(shape, budget, config)
-        self.token_budget = config.token_budget or default_token_budget(shape, budget, self.max_running)
+        self.max_running = config.max_running or budget.default_max_running(shape, config)
+        self.token_budget = config.token_budget or budget.default_token_budget(shape, self.max_running)
         self.window = self._bounded_window()
         sliding = shape.sliding if self.window else None
         part: Literal["all", "full"] = "all" if sliding is None else "full"
@@ -140,7 +139,7 @@ class Planner:
             context=context,
             max_running=self.max_running,
             token_budget=self.token_budget,
-            mixed_budget=default_mixed_budget(self.shape, self.budget, self.config, self.max_running),
+            mixed_budget=self.budget.default_mixed_budget(self.shape, self.config, self.max_running),
             window=self.window,
             window_blocks=window_blocks,
             window_bytes_per_token=self.window_bytes_per_token,

@@ -37,6 +37,17 @@ def step_bytes(
     return weight_bytes + rows * (seen * shape.kv_bytes_per_token(kv_dtype) + states)
 
 
+def expert_step_bytes(shape: ModelShape, dtype: str, *, rows: int, quant: Quant | None = None) -> float:
+    """Return the bytes of experts that a step of `rows` streams reads, where they are in main memory. The
+    step then reads `step_bytes` of `ModelShape.without_routed` on its device.
+    """
+    all_of, rest = (
+        step_bytes(each, dtype, dtype, rows=rows, context=0, quant=quant)
+        for each in (shape, shape.without_routed())
+    )
+    return all_of - rest
+
+
 def step_flops(shape: ModelShape, *, rows: int, context: int, logits: bool = True) -> float:
     """Return the FLOPs of a step: linears, and attention of each row over `context` tokens. `logits`: the
     output head is computed for each row, which prompts do not need.

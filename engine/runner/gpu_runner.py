@@ -116,6 +116,8 @@ class GPUModelRunner:
         self._sampler = DeviceSampler(self._ops, self._rows, vocab_size, self._rank)
         self.depth = self.stages = self._rank.layout.pp
         """Steps in flight: one per stage, and one more that is launched while they run."""
+        if self._ops.host_experts is not None:
+            self.depth = 0  # a launch takes as long as its step, and would keep back the results of another
         self._feedback = SampledTokenFeedback(self._rank, self._rows, self.depth)
         self._uploader = Uploader(device, self.depth + 2)
         spare_row = decoding_numbers([], [], 1, self._rows.spare)[0]

@@ -76,7 +76,7 @@ class AdapterLayers:
         """By the name of each output."""
         self._stacks: dict[str, Mapping[str, int]] = {}
         self._fixed: set[str] = set()
-        """Weights that no adapter changes, such as absorbed linears."""
+        """Weights that no adapter changes: absorbed linears, and experts in main memory."""
         self._apart: dict[int, tuple[WeightRequest, PackedLinear]] = {}
         """Linears of experts and routers, by the id of the packed weights."""
         self._experts: dict[str, AdaptedExperts] = {}
@@ -115,6 +115,9 @@ class AdapterLayers:
             asked, _ = self._apart[id(router)]
             linear = self._linears[id(router)] = AdaptedLinear(asked, router)
             self._outputs |= {plain_name(each): linear for each in asked.outputs}
+        if self._base.host_experts is not None:
+            self._fixed.add(plain_name(name))
+            return
         requests = {key: asked for key, (asked, _) in self._apart.items()}
         found = AdaptedExperts.of(mixture, requests, turned=turned)
         self._experts[plain_name(name)] = self._mixtures[id(mixture)] = found
@@ -391,8 +394,7 @@ class AdapterLayers:
 
     def _unknown(self, name: str, entry: TensorEntry) -> AdapterError:
         if name in self._fixed:
-            return AdapterError(
-                f"{entry.file}: tensor {shown(entry.name)}: adapters of absorbed linears are not applied "
-                f"beside a model: {MERGE_FIRST}"
-            )
+            what = "experts in main memory" if ".experts" in name else "absorbed linears"
+            reason = f"adapters of {what} are not applied beside a model: {MERGE_FIRST}"
+            return AdapterError(f"{entry.file}: tensor {shown(entry.name)}: {reason}")
         return unknown_module(name, entry)

@@ -49,7 +49,7 @@ from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
 from ..partition import ShardSlice
 from .quantized import read_quantized, select_rows
-from .source import WeightObserver, WeightRequest, pack
+from .source import WeightObserver, WeightRequest, pack, placed_for
 from .stored import StoredReader
 
 LAYERS = ("model.layers.", "mtp.layers.")
@@ -115,6 +115,10 @@ class Checkpoint:
         return target
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
+        with placed_for(asked, self):
+            return self._packed(asked)
+
+    def _packed(self, asked: WeightRequest) -> PackedLinear:
         form = self._form
         if form is None or not any(is_quantized(form, name, self._entries) for name in asked.outputs):
             packed, bias_O = self._pack_wide(asked)

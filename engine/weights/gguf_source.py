@@ -25,7 +25,7 @@ from ..gguf.reader import BLOCKS, read_gguf
 from ..gguf.tensors import GgufTensors
 from ..model_config.config import ModelConfig
 from ..partition import ShardSlice
-from .source import WeightObserver, WeightRequest, pack
+from .source import WeightObserver, WeightRequest, pack, placed_for
 
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.\w+")
 _UPS = ("up_proj", "w3", "gate_up_proj")
@@ -61,6 +61,10 @@ class GgufSource:
         return vector
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
+        with placed_for(asked, self):
+            return self._packed(asked)
+
+    def _packed(self, asked: WeightRequest) -> PackedLinear:
         types = self._block_types(asked)
         if types is None:
             packed, bias_O = self._packed_floats(asked)

@@ -6,7 +6,8 @@ The model requests what it needs, in its own order; `finish` then refuses tensor
     WeightSource    origin of weights: `checkpoint.py` or `packed_cache/source.py`
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -54,6 +55,8 @@ class WeightRequest:
     """Row permutation: row i of the weight is row order[i] of the stack."""
     transposed: bool = False
     """True if inputs and outputs of the stored tensor change places."""
+    on_host: bool = False
+    """True for weights that `Ops.host_experts` computes, in main memory."""
 
     @property
     def name(self) -> str:
@@ -64,6 +67,26 @@ class WeightRequest:
     def shape(self) -> tuple[int, int]:
         outputs, inputs = sum(rows.size for rows in self.outputs.values()), self.inputs.size
         return (inputs, outputs) if self.transposed else (outputs, inputs)
+
+
+class Placed(Protocol):
+    """Holder of the operations that pack weights and of the device that they are read to."""
+
+    ops: Ops
+    device: torch.device
+
+
+@contextmanager
+def placed_for(asked: WeightRequest, source: Placed) -> Iterator[None]:
+    """Have `source` read and pack a weight where its request says: on the device, or in main memory."""
+    ops, device = source.ops, source.device
+    if asked.on_host:
+        assert ops.host_experts is not None
+        source.ops, source.device = ops.host_experts, torch.device("cpu")
+    try:
+        yield
+    finally:
+        source.ops, source.device = ops, device
 
 
 class WeightSource(Protocol):
@@ -220,13 +243,14 @@ class Weights:
         *,
         bias: bool,
         experts: bool = False,
+        on_host: bool = False,
         order: tuple[int, ...] | None = None,
         transposed: bool = False,
     ) -> PackedLinear:
         """Request one linear that stacks the named ones: {name: rows}.
 
-        `experts`: pack for `Ops.pack_experts`. `order`, `transposed`: as in `WeightRequest`. The results of a
-        row-parallel linear are all-reduced, so only the rank with the first inputs has the bias.
+        `experts`: pack for `Ops.pack_experts`. `on_host`, `order`, `transposed`: as in `WeightRequest`. The
+        results of a row-parallel linear are all-reduced, so only the rank with the first inputs has the bias.
         """
         full = {self._full(name): rows for name, rows in outputs.items()}
         if bias and inputs.start > 0:
@@ -234,7 +258,7 @@ class Weights:
             for name in full:
                 self._source.skip(f"{name}.bias")
         kind: Kind = "experts" if experts else "linear"
-        asked = WeightRequest(kind, full, inputs, bias, order, transposed)
+        asked = WeightRequest(kind, full, inputs, bias, order, transposed, on_host)
         if self._mixed_layers and is_fine(asked.name, self._mixed_layers):
             asked = replace(asked, kind="head")
         return self._packed(asked)

@@ -85,8 +85,11 @@ def native_expected() -> bool:
 
     True if there is a prebuilt library or a compiler, and LLMBOX_KERNELS does not name other kernels.
     """
-    if os.environ.get("LLMBOX_KERNELS", "cpu").split()[0] != "cpu":
-        return False
+    return os.environ.get("LLMBOX_KERNELS", "cpu").split()[0] == "cpu" and native_obtainable()
+
+
+def native_obtainable() -> bool:
+    """Return whether there is a prebuilt library or a compiler for the C++ kernels."""
     try:
         find_compiler()
     except NativeUnavailable:  # the path of a prebuilt library has a digest of all sources: looked up last

@@ -6,7 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 from .backend import CPUBackend
-from .build import find_prebuilt, library_path, native_expected
+from .build import find_prebuilt, library_path, native_obtainable
 from .compiling import NativeUnavailable, find_compiler, layout
 from .ffi import DeniedInstructions, open_library
 from .isa import Level, usable_levels
@@ -44,7 +44,7 @@ def load_backend(name: str) -> CPUBackend:
 
 def best_backend(names: list[str]) -> CPUBackend:
     """Load the first level that exists and that the system allows: AMX has to be requested."""
-    if not native_expected():
+    if not native_obtainable():
         find_compiler()  # raises
     for name, next_best in pairwise(names):
         try:

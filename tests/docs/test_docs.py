@@ -164,8 +164,8 @@ def test_targets_named_in_backticks_exist(page):
     assert set(re.findall(r"`make ([a-z-]+)", page.read_text("utf-8"))) <= targets_of_make()
 
 
-FOREIGN_OPTIONS = {"--shm-size", "--few", "--once", "--kernels"}
-"""Of Docker, and of the benchmarks that the sentence beside them names."""
+FOREIGN_OPTIONS = {"--shm-size", "--cpu-moe", "--few", "--once", "--kernels"}
+"""Of Docker and llama.cpp, and of the benchmarks that the sentence beside them names."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

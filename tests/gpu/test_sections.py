@@ -14,7 +14,7 @@ from gpu import ahead, check, checking, engine_speed, idle, sections
 from gpu.checks import Check, Setting
 from gpu.report import Report
 from gpu.shapes import SHAPES, step_floor
-from llmbox.engine.device import device
+from llmbox.engine.device import device as devices
 from llmbox.engine.errors import DoesNotFit
 
 
@@ -182,7 +182,7 @@ def test_idle_clocks_are_those_of_the_gpu_that_was_measured(monkeypatch: pytest.
     )
     gpus = [SimpleNamespace(uuid=uuid) for uuid in ("GPU-a", "GPU-b")]
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.setattr(device, "cuda_machine", lambda: SimpleNamespace(gpus=gpus))
+    monkeypatch.setattr(devices, "cuda_machine", lambda: SimpleNamespace(gpus=gpus))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(idle.time, "sleep", lambda _: None)
     report = Report(100.0)

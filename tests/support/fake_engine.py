@@ -51,6 +51,8 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     context: int = 4096
     max_running: int = 64
     num_blocks: int = 100_000
+    host_bytes: int = 0
+    """Main memory that it says it takes beside a GPU."""
     prefill_per_step: int = 512
     """Prompt (or resumed) tokens that one request computes in a step."""
     script: list[int] | None = None
@@ -391,6 +393,7 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         kv_bytes=options.num_blocks * config.block_size,
         kv_bytes_per_token=1,
         workspace_bytes=0,
+        host_bytes=options.host_bytes,
         max_running=max_running,
         max_concurrency=options.num_blocks * config.block_size / context,
         load_seconds=options.load_delay,

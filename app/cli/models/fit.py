@@ -36,7 +36,7 @@ from .fit_prediction import prediction_options, read_request, report_prediction
 
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
-    *("kv_host_memory", "expert_parallel", "redundant_experts", "disaggregate"),
+    *("kv_host_memory", "expert_parallel", "redundant_experts", "cpu_experts", "disaggregate"),
     *("threads", "draft", "lora_memory"),
 )
 
@@ -73,11 +73,13 @@ def fit(
     With --on, other GPUs are predicted from their data sheets; exit 5 if none of them would do.
     """
     asked = read_request(flags)
-    if asked is not None and (probe or adapters or flags["device"] == "cpu"):
-        raise click.UsageError(
-            "--probe, --lora and --device cpu are about this machine: leave them out with --on"
-        )
     values = {name: value for name, value in read_flags(flags).items() if name.startswith("model.")}
+    on_host = values.get("model.cpu_experts") == "on"
+    if asked is not None and (probe or adapters or on_host or flags["device"] == "cpu"):
+        raise click.UsageError(
+            "--probe, --lora, --cpu-experts on and --device cpu are about this machine: leave them out with "
+            "--on"
+        )
     model = program.with_projector(model, mmproj)
     facts, ref = find_facts(model, program.environ, program.names, program.in_memory())
     settings = program.settings().settings
@@ -137,6 +139,7 @@ def fit_here(program: Program, facts: ModelFacts, config: EngineConfig, *, probe
     """Plan a model on this machine. `probe` measures the memory bandwidth again. Raises DeviceError."""
     machine = read_machine()
     device = usable_device(machine, config.device)
+    file = program.paths.bandwidth_file
     return check_fit(
         facts,
         machine,
@@ -144,9 +147,8 @@ def fit_here(program: Program, facts: ModelFacts, config: EngineConfig, *, probe
         budget_gb=program.settings().settings.memory.budget,
         disk=hub_cache(program.environ),
         kv_disk=limit_bytes(program.paths, program.settings().settings.cache),
-        bandwidth=device_bandwidth(
-            machine, device, program.paths.bandwidth_file, config.threads, refresh=probe
-        ),
+        bandwidth=device_bandwidth(machine, device, file, config.threads, refresh=probe),
+        host_bandwidth=lambda: device_bandwidth(machine, "cpu", file, config.threads, refresh=probe),
     )
 
 
@@ -193,6 +195,6 @@ def _print(result: Fit) -> None:
     for name, value in fit_rows(result).items():
         output.write(f"  {name:10} {value}")
     for remedy in result.remedies:
-        output.write(f"  would fit  {remedy}")
+        output.write(f"  {'or' if result.plan else 'would fit':10} {remedy}")
     for note in result.notes:
         output.say(f"Note: {note}")

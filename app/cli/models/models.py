@@ -278,6 +278,11 @@ def _print_info(model: Mapping[str, Any]) -> None:
         "context window": f"{info['context_window']} tokens",
         "at full context": f"{info['max_concurrency']:.1f} requests at once",
         "weights": formatting.size(info["weights_bytes"]),
+        **(
+            {"experts": f"{formatting.size(info['expert_bytes'])} of main memory"}
+            if info.get("expert_bytes")
+            else {}
+        ),
         "KV cache": (
             f"{formatting.size(info['kv_bytes'])}, {formatting.size(info['kv_bytes_per_token'])} a token"
             if info["kv_bytes"]

@@ -75,6 +75,7 @@ def _fit(control: DaemonController, model: str, *, probe: bool) -> dict[str, Any
     config = ModelRequest(ref, None, {}).config(settings.model)
     machine = read_machine()
     device = usable_device(machine, config.device)
+    file = control.services.paths.bandwidth_file
     result = check(
         facts,
         machine,
@@ -82,9 +83,8 @@ def _fit(control: DaemonController, model: str, *, probe: bool) -> dict[str, Any
         budget_gb=settings.memory.budget,
         disk=control.services.paths.state_dir,
         kv_disk=limit_bytes(control.services.paths, settings.cache),
-        bandwidth=device_bandwidth(
-            machine, device, control.services.paths.bandwidth_file, config.threads, refresh=probe
-        ),
+        bandwidth=device_bandwidth(machine, device, file, config.threads, refresh=probe),
+        host_bandwidth=lambda: device_bandwidth(machine, "cpu", file, config.threads, refresh=probe),
     )
     words = {"verdict": verdict(result), **fit_rows(result)}
     return {**result.as_dict(), "words": words}

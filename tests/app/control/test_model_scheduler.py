@@ -1,6 +1,7 @@
 """Several models in one memory, with fake engines: loads on request, evictions, time to live, pins."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,7 +15,8 @@ from llmbox.app.config.model_settings import MemorySettings
 from llmbox.app.config.settings import Settings
 from llmbox.app.control.memory_estimate import MemoryNeed, least_bytes, sizes
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
-from llmbox.app.engines.eviction import MemoryRequest, Place, budgets
+from llmbox.app.control.model_tables import seen_from
+from llmbox.app.engines.eviction import HOST, MemoryRequest, Place, budgets
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
@@ -29,9 +31,11 @@ from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from support.engines import read, request, until
 from support.fake_engine import fake_launch, write_model
 from support.hub_models import model_files
+from support.tiny_models import tiny_config
 from support.tokenizers_zoo import byte_level, write_text_files
 
 SIZE = 17_000
+HOST_BUDGET = 1000
 """Bytes of each fake model here: 1000 of weights and 1000 blocks of 16 tokens of a byte."""
 
 
@@ -41,6 +45,8 @@ class House:
         self.now = 100.0
         self.settings = Settings()
         self.need: dict[str, int] = {}
+        self.host = 0
+        """Main memory that each model needs beside its GPU, of `HOST_BUDGET` bytes."""
         self.budgets: tuple[int, ...] = (40_000,)
         self.device: Place = "cpu"
         self.registry = Registry(folder / "models.json")
@@ -76,9 +82,10 @@ class House:
             raise DoesNotFit(f"needs {need} and has {budgets}")
         ranks = config.tp or 1
         places = [tuple(range(i, i + ranks)) for i in range(0, len(budgets) - ranks + 1, ranks)]
-        return MemoryNeed(
-            self.device, tuple(MemoryRequest(each, need // ranks, need // ranks) for each in places), budgets
-        )
+        requests = [
+            MemoryRequest(each, need // ranks, need // ranks, self.host, self.host) for each in places
+        ]
+        return MemoryNeed(self.device, tuple(requests), budgets, HOST_BUDGET)
 
     def config(self, name: str) -> EngineConfig:
         return EngineConfig(model_path=str(self.folder / "models" / name), name=name)
@@ -472,6 +479,67 @@ async def test_what_is_loaded_on_gpus_takes_no_memory_of_the_machine(tmp_path: P
         await loading
         assert [each.name for each in house.residency.residents("cuda")] == ["a"]
         assert house.residency.residents("cpu") == []
+
+
+async def test_main_memory_of_models_on_gpus_is_one_budget(tmp_path: Path):
+    """Experts and evicted blocks are in it: they are counted for later models, on GPUs and on CPUs."""
+    async with opened(tmp_path) as house:
+        for name in ("a", "b", "c", "d"):
+            house.model(name, host_bytes=400)
+        house.device, house.budgets, house.host = "cuda", (40_000,) * 3, 400
+        await house.ask("a")
+        await house.ask("b")
+        admitted = [model.supervisor.admitted for model in house.engines.models()]
+        assert [each.host_bytes_limit for each in admitted] == [1000, 600]
+        assert [each.takes[HOST] for each in house.residency.residents("cuda")] == [400, 400]
+        assert [each.takes for each in house.residency.residents("cpu")] == [{0: 400}, {0: 400}]
+        await house.ask("c")
+        assert house.names == ["b", "c"], "all cards have room, and main memory has not"
+        house.host = 1001
+        with pytest.raises(ApiError, match=r"of main memory and .*: the memory budget is too small"):
+            await house.ask("d")
+        house.host = 900
+        for name in ("b", "c"):
+            house.residency.pin(name, pinned=True)
+        with pytest.raises(ApiError, match=r"of main memory and .* while b is pinned, c is pinned"):
+            await house.ask("a")
+
+
+def test_models_on_cpus_and_gpus_see_each_others_main_memory():
+    on_gpus = {0: 5, 2: 5, HOST: 7}
+    assert seen_from("cuda", "cuda", on_gpus) == seen_from(None, "cuda", on_gpus) == on_gpus
+    assert seen_from("cpu", "cuda", on_gpus) == {0: 7}
+    assert seen_from("cuda", "cpu", {0: 9}) == {HOST: 9}
+    assert seen_from("cpu", "cuda", {0: 5}) == {}
+
+
+def test_experts_in_main_memory_are_asked_for_with_the_share_that_is_never_taken(tmp_path: Path):
+    sizes_of = {"moe_intermediate_size": 1 << 14, "num_experts": 64, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe") | sizes_of))
+    gb = 10**9
+    machine = Machine(
+        Cpu("test", 2, 4, ()),
+        Memory(100 * gb, 90 * gb, limited_by_cgroup=False),
+        (Gpu(0, "card", "GPU-0", 8 * gb, 8 * gb, None),),
+        None,
+    )
+    config = EngineConfig(model_path=str(tmp_path), name="x", cpu_experts="on", kv_host_bytes=gb)
+    found = sizes(config, machine, (7 * gb,), {HOST: 30 * gb})
+    assert found is not None
+    assert found.host == 80 * gb, "of 100"
+    assert found.budgets == {0: 7 * gb, HOST: 80 * gb}
+    limited = replace(machine, memory=Memory(500 * gb, 50 * gb, limited_by_cgroup=True))
+    in_container = sizes(config, limited, (7 * gb,), {HOST: 30 * gb})
+    assert in_container is not None
+    assert in_container.host == 64 * gb, "of 80, of which models have 30"
+    (wish,) = found.requests
+    plan = estimate(
+        parse_config(tmp_path).shape(),
+        replace(MemoryBudget.of(machine, "cuda"), available=7 * gb, host_available=80 * gb),
+        config,
+    )
+    assert wish.host_want == plan.expert_bytes + gb
+    assert 0.8 * wish.host >= plan.expert_bytes > 0.8 * (wish.host - 2)
 
 
 def test_each_gpu_has_a_budget_and_what_others_hold_there_is_not_counted_on(tmp_path: Path):

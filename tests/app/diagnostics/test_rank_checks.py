@@ -69,6 +69,8 @@ def test_show_tells_it_too(capsys):
 
 def test_whole_experts_are_told():
     assert runs_on({**INFO, "expert_parallel": True}).endswith("on 4 ranks (tp 2, pp 2, experts whole)")
+    beside = {**INFO, "tp": 1, "pp": 1, "expert_bytes": 1, "expert_quant": "int8"}
+    assert runs_on(beside).endswith(", experts on cpu int8")
     copied = {**INFO, "expert_parallel": True, "redundant_experts": 3}
     assert runs_on(copied).endswith("on 4 ranks (tp 2, pp 2, experts whole + 3 copies)")
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbox.app.engines.eviction import (
+    HOST,
     AllocationFailure,
     MemoryAllocation,
     MemoryRequest,
@@ -54,6 +55,29 @@ def test_one_decision(
     need: int, residents: list[ResidentModel], wanted: MemoryAllocation | AllocationFailure
 ):
     assert plan_evictions(wish(need), [100], residents) == wanted
+
+
+@pytest.mark.parametrize(
+    ("residents", "wanted"),
+    [
+        ([model("cpu", {HOST: 20})], room((), 100)),
+        ([model("cpu", {HOST: 21})], room(("cpu",), 100)),
+        # Both of what is needed are freed, by no more models than that takes.
+        ([model("card", 80, 1), model("both", {0: 20, HOST: 50}, 2)], room(("card", "both"), 100)),
+        ([model("tier", {0: 20, HOST: 50}, busy=True)], AllocationFailure(80, 50, ("tier",), of_host=True)),
+        ([model("card", 60, busy=True)], AllocationFailure(50, 40, ("card",))),
+    ],
+)
+def test_main_memory_beside_a_gpu_is_freed_too(
+    residents: list[ResidentModel], wanted: MemoryAllocation | AllocationFailure
+):
+    needs = MemoryRequest((0,), 50, 50, host=80, host_want=80)
+    assert plan_evictions(needs, {0: 100, HOST: 100}, residents) == wanted
+
+
+def test_without_need_of_it_main_memory_moves_nobody():
+    others = [model("cpu", {HOST: 100}), model("tier", {0: 20, HOST: 50})]
+    assert plan_evictions(wish(80), {0: 100, HOST: 100}, others) == room((), 80)
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -1,6 +1,7 @@
 """Facts from config and headers, without a download, and the verdict from them."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from llmbox.app.hub.errors import HubError
 from llmbox.app.hub.model_info import local_facts, remote_facts, search
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import directory
+from llmbox.app.util.formatting import size
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import ModelError
 from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
@@ -206,7 +208,7 @@ def test_what_cannot_be_cut_says_how_it_can(hub: StubHub):
     assert verdict(found, gpus(1), tp=2).plan is None
 
 
-def test_a_mixture_larger_than_the_gpu_is_proposed_for_main_memory(hub: StubHub, tmp_path: Path):
+def mixture(hub: StubHub, folder: Path) -> Any:
     """61 GB of weights, of which a token reads 3.1 billion: not those of experts that it does not choose."""
     sizes = {
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
@@ -214,20 +216,94 @@ def test_a_mixture_larger_than_the_gpu_is_proposed_for_main_memory(hub: StubHub,
         "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 32768,
         "torch_dtype": "bfloat16",
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe") | sizes))
-    found = replace(facts(hub), config=parse_config(tmp_path))
-    small = gpus(1)
-    roomy = replace(small, memory=replace(small.memory, total=200_000_000_000, available=190_000_000_000))
-    refused = verdict(found, roomy)
+    (folder / "config.json").write_text(json.dumps(tiny_config("qwen3_moe") | sizes))
+    return replace(facts(hub), config=parse_config(folder))
+
+
+def roomy(gigabytes: int = 200) -> Machine:
+    memory = Memory(gigabytes * 10**9, gigabytes * 10**9, limited_by_cgroup=False)
+    return replace(gpus(1), memory=memory)
+
+
+def test_a_mixture_larger_than_the_gpu_is_proposed_for_main_memory(hub: StubHub, tmp_path: Path):
+    found = mixture(hub, tmp_path)
+    refused = verdict(found, roomy(), cpu_experts="off")
     assert refused.device == "cuda"
     assert refused.plan is None
     (told,) = (each for each in refused.remedies if each.startswith("--device cpu: "))
-    on_cpu = verdict(found, roomy, device="cpu")
+    on_cpu = verdict(found, roomy(), device="cpu")
     assert on_cpu.plan is not None
     assert f"{show_bytes(on_cpu.plan.total_bytes)} of main memory" in told
     assert told.endswith("a token reads 6.1 GB of weights")
-    assert not any(each.startswith("--device cpu") for each in verdict(found, small).remedies), "too small"
-    assert not any(each.startswith("--device cpu") for each in verdict(big(hub), roomy).remedies), "is dense"
+    assert not any(each.startswith("--device cpu") for each in verdict(found, gpus(1)).remedies), "too small"
+    assert not any(each.startswith("--device cpu") for each in verdict(big(hub), roomy()).remedies), (
+        "is dense"
+    )
+    (told,) = (each for each in refused.remedies if each.startswith("--cpu-experts on: "))
+    assert re.search(r"of the GPU and 58\.\d GB of main memory with a context of \d+ tokens", told)
+
+
+def test_a_mixture_larger_than_the_gpu_has_its_experts_in_main_memory(hub: StubHub, tmp_path: Path):
+    """58 GB of experts, of which a token reads 3.6; the GPU has the other 3 GB."""
+    found = mixture(hub, tmp_path)
+    result = verdict(found, roomy())
+    plan = result.plan
+    assert result.fits
+    assert plan is not None
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    assert plan.weights_bytes == found.config.shape().params * 2 - experts
+    assert experts < plan.expert_bytes < 1.1 * experts
+    told = f"{size(plan.expert_bytes)} of main memory as bfloat16, which the CPU computes"
+    assert fit_rows(result)["experts"] == told
+    assert any(each.startswith("--device cpu: ") for each in result.remedies)
+    assert result.speed is None, "nobody has measured main memory"
+    assert verdict(found, roomy(), tp=2).plan is None
+
+
+def test_the_speed_beside_experts_in_main_memory_is_of_both(hub: StubHub, tmp_path: Path):
+    found, host = mixture(hub, tmp_path), Bandwidth(best=50e9, typical=40e9, probed_at=0.0)
+    found_fit = fit(
+        found,
+        roomy(),
+        EngineConfig(model_path="", name=""),
+        budget_gb=None,
+        disk=tmp_path,
+        bandwidth=Bandwidth.exact(1e12),
+        host_bandwidth=lambda: host,
+    )
+    speed, plan = found_fit.speed, found_fit.plan
+    assert speed is not None
+    assert plan is not None
+    read = 48 * 8 * 3 * 2048 * 768 * 2
+    assert speed.host_read == pytest.approx(read, rel=1e-6)
+    shape = found.config.shape()
+    matmuls = shape.matmul_params * 2 - 48 * 128 * 3 * 2048 * 768 * 2
+    card = matmuls + plan.context // 4 * plan.kv_bytes_per_token
+    # The data sheet's bandwidth of the GPU, as it is the one of `gpus`.
+    assert speed.one_stream[1] == pytest.approx(1 / (card / speed.bandwidth.best + read / 50e9), rel=0.01)
+    assert speed.one_stream[0] < 0.6 * speed.one_stream[1]
+    told = fit_rows(found_fit)["experts at"]
+    assert told.startswith(
+        "a token of one stream reads 3.6 GB of main memory, which reads 40.0 GB/s as a rule"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "options", "words"),
+    [
+        (60, {}, "experts in main memory need 58.3 GB as bfloat16 and have 48.0 GB, 80% of what is free"),
+        (20, {"quant": "int8"}, "as int8 and have 16.0 GB, 80% of what is free: more main memory is needed"),
+    ],
+)
+def test_main_memory_that_is_too_small_is_told(
+    hub: StubHub, tmp_path: Path, gigabytes: int, options: dict[str, Any], words: str
+):
+    result = verdict(mixture(hub, tmp_path), roomy(gigabytes), **options)
+    assert not result.fits
+    assert "With --cpu-experts on: " in result.reason
+    assert words in result.reason
+    fewer = verdict(mixture(hub, tmp_path), roomy(gigabytes), **{"quant": "auto", **options})
+    assert fewer.fits == (not options), "int8 experts have room in 60 GB"
 
 
 def test_quantized_weights_are_read_faster(hub: StubHub):

@@ -84,6 +84,10 @@ def weight_formats(
         return []
     shape = config.shape()
 
+    def speed(name: str, plan: MemoryPlan | None) -> float:
+        """Speed by that of unquantized weights; 0 for a plan with experts in main memory."""
+        return 0.0 if plan is None or plan.expert_bytes else rate(name, plan) / rate("none", plan)
+
     def rate(name: str, plan: MemoryPlan) -> float:
         quant = QUANTS.get(name)
         return decode_tokens_per_second(
@@ -94,7 +98,7 @@ def weight_formats(
         WeightFormatRow(
             name,
             each,
-            rate(name, each.plan) / rate("none", each.plan) if each.plan else 0.0,
+            speed(name, each.plan),
             DIVERGENCE[name],
         )
         for name, each in made.items()

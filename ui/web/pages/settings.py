@@ -104,6 +104,7 @@ TITLES = {
     "model.pp": "Pipeline parallelism",
     "model.expert_parallel": "Expert parallelism",
     "model.redundant_experts": "Copies of hot experts",
+    "model.cpu_experts": "Experts in main memory",
     "model.disaggregate": "Disaggregated prefill",
     "model.batching": "Batching",
     "model.premium_share": "KV cache reserved for premium keys",

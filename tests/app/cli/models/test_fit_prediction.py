@@ -87,6 +87,7 @@ def test_no_card_that_would_do_is_exit_5(call: Call) -> None:
         ("--price h100=2", "--price needs --on GPU,..."),
         ("--on h100 --device cpu", "leave them out with --on"),
         ("--on h100 --probe", "leave them out with --on"),
+        ("--on h100 --cpu-experts on", "leave them out with --on"),
     ],
 )
 def test_bad_input_is_told(call: Call, options: str, why: str) -> None:

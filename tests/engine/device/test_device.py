@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.device import device
+from llmbox.engine.device import device as devices
 from llmbox.engine.device.device import cuda_machine, in_order
 from llmbox.engine.executor import build as loader
 from llmbox.engine.hardware.machine import Gpu, Machine, read_machine
@@ -50,7 +50,7 @@ def test_names_that_nobody_knows_change_nothing(uuids):
 
 @pytest.mark.parametrize(("told", "first"), [({"uuid": "b"}, "card b"), ({}, "card a")])
 def test_torch_is_asked(monkeypatch, told, first):
-    monkeypatch.setattr(device, "read_machine", lambda: machine("GPU-a", "GPU-b"))
+    monkeypatch.setattr(devices, "read_machine", lambda: machine("GPU-a", "GPU-b"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _number: SimpleNamespace(**told))
     assert named(cuda_machine())[0] == first
