@@ -163,5 +163,5 @@ class RunningRequests:
             request.clock.requeue()
         request.prompt_logprobs.clear()
         request.pooled.clear()
-        request.choose_factors()
+        request.choose_factors(request.short_context)
         self._waiting.push(request)

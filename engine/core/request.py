@@ -43,7 +43,7 @@ class Request:
     """Slot of its adapter while it runs; -1: none. `AdapterSlots` writes it."""
     fork_of: str | None = None
     short_context: int = 0
-    """Value of `SchedulerConfig.short_context`; set when the scheduler adds the request."""
+    """Value of `SchedulerConfig.short_context`; `choose_factors` writes it."""
     is_long: bool = False
     """True if it is longer than that: all its tokens then have LongRoPE's long factors. Constant during an
     admission; `choose_factors` writes it."""
@@ -154,8 +154,9 @@ class Request:
         """Number of its tokens that may be computed before these factors change."""
         return sys.maxsize if self.is_long or not self.short_context else self.short_context
 
-    def choose_factors(self) -> None:
+    def choose_factors(self, short_context: int) -> None:
         """Take the factors of its length. Call it without blocks: none of them would be right after it."""
+        self.short_context = short_context
         if self.outgrows_factors:
             self.is_long = True
             self.block_hashes.clear()

@@ -60,6 +60,12 @@ class Flows:
     def bands(self) -> Iterable[tuple[int, Iterable[Flow]]]:
         return ((band, flows.values()) for band, flows in self._bands.items())
 
+    def check(self, *, running: int, present: int) -> None:
+        """Assert that so many requests are counted."""
+        flows = [flow for _, flows in self.bands for flow in flows]
+        assert sum(flow.running for flow in flows) == running
+        assert sum(flow.present for flow in flows) == present
+
     def num_present(self) -> int:
         return sum(flow.present > 0 for flows in self._bands.values() for flow in flows.values())
 

@@ -89,9 +89,7 @@ class Scheduler:
     @property
     def slots_used(self) -> int:
         """Number of KV slots that hold a token. Blocks in several tables are full and count once."""
-        computed = sum(request.num_computed for request in self._running.values())
-        in_tables = sum(len(request.block_table) for request in self._running.values())
-        return computed - (in_tables - self.pool.num_used) * self.pool.block_size
+        return self.kv_cache.slots_used(self._running.values())
 
     # ------------------------------------------------------------------ add, abort
 
@@ -105,8 +103,7 @@ class Scheduler:
         # Unique, so that "newest" and "first come" are decided even when the clock does not advance.
         self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
         request.arrived_at = self._last_arrival
-        request.short_context = self.config.short_context
-        request.choose_factors()
+        request.choose_factors(self.config.short_context)
         sibling = self._sibling(request)
         self.ledger.begin(request, sibling)
         self._requests[request.request_id] = request
@@ -175,10 +172,8 @@ class Scheduler:
             return plan
         mixed = self.config.mixed_budget if decoding else 0
         budget = ceil_div(mixed or self.config.token_budget, pipeline.stages)
-        may_be_express = has_prompts and not self._was_express
-        self._was_express = may_be_express and self._schedule_express(
-            plan, budget, decoding, prompts, pipeline
-        )
+        express = has_prompts and not self._was_express
+        self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
         if not self._was_express:
             self._schedule_decoding(plan, self._microbatches.next_microbatch(decoding, pipeline))
             if has_prompts:
@@ -354,7 +349,9 @@ class Scheduler:
             elif request.pools and end == request.num_tokens:
                 self._remove(request)
                 outputs.append(make_pooling_output(request))
-        self._end_fork_waits()
+        for sibling in map(self._requests.__getitem__, self._waiting.awaited_siblings()):
+            if sibling.has_computed_prompt:
+                self._waiting.end_fork_wait(sibling)
         return outputs
 
     def discard(self, plan: StepPlan) -> None:
@@ -365,11 +362,6 @@ class Scheduler:
             self.kv_cache.discard_row(row)
             if row.admission == row.request.admissions:
                 self.active.requeue(row.request, suspect=True)
-
-    def _end_fork_waits(self) -> None:
-        for sibling in map(self._requests.__getitem__, self._waiting.awaited_siblings()):
-            if sibling.has_computed_prompt:
-                self._waiting.end_fork_wait(sibling)
 
     def _answer(self, request: Request, taken: list[SampledToken], drafts: Sequence[int]) -> RequestOutput:
         self.output_tokens += len(taken)
@@ -404,7 +396,5 @@ class Scheduler:
             held.update(request.block_table)
         self.pool.check_holders(held)
         self.kv_cache.check(list(self._running.values()))
-        flows = [flow for _, flows in self._flows.bands for flow in flows]
-        assert sum(flow.running for flow in flows) == len(self._running)
-        assert sum(flow.present for flow in flows) == len(self._requests)
+        self._flows.check(running=len(self._running), present=len(self._requests))
         assert self.slots_used in range(self.pool.num_used * self.pool.block_size + 1)

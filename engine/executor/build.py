@@ -147,8 +147,7 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    short_context = share.rotary.short_context
-    scheduler = make_scheduler(config, plan, short_context, share.draft_rows, share.proposers, share.images)
+    scheduler = make_scheduler(config, plan, share)
     if share.takes_adapters:
         scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes)
     memory: DeviceBlockMemory | RankBlockMemory | None = None
@@ -206,9 +205,7 @@ def load_rank(
     overlaps = config.overlaps_on(device.type)
     rows = draft_rows(config, plan, ops, overlaps=overlaps)
     if model_config.recurrent is not None and ops.recurrent is None:
-        raise DeviceError(
-            f"the kernels that run here ({ops.name}) have no recurrent layers: use --device cpu"
-        )
+        raise DeviceError(f"the kernels that run here ({ops.name}) lack recurrent layers: use --device cpu")
     check_drafts(model_config, config)
     weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
     model, measured = load_weights(model_config, weights, progress)
@@ -227,9 +224,7 @@ def load_rank(
     if model_config.recurrent is not None:
         count = model_config.layers_with(layout.layers(model_config.num_layers), state=True)
         states = state_shape(model_config.recurrent, count, plan, layout.tp)
-    images = None
-    if not plan.image_problem:
-        images = load_images(model_config, directory, ops, dtype, device, layout)
+    images = None if plan.image_problem else load_images(model_config, directory, ops, dtype, device, layout)
     if overlaps:
         # Recurrent layers verify drafts as they compute prompts.
         drafts = rows[0] if states is None else 0
@@ -372,14 +367,9 @@ def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int
     return lambda done, total: progress(Progress(phase="weights", done=done, total=total))
 
 
-def make_scheduler(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    short_context: int,
-    draft_rows: tuple[int, float] = (0, 0.0),
-    proposers: Sequence[Proposer] = (),
-    encoded: EncodedImages | None = None,
-) -> Scheduler:
+def make_scheduler(config: EngineConfig, plan: MemoryPlan, share: RankEngine) -> Scheduler:
+    """Build the scheduler of an engine; `share` is rank 0's."""
+    most_drafts, draft_price = share.draft_rows
     pool = BlockPool(plan.num_blocks, plan.block_size, enable_prefix_cache=config.prefix_cache)
     settings = SchedulerConfig(
         context=plan.context,
@@ -390,15 +380,15 @@ def make_scheduler(
         chunked_prefill=config.chunked_prefill,
         premium_share=config.premium_share,
         watermark=config.watermark,
-        draft_rows=draft_rows[0],
-        draft_row_price=draft_rows[1],
+        draft_rows=most_drafts,
+        draft_row_price=draft_price,
         draft_constrained=plan.ranks == 1,
         state_slots=plan.state_slots,
-        short_context=short_context,
+        short_context=share.rotary.short_context,
         window=plan.window,
         window_blocks=plan.window_blocks,
     )
-    images = None
+    images, encoded = None, share.images
     if encoded is not None:
         images = ImageScheduler(
             encoded,
@@ -406,4 +396,4 @@ def make_scheduler(
             cache_bytes=plan.image_cache_bytes,
             is_bidirectional=encoded.config.is_bidirectional,
         )
-    return Scheduler(settings, pool, proposers=proposers, images=images)
+    return Scheduler(settings, pool, proposers=share.proposers, images=images)

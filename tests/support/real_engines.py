@@ -108,8 +108,7 @@ def one_request(runner: CPUModelRunner, ids: list[int], prefill: int) -> Request
     """A request of the first `prefill` tokens, with blocks for all, as the scheduler would admit it."""
     request = Request(request_id="r", prompt_ids=ids[:prefill], params=SamplingParams(max_tokens=1))
     request.block_table = list(range(-(-len(ids) // 16)))
-    request.short_context = runner._rotary.short_context
-    request.choose_factors()
+    request.choose_factors(runner._rotary.short_context)
     return request
 
 

@@ -8,7 +8,7 @@ A table only grows at its end until the request leaves. Shared blocks are full, 
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ...config import SchedulerConfig
@@ -271,6 +271,12 @@ class KVCacheManager:
         """
         reading = [] if self.tiers is None else self.tiers.reads.loading(kind)
         return reading + ([] if self.outlet is None else self.outlet.holding(kind))
+
+    def slots_used(self, running: Collection[Request]) -> int:
+        """Return the number of KV slots that hold a token of the running requests."""
+        computed = sum(request.num_computed for request in running)
+        in_tables = sum(len(request.block_table) for request in running)
+        return computed - (in_tables - self.pool.num_used) * self.pool.block_size
 
     def check(self, running: Sequence[Request]) -> None:
         """Assert that states, windows and adapters of running requests are accounted for."""

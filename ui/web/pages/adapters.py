@@ -116,7 +116,7 @@ async def remove(request: PanelRequest) -> Response[str]:
 def _add(
     control: DaemonController, name: str, source: str, base: str | None, fetch: AdapterFetch | None
 ) -> AddedAdapter:
-    """Add an adapter from a folder of this machine or the hub (`fetch`). Raises CliError and DownloadStopped."""
+    """Add an adapter from a folder or from the hub (`fetch`). Raises CliError and DownloadStopped."""
     registry, memory = control.library.registry, control.in_memory()
 
     def check(config: Mapping[str, object]) -> None:
