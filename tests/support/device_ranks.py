@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from llmbox.engine.core.step import StepPlan
 from llmbox.engine.distributed.communicator import TensorParallel
 from llmbox.engine.distributed.socket_link import Frame, Link
 from llmbox.engine.errors import RankLost
-from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget
+from llmbox.engine.executor.build import RankEngine, load_rank, make_scheduler, memory_budget
 from llmbox.engine.executor.model_info import model_info
 from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor
 from llmbox.engine.executor.profile import build
@@ -39,6 +39,7 @@ class OneRank:
     device: LateDevice
     collective: ThreadCollective
     capture: FakeCapture | None
+    share: RankEngine
     errors: list[Exception] = field(default_factory=list)
     drawn: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -160,7 +161,8 @@ def device_ranks(
     runner = AsyncMultiprocExecutor(ranks[0].runner, crew, WorkerWatchdog([]))
     info = model_info(config, model, plan, "reference", 0.0, measured=None, worker_pids=[])
     try:
-        scheduler = make_scheduler(config, plan, model.short_context, encoded=ranks[0].runner.images)
+        share = replace(ranks[0].share, draft_rows=(0, 0.0), images=ranks[0].runner.images)
+        scheduler = make_scheduler(config, plan, share)
         yield Engine(scheduler, runner, info), ranks
     finally:
         runner.close()
@@ -182,7 +184,9 @@ def make_rank(
     capture: FakeCapture | None,
 ) -> OneRank:
     rank = TensorParallel(layout)
-    parts = load_rank(config, plan, rank, lambda *_: None).runner.args[0]
+    share = load_rank(config, plan, rank, lambda *_: None)
     rank.join(collective)
     device = LateDevice()
-    return OneRank(build(parts, plan, device, capture, 1 << 30), device, collective, capture)
+    return OneRank(
+        build(share.runner.args[0], plan, device, capture, 1 << 30), device, collective, capture, share
+    )

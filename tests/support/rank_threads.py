@@ -186,6 +186,7 @@ def load_threads(
         measured=None,
         worker_pids=[],
     )
-    scheduler = make_scheduler(config, runner.plan, model.short_context, encoded=runner.images)
+    share = replace(runner.shares[0], draft_rows=(0, 0.0), images=runner.images)
+    scheduler = make_scheduler(config, runner.plan, share)
     experts = count_experts(runner.shares[0].runner, runner.plan.layout(0), directory)
     return Engine(scheduler, SyncExecutor(runner), info, experts=experts)
