@@ -42,7 +42,9 @@
 namespace llmbox {
 
 using PlainFloat = float;
-enum Operation : uint64_t { INPUT, ADD, SUBTRACT, MULTIPLY, DIVIDE, MULTIPLY_ADD, ROOT, ABSOLUTE, POWER, EXPONENTIAL, TANH, ROUNDED };
+enum Operation : uint64_t {
+    INPUT, ADD, SUBTRACT, MULTIPLY, DIVIDE, MULTIPLY_ADD, ROOT, ABSOLUTE, POWER, EXPONENTIAL, TANH, ROUNDED
+};
 
 inline uint64_t mix(uint64_t x) {  // SplitMix64
     x += 0x9e3779b97f4a7c15u;

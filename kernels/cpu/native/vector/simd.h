@@ -168,8 +168,8 @@ INLINE void prefetch_stream(const void* address) {
 
 // ------------------------------------------------------------------ arithmetic
 
+#if !defined(LLMBOX_TRACED)  // whose numbers bring these
 // Lanes of `yes` where the mask is set, of `no` elsewhere.
-#if !defined(LLMBOX_TRACED)
 INLINE Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
 
 // Of a CPU that cannot multiply and add in one instruction: a * b + c in float64, where the product is exact, rounded
@@ -208,7 +208,7 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
     return load_as<Floats>(parts[0]);
 #endif
 }
-#endif
+#endif  // not traced
 
 // a * b + c, rounded once where the hardware can: for sums of float weights, which would take many times as long.
 INLINE Floats multiply_add_loosely(Floats a, Floats b, Floats c) { return LLMBOX_FUSED ? multiply_add(a, b, c) : a * b + c; }
