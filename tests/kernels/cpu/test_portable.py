@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.distributed.torch_communicator import add_in_order
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.weights.adapters import AdapterLayers
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.support import KernelSite
 from support.families import FAMILIES, make_family
 from support.lanes import nightly
 from support.real_engines import all_logits, ask, load, runner_of, tokens
@@ -198,3 +201,10 @@ def test_a_model_whose_bits_may_differ_is_refused(
 ) -> None:
     with pytest.raises(DeviceError, match=reason):
         load(models(arch), **{**KV, "quant": "int8", "exact": "portable", **options})
+
+
+def test_a_gpu_is_refused() -> None:
+    config = EngineConfig(model_path="", name="", exact="portable")
+    site = KernelSite(device="cuda", has_native=True, capability=(9, 0))
+    with pytest.raises(DeviceError, match="--device cpu"):
+        require_runnable(RunnablePlan("bfloat16", "int8", "int8"), site, config)

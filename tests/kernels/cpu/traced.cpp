@@ -361,10 +361,10 @@ int main(int count, char** words) {
     check_trees();
     for (const QuantFormat& format : {QuantFormat{8, 32}, {8, 128}, {4, 128}, {4, 128, Grid4::STEPS}, {4, 32, Grid4::ZEROS},
                                       {4, 32, Grid4::E2M1}}) {
-        check_linear(format, 300, 70, 1, counts);
+        check_linear(format, format.bits == 8 ? 300 : 2 * format.group + 44, 70, 1, counts);
         for (int shares : {2, 4}) check_linear(format, 4 * format.group, 70, shares, format.group == 128 ? counts : few);
     }
-    check_float_linear(130, 70, counts);
+    check_float_linear(130, 70, few);
     for (int width : {1, 100, 1030}) check_norms(width, width < 1000 ? counts : few);
     check_elementwise(1030, {1, 2, 33});
     const Prompts prompts{{150, 77, 9}};
