@@ -154,8 +154,8 @@ def main() -> None:
     cases = {(level, name): how for level in levels for name, how in DISTURBANCES.items()}
     if options.ranks:
         cases |= {(levels[0], name): how for name, how in RANKS.items()}
-    named = (options.model.name, options.quant, options.requests, options.new, options.vocabulary)
-    sums = PortableSums(options.sums, " ".join([*map(str, named), *("; ".join(case) for case in cases)]))
+    named = (options.model.name, options.quant, options.requests, options.new, options.vocabulary, *cases)
+    sums = PortableSums(options.sums, str(named))
     sums.load()
     begun = time.monotonic()
     seconds_before = sums.seconds
