@@ -1,20 +1,23 @@
 """Tokens that differ between instruction sets, ranks and disturbances; docs/cpu-kernels.md promises 0.
 
     OMP_NUM_THREADS=1 python -P tests/bench/portable.py [MODEL_DIR] [--seconds N] [--quant int8] [--ranks]
+        [--sums FILE]
 
 One engine answers random prompts alone, greedily and drawn; then engines of every instruction set of this
 machine answer them under each disturbance. Rounds have other seeds, until the time is up. Without MODEL_DIR
-the built-in model answers; --ranks has --tp 2, --tp 4 and --pp 2 answer too.
+the built-in model answers; --ranks has --tp 2, --tp 4 and --pp 2 answer too. --sums keeps what was counted
+after each seed, so that a later run with the same options goes on with the next seed.
 """
 
 import argparse
+import json
 import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +96,46 @@ def differing(found: dict[str, list[int]], wanted: dict[str, list[int]]) -> int:
     )
 
 
+@dataclass
+class PortableSums:
+    """Counts over all runs of one set of options: tokens compared, wrong ones, disturbances that happened."""
+
+    path: Path | None
+    options: str
+    seeds: int = 0
+    compared: int = 0
+    wrong: int = 0
+    seconds: float = 0.0
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def load(self) -> None:
+        """Go on from the file, if it has counts of these options."""
+        if self.path is None or not self.path.exists():
+            return
+        kept = json.loads(self.path.read_text()).get(self.options)
+        if kept is not None:
+            self.seeds, self.compared, self.wrong, self.seconds = (
+                kept[name] for name in ("seeds", "compared", "wrong", "seconds")
+            )
+            self.seen.update(kept["seen"])
+
+    def save(self) -> None:
+        """Write the counts beside those of other options; a run that is killed here leaves the old file."""
+        if self.path is None:
+            return
+        kept = json.loads(self.path.read_text()) if self.path.exists() else {}
+        kept[self.options] = {
+            "seeds": self.seeds,
+            "compared": self.compared,
+            "wrong": self.wrong,
+            "seconds": round(self.seconds, 1),
+            "seen": dict(self.seen),
+        }
+        written = self.path.with_name(self.path.name + ".new")
+        written.write_text(json.dumps(kept, indent=1) + "\n")
+        written.replace(self.path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -104,35 +147,41 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--ranks", action="store_true")
+    parser.add_argument("--sums", type=Path)
     options = parser.parse_args()
     levels = [name for name in backends() if name.startswith("cpu ")]
     common = {"dtype": "bfloat16", "quant": options.quant, "kv_dtype": "int8", "exact": "portable"}
     cases = {(level, name): how for level in levels for name, how in DISTURBANCES.items()}
     if options.ranks:
         cases |= {(levels[0], name): how for name, how in RANKS.items()}
-    compared = wrong = seed = 0
-    seen: Counter[str] = Counter()
-    end = time.monotonic() + options.seconds
-    while time.monotonic() < end:
-        asked = requests(seed, options.requests, options.new, options.vocabulary)
-        os.environ["LLMBOX_KERNELS"] = levels[seed % len(levels)]
+    named = (options.model.name, options.quant, options.requests, options.new, options.vocabulary, *cases)
+    sums = PortableSums(options.sums, str(named))
+    sums.load()
+    begun = time.monotonic()
+    seconds_before = sums.seconds
+    while time.monotonic() - begun < options.seconds:
+        asked = requests(sums.seeds, options.requests, options.new, options.vocabulary)
+        os.environ["LLMBOX_KERNELS"] = levels[sums.seeds % len(levels)]
         alone = load(options.model, **common, max_running=1, prefix_cache=False, speculate="off")
         wanted = {}
         for request in asked:
             wanted |= tokens(alone, [request])
         for (level, name), how in cases.items():
-            if time.monotonic() > end and seed:
-                break
             os.environ["LLMBOX_KERNELS"] = level
-            found = answer(partial(load, options.model, **common, **how), name, asked, seen)
+            found = answer(partial(load, options.model, **common, **how), name, asked, sums.seen)
             count = differing(found, wanted)
-            compared += sum(map(len, wanted.values()))
-            wrong += count
+            sums.compared += sum(map(len, wanted.values()))
+            sums.wrong += count
             if count:
-                print(f"seed {seed}, {level}, {name}: {count} tokens differ", flush=True)
-        seed += 1
-    print(f"{wrong} of {compared:,} tokens differ; {seed} seeds; {'; '.join(map(' '.join, cases))}")
-    print(", ".join(f"{count:,} {what}" for what, count in seen.items()))
+                print(f"seed {sums.seeds}, {level}, {name}: {count} tokens differ", flush=True)
+        sums.seeds += 1
+        sums.seconds = seconds_before + time.monotonic() - begun
+        sums.save()
+    print(
+        f"{sums.wrong} of {sums.compared:,} tokens differ; {sums.seeds} seeds in {sums.seconds:.0f} s; "
+        + "; ".join(map(" ".join, cases))
+    )
+    print(", ".join(f"{count:,} {what}" for what, count in sums.seen.items()))
 
 
 if __name__ == "__main__":

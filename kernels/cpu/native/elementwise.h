@@ -139,7 +139,8 @@ inline void turn(float angle, float* cos, float* sin) {
                                 -1.98412698298579493134e-04, 8.33333333332248946124e-03, -1.66666666666666324348e-01};
     constexpr double COSINES[] = {-1.13596475577881948265e-11, 2.08757232129817482790e-09, -2.75573143513906633035e-07,
                                   2.48015872894767294178e-05, -1.38888888888741095749e-03, 4.16666666666666019037e-02};
-    const double x = angle, count = x * QUARTERS + SHIFT - SHIFT, rest = x - count * HIGH - count * LOW, z = rest * rest;
+    const auto x = static_cast<double>(angle);
+    const double count = x * QUARTERS + SHIFT - SHIFT, rest = x - count * HIGH - count * LOW, z = rest * rest;
     double odd = 0, even = 0;
     for (int i = 0; i < 6; i++) odd = odd * z + SINES[i], even = even * z + COSINES[i];
     const auto s = static_cast<float>(rest + rest * z * odd), c = static_cast<float>(1 - (0.5 * z - z * z * even));
@@ -223,7 +224,7 @@ template <Activation A> INLINE Floats activated(Floats x) {
     if constexpr (A == GELU_TANH) z = multiply_add(x * x * x, splat(7.13548163e-2f), x * splat(1.59576912f));
     if constexpr (A == SWIGLU_OAI) z = x * splat(1.702f);
     const Floats e = exp_negative(-abs(z)), one = splat(1.f);
-    return x * (z < splat(0.f) ? e : one) / (one + e);
+    return x * select(z < splat(0.f), e, one) / (one + e);
 }
 
 // gate = activated(gate) * up for `count` numbers; RELU2: gate = max(gate, 0)^2, without `up`. NaN stays.
@@ -231,14 +232,14 @@ template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int 
     for (int i = 0; i < count; i += LANES) {
         Floats g = load(gate + i, count - i);
         if constexpr (A == RELU2) {
-            store(gate + i, g < splat(0.f) ? splat(0.f) : g * g, count - i);
+            store(gate + i, select(g < splat(0.f), splat(0.f), g * g), count - i);
             continue;
         }
         Floats u = load(up + i, count - i);
         if constexpr (A == SWIGLU_OAI) {  // x of both is limited; NaN stays
             const Floats most = splat(7.f);
-            g = g > most ? most : g;
-            u = (u > most ? most : u < -most ? -most : u) + splat(1.f);
+            g = select(g > most, most, g);
+            u = select(u > most, most, select(u < -most, -most, u)) + splat(1.f);
         }
         store(gate + i, activated<A>(g) * u, count - i);
     }
@@ -278,7 +279,7 @@ private:
 INLINE Floats expm1_minus(Floats m) {
     Floats sum = splat(1.f / 40320);
     for (const float factor : {1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2}) sum = multiply_add(sum, m, splat(factor));
-    return m < splat(-0.5f) ? exp_negative(m) - splat(1.f) - m : sum * m * m;
+    return select(m < splat(-0.5f), exp_negative(m) - splat(1.f) - m, sum * m * m);
 }
 
 // xIELU (kernels/activation.py), in place. NaN stays.
@@ -293,9 +294,9 @@ public:
             T* piece = x_ + row * x_stride_ + begin;
             const Floats most = splat(eps_);
             for (int i = 0; i < count; i += LANES) {
-                const Floats x = load(piece + i, count - i), m = x > most ? most : x;
+                const Floats x = load(piece + i, count - i), m = select(x > most, most, x);
                 const Floats negative = splat(alpha_n_) * (expm1_minus(m) + (m - x));
-                const Floats curved = x > splat(0.f) ? splat(alpha_p_) * x * x : negative;
+                const Floats curved = select(x > splat(0.f), splat(alpha_p_) * x * x, negative);
                 store(piece + i, multiply_add(splat(beta_), x, curved), count - i);
             }
         });

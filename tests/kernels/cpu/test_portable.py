@@ -1,5 +1,8 @@
 """One answer on any machine: with integer weights and int8 KV all instruction sets give the same bits."""
 
+import shutil
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,15 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.distributed.torch_communicator import add_in_order
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.weights.adapters import AdapterLayers
+from llmbox.kernels.cpu import compiling
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.support import KernelSite
 from support.families import FAMILIES, make_family
-from support.lanes import nightly
+from support.lanes import first_in_the_suite, nightly
 from support.real_engines import all_logits, ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
@@ -35,6 +42,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"max_position_embeddings": 512},
     "lfm2": {"max_position_embeddings": 512},
 }
+TRACED = Path(__file__).parent / "traced.cpp"
+TRACED_FLAGS = ("-std=c++20", "-O0", "-pthread", "-ffp-contract=off", "-w", "-Wno-psabi")
+LANES = (16, 8, 4)
+"""Floats of a vector with `traced.h`: of AVX-512, of AVX2, of Arm and the portable kernels."""
+FEW, ALL = 0, 256
+"""Numbers of rows and cuts of prompts: some at which tiles and blocks change, or all up to 256."""
+
+Digests = Callable[[int, int], list[str]]
 
 
 def requests() -> list[AddRequest]:
@@ -198,3 +213,73 @@ def test_a_model_whose_bits_may_differ_is_refused(
 ) -> None:
     with pytest.raises(DeviceError, match=reason):
         load(models(arch), **{**KV, "quant": "int8", "exact": "portable", **options})
+
+
+def test_a_gpu_is_refused() -> None:
+    config = EngineConfig(model_path="", name="", exact="portable")
+    site = KernelSite(device="cuda", has_native=True, capability=(9, 0))
+    with pytest.raises(DeviceError, match="--device cpu"):
+        require_runnable(RunnablePlan("bfloat16", "int8", "int8"), site, config)
+
+
+def run_traced(
+    lanes: int, rows: int, folder: Path, sources: Path = compiling.SOURCES
+) -> tuple[int, list[str]]:
+    """Compile and run the driver: its exit status and its lines."""
+    program = folder / f"traced{lanes}"
+    if not program.exists():
+        places = ("-I", str(sources), f"-DLLMBOX_TRACED={lanes}", str(TRACED), "-o", str(program))
+        made = subprocess.run(
+            [*compiling.find_compiler(), *TRACED_FLAGS, *places], capture_output=True, text=True
+        )
+        assert made.returncode == 0, made.stderr[-2000:]
+    done = subprocess.run([program, str(rows)], capture_output=True, text=True)
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> Digests:
+    """Return a function: the digests of all cases with so many lanes, none of which may find two trees."""
+    folder = tmp_path_factory.mktemp("traced")
+
+    @cache
+    def found(lanes: int, rows: int) -> list[str]:
+        code, lines = run_traced(lanes, rows, folder)
+        assert (code, lines[-1]) == (0, "one tree each")
+        return lines[:-1]
+
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", first_in_the_suite(LANES))
+def test_sums_are_one_tree_in_any_company(digests: Digests, lanes: int) -> None:
+    """Linears, norms, activations, attention, scans; numbers of rows, tiles, threads, pieces of prompts."""
+    assert len(digests(lanes, FEW)) > 35
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", LANES)
+def test_sums_are_one_tree_among_up_to_256_rows(digests: Digests, lanes: int) -> None:
+    assert digests(lanes, ALL) == digests(LANES[0], FEW)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "kept", "broken"),
+    [
+        # Chunks that begin where a window does, and sums over as many numbers as there are lanes.
+        ("attention/attention.h", "strip_of(step, seen) / STRIPS * STRIPS", "strip_of(step, seen)"),
+        ("vector/simd.h", "constexpr int SUM_LANES = 16", "constexpr int SUM_LANES = LANES"),
+    ],
+)
+def test_another_order_is_found(tmp_path: Path, digests: Digests, file: str, kept: str, broken: str) -> None:
+    sources = tmp_path / "native"
+    shutil.copytree(compiling.SOURCES, sources)
+    text = (sources / file).read_text()
+    assert text.count(kept) == 1
+    (sources / file).write_text(text.replace(kept, broken))
+    code, lines = run_traced(8, FEW, tmp_path, sources)
+    assert code == 1 or lines[:-1] != digests(LANES[0], FEW)

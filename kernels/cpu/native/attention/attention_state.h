@@ -96,7 +96,7 @@ INLINE Floats only(Floats scores, int from, int to) {
     Ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     const Ints least = from - Ints{}, end = to - Ints{};
-    return (lane >= least) & (lane < end) ? scores : splat(NOTHING);
+    return select((lane >= least) & (lane < end), scores, splat(NOTHING));
 }
 
 // From a product s of query and key to a power of two: s * factor, or cap * tanh(s * factor) where there is a cap.

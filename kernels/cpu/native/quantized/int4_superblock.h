@@ -42,8 +42,8 @@ INLINE int e2m1_half_byte(int value) {
 
 INLINE Floats clamp(Floats x, float lowest, float highest) {
     const Floats low = splat(lowest), high = splat(highest);
-    x = x > low ? x : low;
-    return x < high ? x : high;
+    x = select(x > low, x, low);
+    return select(x < high, x, high);
 }
 // As to_nearest, and a float still.
 INLINE Floats nearest(Floats x) { return x + splat(12582912.f) - splat(12582912.f); }
@@ -57,11 +57,11 @@ struct Grid {
         const Floats first = nearest((zero - splat(128.f)) * inverse + splat(0.499f));
         const Floats last = nearest((zero + splat(127.f)) * inverse - splat(0.499f));
         lowest = max(first, splat(0.f));
-        highest = last < splat(15.f) ? last : splat(15.f);
+        highest = select(last < splat(15.f), last, splat(15.f));
     }
     INLINE Floats operator()(Floats x) const {
         Floats n = max(nearest(multiply_add(x, inverse, shift)), lowest);
-        n = n < highest ? n : highest;
+        n = select(n < highest, n, highest);
         return multiply_add(step, n, below);
     }
 };

@@ -162,7 +162,7 @@ private:
                 step = softplus(load(gate + (IS_DELTA ? heads : 0) + head, left) + load(bias_ + head, left));
             if constexpr (RULE == SSM) {
                 const Floats least = splat(shape_.least), most = splat(shape_.most);
-                step = step < least ? least : step > most ? most : step;
+                step = select(step < least, least, select(step > most, most, step));
             }
             if constexpr (RULE != KDA) store(decay + head, exp_negative(load(rate_ + head, left) * step), left);
             store(factor + head, IS_DELTA ? splat(shape_.beta) * sigmoid(load(gate + head, left)) : step, left);

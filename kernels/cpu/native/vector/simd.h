@@ -29,7 +29,9 @@
 
 namespace llmbox {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(LLMBOX_TRACED)  // by a test, which brings numbers that know how they were computed
+constexpr int LANES = LLMBOX_TRACED;
+#elif defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int LANES = 16;
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
@@ -37,9 +39,13 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
-typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+#if defined(LLMBOX_TRACED)
+using Floats = TracedFloats;
+#else
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+#endif
 
 struct bf16 {
     uint16_t bits;
@@ -162,6 +168,10 @@ INLINE void prefetch_stream(const void* address) {
 
 // ------------------------------------------------------------------ arithmetic
 
+#if !defined(LLMBOX_TRACED)  // whose numbers bring these
+// Lanes of `yes` where the mask is set, of `no` elsewhere.
+INLINE Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
+
 // Of a CPU that cannot multiply and add in one instruction: a * b + c in float64, where the product is exact, rounded
 // to odd, so that rounding to float32 is the only one that counts (Boldo and Melquiond, 2008).
 #if !defined(__AVX2__) && !defined(__FMA__) && !defined(__aarch64__)
@@ -198,12 +208,13 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
     return load_as<Floats>(parts[0]);
 #endif
 }
+#endif  // not traced
 
 // a * b + c, rounded once where the hardware can: for sums of float weights, which would take many times as long.
 INLINE Floats multiply_add_loosely(Floats a, Floats b, Floats c) { return LLMBOX_FUSED ? multiply_add(a, b, c) : a * b + c; }
 
 INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
-INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Floats max(Floats a, Floats b) { return select(a > b, a, b); }
 INLINE Floats abs(Floats a) { return (Floats)((Words)a & splat(0x7fffffffu)); }
 
 // Adds the upper half of the lanes to the lower one until one is left.
@@ -311,8 +322,8 @@ INLINE Floats exp_negative(Floats x) {
     p = multiply_add(p, f, splat(6.931472028550421e-1f));
     p = multiply_add(p, f, splat(1.f));
     Floats result = (Floats)((Ints)p + (n << 23));
-    result = x < lowest ? splat(0.f) : result;
-    return x == x ? result : x;
+    result = select(x < lowest, splat(0.f), result);
+    return select(x == x, result, x);
 }
 
 // Relative error below 1e-6; NaN for NaN. Near 0 a series: 1 - e^-2|x| would lose what is small.
@@ -325,7 +336,7 @@ INLINE Floats tanh(Floats x) {
     p = multiply_add(p, square, splat(-5.39682540e-2f));
     p = multiply_add(p, square, splat(1.33333333e-1f));
     p = multiply_add(p, square, splat(-3.33333333e-1f));
-    return size < splat(0.25f) ? multiply_add(p * square, x, x) : far;
+    return select(size < splat(0.25f), multiply_add(p * square, x, x), far);
 }
 
 // 2^x, relative error below 2e-7; 0 for -infinity, NaN for NaN. Others compute what two instructions of AVX-512 do.
@@ -333,15 +344,15 @@ INLINE Floats power_of_two(Floats x) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 9);  // above the integer below x; rounded down
 #else
-    x = splat(-160.f) > x ? splat(-160.f) : x > splat(160.f) ? splat(160.f) : x;
+    x = select(splat(-160.f) > x, splat(-160.f), select(x > splat(160.f), splat(160.f), x));
 #if defined(__AVX2__)
     const Floats whole = (Floats)_mm256_floor_ps((__m256)x);
 #else
     Floats whole = to_floats(__builtin_convertvector(x, Ints));
-    whole = whole > x ? whole - splat(1.f) : whole;
+    whole = select(whole > x, whole - splat(1.f), whole);
 #endif
     Floats f = x - whole;
-    f = f + whole > x ? (Floats)((Ints)f - 1) : f;  // between -0.5 and 0 it is not exact
+    f = select(f + whole > x, (Floats)((Ints)f - 1), f);  // between -0.5 and 0 it is not exact
 #endif
     Floats p = splat(1.87757667e-3f);
     p = multiply_add(p, f, splat(8.98934009e-3f));
@@ -368,13 +379,13 @@ INLINE Floats log_one_plus(Floats x) {
 
 // ln(1 + e^x); NaN for NaN.
 INLINE Floats softplus(Floats x) {
-    const Floats positive = x < splat(0.f) ? splat(0.f) : x;
+    const Floats positive = select(x < splat(0.f), splat(0.f), x);
     return positive + log_one_plus(exp_negative(-abs(x)));
 }
 
 INLINE Floats sigmoid(Floats x) {
     const Floats e = exp_negative(-abs(x)), one = splat(1.f);
-    return (x < splat(0.f) ? e : one) / (one + e);
+    return select(x < splat(0.f), e, one) / (one + e);
 }
 
 // Nearest integer: adding 1.5 * 2^23 leaves it in the low bits of the sum. For |x| < 2^22.
