@@ -141,7 +141,18 @@ def draw_scenario(seed: int, weather: Weather | None = None) -> Scenario:
     scenario.writes_log = chance.random() < 0.1
     if scenario.has_faults:
         _draw_disk_faults(chance, scenario)
+    # From a stream of its own: what older seeds draw stays the same.
+    if weather == "poison":
+        _draw_more_poison(Random(f"poison {seed}"), scenario.requests)
     return scenario
+
+
+def _draw_more_poison(chance: Random, requests: list[RequestSetup]) -> None:
+    """Poison up to three more, but no more than half of all."""
+    healthy = [request for request in requests if not request.is_poison]
+    room = len(healthy) - len(requests) // 2
+    for request in chance.sample(healthy, max(0, min(room, chance.choice([0, 0, 1, 3])))):
+        request.prompt.insert(chance.randint(0, len(request.prompt)), POISON)
 
 
 def _draw_disk_faults(chance: Random, scenario: Scenario) -> None:

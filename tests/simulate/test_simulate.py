@@ -123,6 +123,13 @@ def test_a_wall_clock_that_jumps_changes_nothing():
     assert jumping.virtual_s == still.virtual_s
 
 
+def test_a_wall_clock_that_jumps_ahead_erases_no_row():
+    """The request log forgets after thirty days; the clock goes ahead by a hundred and fifteen."""
+    jump = MachineEvent(at=1.0, kind="jump", value=1e7)
+    report = run([make_request(0), make_request(1, at=100.0)], [jump], writes_log=True)
+    assert (report.broken, report.outcomes) == ("", {"done": 3})
+
+
 def test_an_engine_with_hardly_any_processor_time_is_given_time():
     """For a minute everything takes 200 times as long: streams are slow, and no engine is killed."""
     starve = MachineEvent(at=0.05, kind="starve", value=60.0)
@@ -171,6 +178,26 @@ def test_who_waits_for_a_load_that_is_ended_gets_an_answer():
     unload = MachineEvent(at=22.0, kind="unload", model="m0")
     report = run(requests, [unload], model=make_model(load_seconds=5.0), ttl=5.0)
     assert (report.broken, report.outcomes) == ("", {"done": 1, "model_unloaded": 2})
+
+
+def test_requests_that_kill_late_end_no_model():
+    """Seed 40634: of three, one passed its trial and killed later; the client of another left meanwhile."""
+    requests = [
+        make_request(n, prompt=[n, POISON if n in {0, 2, 4} else 1], max_tokens=30, leaves_at=leaves)
+        for n, leaves in enumerate([None, None, None, None, 1.6, None])
+    ]
+    model = make_model(poison="segv", poison_after=4, load_seconds=0.1, step_seconds=0.02)
+    report = run(requests, model=model)
+    assert (report.broken, report.outcomes) == ("", {"done": 4, "engine_error": 3})
+
+
+def test_many_requests_that_kill_end_no_model():
+    """Nine of eighteen, each at its second token: each fails alone, within a minute."""
+    requests = [make_request(n, prompt=[n, POISON if n % 2 else 1], max_tokens=20) for n in range(18)]
+    model = make_model(poison="raise", poison_after=1, load_seconds=0.1, step_seconds=0.002)
+    report = run(requests, model=model)
+    assert (report.broken, report.outcomes) == ("", {"done": 10, "engine_error": 9})
+    assert report.virtual_s < 60.0
 
 
 # ---------------------------------------------------------------------- the rule itself

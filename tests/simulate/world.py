@@ -31,7 +31,7 @@ from llmbox.app.gateway.gateway import Gateway
 from llmbox.app.metrics.metrics import Metrics
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Registry
-from llmbox.app.store import RecordFilter, RequestLog, Retention
+from llmbox.app.store import RecordFilter, RequestLog
 from llmbox.app.store import writer as request_writer
 from llmbox.app.store.database import open_database
 from llmbox.app.store.queries import requests as queries
@@ -61,9 +61,6 @@ from .virtual_loop import VirtualClock, VirtualLoop
 
 PATIENCE = 40_000.0
 """Virtual seconds within which everything must have ended."""
-
-
-KEEP_ALL = Retention(rows_days=1e6, content_days=1e6, stored_days=1e6, batch_days=1e6)
 
 
 class StubText:
@@ -144,8 +141,7 @@ class World:
         )
         self.events = Events()
         self.residency = ModelScheduler(self.engines, self.events, deps)
-        # A clock that jumps makes rows look old.
-        self.request_log = RequestLog(self._open_log(), KEEP_ALL)
+        self.request_log = RequestLog(self._open_log())
         if scenario.writes_log:
             self.request_log.start()
         self.gateway = Gateway(self.engines, self.request_log, metrics(), settings)
