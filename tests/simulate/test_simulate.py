@@ -1,19 +1,24 @@
 """The daemon in virtual time: seeds whose runs keep the pass rule, and the rule itself."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from llmbox.app.engines.poison_detector import PoisonDetector
 from llmbox.app.engines.request_journal import TokenStream
+from llmbox.app.http.server.sse import EventStream
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.sampling_params import SamplingParams
 from simulate.engine import POISON, ModelSetup
+from simulate.http_clients import ROUTES
 from simulate.scenario import WEATHERS, MachineEvent, RequestSetup, Scenario, draw_scenario
 from simulate.simulation import simulate
+from simulate.world import World
 from support.lanes import examples
 
 SEEDS = examples(60)
@@ -59,6 +64,37 @@ def test_seeds_keep_the_pass_rule(weather):
     counts = [report.outcomes.get("done", 0) for report in reports]
     assert sum(counts) > 2 * SEEDS, "hardly a request was answered: the rule says nothing"
     assert (sum(report.deaths for report in reports) > 0) == (weather not in {"calm", "crowd"})
+
+
+def test_requests_over_http_keep_the_pass_rule(monkeypatch):
+    """Completions, chats and messages, whole and as streams, beside requests without HTTP."""
+    monkeypatch.setattr("simulate.scenario.HTTP_SHARE", 1.0)
+    done = Counter()
+    for seed in range(300, 300 + SEEDS):
+        scenario = draw_scenario(seed)
+        world = World(scenario)
+        report = simulate(seed, scenario, world)
+        assert (seed, report.broken) == (seed, "")
+        for outcome in world.clients.outcomes.values():
+            done[outcome.request.dialect, outcome.request.streams, outcome.status] += 1
+    for dialect in ROUTES:
+        assert done[dialect, True, "done"] > SEEDS
+        assert done[dialect, False, "done"] > SEEDS // 4
+        assert done[dialect, True, "left"] > 0
+
+
+@pytest.mark.parametrize("dialect", list(ROUTES))
+@pytest.mark.parametrize("streams", [True, False])
+def test_answers_over_http_survive_deaths_and_clients_that_leave(dialect, streams):
+    """A client leaves with half of its request sent, one in the middle of its answer; one reads slowly."""
+    how = [{}, {"preparing": 5.0, "leaves_at": 2.0}, {"leaves_at": 9.0}, {"read_pause": 4.0}, {}]
+    requests = [
+        make_request(number, at=0.1 * number, max_tokens=20, dialect=dialect, streams=streams, **options)
+        for number, options in enumerate(how)
+    ]
+    kills = [MachineEvent(at=at, kind="kill", model="m0") for at in (3.0, 6.0)]
+    report = run(requests, kills, model=make_model(step_seconds=0.5))
+    assert (report.broken, report.outcomes, report.deaths) == ("", {"done": 4, "left": 2}, 2)
 
 
 def test_a_seed_is_one_run_bit_for_bit():
@@ -210,6 +246,14 @@ def leak_blocks(pool, blocks):
 free = BlockPool.free
 
 
+async def lose_the_end(_, send):
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def wait_for_ever(*_):
+    await asyncio.Event().wait()
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
@@ -217,9 +261,12 @@ free = BlockPool.free
         (TokenStream, "fail", lambda *_: None),
         (TokenStream, "note_sent", lambda stream: stream.output_ids.append(1)),
         (PoisonDetector, "record_crash", lambda *_: None),
+        (EventStream, "_finish", lose_the_end),
+        (EventStream, "_watch", wait_for_ever),
     ],
 )
 def test_the_rule_notices(monkeypatch, owner, name, wrong):
     monkeypatch.setattr(owner, name, wrong)
+    monkeypatch.setattr("simulate.scenario.HTTP_SHARE", float(owner is EventStream))
     weather = "poison" if owner is PoisonDetector else "storm"
     assert any(simulate(seed, draw_scenario(seed, weather)).broken for seed in range(12))
