@@ -59,6 +59,7 @@ def test_who_passed_and_dies_later_is_found():
     trial = on_trial("a", "b", "c", recall=recalled.append)
     trial.record_tokens("c", PROVEN_TOKENS)
     assert trial.record_crash(["b", "c"]) is None  # by c
+    assert trial.narrowed
     assert trial.begin(["a", "b", "c"]) == ["b"]
     assert trial.record_tokens("b", PROVEN_TOKENS) == []
     assert recalled == ["b"]
@@ -117,6 +118,12 @@ def test_one_that_left_stays_on_trial_until_the_engine_confirms():
     trial.client_left("b")
     assert trial.record_crash(["b"]) == "b"
     assert trial.begin(["a"]) == ["a"]
+
+
+def test_one_that_left_before_its_trial_is_not_tried():
+    trial = on_trial("a", "b", "c")
+    trial.client_left("b")
+    assert trial.record_tokens("c", PROVEN_TOKENS) == ["a"]
 
 
 def test_one_that_left_counts_as_present():
