@@ -201,6 +201,16 @@ def test_a_model_that_came_back_is_unloaded_when_it_is_idle():
     assert report.outcomes == {"engine_failed": 5, "done": 1}
 
 
+def test_a_model_that_came_back_may_die_once_more():
+    """The deaths before its cool-down are no reason to give it up again."""
+    times = (0.1, 1.5, 3.0, 5.0, 7.5, 50.0)
+    kills = [MachineEvent(at=at, kind="kill", model="m0") for at in times]
+    requests = [make_request(0, max_tokens=30), make_request(1, at=48.0, max_tokens=30)]
+    report = run(requests, kills, model=make_model(step_seconds=0.5))
+    assert (report.broken, report.outcomes) == ("", {"engine_failed": 1, "done": 2})
+    assert report.deaths == 6
+
+
 def test_an_unload_that_its_caller_gives_up_leaves_no_process():
     """Seed 27: the engine hung, and the caller of the unload left before it was killed."""
     unload = MachineEvent(at=2.0, kind="unload", model="m0")
