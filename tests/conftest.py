@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from support.lanes import FAST, NIGHTLY, ProcessGuard, examples, why_not_fast
 from support.time_limit import time_limit
@@ -39,6 +39,9 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 # a change is blamed for its own mistakes alone; `make nightly` draws more of them, and anew.
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", _PATIENT, derandomize=True, max_examples=examples(100))
+# Whether a planted mistake fails a test is all that `make mutate` asks, not its smallest example.
+_NO_SHRINKING = (Phase.explicit, Phase.generate)
+settings.register_profile("mutate", settings.get_profile("suite"), phases=_NO_SHRINKING)
 settings.register_profile("nightly", _PATIENT, derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("LLMBOX_TEST_PROFILE", "suite"))
 

@@ -211,7 +211,7 @@ class RequestJournal:
         """Streams that ended while an engine had their request, until it tells their times."""
         self._interrupted: set[str] = set()
         """Requests that were in an engine that died and have not been sent to the next one yet."""
-        self._detector = PoisonDetector()
+        self._detector = PoisonDetector(lambda request_id: send(AbortRequest(request_id=request_id)))
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -264,7 +264,8 @@ class RequestJournal:
         """Deliver the outputs of a step, and learn from its time."""
         self.queue.observe(step.stats)
         for name, times in step.times.items():
-            self.note_times(name, times)
+            if name != self._detector.recalled:
+                self.note_times(name, times)
         for output in step.outputs:
             self.deliver(output)
 
@@ -277,6 +278,10 @@ class RequestJournal:
     def deliver(self, output: RequestOutput) -> None:
         request_id = output.request_id
         stream = self._open.get(request_id)
+        if output.finish_reason == "abort" and stream is not None and request_id == self._detector.recalled:
+            self._in_engine.pop(request_id, None)
+            self._send_requests(self._detector.record_recall(request_id))
+            return
         if output.finish_reason is not None:
             self._in_engine.pop(request_id, None)
             if (told_nothing := self._cancelled.pop(request_id, None)) is not None:
@@ -325,6 +330,16 @@ class RequestJournal:
             return
         self._interrupted.add(request_id)
         self._send_requests([request_id])
+
+    @property
+    def narrowed(self) -> bool:
+        """The last crash, of which no request was found guilty, left few under suspicion."""
+        return self._detector.narrowed
+
+    @property
+    def proven(self) -> int:
+        """Number of requests that passed a trial since crashes were last forgotten."""
+        return len(self._detector.proven)
 
     def forget_crashes(self) -> None:
         self._detector.forget()

@@ -32,8 +32,9 @@ class RestartLimits:
     pauses: tuple[float, ...] = (0.0, 0.1, 0.5, 1.0)
     """Delay before the restart after the first, second… death in the window. The last one repeats."""
     max_forgiven: int = 3
-    """Poison requests found in the window that reset the count of deaths. More are not forgiven: a few poison
-    requests must not end the model, but a machine on which every request is fatal must.
+    """Poison requests found in the window, beyond those that passed a trial and since one was finished, that
+    reset the count of deaths. More are not forgiven: poison requests must not end the model, but a machine
+    on which every request is fatal must.
     """
     cooldown: float = 30.0
     """Delay before one start of an engine that died too often is tried. Each failure doubles it. 0: never."""
@@ -62,13 +63,20 @@ class RestartPolicy:
     def add(self) -> None:
         self._times.append(self._clock())
 
-    def forgive(self) -> None:
-        """Forget the deaths that a poison request caused: it is gone, and the engine is not to blame."""
+    def forgive(self, proven: int) -> None:
+        """Forget the deaths that a poison request caused: it is gone, and the engine is not to blame.
+
+        `proven` is the number of requests that passed a trial.
+        """
         now = self._clock()
         _forget_before(self._convictions, now - self._limits.window)
         self._convictions.append(now)
-        if len(self._convictions) <= self._limits.max_forgiven:
+        if len(self._convictions) <= self._limits.max_forgiven + proven:
             self._times.clear()
+
+    def note_finish(self) -> None:
+        """Note that the engine has finished a request: not every one is fatal."""
+        self._convictions.clear()
 
     def clear(self) -> None:
         self._times.clear()

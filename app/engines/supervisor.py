@@ -68,7 +68,7 @@ class Supervisor:
         self._options = options or SupervisorOptions()
         self._pace = FinishRate(self._options.clock)
         self._watchdog = Watchdog(self, self._options.watch)
-        self._requests = RequestJournal(self._send, on_empty=self._rest, on_finish=self._pace.record_finish)
+        self._requests = RequestJournal(self._send, on_empty=self._rest, on_finish=self._record_finish)
         self.queue = self._requests.queue
         self._reserved = QueueReservations()
         self._queries = EngineQueries(self._send)
@@ -277,6 +277,10 @@ class Supervisor:
         self._change("restarting", cause)
         await self._process.end(_STOP_GRACE)
 
+    def _record_finish(self) -> None:
+        self._pace.record_finish()
+        self._deaths.note_finish()
+
     def _rest(self) -> None:
         """Note that no request is open."""
         self._watchdog.rest_between_requests()
@@ -291,14 +295,15 @@ class Supervisor:
         log.error("engine %s died: %s", self.name, death.cause)
         self.admitted = death.next_config(self.admitted)
         self.restarts, self.stats = self.restarts + 1, EngineStats()
-        self._deaths.add()
         now = self._options.clock()
         if now - self._died_at > self._options.deaths.window:
             self._requests.forget_crashes()
         self._died_at = now
         guilty = self._requests.engine_died(from_outside=death.from_outside)
+        if death.from_outside or not self._requests.narrowed:
+            self._deaths.add()
         if guilty is not None:
-            self._deaths.forgive()
+            self._deaths.forgive(self._requests.proven)
             log.error("engine %s: request %s brought it down repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
 

@@ -102,9 +102,8 @@ class FileStore:
 
         return await asyncio.to_thread(erase)
 
-    def sweep(self) -> None:
-        """Erase expired files, files of keys that no longer exist, and left-overs of uploads."""
-        now = time.time()
+    def sweep(self, now: float) -> None:
+        """Erase files expired at a Unix time, files of keys that are gone, and left-overs of uploads."""
         owners = None if self._owners is None else self._owners()
         known = set()
         for file in self._descriptions():

@@ -17,7 +17,7 @@ from .queries import stored_answers as stored_queries
 from .record import StoreError
 from .trimming import Retention
 
-_DAY_S = 86_400
+_DAY_S, _HOUR_S = 86_400, 3600
 _TRIES = 20
 _TRY_S = 0.1
 _ROUNDS = 30
@@ -30,9 +30,17 @@ batches.
 """
 
 
-def trim(engine: Engine, path: Path, keep: Retention) -> None:
-    """Apply the age limits, then the byte limits by dropping the oldest, contents before rows."""
-    now = time.time()
+def last_trim(engine: Engine) -> float | None:
+    """Return the Unix time by which `trim` last counted ages, in whole hours. None if it never did."""
+    with engine.connect() as connection:
+        hours = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    return hours * _HOUR_S if hours > 0 else None
+
+
+def trim(engine: Engine, path: Path, keep: Retention, now: float) -> None:
+    """Apply the age limits at a Unix time, then the byte limits: drop the oldest, contents before rows."""
+    with engine.begin() as connection:  # 32 bits hold no seconds after 2038
+        connection.exec_driver_sql(f"PRAGMA user_version = {max(0, int(now // _HOUR_S))}")
     queries.erase(engine, now - keep.content_days * _DAY_S, content_only=True)
     queries.erase(engine, now - keep.rows_days * _DAY_S)
     stored_queries.erase(engine, now - keep.stored_days * _DAY_S)

@@ -1,6 +1,7 @@
 """Clients of a simulated run: what each asks, how it behaves, and what it got."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,8 +12,11 @@ from llmbox.app.gateway.open_request import OpenRequest
 from llmbox.engine.sampling_params import SamplingParams
 
 from .engine import BrokenRuleError
+from .http_clients import HttpClient
 from .rules import check_room
 from .scenario import RequestSetup
+
+Opener = Callable[[Generation], OpenRequest]
 
 if TYPE_CHECKING:
     from .world import World
@@ -37,6 +41,10 @@ class Outcome:
     """Choices of all requests that were open or had a place when this one was refused."""
     prompt_logprobs: list[int] | None = None
     token_times: list[float] = field(default_factory=list)
+    row: str = ""
+    """Id of its row in the request log, if it is another one than its own."""
+    is_cut: bool = False
+    """The error came inside a stream, which had begun with 200."""
 
 
 class Clients:
@@ -49,6 +57,8 @@ class Clients:
         self._opened: dict[str, OpenRequest] = {}
         self._reserved: dict[str, RequestSetup] = {}
         """Requests that have a place in a queue and are not submitted yet."""
+        self._asking: dict[str, RequestSetup] = {}
+        """Requests over HTTP whose answer has not ended."""
 
     async def ask(self, request: RequestSetup) -> None:
         await asyncio.sleep(request.at)
@@ -78,9 +88,12 @@ class Clients:
 
     async def _serve(self, request: RequestSetup, outcome: Outcome) -> None:
         """One request as a route handles it: model, place in the queue, prompt, submission, stream."""
+        if request.dialect:
+            await self._ask_over_http(request, outcome)
+            return
         now = self._loop.time()
         model = await self._world.residency.find(request.model)
-        outcome.open_choices = self.count_open(request.model)
+        outcome.open_choices = self._count_with_asking(request.model)
         reservation = model.supervisor.reserve(request.n, request.tenant)
         self._reserved[request.id] = request
         try:
@@ -110,7 +123,8 @@ class Clients:
             if request.is_revoked_at is None
             else lambda: self._loop.time() < now + request.is_revoked_at,
         )
-        outcome.open_choices = before = self.count_open(request.model)
+        before = self.count_open(request.model)
+        outcome.open_choices = self._count_with_asking(request.model)
         own = self.count_open(request.model, request.tenant)
         with self._world.gateway.open(generation) as opened:
             outcome.is_open = True
@@ -127,6 +141,39 @@ class Clients:
                     if request.read_pause:
                         await asyncio.sleep(request.read_pause)
         outcome.status = "done"
+
+    async def _ask_over_http(self, request: RequestSetup, outcome: Outcome) -> None:
+        self._asking[request.id] = request
+        try:
+            await HttpClient(self._world, request, outcome).ask()
+        finally:
+            del self._asking[request.id]
+        outcome.status = outcome.status or "done"
+
+    def note_refusal(self, outcome: Outcome) -> None:
+        """Count the choices that are open, or may have a place, when a route refuses a request."""
+        request = outcome.request
+        if request.dialect:
+            outcome.open_choices = self._count_with_asking(request.model) - request.n
+
+    def _count_with_asking(self, name: str) -> int:
+        """Choices that are open, have a place, or are asked for over HTTP and may have one."""
+        asking = [
+            each.n for key, each in self._asking.items() if key not in self._opened and each.model == name
+        ]
+        return self.count_open(name) + sum(asking)
+
+    def open_watched(self, outcome: Outcome, generation: Generation, open_request: Opener) -> OpenRequest:
+        """Open what a route opens, and check and note it as for a request of `_serve`."""
+        request = outcome.request
+        before = self.count_open(request.model)
+        own = self.count_open(request.model, request.tenant)
+        outcome.row = generation.id
+        opened = open_request(generation)
+        outcome.is_open = True
+        check_room(self._world, request, before, own)
+        self._opened[request.id] = opened
+        return opened
 
     def _take(self, outcome: Outcome, delta: Delta) -> None:
         index = delta.index

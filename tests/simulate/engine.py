@@ -67,6 +67,11 @@ class ModelSetup:
     starts: int = 0
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens that one request may have."""
+        return min(self.sizes["context"], self.sizes["num_blocks"] * self.sizes["block_size"])
+
+    @property
     def info(self) -> ModelInfo:
         sizes = self.sizes
         return replace(

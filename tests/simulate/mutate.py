@@ -4,27 +4,33 @@
 
 Each mistake goes into a copy of the tree. What caught it last (`killers.json`) runs first; where that does
 not catch it, seeds of the simulator, then the unit tests of the mistake's file, each with a limit of time.
+Checks are forked from a process that has imported other people's packages, and modules of the copy are
+compiled once: most of a check's time would go there.
 Prints what caught each mistake, and those that nothing caught; the exit code is 1 if fewer than 95 % are
 caught. `--afresh` forgets what caught them before. `--write` puts the result into docs/reliability.md.
 """
 
 import argparse
+import atexit
+import contextlib
+import importlib
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import re
 import resource
+import runpy
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 from support.results import renew
 
@@ -40,14 +46,23 @@ COPIED = (
     "tests/simulate",
     "tests/engine/core",
     "tests/app/engines",
+    "tests/app/http/server",
 )
 LINKED = ("kernels", "ui", "migrations", "pyproject.toml", "tests/conftest.py")
 SHARE = 0.95
 """Least part of the mistakes that must be caught."""
-_PROCESSOR_S = 90
-"""Most processor seconds of one check, several times what it takes: a mistake that runs on is caught."""
-_WAIT_S = 1800.0
+_PROCESSOR_S = 60
+"""Most processor seconds of unit tests, several times what they take: a mistake that runs on is caught."""
+_START_S, _SEED_S = 10, 1
+"""The same for seeds: to begin with, and for each."""
+_WAIT_S = 1800
 """Most seconds of one check that waits for ever."""
+_PRELOADED = ("greenlet", "httpx", "hypothesis", "litestar", "msgspec", "numpy", "pytest", "sqlmodel")
+_NOTHING_RAN = (4, 5)
+"""Exit codes of pytest for a test that is not there any more."""
+_OURS = re.compile(r"(llmbox|support|simulate|tests|conftest)($|\.)")
+_clock = itertools.count(1_000_000_000)
+"""Times of the files with mistakes: byte code of another one must not be taken for theirs."""
 _SHARES = ("engine/core/test_fair_shares", "engine/core/test_scheduler", "engine/core/test_liveness")
 _BLOCKS = ("engine/core/kv_cache/test_block_pool", "engine/core/kv_cache/test_prefix_history")
 UNIT_TESTS = {
@@ -68,6 +83,7 @@ UNIT_TESTS = {
     "app/engines/restart_policy.py": ("app/engines/test_restart_policy", "app/engines/test_watchdog"),
     "app/engines/admission.py": ("app/engines/test_reservation",),
     "app/engines/engine_process.py": ("simulate/test_simulate", "app/engines/test_engine_process"),
+    "app/http/server/sse.py": ("app/http/server/test_sse",),
     "app/engines/manager.py": ("app/engines/test_manager",),
 }
 """Unit tests of a file with mistakes, below `tests`; the simulator alone looks for those in other files."""
@@ -102,23 +118,30 @@ def check(tree: Path, mutation: Mutation, seeds: int, *, killer: str = "", tests
     file = tree / mutation.file
     text = file.read_text("utf-8")
     assert text.count(mutation.old) == 1, mutation
-    file.write_text(text.replace(mutation.old, mutation.new), "utf-8")
+    _write(file, text.replace(mutation.old, mutation.new))
     try:
         if killer.startswith("seed ") and _run_seeds(tree, int(killer.split()[1]), 1):
             return killer
         if killer.startswith("tests/") and _run_tests(tree, killer):
             return killer
-        if (found := _run_seeds(tree, 0, seeds)) is not None:
+        if seeds and (found := _run_seeds(tree, 0, seeds)) is not None:
             return found
         files = [f"tests/{name}.py" for name in UNIT_TESTS.get(mutation.file, ())]
         return (_run_tests(tree, *files) or "") if tests and files else ""
     finally:
-        file.write_text(text, "utf-8")
+        _write(file, text)
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, "utf-8")
+    now = next(_clock)
+    os.utime(file, (now, now))
 
 
 def _run_seeds(tree: Path, first: int, count: int) -> str | None:
     """Return the seed that breaks the rule; None if none does."""
-    output = _output_of_failure(tree, "simulate.run", "--first", str(first), "--seeds", str(count))
+    arguments = ("--first", str(first), "--seeds", str(count))
+    output = _output_of_failure(tree, _START_S + _SEED_S * count, "simulate.run", *arguments)
     if output is None:
         return None
     found = re.search(r"^seed (\d+) ", output, re.MULTILINE)
@@ -127,41 +150,87 @@ def _run_seeds(tree: Path, first: int, count: int) -> str | None:
 
 def _run_tests(tree: Path, *tests: str) -> str | None:
     """Return the test that fails; None if none does."""
-    options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
-    output = _output_of_failure(tree, "pytest", *options, *tests)
+    options = ("-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist")
+    output = _output_of_failure(tree, _PROCESSOR_S, "pytest", *options, *tests)
     if output is None:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", output, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE)
     return found[1] if found else tests[0]
 
 
-def _output_of_failure(tree: Path, *arguments: str) -> str | None:
-    """Run a module. Returns what it printed if it failed or took too long, else None."""
-    env = os.environ | {
-        "PYTHONPATH": f"{tree / 'packaging/tree'}:{tree / 'tests'}",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-P", "-m", *arguments]
+def _output_of_failure(tree: Path, most_s: int, module: str, *arguments: str) -> str | None:
+    """Run a module of the copy in a process of its own. Returns what it printed if it failed or took more
+    processor seconds, else None. The caller has no module of the tree with state of its own in memory.
+    """
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if not pid:
+            _run_forked(tree, most_s, output.fileno(), module, arguments)
+        _, status = os.waitpid(pid, 0)
+        output.seek(0)
+        has_failed = os.waitstatus_to_exitcode(status) not in {0, *_NOTHING_RAN}
+        return output.read().decode(errors="replace") if has_failed else None
+
+
+def _run_forked(tree: Path, most_s: int, output: int, module: str, arguments: tuple[str, ...]) -> None:
+    """Become `python -m module` in a copy of the tree. Never returns."""
+    code = 1
     try:
-        done = subprocess.run(
-            command,
-            cwd=tree,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=_WAIT_S,
-            preexec_fn=_limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return ""
-    return done.stdout if done.returncode else None
+        # Processor time, since that of a clock would depend on what else the machine does.
+        resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
+        signal.alarm(_WAIT_S)
+        atexit._clear()
+        for number in (1, 2):
+            os.dup2(output, number)
+        sys.stdout = sys.stderr = os.fdopen(os.dup(output), "w", buffering=1)
+        os.environ["LLMBOX_TEST_PROFILE"] = "mutate"
+        os.chdir(tree)
+        sys.path[:0] = [str(tree / "packaging/tree"), str(tree / "tests")]
+        for name in [name for name in sys.modules if _OURS.match(name)]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            atexit._run_exitfuncs()
+        os._exit(code & 0xFF)
 
 
-def _limit() -> None:
-    """Limit processor time: that of a clock would depend on what else the machine does."""
-    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_S, _PROCESSOR_S))
+class MutationWorker:
+    """Process of the pool: has a copy of the tree, and checks one mistake at a time."""
+
+    tree = Path()
+
+    @classmethod
+    def begin(cls, home: str) -> None:
+        cls.tree = Path(home) / str(os.getpid())
+        make_copy(cls.tree)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        for name in _PRELOADED:
+            importlib.import_module(name)
+
+    @classmethod
+    def work(cls, order: tuple[Mutation, int, str]) -> tuple[Mutation, str, float]:
+        """Return the mistake, what caught it, and the processor seconds of its checks."""
+        mutation, seeds, killer = order
+        found = check(cls.tree, mutation, seeds, killer=killer)
+        return mutation, found, _used()
+
+
+def _used() -> float:
+    """Processor seconds of the checks since the last call."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total, before = usage.ru_utime + usage.ru_stime, _used_before[0]
+    _used_before[0] = total
+    return total - before
+
+
+_used_before = [0.0]
 
 
 def main() -> int:
@@ -179,32 +248,33 @@ def main() -> int:
     if not options.afresh and KILLERS.exists():
         known = json.loads(KILLERS.read_text("utf-8"))
     began = time.monotonic()
-    trees: SimpleQueue[Path] = SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="llmbox-mutate-") as home:
-        for number in range(options.processes):
-            trees.put(Path(home) / str(number))
-            make_copy(Path(home) / str(number))
-
-        def work(mutation: Mutation) -> str:
-            tree = trees.get()
-            try:
-                found = check(tree, mutation, options.seeds, killer=known.get(mutation.why, ""))
-            finally:
-                trees.put(tree)
-            print(f"{found or 'NOT CAUGHT':10}  {mutation.file}: {mutation.why}", flush=True)
+    caught: dict[str, str] = {}
+    used = 0.0
+    orders = [(each, options.seeds, known.get(each.why, "")) for each in wanted]
+    pools = multiprocessing.get_context("fork")
+    with (
+        tempfile.TemporaryDirectory(prefix="llmbox-mutate-") as home,
+        pools.Pool(options.processes, MutationWorker.begin, (home,)) as pool,
+    ):
+        for mutation, found, seconds in pool.imap_unordered(MutationWorker.work, orders):
+            used += seconds
+            print(f"{found or 'NOT CAUGHT':10}  {seconds:.1f} s  {mutation.file}: {mutation.why}", flush=True)
+            caught[mutation.why] = found
             if found:
                 known[mutation.why] = found
-            return found
+                keep_killers(known)
+    seconds = f"{time.monotonic() - began:.0f} s with {options.processes} processes"
+    seconds += f", {used:.0f} s of a processor"
+    return report(wanted, [caught[each.why] for each in wanted], seconds, options)
 
-        with ThreadPoolExecutor(options.processes) as pool:
-            found = list(pool.map(work, wanted))
+
+def keep_killers(known: dict[str, str]) -> None:
     names = {each.why for each in read_mutations()}
     kept = {why: by for why, by in sorted(known.items()) if why in names}
     KILLERS.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
-    return report(wanted, found, time.monotonic() - began, options)
 
 
-def report(wanted: list[Mutation], found: list[str], seconds: float, options: argparse.Namespace) -> int:
+def report(wanted: list[Mutation], found: list[str], seconds: str, options: argparse.Namespace) -> int:
     caught = Counter(by.split()[0] if by.startswith("seed") else "test" if by else "" for by in found)
     survivors = [f"{each.file}: {each.why}" for each, by in zip(wanted, found, strict=True) if not by]
     count = len(wanted) - len(survivors)
@@ -212,7 +282,7 @@ def report(wanted: list[Mutation], found: list[str], seconds: float, options: ar
     by = f"{caught['seed']} by {options.seeds} seeds, {caught['test']} by unit tests"
     lines = [
         f"{share}: {by}",
-        f"{seconds:.0f} s with {options.processes} processes",
+        seconds,
         *(f"not caught: {each}" for each in survivors),
     ]
     print("\n".join(lines))

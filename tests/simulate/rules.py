@@ -39,9 +39,9 @@ def check_outcomes(world: "World") -> None:
 def expected_answer(world: "World", outcome: "Outcome", index: int) -> tuple[list[int], str]:
     """Return the undisturbed tokens of a choice, and why it ends."""
     request = outcome.request
-    sizes = world.setups[request.model].sizes
-    limit = min(sizes["context"], sizes["num_blocks"] * sizes["block_size"])
-    room = limit - len(request.prompt) if request.max_tokens is None else request.max_tokens
+    room = request.max_tokens
+    if room is None:
+        room = world.setups[request.model].most_tokens - len(request.prompt)
     params = replace(request.params, max_tokens=room, seed=choice_seed(request.params.seed, index))
     tokens = expected_output(request.salt, request.prompt, params)
     stops = tokens and tokens[-1] in params.stop_token_ids and len(tokens) > params.min_tokens
@@ -79,14 +79,13 @@ def refusal_problem(world: "World", outcome: "Outcome") -> str:
     assert outcome.error is not None
     request, error, scenario = outcome.request, outcome.error, world.scenario
     passed = outcome.ended - outcome.arrived + EPSILON
-    sizes = world.setups[request.model].sizes
-    limit = min(sizes["context"], sizes["num_blocks"] * sizes["block_size"])
+    setup = world.setups[request.model]
     loads = scenario.weather == "models" or scenario.ttl is not None or world.unloads > 0
     match error.code:
         case "context_length_exceeded":
-            is_right = len(request.prompt) + max(request.max_tokens or 1, 1) > limit
+            is_right = len(request.prompt) + max(request.max_tokens or 1, 1) > setup.most_tokens
         case "queue_full":
-            room = sizes["max_running"] + scenario.queue_limit
+            room = setup.sizes["max_running"] + scenario.queue_limit
             is_right = outcome.open_choices + request.n > room
         case "first_token_timeout":
             is_right = passed >= min(
@@ -98,12 +97,14 @@ def refusal_problem(world: "World", outcome: "Outcome") -> str:
         case "invalid_api_key":
             is_right = request.is_revoked_at is not None and passed >= request.is_revoked_at
         case "request_cancelled":
-            is_right = request.id in world.cancelled
+            is_right = (outcome.row or request.id) in world.cancelled
         case "engine_failed":
             is_right = any(name == request.model for name, _ in world.failed_at)
         case "engine_error":
             accused = "repeatedly" in error.message
             is_right = request.is_poison or not world.blames_nobody if accused else _load_failed(world)
+        case "invalid_value":
+            is_right = bool(request.dialect) and request.n > scenario.queue_limit
         case "invalid_logits":
             is_right = "nan" in world.fault_kinds
         case "model_unloaded" | "model_not_found":
@@ -221,8 +222,12 @@ def check_records(world: "World") -> None:
     if lost and not world.scenario.log_faults:
         raise BrokenRuleError(f"{lost} rows of the request log are lost")
     for outcome in world.clients.outcomes.values():
-        name = outcome.request.id
+        name, dialect = outcome.request.id, outcome.request.dialect
         found = rows.pop(name, [])
+        if outcome.row:
+            found += rows.pop(outcome.row, [])
+        if dialect and outcome.status == "error" and not outcome.is_open and not found and not lost:
+            raise BrokenRuleError(f"{name} was refused, and the request log has no row of it")
         if outcome.is_open and not found and lost:
             lost -= 1
             continue
@@ -231,6 +236,9 @@ def check_records(world: "World") -> None:
         if not outcome.is_open:
             continue
         (row,) = found
+        if dialect and outcome.status != "done":
+            _check_cut_answer(outcome, row)
+            continue
         status = {"done": 200, "left": 499}.get(outcome.status) or getattr(outcome.error, "status", None)
         if row.http_status != status:
             raise BrokenRuleError(f"{name}: status {row.http_status} in the request log, sent was {status}")
@@ -240,6 +248,19 @@ def check_records(world: "World") -> None:
         _check_resumes(world, outcome, row.resumes)
     if rows:
         raise BrokenRuleError(f"rows of nobody: {list(rows)}")
+
+
+def _check_cut_answer(outcome: "Outcome", row: Any) -> None:
+    """The row of an answer over HTTP that its client has not got whole.
+
+    A client that leaves may have had its answer on the way, or an error; one that does not read a stream gets
+    no part of an answer that fails.
+    """
+    name, told = outcome.request.id, row.http_status
+    if outcome.error is not None and (told < 400 or outcome.error.status not in {0, told}):
+        raise BrokenRuleError(f"{name}: status {told} in the request log, sent was {outcome.error}")
+    if row.output_tokens < sum(map(len, outcome.tokens.values())):
+        raise BrokenRuleError(f"{name}: more tokens came than the request log has")
 
 
 def _check_resumes(world: "World", outcome: "Outcome", resumes: int) -> None:

@@ -1,6 +1,6 @@
 """Scenarios: what clients ask and what goes wrong when, drawn from a seed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ requests that kill the engine, `outside` only deaths that no request can be blam
 once, `models` more models than fit."""
 
 WEATHERS: tuple[Weather, ...] = ("calm", "crowd", "poison", "outside", "storm", "models")
+HTTP_SHARE = 0.15
+"""Share of runs in which requests ask over HTTP."""
 TENANTS = ("ann", "bob", "cat")
 
 
@@ -43,6 +45,10 @@ class RequestSetup:
     finish_after: float | None = None
     first_token_after: float | None = None
     is_revoked_at: float | None = None
+    dialect: str = ""
+    """Dialect of HTTP in which it asks: a key of `ROUTES`. Empty: it stands for a route itself."""
+    streams: bool = True
+    """It reads the answer as a stream. Over HTTP alone; else it always does."""
 
     @property
     def is_poison(self) -> bool:
@@ -141,7 +147,37 @@ def draw_scenario(seed: int, weather: Weather | None = None) -> Scenario:
     scenario.writes_log = chance.random() < 0.1
     if scenario.has_faults:
         _draw_disk_faults(chance, scenario)
+    # From a stream of its own: what older seeds draw stays the same.
+    if weather == "poison":
+        _draw_more_poison(Random(f"poison {seed}"), scenario.requests)
+    _draw_dialects(Random(f"http {seed}"), scenario.requests)
     return scenario
+
+
+def _draw_dialects(chance: Random, requests: list[RequestSetup]) -> None:
+    """Have some of the requests of some runs ask over HTTP."""
+    if chance.random() > HTTP_SHARE:
+        return
+    for request in requests:
+        dialect = chance.choice(["", "completions", "chat", "messages"])
+        if not dialect or request.is_revoked_at is not None or request.params.prompt_logprobs is not None:
+            continue
+        request.dialect, request.streams = dialect, chance.random() < 0.8
+        least = min(request.params.min_tokens, request.max_tokens or 2)  # more is refused
+        request.params = replace(request.params, min_tokens=least)
+        if dialect == "messages":  # which has no fields for these
+            request.params = replace(request.params, min_tokens=0, stop_token_ids=())
+            request.n, request.priority, request.salt = 1, 0, ""
+            request.finish_after = request.first_token_after = None
+            request.max_tokens = request.max_tokens or 12
+
+
+def _draw_more_poison(chance: Random, requests: list[RequestSetup]) -> None:
+    """Poison up to three more, but no more than half of all."""
+    healthy = [request for request in requests if not request.is_poison]
+    room = len(healthy) - len(requests) // 2
+    for request in chance.sample(healthy, max(0, min(room, chance.choice([0, 0, 1, 3])))):
+        request.prompt.insert(chance.randint(0, len(request.prompt)), POISON)
 
 
 def _draw_disk_faults(chance: Random, scenario: Scenario) -> None:

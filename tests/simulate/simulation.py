@@ -26,10 +26,12 @@ class SimulationReport:
     outcomes: dict[str, int]
 
 
-def simulate(seed: int, scenario: Scenario | None = None) -> SimulationReport:
-    """Run one seed. Never raises for a broken rule: the report says which."""
+def simulate(seed: int, scenario: Scenario | None = None, world: World | None = None) -> SimulationReport:
+    """Run one seed. Never raises for a broken rule: the report says which. `world` is made for the scenario,
+    for callers who look into it afterwards.
+    """
     scenario = scenario or draw_scenario(seed)
-    world = World(scenario)
+    world = world or World(scenario)
     broken = ""
     with world.patched():
         try:

@@ -1,19 +1,24 @@
 """The daemon in virtual time: seeds whose runs keep the pass rule, and the rule itself."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from llmbox.app.engines.poison_detector import PoisonDetector
 from llmbox.app.engines.request_journal import TokenStream
+from llmbox.app.http.server.sse import EventStream
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.sampling_params import SamplingParams
 from simulate.engine import POISON, ModelSetup
+from simulate.http_clients import ROUTES
 from simulate.scenario import WEATHERS, MachineEvent, RequestSetup, Scenario, draw_scenario
 from simulate.simulation import simulate
+from simulate.world import World
 from support.lanes import examples
 
 SEEDS = examples(60)
@@ -59,6 +64,37 @@ def test_seeds_keep_the_pass_rule(weather):
     counts = [report.outcomes.get("done", 0) for report in reports]
     assert sum(counts) > 2 * SEEDS, "hardly a request was answered: the rule says nothing"
     assert (sum(report.deaths for report in reports) > 0) == (weather not in {"calm", "crowd"})
+
+
+def test_requests_over_http_keep_the_pass_rule(monkeypatch):
+    """Completions, chats and messages, whole and as streams, beside requests without HTTP."""
+    monkeypatch.setattr("simulate.scenario.HTTP_SHARE", 1.0)
+    done = Counter()
+    for seed in range(300, 300 + SEEDS):
+        scenario = draw_scenario(seed)
+        world = World(scenario)
+        report = simulate(seed, scenario, world)
+        assert (seed, report.broken) == (seed, "")
+        for outcome in world.clients.outcomes.values():
+            done[outcome.request.dialect, outcome.request.streams, outcome.status] += 1
+    for dialect in ROUTES:
+        assert done[dialect, True, "done"] > SEEDS
+        assert done[dialect, False, "done"] > SEEDS // 4
+        assert done[dialect, True, "left"] > 0
+
+
+@pytest.mark.parametrize("dialect", list(ROUTES))
+@pytest.mark.parametrize("streams", [True, False])
+def test_answers_over_http_survive_deaths_and_clients_that_leave(dialect, streams):
+    """A client leaves with half of its request sent, one in the middle of its answer; one reads slowly."""
+    how = [{}, {"preparing": 5.0, "leaves_at": 2.0}, {"leaves_at": 9.0}, {"read_pause": 4.0}, {}]
+    requests = [
+        make_request(number, at=0.1 * number, max_tokens=20, dialect=dialect, streams=streams, **options)
+        for number, options in enumerate(how)
+    ]
+    kills = [MachineEvent(at=at, kind="kill", model="m0") for at in (3.0, 6.0)]
+    report = run(requests, kills, model=make_model(step_seconds=0.5))
+    assert (report.broken, report.outcomes, report.deaths) == ("", {"done": 4, "left": 2}, 2)
 
 
 def test_a_seed_is_one_run_bit_for_bit():
@@ -123,6 +159,13 @@ def test_a_wall_clock_that_jumps_changes_nothing():
     assert jumping.virtual_s == still.virtual_s
 
 
+def test_a_wall_clock_that_jumps_ahead_erases_no_row():
+    """The request log forgets after thirty days; the clock goes ahead by a hundred and fifteen."""
+    jump = MachineEvent(at=1.0, kind="jump", value=1e7)
+    report = run([make_request(0), make_request(1, at=100.0)], [jump], writes_log=True)
+    assert (report.broken, report.outcomes) == ("", {"done": 3})
+
+
 def test_an_engine_with_hardly_any_processor_time_is_given_time():
     """For a minute everything takes 200 times as long: streams are slow, and no engine is killed."""
     starve = MachineEvent(at=0.05, kind="starve", value=60.0)
@@ -158,6 +201,16 @@ def test_a_model_that_came_back_is_unloaded_when_it_is_idle():
     assert report.outcomes == {"engine_failed": 5, "done": 1}
 
 
+def test_a_model_that_came_back_may_die_once_more():
+    """The deaths before its cool-down are no reason to give it up again."""
+    times = (0.1, 1.5, 3.0, 5.0, 7.5, 50.0)
+    kills = [MachineEvent(at=at, kind="kill", model="m0") for at in times]
+    requests = [make_request(0, max_tokens=30), make_request(1, at=48.0, max_tokens=30)]
+    report = run(requests, kills, model=make_model(step_seconds=0.5))
+    assert (report.broken, report.outcomes) == ("", {"engine_failed": 1, "done": 2})
+    assert report.deaths == 6
+
+
 def test_an_unload_that_its_caller_gives_up_leaves_no_process():
     """Seed 27: the engine hung, and the caller of the unload left before it was killed."""
     unload = MachineEvent(at=2.0, kind="unload", model="m0")
@@ -173,6 +226,26 @@ def test_who_waits_for_a_load_that_is_ended_gets_an_answer():
     assert (report.broken, report.outcomes) == ("", {"done": 1, "model_unloaded": 2})
 
 
+def test_requests_that_kill_late_end_no_model():
+    """Seed 40634: of three, one passed its trial and killed later; the client of another left meanwhile."""
+    requests = [
+        make_request(n, prompt=[n, POISON if n in {0, 2, 4} else 1], max_tokens=30, leaves_at=leaves)
+        for n, leaves in enumerate([None, None, None, None, 1.6, None])
+    ]
+    model = make_model(poison="segv", poison_after=4, load_seconds=0.1, step_seconds=0.02)
+    report = run(requests, model=model)
+    assert (report.broken, report.outcomes) == ("", {"done": 4, "engine_error": 3})
+
+
+def test_many_requests_that_kill_end_no_model():
+    """Nine of eighteen, each at its second token: each fails alone, within a minute."""
+    requests = [make_request(n, prompt=[n, POISON if n % 2 else 1], max_tokens=20) for n in range(18)]
+    model = make_model(poison="raise", poison_after=1, load_seconds=0.1, step_seconds=0.002)
+    report = run(requests, model=model)
+    assert (report.broken, report.outcomes) == ("", {"done": 10, "engine_error": 9})
+    assert report.virtual_s < 60.0
+
+
 # ---------------------------------------------------------------------- the rule itself
 
 
@@ -183,6 +256,14 @@ def leak_blocks(pool, blocks):
 free = BlockPool.free
 
 
+async def lose_the_end(_, send):
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def wait_for_ever(*_):
+    await asyncio.Event().wait()
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
@@ -190,9 +271,12 @@ free = BlockPool.free
         (TokenStream, "fail", lambda *_: None),
         (TokenStream, "note_sent", lambda stream: stream.output_ids.append(1)),
         (PoisonDetector, "record_crash", lambda *_: None),
+        (EventStream, "_finish", lose_the_end),
+        (EventStream, "_watch", wait_for_ever),
     ],
 )
 def test_the_rule_notices(monkeypatch, owner, name, wrong):
     monkeypatch.setattr(owner, name, wrong)
+    monkeypatch.setattr("simulate.scenario.HTTP_SHARE", float(owner is EventStream))
     weather = "poison" if owner is PoisonDetector else "storm"
     assert any(simulate(seed, draw_scenario(seed, weather)).broken for seed in range(12))

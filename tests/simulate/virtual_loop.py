@@ -68,6 +68,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.clock.now
 
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """Call after a delay, which is long enough for the clock to move: rounding leaves shorter ones."""
+        if 0 < delay < 2 * self._clock_resolution:
+            delay = 2 * self._clock_resolution
+        return super().call_later(delay, callback, *args, context=context)
+
     def add_reader(self, fd: int, callback: Callable[..., object], *args: object) -> None:
         self.watch(fd, lambda: callback(*args))
 

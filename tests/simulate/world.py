@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -28,13 +28,18 @@ from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
 from llmbox.app.gateway.gateway import Gateway
+from llmbox.app.http.openai import sampling
 from llmbox.app.metrics.metrics import Metrics
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Registry
-from llmbox.app.store import RecordFilter, RequestLog, Retention
+from llmbox.app.store import RecordFilter, RequestLog
 from llmbox.app.store import writer as request_writer
 from llmbox.app.store.database import open_database
 from llmbox.app.store.queries import requests as queries
+from llmbox.app.text.chat_template import Chat, RenderedChat
+from llmbox.app.text.output.output_formats import OutputFormat
+from llmbox.app.text.tokenizer.text_encoder import SpecialTokenMarkers
+from llmbox.app.util.threads import off_loop
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import client, engine_channel
 from llmbox.engine.ipc import spawn as spawn_module
@@ -45,6 +50,7 @@ from llmbox.engine.process import engine_main
 from .clients import Clients
 from .disks import Disk, failing_inserts
 from .engine import BrokenRuleError, run_engine
+from .http_clients import begin_http
 from .machine import Death, Machine, VirtualProcess
 from .rules import (
     check_after,
@@ -63,14 +69,15 @@ PATIENCE = 40_000.0
 """Virtual seconds within which everything must have ended."""
 
 
-KEEP_ALL = Retention(rows_days=1e6, content_days=1e6, stored_days=1e6, batch_days=1e6)
-
-
 class StubText:
     """Text side of a model: each token is one letter."""
 
     warnings = ()
     encoder = None
+    vision = None
+    chat_template = None
+    output_format = OutputFormat(name="plain")
+    eos_token_ids = ()
     generation_defaults: ClassVar[dict[str, float]] = {}
 
     def beside_embedding(self, _: int) -> "StubText":
@@ -78,6 +85,16 @@ class StubText:
 
     def detokenizer(self, **_: Any) -> Any:
         return SimpleNamespace(push=lambda token: chr(48 + token), finish=str)
+
+    async def off_loop(self, size: int, work: Callable[[], Any]) -> Any:
+        return await off_loop(size, work)
+
+    async def render_chat(self, _: Any, chat: Chat) -> RenderedChat:
+        text = "".join(message["content"] for message in chat.messages)
+        return RenderedChat(text, SpecialTokenMarkers.absent_from(text), lambda said, _: self.encode(said))
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(letter) - 48 for letter in text]
 
     def close(self) -> None:
         return
@@ -144,11 +161,12 @@ class World:
         )
         self.events = Events()
         self.residency = ModelScheduler(self.engines, self.events, deps)
-        # A clock that jumps makes rows look old.
-        self.request_log = RequestLog(self._open_log(), KEEP_ALL)
+        self.request_log = RequestLog(self._open_log())
         if scenario.writes_log:
             self.request_log.start()
         self.gateway = Gateway(self.engines, self.request_log, metrics(), settings)
+        if any(request.dialect for request in scenario.requests):
+            begin_http(self, settings)
 
     def _open_log(self) -> Path:
         """Return the path of the request log, which has the newest schema already."""
@@ -216,6 +234,7 @@ class World:
                 (restart_policy, "bytes_from_disk", lambda _: 0),
                 (restart_policy, "waits_for_file_lock", lambda _: False),
                 (engine_channel, "select", machine.select),
+                (sampling, "draw_seed", lambda: self.chance.randrange(1000)),
                 (engine_main, "gc", nothing),
                 (engine_main, "setproctitle", lambda _: None),
             ):

@@ -197,8 +197,8 @@ class EventStream:
         self._size = 0
         if not self._started:
             await self._start(send)
-        self._last_write = self._loop.time()
         await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._last_write = self._loop.time()
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
@@ -221,12 +221,13 @@ class EventStream:
 
     def _keep_alive(self) -> None:
         """Send comments while there is silence. One timer a stream looks when the last write was, instead of
-        being re-armed by every event.
+        being re-armed by every event. Nothing is added behind a write that waits for its reader: it may be
+        the last event.
         """
         silence = self._loop.time() - self._last_write
         wait = self._options.keep_alive - silence
         if wait <= 0 or not self._started:
-            if not self._buffer and self._options.comment:
+            if self._wake is not None and not self._buffer and self._options.comment:
                 self._buffer.append(self._options.comment)
                 self._notify()
             wait = self._options.keep_alive

@@ -35,15 +35,36 @@ def test_explained_deaths_do_not_count_but_not_for_ever():
     deaths = RestartPolicy(RestartLimits(max_forgiven=2), clock)
     for _ in range(2):
         deaths.add()
-        deaths.forgive()
+        deaths.forgive(0)
         assert len(deaths) == 0
     deaths.add()
-    deaths.forgive()
+    deaths.forgive(0)
     assert len(deaths) == 1
     clock.now += 61
     deaths.add()
-    deaths.forgive()
+    deaths.forgive(0)
     assert len(deaths) == 0
+
+
+def test_any_number_is_explained_while_other_requests_finish():
+    deaths = RestartPolicy(RestartLimits(max_forgiven=2), Clock())
+    for _ in range(9):
+        deaths.note_finish()
+        for _ in range(2):
+            deaths.add()
+            deaths.forgive(0)
+            assert len(deaths) == 0
+
+
+def test_as_many_more_are_explained_as_passed_a_trial():
+    deaths = RestartPolicy(RestartLimits(max_forgiven=2), Clock())
+    for _ in range(5):
+        deaths.add()
+        deaths.forgive(3)
+        assert len(deaths) == 0
+    deaths.add()
+    deaths.forgive(3)
+    assert len(deaths) == 1
 
 
 def test_each_failed_try_doubles_the_cooldown_up_to_a_bound():

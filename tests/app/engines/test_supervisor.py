@@ -11,7 +11,16 @@ from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.request_journal import RequestJournal
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
-from llmbox.engine.ipc.messages import AbortRequest, AddRequest, KeepImages, PreparedImage, RequestOutput
+from llmbox.engine.ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineStats,
+    KeepImages,
+    PreparedImage,
+    RequestOutput,
+    StepOutputs,
+)
+from llmbox.engine.ipc.sequence_times import SequenceTimes
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.sampling_params import SamplingParams
 from support.engines import (
@@ -224,6 +233,34 @@ def test_suspects_that_have_all_left_hold_nobody_back():
     sent.clear()
     journal.add(request(2), hand_over=True)
     assert [message.request_id for message in sent] == ["r2"]
+
+
+def test_a_recalled_request_goes_on_later_as_if_nothing_had_been():
+    """After a death in company each suspect is tried alone; one that passed is sent again after the trial."""
+    sent: list[object] = []
+    journal = RequestJournal(sent.append, on_empty=list, on_finish=list)
+    streams = [journal.add(request(number), hand_over=True) for number in range(3)]
+    for _ in range(2):
+        journal.engine_died(from_outside=False)
+        journal.engine_ready()
+    journal.deliver(RequestOutput(request_id="r2", token_ids=[1, 2]))
+    assert journal.engine_died(from_outside=False) is None
+    assert journal.narrowed
+    sent.clear()
+    journal.engine_ready()
+    journal.deliver(RequestOutput(request_id="r1", token_ids=[3, 4]))
+    assert [type(message) for message in sent] == [AddRequest, AbortRequest]
+    times = {"r1": SequenceTimes(arrived_at=0.0, ended_at=1.0)}
+    recalled = RequestOutput(request_id="r1", finish_reason="abort")
+    journal.deliver_step(StepOutputs(outputs=[recalled], stats=EngineStats(), times=times))
+    assert (streams[1].finished, streams[1].times) == (False, None)
+    assert sent[-1].request_id == "r2"
+    journal.deliver(RequestOutput(request_id="r2", token_ids=[3, 4]))
+    journal.deliver(RequestOutput(request_id="r2", finish_reason="abort"))
+    journal.deliver(RequestOutput(request_id="r0", token_ids=[1, 2]))  # the last one: it stays
+    assert [message.request_id for message in sent[-2:]] == ["r1", "r2"]
+    assert sent[-2].output_ids == [3, 4]
+    assert not any(stream.finished for stream in streams)
 
 
 async def test_first_facts_are_told_once_even_across_a_death(tmp_path):

@@ -2,8 +2,9 @@ import sqlite3
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
-from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention, writer
+from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention, trimming, writer
 
 
 def record(number: int, **changes) -> RequestRecord:
@@ -185,3 +186,86 @@ async def test_times_are_kept_with_their_row_and_go_with_it(log):
     with sqlite3.connect(log.path) as file:
         assert file.execute("SELECT count(*) FROM sequence_times").fetchone() == (1,)
     assert b"followed" not in log.path.read_bytes()
+
+
+DAY = 86400.0
+
+
+class Clocks:
+    """The wall clock and the monotonic one, both in seconds."""
+
+    def __init__(self, monkeypatch):
+        self.wall, self.running = 1.8e9, 50.0
+        monkeypatch.setattr(
+            trimming, "time", SimpleNamespace(time=lambda: self.wall, monotonic=lambda: self.running)
+        )
+
+    def run(self, seconds):
+        self.wall += seconds
+        self.running += seconds
+
+
+def test_ages_are_not_counted_by_a_wall_clock_that_jumped_ahead(monkeypatch):
+    clocks = Clocks(monkeypatch)
+    clock = trimming.RetentionClock()
+    clocks.run(60.0)
+    assert clock.read(None) == clocks.wall
+    right = clocks.wall
+    clocks.wall += 365 * DAY
+    for _ in range(23):
+        clocks.run(3600.0)
+        assert clock.read(None) == (right := right + 3600.0)
+    clocks.wall -= 365 * DAY  # somebody sets it right
+    assert clock.read(None) == clocks.wall == right
+
+
+def test_a_wall_clock_that_stays_where_it_jumped_to_is_believed_after_a_day(monkeypatch):
+    clocks = Clocks(monkeypatch)
+    clock = trimming.RetentionClock()
+    clocks.wall += 365 * DAY
+    assert clock.read(None) < clocks.wall - 361 * DAY
+    clocks.run(DAY - 1.0)
+    assert clock.read(None) < clocks.wall
+    clocks.wall += 10 * DAY  # again: the day begins anew
+    assert clock.read(None) < clocks.wall
+    clocks.run(2.0)
+    assert clock.read(None) < clocks.wall
+    clocks.run(DAY)
+    assert clock.read(None) == clocks.wall
+
+
+def test_a_sleep_over_a_weekend_and_a_jump_back_are_believed_at_once(monkeypatch):
+    clocks = Clocks(monkeypatch)
+    clock = trimming.RetentionClock()
+    for jump in (2.7 * DAY, -400 * DAY):
+        clocks.wall += jump
+        assert clock.read(None) == clocks.wall
+
+
+def test_starts_catch_up_by_three_days_each(monkeypatch):
+    """A daemon that was off for two weeks and runs for an hour at a time."""
+    clocks = Clocks(monkeypatch)
+    kept = clocks.wall
+    clocks.wall += 14 * DAY
+    for days in (3, 6, 9):
+        clock = trimming.RetentionClock()
+        kept = clock.read(kept)
+        assert kept == 1.8e9 + days * DAY
+        assert clock.read(kept) == kept
+    clocks.wall -= 3 * DAY
+    assert trimming.RetentionClock().read(kept) == clocks.wall
+
+
+def test_a_jump_while_no_daemon_runs_erases_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(trimming, "_EVERY_BYTES", 1)
+    path = tmp_path / "requests.db"
+    for jump in (0.0, 365 * DAY):
+        clocks = Clocks(monkeypatch)
+        clocks.wall = time.time() + jump
+        log = RequestLog(path)
+        log.start()
+        log.write(record(1 if not jump else 2, created=clocks.wall))
+        log.flush()
+        log.close()
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT count(*) FROM request").fetchone() == (2,)

@@ -123,6 +123,28 @@ async def test_silence_is_filled_with_comments() -> None:
     await task
 
 
+async def test_no_comment_follows_the_last_event_of_a_slow_reader() -> None:
+    """Anthropic's comments are events: one behind `message_stop` would begin something new."""
+    connection, ends, ended = Connection(), asyncio.Event(), asyncio.Event()
+    connection.gate.clear()
+
+    async def source() -> AsyncIterator[bytes]:
+        yield b"data: last\n\n"
+        await ends.wait()
+        ended.set()
+
+    stream = EventStream(source(), SseOptions(first_comment=60, keep_alive=60, last=b""), ROOM)
+    task = asyncio.create_task(stream(connection.scope, connection.receive, connection.send))  # type: ignore[arg-type]
+    while not stream._started:  # noqa: ASYNC110 - the write waits for the reader from then on
+        await asyncio.sleep(0)
+    ends.set()
+    await ended.wait()
+    stream._keep_alive()
+    connection.gate.set()
+    await task
+    assert connection.text == b"data: last\n\n"
+
+
 async def test_a_refusal_before_the_first_event_is_an_ordinary_error() -> None:
     @get("/stream", opt={"access": Access.INFER})
     async def stream() -> EventStreamResponse:

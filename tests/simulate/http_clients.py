@@ -1,0 +1,367 @@
+"""Clients that ask over HTTP: the daemon's ASGI application in process, without a socket.
+
+A body arrives in pieces, which a client that leaves does not finish. Answers wait for a reader who is slow.
+What comes back is read as the dialect has it, event by event.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import cache
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from llmbox.app.config.settings import Settings
+from llmbox.app.errors import ApiError
+from llmbox.app.http.app import DIALECTS, App, create_app
+from llmbox.app.http.server.middleware import RequestPacer
+from llmbox.app.http.server.request import CALLER
+from llmbox.app.lifecycle.drain import Drain
+from llmbox.app.security.security import Identity
+from support.http_app import security_in
+
+from .engine import BrokenRuleError
+from .rules import expected_answer
+
+if TYPE_CHECKING:
+    from .clients import Outcome
+    from .scenario import RequestSetup
+    from .world import World
+
+ROUTES = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "messages": "/v1/messages",
+}
+"""Route of a dialect."""
+PREFIXES = {"completions": "cmpl-", "chat": "chatcmpl-", "messages": "msg_"}
+"""Beginning of the ids of its answers."""
+_WINDOW = 600
+"""Bytes on their way to a reader; more wait in the daemon."""
+_NOTICE_S = 1.0
+"""Seconds within which a request ends whose client has left."""
+_ENDS = {
+    "stop": "stop",
+    "end_turn": "stop",
+    "length": "length",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+}
+
+
+class SimulatedCaller(Identity):
+    """Caller with a share of its own and no key."""
+
+    def __init__(self, tenant: str) -> None:
+        super().__init__("local")
+        object.__setattr__(self, "_tenant", tenant)
+
+    @property
+    def tenant(self) -> str:
+        return str(self._tenant)  # type: ignore[attr-defined]
+
+    def cache_namespace(self, salt: str) -> str:
+        return salt
+
+
+class Exchange:
+    """One request and its answer, as ASGI has them."""
+
+    def __init__(self, chance: Random, body: bytes, pause: float) -> None:
+        cuts = sorted(chance.randrange(len(body)) for _ in range(chance.choice([0, 0, 1, 3])))
+        ends = [*cuts, len(body)]
+        self._pieces = [body[start:end] for start, end in zip([0, *cuts], ends, strict=True)]
+        self._pause = pause
+        self._gone = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._unread: list[bytes] = []
+        self.status = 0
+        self.has_ended = False
+
+    def leave(self) -> None:
+        """Close the connection."""
+        self._gone.set()
+        self._moved.set()
+
+    @property
+    def is_left(self) -> bool:
+        return self._gone.is_set()
+
+    async def receive(self) -> dict[str, Any]:
+        if len(self._pieces) == 1 and self._pause:  # before the last piece
+            await asyncio.sleep(self._pause)
+        if self.is_left or not self._pieces:
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+        piece = self._pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(self._pieces)}
+
+    async def send(self, message: Any) -> None:
+        if self.has_ended:
+            raise BrokenRuleError("something follows the end of an answer")
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
+        self._unread.append(message.get("body", b""))
+        self.has_ended = not message.get("more_body", False)
+        self._moved.set()
+        while not self.is_left and sum(map(len, self._unread)) > _WINDOW:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def read(self) -> AsyncIterator[bytes]:
+        """Yield what arrives, until the answer ends or the connection is closed."""
+        while not self.is_left:
+            data = b"".join(self._unread)
+            self._unread.clear()
+            if data:
+                self._moved.set()
+                yield data
+            elif self.has_ended:
+                return
+            else:
+                self._moved.clear()
+                await self._moved.wait()
+
+
+class HttpClient:
+    """One request over HTTP: sends it, reads the answer, and notes what it got."""
+
+    def __init__(self, world: "World", request: "RequestSetup", outcome: "Outcome") -> None:
+        self._world, self._request, self._outcome = world, request, outcome
+        self._dialect = request.dialect
+        self._is_marked = False
+        """The last event has come."""
+        self._error: ApiError | None = None
+        """Error that came inside the stream."""
+
+    async def ask(self) -> None:
+        """Return when the answer has ended or the client has left. Raises ApiError for an error."""
+        request, world = self._request, self._world
+        body = json.dumps(self._body()).encode()
+        exchange = Exchange(world.chance, body, request.preparing)
+        served = asyncio.create_task(self._serve(exchange, len(body)))
+        timer = None
+        if request.leaves_at is not None:
+            timer = world.loop.call_later(request.leaves_at, exchange.leave)
+        try:
+            await (self._read_stream(exchange) if request.streams else self._read_whole(exchange))
+            if exchange.is_left:
+                self._outcome.status = "left"
+        finally:
+            if timer is not None:
+                timer.cancel()
+            ended, was_open = world.loop.time(), self._outcome.is_open
+            exchange.leave()
+            await asyncio.wait({served})
+        if was_open and world.loop.time() > ended + _NOTICE_S:
+            raise BrokenRuleError(f"{request.id} runs on although its client has left")
+        await served
+
+    async def _serve(self, exchange: Exchange, size: int) -> None:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": ROUTES[self._dialect],
+            "raw_path": ROUTES[self._dialect].encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"host", b"127.0.0.1:8000"),
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % size),
+                (b"x-request-id", self._request.id.encode()),
+            ],
+            "client": ("127.0.0.1", 40_000),
+            "server": ("127.0.0.1", 8000),
+            "extensions": {CALLER: SimulatedCaller(self._request.tenant)},
+            "state": {},
+        }
+        try:
+            await application()(scope, exchange.receive, exchange.send)
+        finally:
+            if not exchange.has_ended and not exchange.is_left:
+                exchange.leave()
+                self._world.loop.failures.append(f"{self._request.id}: the answer has no end")
+
+    def _body(self) -> dict[str, Any]:
+        request = self._request
+        text = "".join(chr(48 + token) for token in request.prompt)
+        params = request.params
+        body: dict[str, Any] = {
+            "model": request.model,
+            "temperature": params.temperature,
+            "stream": request.streams,
+        }
+        if request.max_tokens is not None:
+            body["max_tokens"] = request.max_tokens
+        if self._dialect == "completions":
+            body |= {"prompt": request.prompt, "return_token_ids": True}
+        else:
+            body["messages"] = [{"role": "user", "content": text}]
+        if self._dialect != "messages":
+            body |= {
+                "request_id": request.id,
+                "seed": params.seed,
+                "n": request.n,
+                "min_tokens": params.min_tokens,
+                "stop_token_ids": list(params.stop_token_ids),
+                "priority": request.priority,
+                "cache_salt": request.salt or None,
+                "timeout": request.finish_after,
+                "first_token_timeout": request.first_token_after,
+            }
+        return {name: value for name, value in body.items() if value is not None}
+
+    # ------------------------------------------------------------------ the answer
+
+    async def _read_whole(self, exchange: Exchange) -> None:
+        data = b"".join([piece async for piece in exchange.read()])
+        if exchange.is_left:
+            return
+        answer = json.loads(data)
+        if exchange.status != 200:
+            raise _error(exchange.status, answer)
+        if self._dialect == "messages":
+            self._take(0, answer["content"][0]["text"] if answer["content"] else "", answer["stop_reason"])
+            return
+        for choice in answer["choices"]:
+            text = choice["text"] if self._dialect == "completions" else choice["message"]["content"]
+            self._take(choice["index"], text, choice["finish_reason"], choice.get("token_ids"))
+
+    async def _read_stream(self, exchange: Exchange) -> None:
+        buffer, count = b"", 0
+        async for piece in exchange.read():
+            buffer += piece
+            if exchange.status != 200:
+                continue
+            *events, buffer = buffer.split(b"\n\n")
+            for event in events:
+                if not self._take_event(event):
+                    continue
+                count += 1
+                if self._request.leaves_after is not None and count > self._request.leaves_after:
+                    exchange.leave()
+                    return
+                if self._request.read_pause:
+                    await asyncio.sleep(self._request.read_pause)
+        if exchange.is_left:
+            return
+        if exchange.status != 200:
+            raise _error(exchange.status, json.loads(buffer))
+        if buffer or not self._is_marked:
+            raise BrokenRuleError(f"{self._request.id}: its stream ends with {buffer!r}, and no last event")
+        if self._error is not None:
+            raise self._error
+
+    def _take_event(self, event: bytes) -> bool:
+        """Take an event. Returns whether it has a part of the answer."""
+        if self._is_marked:
+            raise BrokenRuleError(f"{self._request.id}: {event!r} follows the last event")
+        data = [line[6:] for line in event.split(b"\n") if line.startswith(b"data: ")]
+        if not data:
+            return False
+        if data == [b"[DONE]"]:
+            self._is_marked = True
+            return False
+        (told,) = map(json.loads, data)
+        if told.get("error"):
+            self._outcome.is_cut = True
+            self._error = _error(0, told)
+            self._is_marked = self._dialect == "messages"
+            return False
+        if self._dialect == "messages":
+            return self._take_message(told)
+        for choice in told["choices"]:
+            text = choice["text"] if self._dialect == "completions" else choice["delta"].get("content") or ""
+            self._take(choice["index"], text, choice["finish_reason"], choice.get("token_ids"))
+        return bool(told["choices"])
+
+    def _take_message(self, told: dict[str, Any]) -> bool:
+        match told["type"]:
+            case "content_block_delta":
+                self._take(0, told["delta"]["text"], None)
+                return True
+            case "message_delta":
+                self._take(0, "", told["delta"]["stop_reason"])
+                return True
+            case "message_stop":
+                self._is_marked = True
+        return False
+
+    def _take(self, index: int, text: str, reason: str | None, tokens: list[int] | None = None) -> None:
+        outcome = self._outcome
+        if index in outcome.reasons:
+            raise BrokenRuleError(f"{self._request.id}: a part after the last one of choice {index}")
+        if tokens is None:
+            tokens = [ord(letter) - 48 for letter in text]
+            if _ENDS.get(reason or "") == "stop":  # the token that stops has no letter
+                tokens += expected_answer(self._world, outcome, index)[0][-1:]
+        outcome.tokens.setdefault(index, []).extend(tokens)
+        outcome.text[index] = outcome.text.get(index, "") + text
+        if tokens:
+            outcome.token_times.append(self._world.loop.time())
+        if reason is not None:
+            outcome.reasons[index] = _ENDS[reason]
+        self._world.note(f"{self._request.id} {index} {tokens} {reason}")
+
+
+def _error(status: int, answer: dict[str, Any]) -> ApiError:
+    told = answer["error"]
+    return ApiError(status, told["message"], code=told["code"])
+
+
+# ---------------------------------------------------------------------- the application
+
+
+@cache
+def application() -> App:
+    """Application of all runs. `begin_http` gives it the parts of one."""
+    settings = Settings()
+    return create_app(SimpleNamespace(settings=settings, drain=Drain(), version="0"), DIALECTS)  # type: ignore[arg-type]
+
+
+def begin_http(world: "World", settings: Settings) -> None:
+    """Connect the application with the parts of a run."""
+    app = application()
+    app.state["services"] = SimpleNamespace(
+        settings=settings,
+        engines=world.engines,
+        gateway=world.gateway,
+        request_log=world.request_log,
+        security=security_in(world.machine.folder),
+        find_model=world.residency.find,
+        drain=Drain(),
+        aliases=dict,
+        real_name=str,
+        version="0",
+    )
+    app.state["stream_buffer_bytes"] = 2000
+    app.shell._pacer = RequestPacer()
+    gateway = world.gateway
+    open_request, record_refusal = gateway.open, gateway.record_refusal
+
+    def find(name: str) -> "Outcome":
+        for prefix in PREFIXES.values():
+            name = name.removeprefix(prefix)
+        return world.clients.outcomes[name]
+
+    def refuse_watched(name: str, *fields: Any, **more: Any) -> None:
+        world.clients.note_refusal(find(name))
+        record_refusal(name, *fields, **more)
+
+    def open_watched(generation: Any) -> Any:
+        outcome = find(generation.id)
+        if outcome.request.dialect == "messages":  # it sends no seed, and may ask for more than there is room
+            request = outcome.request
+            request.params = replace(request.params, seed=generation.params.seed)
+            room = world.setups[request.model].most_tokens - len(request.prompt)
+            request.max_tokens = max(1, min(request.max_tokens or 1, room))
+        return world.clients.open_watched(outcome, generation, open_request)
+
+    gateway.open, gateway.record_refusal = open_watched, refuse_watched  # type: ignore[method-assign]
