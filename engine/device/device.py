@@ -207,6 +207,13 @@ def from_array(numbers: "array[int]") -> Tensor:
     return torch.frombuffer(numbers, dtype=torch.int64 if numbers.typecode == "q" else torch.int32)
 
 
+def to_host(numbers: Tensor, device: Device) -> Tensor:
+    """Copy a device's numbers to host memory; valid after an event recorded later."""
+    host = device.host_memory(numbers.numel(), numbers.dtype).view(numbers.shape)
+    device.copy(numbers, host)
+    return host
+
+
 def to_device(numbers: "array[int]", device: torch.device) -> Tensor:
     tensor = from_array(numbers)
     return tensor if device.type == "cpu" else move(tensor, device)

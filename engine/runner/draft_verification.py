@@ -20,11 +20,20 @@ from itertools import islice
 from torch import Tensor
 
 from ..core.request import Request
-from ..core.step import SampledToken, ScheduledRequest, StepResult, finish_reason, is_stop
+from ..core.step import SampledToken, ScheduledRequest, StepPlan, StepResult, finish_reason, is_stop
 from ..sampling import Sampler
 from ..sampling.sampler import BROKEN
 
 DOUBTFUL = "NaN or infinity in a row of this request or of a draft"
+
+
+def is_decoding(plan: StepPlan, *, is_recurrent: bool) -> bool:
+    """Return True if all rows continue sequences. `is_recurrent`: layers take the rows of a sequence one
+    after another, so that drafts are computed as prompts are.
+    """
+    if is_recurrent and plan.num_tokens > len(plan.rows):
+        return False
+    return all(row.samples and row.num_tokens == 1 + len(row.drafts) for row in plan.rows)
 
 
 def group_by_draft_position(rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:

@@ -24,7 +24,7 @@ from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..core.executor_interface import ceil_div
 from ..core.step import ScheduledRequest, StepPlan, StepResult
-from ..device.device import Device, DeviceEvent, Uploader
+from ..device.device import Device, DeviceEvent, Uploader, to_host
 from ..model.decoder import Decoder
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
@@ -32,7 +32,7 @@ from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
 from ..sampling.device_state import DeviceRequestState
 from .block_memory import DeviceBlockMemory, block_memory
 from .cuda_graphs import DecodeGraphs, GraphCapture
-from .draft_verification import accept_drafts
+from .draft_verification import accept_drafts, is_decoding
 from .gpu_inputs import DeviceAdapters, MixedStep, decode_inputs, decoding_numbers, mixed_inputs
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
@@ -126,8 +126,7 @@ class GPUModelRunner:
         """State row and length of each row of a decoding step, the slot to save its recurrent state to, and
         its draft token: inputs of the graphs."""
         self._contexts = [1] * sizes.rows
-        hidden = sizes.rows, model.config.hidden_size
-        self._hidden_RE = torch.empty(hidden, dtype=model.dtype, device=where)
+        self._hidden_RE = torch.empty(sizes.rows, model.config.hidden_size, dtype=model.dtype, device=where)
         for each in self._caches:
             self._ops.clear_blocks(each, [sizes.num_blocks])
         if sizes.window_blocks:
@@ -307,10 +306,9 @@ class GPUModelRunner:
                 vocab_size,
                 lambda part: self._adapters.of_logits(adapted[part]),
             )
-            prompts = PromptNumbers(step.prompts, self._to_host(numbers_PC), top)
-        if step.pooled:  # integers of 64 bits travel as the floats that have the same bits
-            sums_KE = self._to_host(sum_states(hidden_PE[count:], step.pooled).view(torch.float64))
-            sums_KE = sums_KE.view(torch.int64)
+            prompts = PromptNumbers(step.prompts, to_host(numbers_PC, self._device), top)
+        if step.pooled:
+            sums_KE = to_host(sum_states(hidden_PE[count:], step.pooled), self._device)
         return StepExtras(prompts, step.pooled, sums_KE)
 
     def _finish(
@@ -337,14 +335,8 @@ class GPUModelRunner:
             sampled = self._sampler.draw(logits_SV, requests, row_S, position_S)
         if not layout.is_first:
             self._feedback.send(sampled.ids_S)
-        host_SC = self._to_host(sampled.numbers_SC)
+        host_SC = to_host(sampled.numbers_SC, self._device)
         return LaunchedStep(self._device.record(), sampled, host_SC, sampling, extras)
-
-    def _to_host(self, numbers: Tensor) -> Tensor:
-        """Copy float64 numbers to the host; valid after an event recorded later."""
-        host = self._device.host_memory(numbers.numel(), torch.float64).view(numbers.shape)
-        self._device.copy(numbers, host)
-        return host
 
     def _decode(self, size: int, *, is_adapted: bool = False) -> None:
         """Decode the first `size` sequences and write hidden states to `_hidden_RE`: the body of graphs.
@@ -403,8 +395,6 @@ class GPUModelRunner:
 
     def _is_decoding(self, plan: StepPlan) -> bool:
         """Return True if all rows continue sequences. The last token of a prompt may be a picture's."""
-        if not all(row.samples and row.num_tokens == 1 + len(row.drafts) for row in plan.rows):
+        if not is_decoding(plan, is_recurrent=self._states is not None):
             return False
-        if self._states is not None and plan.num_tokens > len(plan.rows):
-            return False  # recurrent layers take the rows of a sequence one after another
         return self.images is None or not self.images.has_rows(plan.rows)

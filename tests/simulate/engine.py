@@ -210,7 +210,8 @@ class StepRules:
     def __init__(self, engine: SimulatedEngine, setup: ModelSetup, depth: int) -> None:
         self._engine, self._sizes = engine, setup.sizes
         self._is_plain = not depth and setup.sizes.get("batching", "continuous") == "continuous"
-        self._streams: dict[str, int] = {}
+        self._streams: dict[str, tuple[int, int]] = {}
+        """Output tokens and admissions of each stream before the step."""
         self._missed: Counter[str] = Counter()
         self._waited: dict[str, Request] = {}
         self._computed: dict[str, int] = {}
@@ -224,7 +225,7 @@ class StepRules:
     def begin(self) -> None:
         scheduler = self._engine.scheduler
         self._streams = {
-            r.request_id: r.num_output
+            r.request_id: (r.num_output, r.admissions)
             for r in scheduler.running
             if r.num_remaining == 1 and not r.num_pending
         }
@@ -288,11 +289,13 @@ class StepRules:
                     raise BrokenRuleError(f"{request.request_id} was admitted before {other.request_id}")
 
     def _check_streams(self) -> None:
-        """A stream that runs gets a token in every step, or in the one after it."""
+        """A stream that runs gets a token in every step, or in the one after it, unless it was preempted: it
+        may be admitted again in the same step, with a part of its history to compute.
+        """
         running = {r.request_id: r for r in self._engine.scheduler.running}
-        for name, before in self._streams.items():
+        for name, (output, admissions) in self._streams.items():
             request = running.get(name)
-            if request is None or request.num_output > before or request.num_remaining > 1:
+            if request is None or request.num_output > output or request.admissions > admissions:
                 self._missed.pop(name, None)
                 continue
             self._missed[name] += 1
