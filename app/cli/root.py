@@ -60,7 +60,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "db": (".admin.doctor:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
     "doctor": (".admin.doctor:doctor", "Check this machine; every finding comes with a fix."),
     "bench": (".admin.bench:bench", "Measure a server: time to first token, throughput."),
-    "version": (".admin.doctor:version", "Print the version."),
+    "version": (".server.lifecycle:version", "Print the version."),
     "completion": (".admin.config:completion", "Print a shell's completion script."),
     "uninstall": (".server.service:uninstall", "Remove llmbox's files from this machine; models stay."),
 }

@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from .nvml import read_nvlink, slices
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
@@ -119,6 +117,8 @@ def read_cpu() -> Cpu:
 
 
 def read_memory() -> Memory:
+    import psutil  # noqa: PLC0415 - GPUs are checked with torch and Triton alone
+
     host = psutil.virtual_memory()
     left = memory_left()
     if left is None or left >= host.available:
@@ -129,7 +129,7 @@ def read_memory() -> Memory:
 def _usable_cpus() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
-    return set(range(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+    return set(range(os.cpu_count() or 1))
 
 
 def _core_of(cpu: int) -> tuple[str, str]:

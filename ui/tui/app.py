@@ -70,7 +70,7 @@ class Dashboard(App[None]):
         ),
         Binding("space", "pause", "Pause"),
         Binding("t", "themes", "Theme"),
-        Binding("question_mark", "help", "HelpDialog", key_display="?"),
+        Binding("question_mark", "help", "Help", key_display="?"),
         Binding("q", "quit", "Quit"),
         Binding("ctrl+c", "quit", "Quit", show=False, system=True),
     ]

@@ -1,6 +1,5 @@
-"""`llmbox doctor`, `version` and `db`: state of this installation, and care of the request log's file."""
+"""`llmbox doctor` and `db`: state of this installation, and care of the request log's file."""
 
-import platform
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -8,11 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmbox import __version__
-
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
-from ...lifecycle.program import Command, Program, package_versions, pass_program
+from ...lifecycle.program import Command, Program, pass_program
 from ...store.database_file import DatabaseState, back_up, examine, open_file, schema_of, size_on_disk
 from ...util import formatting
 from .. import output
@@ -63,39 +60,6 @@ def doctor(program: Program, *, as_json: bool, quiet: bool, bundle: Path | None)
 def _lines(finding: "Finding") -> list[str]:
     lines = [formatting.printable(f"{MARKS[finding.status]}  {finding.name}: {finding.message}")]
     return [*lines, formatting.printable(f"          fix: {finding.fix}")] if finding.fix else lines
-
-
-@click.command(cls=Command)
-@click.option("--check", is_flag=True, help="Ask the package index for a newer version.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, with the versions of the main parts.")
-@pass_program
-def version(program: Program, *, check: bool, as_json: bool) -> None:
-    """Print the version.
-
-    Nothing is asked of the network without --check. It asks the index that pip would ask, and prints the
-    command that upgrades this installation; it installs nothing.
-    """
-    data = {"version": __version__, "python": platform.python_version(), "packages": package_versions()}
-    if not check:
-        if as_json:
-            output.write_json("version", data)
-        else:
-            output.write(f"llmbox {__version__}")
-        return
-
-    from dataclasses import asdict
-
-    from ...diagnostics.updates import check_for_update
-
-    update = check_for_update(program.environ)
-    if as_json:
-        output.write_json("version", {**data, "update": asdict(update)})
-    elif update.is_newer:
-        output.write(f"llmbox {update.latest} is available; {update.installed} is installed.")
-        output.write(f"Upgrade: {update.command}")
-        output.write("Then: llmbox restart")
-    else:
-        output.write(f"llmbox {update.installed} is the newest version on {update.index}.")
 
 
 @click.group(cls=CommandGroup)

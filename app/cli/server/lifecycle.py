@@ -1,22 +1,25 @@
-"""`llmbox status`, `down` and `restart`."""
+"""`llmbox status`, `version`, `down` and `restart`."""
 
 import contextlib
 import os
+import platform
 import select
 import shlex
 import signal
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
+from llmbox import __version__
+
 from ...config.entries import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import RunningDaemon, find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, package_versions, pass_program
 from ...util import formatting
 from .. import output
 from ..models.models import print_models
@@ -124,6 +127,37 @@ def _print_failing(rate: Mapping[str, Any]) -> None:
 
 HURRY = 5.0
 """Seconds that a daemon has after the second SIGTERM; then it is killed."""
+
+
+@click.command(cls=Command)
+@click.option("--check", is_flag=True, help="Ask the package index for a newer version.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, with the versions of the main parts.")
+@pass_program
+def version(program: Program, *, check: bool, as_json: bool) -> None:
+    """Print the version.
+
+    Nothing is asked of the network without --check. It asks the index that pip would ask, and prints the
+    command that upgrades this installation; it installs nothing.
+    """
+    data = {"version": __version__, "python": platform.python_version(), "packages": package_versions()}
+    if not check:
+        if as_json:
+            output.write_json("version", data)
+        else:
+            output.write(f"llmbox {__version__}")
+        return
+
+    from ...diagnostics.updates import check_for_update
+
+    update = check_for_update(program.environ)
+    if as_json:
+        output.write_json("version", {**data, "update": asdict(update)})
+    elif update.is_newer:
+        output.write(f"llmbox {update.latest} is available; {update.installed} is installed.")
+        output.write(f"Upgrade: {update.command}")
+        output.write("Then: llmbox restart")
+    else:
+        output.write(f"llmbox {update.installed} is the newest version on {update.index}.")
 
 
 @click.command(cls=Command)

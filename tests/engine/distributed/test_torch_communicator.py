@@ -8,8 +8,7 @@ import os, sys, tempfile
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from llmbox.engine.distributed import custom_all_reduce as oneshot
-from llmbox.engine.distributed import fused_allreduce_rmsnorm as fused_sum
+from llmbox.engine.distributed import custom_all_reduce
 from llmbox.engine.distributed import torch_communicator as collective
 from llmbox.engine.distributed.communicator import rows_of_rank
 from llmbox.engine.distributed.torch_communicator import join, leave
@@ -78,21 +77,22 @@ def unlaunchable(*_, compile_only=False, **options):
 def one_shot(rank, ranks):
     join(ParallelLayout(ranks, 1, rank), torch.device("cpu"), one_shot_file, ordered=True)
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    oneshot.shared_memory = lambda *_: (torch.zeros(oneshot.BUFFER_BYTES, dtype=torch.uint8), None)
-    assert oneshot.OneShotAllReduce.prepare(group, cpu) is None, "torch refuses its kernel here"
+    buffer = torch.zeros(custom_all_reduce.BUFFER_BYTES, dtype=torch.uint8)
+    custom_all_reduce.shared_memory = lambda *_: (buffer, None)
+    assert custom_all_reduce.OneShotAllReduce.prepare(group, cpu) is None, "torch refuses its kernel here"
     ran = []
     def agrees(*_):
         ran.append(rank)
         return rank == 0
-    oneshot.OneShotAllReduce.agrees_with_nccl = agrees
-    oneshot.shared_memory = lambda *_: (None, None)
-    assert oneshot.OneShotAllReduce.prepare(group, cpu) is None, "one of them finds other sums"
+    custom_all_reduce.OneShotAllReduce.agrees_with_nccl = agrees
+    custom_all_reduce.shared_memory = lambda *_: (None, None)
+    assert custom_all_reduce.OneShotAllReduce.prepare(group, cpu) is None, "one of them finds other sums"
     assert ran == [rank]
     def refused(*_):
         raise RuntimeError("no peers")
     if rank:
-        oneshot.shared_memory = refused
-    assert oneshot.OneShotAllReduce.prepare(group, cpu) is None
+        custom_all_reduce.shared_memory = refused
+    assert custom_all_reduce.OneShotAllReduce.prepare(group, cpu) is None
     assert ran == [rank], "nobody runs a kernel that not all can run"
     leave()
 
@@ -107,7 +107,7 @@ def mapped(rank, ranks):
     symmetric.empty, symmetric.rendezvous = empty, lambda buffer, group: met.append(len(buffer))
     for refuses in (1, None):
         try:
-            oneshot.shared_memory(64, dist.group.WORLD, torch.device("cpu"))
+            custom_all_reduce.shared_memory(64, dist.group.WORLD, torch.device("cpu"))
         except RuntimeError as error:
             assert str(error) == ("no peers" if rank else "another rank has none")
     assert met == [64], "nobody waits for a rank that will not come"
@@ -118,8 +118,8 @@ def fused(rank, ranks):
     group, cpu = dist.group.WORLD, torch.device("cpu")
     x = torch.full((3, 1024), rank + 1.0).bfloat16()
     for runs in ((right, right), (right, wrong), (refused, right), (unlaunchable, unlaunchable)):
-        fused_sum._over_symmetric_memory = lambda *_: (runs[rank], group)
-        found = fused_sum.FusedAllReduceRMSNorm.prepare(group, cpu)
+        custom_all_reduce._over_symmetric_memory = lambda *_: (runs[rank], group)
+        found = custom_all_reduce.FusedAllReduceRMSNorm.prepare(group, cpu)
         assert (found is None) == (runs != (right, right)), runs
         if found is not None:
             layout = ParallelLayout(ranks, 1, rank)

@@ -83,6 +83,7 @@ def test_tokens_are_those_of_one_rank(
     layers = cut.get("pp", 1)
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, num_hidden_layers=layers, **SIZES)
     options = {"dtype": dtype, "deterministic": deterministic, "max_running": 2, "token_budget": 8}
+    options["speculate"] = "off"  # its rows would make the only graph that is captured too large for these
     expected = tokens(device_engine(model, **options), REQUESTS)
     with device_ranks(model, graphs=graphs, fused_rows=fused_rows, **cut, **options) as (engine, ranks):
         if graphs:

@@ -1,4 +1,4 @@
-"""What a capture asks of CUDA, over one that only takes notes: streams, memory, and what a failure leaves."""
+"""CUDA graphs: which one a step runs from, when one is captured, and what a capture asks of CUDA."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -6,11 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmbox.engine.runner.cuda_graphs import CudaCapture
+from llmbox.engine.planning.memory_model import capture_sizes
+from llmbox.engine.runner.cuda_graphs import NEAR, WANTED, CudaCapture, DecodeGraphs
+from support.late_device import FakeCapture, device_engine
+from support.real_engines import ask, run
+from support.tiny_models import make_tiny_model
 
 GPU = torch.device("cuda", 1)
 KEPT, WORKSPACE, GRAPH = 50, 32, 10
 """Bytes: what the allocator keeps, what a library takes for each new stream, what a graph takes."""
+ROOM = 1 << 30
 
 
 class FakeCuda:
@@ -113,3 +118,89 @@ def test_a_body_that_raises_is_told(cuda):
     with pytest.raises(ValueError, match="no room"):
         CudaCapture(GPU).capture(broken)
     assert cuda.current == cuda.default
+
+
+def graphs(most=64, budget=ROOM, **options):
+    ran = []
+    return DecodeGraphs(FakeCapture(**options), ran.append, most, budget), ran
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 60, 64, 256, 300, 1000])
+def test_sizes_end_with_the_most_and_waste_little(most):
+    sizes = capture_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(1, most + 1):
+        filled = next(size for size in sizes if size >= rows)
+        assert filled - rows <= max(7, rows // 4)
+
+
+def test_the_largest_is_captured_first_then_the_smallest():
+    subject, ran = graphs(16)
+    order = []
+    while (size := subject.next_size) is not None:
+        subject.capture(size)
+        order.append(size)
+    assert order == ran == [16, 1, 2, 4, 8]
+
+
+def test_a_near_larger_graph_is_used_until_the_right_one_is_there():
+    subject, _ = graphs(64)
+    subject.capture(64)
+    assert subject.size_for(64) == subject.size_for(60) == 64
+    assert subject.size_for(32) == NEAR * 32
+    assert subject.size_for(20) is None
+    subject.capture(24)
+    assert subject.size_for(20) == 24
+    assert subject.size_for(65) is None
+
+
+def test_a_size_that_steps_keep_asking_for_is_captured_in_between():
+    subject, _ = graphs()
+    for _ in range(WANTED - 1):
+        subject.size_for(3)
+    assert subject.urgent_size is None
+    subject.size_for(4)
+    assert subject.urgent_size == 4
+    subject.capture(4)
+    assert subject.urgent_size is None
+
+
+def test_a_failure_turns_graphs_off_and_says_why(caplog):
+    subject, _ = graphs(16, fail_at=2)
+    for _ in range(3):
+        subject.capture(subject.next_size)
+    assert "no room for this graph" in caplog.text
+    assert subject.next_size is None
+    assert subject.size_for(16) is None
+
+
+def test_no_more_is_captured_than_the_budget_has():
+    subject, _ = graphs(16, budget=2)  # each takes one
+    while (size := subject.next_size) is not None:
+        subject.capture(size)
+    assert subject.bytes_taken == 2
+    assert subject.size_for(16) == 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("qwen3"), tokenizer=False)
+
+
+def test_capturing_between_steps_changes_no_token(model, monkeypatch):
+    """A warm-up over the rows of the last step would write KV of the next token where the last one's is."""
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    request = ask("a", range(5, 30), 3 * WANTED)
+    plain = run(device_engine(model), [request])["a"]
+    engine = device_engine(model, capture=FakeCapture(), graphs_bytes=ROOM)
+    captured = run(engine, [request])["a"]
+    assert [o.token_ids for o in captured if o.token_ids] == [o.token_ids for o in plain if o.token_ids]
+    assert engine._runner.graphs.bytes_taken == 1
+
+
+def test_prepare_ends(model, monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    engine = device_engine(model, capture=FakeCapture(), graphs_bytes=ROOM, max_running=4, token_budget=64)
+    assert [engine.prepare() for _ in range(4)] == [True, True, True, False]
+    assert device_engine(model).prepare() is False
