@@ -40,7 +40,7 @@ class LateDevice:
         else:
             assert self._is_host(destination)
             self.under_way.append(Arrival(source.clone(), destination))
-            destination.fill_(torch.nan)
+            destination.fill_(torch.nan if destination.is_floating_point() else -1)
 
     def record(self) -> "LateEvent":
         # In one operation: a thread that answers may wait for an older event, and empty the list, meanwhile.

@@ -262,7 +262,10 @@ def test_a_class_whose_cuts_are_not_known_is_named(tmp_path):
 @pytest.mark.process
 def test_a_file_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_builder, "_SECONDS", 0.001)
-    (tmp_path / "tokenizer.model").write_bytes(piece_model(**MODELS["llama"]))
+    words = {f"word{number}": number for number in range(200_000)}  # some hundred times that
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     with pytest.raises(ModelError, match="computing"):
         load_model_text(tmp_path)
 
