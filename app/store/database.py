@@ -42,8 +42,13 @@ def is_damage(error: Exception) -> bool:
 
 
 def set_aside(path: Path) -> None:
-    """Move the file aside with its write-ahead log, which must not be applied to the new file."""
-    aside = f"{path.name}.damaged-{int(time.time())}"
+    """Move the file aside with its write-ahead log, which must not be applied to the new file. Earlier files
+    stay.
+    """
+    second = int(time.time())
+    while list(path.parent.glob(f"{path.name}.damaged-{second}*")):
+        second += 1
+    aside = f"{path.name}.damaged-{second}"
     for end in SIDES:
         if (part := path.with_name(path.name + end)).exists():
             part.rename(path.with_name(aside + end))

@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention, trimming, writer
+from llmbox.app.store.database import set_aside
 
 
 def record(number: int, **changes) -> RequestRecord:
@@ -139,6 +140,19 @@ def test_a_damaged_file_is_moved_aside(tmp_path):
     log.close()
     assert log.dropped == 0
     assert len(list(tmp_path.glob("requests.db.damaged-*"))) == 1
+
+
+def test_files_damaged_within_a_second_are_all_kept(tmp_path, monkeypatch):
+    """The second one took the name, and so the place, of the first."""
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.5)
+    path = tmp_path / "requests.db"
+    for text in (b"first", b"second", b"third"):
+        path.write_bytes(text)
+        path.with_name("requests.db-wal").write_bytes(text)
+        set_aside(path)
+    kept = sorted(file for file in tmp_path.iterdir() if not file.name.endswith("-wal"))
+    assert [file.read_bytes() for file in kept] == [b"first", b"second", b"third"]
+    assert all(file.with_name(f"{file.name}-wal").read_bytes() == file.read_bytes() for file in kept)
 
 
 def test_a_newer_schema_is_refused_and_left_alone(tmp_path):
