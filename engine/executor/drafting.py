@@ -60,7 +60,8 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
     """
     if config.speculate == "off":
         return 0, 0.0
-    reason = why_no_drafts(plan.pp, overlaps=overlaps, row_invariant=ops.row_invariant)
+    beside = plan.expert_bytes > 0
+    reason = why_no_drafts(plan.pp, overlaps=overlaps, row_invariant=ops.row_invariant, host_experts=beside)
     if not reason:
         most = min(MOST_DRAFT_ROWS, plan.token_budget, plan.max_running + PROMPT_LOGPROB_ROWS)
         if plan.device != "cpu":

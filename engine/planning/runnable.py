@@ -36,6 +36,8 @@ class RunnablePlan:
     """True for a model that keeps no keys and values: an encoder."""
 
     has_experts: bool = False
+    has_host_experts: bool = False
+    """True if the CPU computes the experts, beside a GPU."""
     has_latent: bool = False
     """True for attention over a compressed latent (MLA)."""
 
@@ -51,6 +53,7 @@ class RunnablePlan:
             cpu_part=model.cpu_part,
             is_bidirectional=model.is_bidirectional,
             has_experts=model.experts is not None,
+            has_host_experts=plan.expert_bytes > 0,
             has_latent=model.latent is not None,
         )
 
@@ -97,7 +100,8 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             f"the {plan.cpu_part} of this model run on CPUs only, one step at a time: load with --device cpu "
             "and without --overlap"
         )
-    reason = why_no_drafts(plan.stages, overlaps=overlaps, row_invariant=invariant)
+    beside = plan.has_host_experts
+    reason = why_no_drafts(plan.stages, overlaps=overlaps, row_invariant=invariant, host_experts=beside)
     if config.speculate == "on" and reason:
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
     wanted = "a draft model" if config.draft_path is not None else ""
@@ -115,11 +119,14 @@ def why_no_draft_model(ranks: int, *, overlaps: bool) -> str:
     return f"the model runs on {ranks} ranks, which verify drafts of lookups only" if ranks > 1 else ""
 
 
-def why_no_drafts(stages: int, *, overlaps: bool, row_invariant: bool) -> str:
+def why_no_drafts(stages: int, *, overlaps: bool, row_invariant: bool, host_experts: bool = False) -> str:
     """Return the reason why an engine cannot verify drafts; empty if it can.
 
     `overlaps`: steps are launched before the results of earlier ones. `row_invariant`: see `Ops`.
+    `host_experts`: the CPU computes the experts, beside a GPU.
     """
+    if host_experts:
+        return "the CPU computes the experts of every row, which makes rows of drafts dear"
     if overlaps and stages > 1:
         return "stages launch steps ahead, which do not know how many tokens a draft before them gives"
     if not row_invariant:

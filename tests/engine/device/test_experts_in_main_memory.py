@@ -142,10 +142,22 @@ def test_what_cannot_be_is_refused_in_a_sentence(mixture, tmp_path, monkeypatch)
         refused(mixture, DeviceError, "use --dtype bfloat16", dtype="float16")
         refused(mixture, DeviceError, "cannot be w8a8, which runs on GPUs only", quant="w8a8")
         refused(mixture, DeviceError, "load it without --draft", draft_path=str(dense))
+        words = "rows of drafts dear: load with --speculate auto or off"
+        refused(mixture, DeviceError, words, speculate="on", deterministic=True)
         words = "experts in main memory need .* as float32 and have .*: --quant int8 or int4 takes less"
         refused(mixture, DoesNotFit, words, host_bytes_limit=1 << 10)
     monkeypatch.delenv("LLMBOX_KERNELS")
     refused(mixture, DeviceError, "runs on the CPU, and its experts too", device="cpu")
+
+
+def test_deterministic_kernels_verify_no_drafts_beside_them(mixture):
+    def rows(**options):
+        with fake_cuda(Card(multiprocessors=2), blank=True):
+            engine = load(mixture, **{**ON_GPU, "speculate": "auto", "deterministic": True, **options})
+        return engine._scheduler.config.draft_rows
+
+    assert rows() == 0
+    assert rows(cpu_experts="off") > 0
 
 
 def test_adapters_of_experts_are_refused_and_others_are_not(mixture, tmp_path):

@@ -177,6 +177,27 @@ def test_steps_that_are_launched_ahead(
         engine._scheduler.check()
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_where_steps_are_launched_ahead(
+    model: Path,
+    asks: list[AddRequest],
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: bool,
+) -> None:
+    """A draft's row has the factors of its own position: none is verified beyond the border."""
+    monkeypatch.setenv("LLMBOX_KERNELS", "cpu")
+    draft_at_no_price(monkeypatch)
+    engine = device_engine(model, capture=FakeCapture() if graphs else None, speculate="on")
+    while graphs and engine._runner.prepare():
+        pass
+    assert tokens(engine, asks) == expected
+    again = [replace(request, request_id=f"again {request.request_id}") for request in asks]
+    assert list(tokens(engine, again).values()) == list(expected.values())
+    assert engine.stats().accepted_tokens > 20, "what the first answers had is proposed to the second ones"
+    engine._scheduler.check()
+
+
 def test_ranks(
     model: Path, asks: list[AddRequest], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
