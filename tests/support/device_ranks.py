@@ -28,6 +28,7 @@ from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.planning.estimator import MemoryPlan, estimate
 from llmbox.engine.process.worker_main import serve_launches
 from llmbox.engine.runner.gpu_runner import GPUModelRunner, LaunchedStep
+from llmbox.kernels.cpu.library import load_backend
 from support.late_device import FakeCapture, LateDevice
 from support.no_questions import NoQuestions
 from support.rank_threads import Stage, ThreadCollective
@@ -183,6 +184,7 @@ def make_rank(
     collective: ThreadCollective,
     capture: FakeCapture | None,
 ) -> OneRank:
+    load_backend.cache_clear()  # ranks are threads here: each gets a command recorder of its own
     rank = TensorParallel(layout)
     share = load_rank(config, plan, rank, lambda *_: None)
     rank.join(collective)
