@@ -53,7 +53,7 @@ _BLOCK_SCALES: Final[dict[BlockGrid, float]] = {
 class Quant:
     """Quantization format: integer weights with one float16 scale for each `group` inputs of an output.
 
-    If `step` is not 0, that many neighboring inputs share a step and a zero point (`quantize_int.py`). A
+    If `step` is not 0, that many neighboring inputs share a step and a zero point (`weight_packing.py`). A
     weight is then its scale times (step * n - zero), where n has 4 bits and the value in parentheses fits 8
     bits.
 

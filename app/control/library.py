@@ -31,8 +31,7 @@ from ..hub.remove import RemovableModel, RemovedModel, find_removable, remove
 from ..hub.repo_files import Hub
 from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
 from ..models.gguf_folders import weights_of
-from ..models.recommended import full_name, keep_hub_facts, read_hub_facts, recommended
-from ..models.registry import Registry
+from ..models.registry import Registry, full_name, keep_hub_facts, read_hub_facts, recommended
 from ..services import Services
 from ..text.tokenizer.tokenizer import read_generation_defaults, read_template
 from ..util import formatting

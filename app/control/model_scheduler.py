@@ -41,8 +41,7 @@ from ..errors import ApiError
 from ..events import Events
 from ..models.catalog import ModelRef
 from ..models.load_request import ModelRequest
-from ..models.recommended import full_name
-from ..models.registry import Alias, Registry
+from ..models.registry import Alias, Registry, full_name
 from ..util.formatting import hide_folders
 from .memory_estimate import MemoryNeed, note_load, sizes
 from .model_tables import EvictedModel, EvictedModels, FailedLoads, ResidentModels, bytes_by_memory, no_room

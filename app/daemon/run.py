@@ -22,7 +22,7 @@ from setproctitle import setproctitle
 from llmbox import __version__
 from llmbox.engine.hardware.proc import can_fork
 from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
-from llmbox.engine.weights.packed_cache import key
+from llmbox.engine.weights.packed_cache.cache import cache_variables
 from llmbox.kernels.cpu.isa import KERNEL_CACHE
 
 from ..config.loader import LoadedSettings
@@ -121,7 +121,7 @@ log = logging.getLogger("llmbox.daemon")
 def with_caches(launch: Launch, paths: Paths, settings: CacheSettings) -> Launch:
     """Set the kernel and packed-weight caches of a launch. They are under --data-dir, if there is one."""
     kernels = {} if KERNEL_CACHE in os.environ else {KERNEL_CACHE: str(paths.kernel_cache)}
-    repacked = key.variables(paths.repacked, settings.repacked_gb)
+    repacked = cache_variables(paths.repacked, settings.repacked_gb)
     return replace(launch, env={**kernels, **repacked, **launch.env})
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from llmbox.engine.ipc.codec import FrameTooLarge
+from llmbox.engine.ipc.channel import FrameTooLarge
 from llmbox.engine.ipc.messages import AbortRequest, AddRequest, KeepImages, RequestOutput, StepOutputs
 from llmbox.engine.ipc.sequence_times import SequenceTimes
 

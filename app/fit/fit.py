@@ -12,11 +12,15 @@ from llmbox.engine.errors import DeviceError, DoesNotFit, ModelError, ParallelEr
 from llmbox.engine.hardware.machine import Machine
 from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.model_config.shape import ModelShape
-from llmbox.engine.planning.draft_compatibility import check_drafts
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
-from llmbox.engine.planning.parallel_cost import decode_scaling, traffic
-from llmbox.engine.planning.roofline import decode_tokens_per_second, expert_step_bytes, step_bytes
-from llmbox.engine.planning.runnable import RunnablePlan, kernel_site, require_runnable
+from llmbox.engine.planning.performance_model import (
+    decode_scaling,
+    decode_tokens_per_second,
+    expert_step_bytes,
+    step_bytes,
+    traffic,
+)
+from llmbox.engine.planning.runnable import RunnablePlan, check_drafts, kernel_site, require_runnable
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..config.model_settings import ModelSettings

@@ -12,8 +12,7 @@ from llmbox.engine.hardware.gpu_catalog import GpuModel
 from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.estimator import MemoryPlan, show_bytes
-from llmbox.engine.planning.parallel_cost import exchange_seconds, rank_shape
-from llmbox.engine.planning.roofline import step_bytes, step_flops
+from llmbox.engine.planning.performance_model import exchange_seconds, rank_shape, step_bytes, step_flops
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..engines.eviction import total_budget

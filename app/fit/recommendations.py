@@ -13,7 +13,7 @@ from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.planning.estimator import show_bytes
 
 from ..hub.model_info import ModelFacts, parse_config_files
-from ..models.recommended import HubFacts, RecommendedModel, family_of, recommended, with_hub_facts
+from ..models.registry import HubFacts, RecommendedModel, family_of, recommended, with_hub_facts
 from ..util.formatting import rate_range
 from .bandwidth import Bandwidth
 from .fit import Fit, Speed, fit

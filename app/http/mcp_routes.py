@@ -13,6 +13,7 @@ from litestar import Request, Response, Router, delete, post
 from litestar.datastructures import State
 
 from ..errors import ApiError
+from ..mcp.features import Resource, Tool, ToolError
 from ..mcp.protocol import (
     INVALID_REQUEST,
     PARSE_ERROR,
@@ -23,8 +24,6 @@ from ..mcp.protocol import (
     error_response,
     is_request,
 )
-from ..mcp.resources import Resource
-from ..mcp.tool import Tool, ToolError
 from ..security.security import LOCAL, Identity
 from ..services import Services
 from .auth.guard import Access, identity_of

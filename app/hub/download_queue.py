@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ApiError
 from ..events import Events
 from ..models.catalog import HUB_ID, likely_id
-from ..models.recommended import full_name, short_names
+from ..models.registry import full_name, short_names
 from ..util.formatting import did_you_mean
 from . import errors
 from .cache_layout import Repo, clean_up

@@ -28,8 +28,7 @@ from llmbox.engine.planning.estimator import MemoryPlan
 from ..errors import CliError, Exit
 from ..models.catalog import HUB_ID, ModelRef, hub_cache, resolve
 from ..models.gguf_folders import is_projector
-from ..models.recommended import HubFacts, full_name, recommended
-from ..models.registry import NameLookup
+from ..models.registry import HubFacts, NameLookup, full_name, recommended
 from .errors import HubError
 from .repo_files import CONFIG_LIMIT, Hub, RepoFile, RepoListing, choose_files
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from ..errors import CliError, Exit
 from ..models.catalog import BUILTIN, HUB_ID, commit_of, hub_cache
 from ..models.gguf_folders import choose_quantization, quantizations
-from ..models.recommended import full_name
-from ..models.registry import NameLookup, Registry
+from ..models.registry import NameLookup, Registry, full_name
 from .cache_layout import INCOMPLETE, Repo, repositories
 
 

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from .resources import Resource, resources
-from .tool import Tool, ToolApi, ToolCaller, ToolError
+from .features import Resource, Tool, ToolApi, ToolCaller, ToolError, resources
 from .tools import TOOLS
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
-from .tool import Report, Tool, ToolApi, ToolError
+from .features import Report, Tool, ToolApi, ToolError
 
 LOOK_AGAIN: Final = 0.5
 """Seconds between two looks at a load or a download that a call waits for."""

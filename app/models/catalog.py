@@ -30,8 +30,7 @@ from .gguf_folders import (
     is_projector,
     quantizations,
 )
-from .recommended import full_name, short_names
-from .registry import NameLookup
+from .registry import NameLookup, full_name, short_names
 
 Source = Literal["builtin", "directory", "hub"]
 

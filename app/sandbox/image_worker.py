@@ -1,7 +1,8 @@
 """Image worker: decodes and resizes pictures, `python -P -m llmbox.app.sandbox.image_worker`.
 
 A hostile file may take long or much memory, so the process lives under limits and the daemon may kill it
-(`worker.py`). The size in a file's header is checked before anything is decoded.
+(`worker.py`). The size in a file's header is checked before anything is decoded. Resizing and tiling are
+those of each family's image processor in transformers; where it has two, of the one that needs Pillow alone.
 
 job:    {"vision": JSON of a VisionConfig, "low": bool, "most_pixels": int}, with the file attached
 answer: {"tiles", "grid", "num_rows", "text", "hashes", "size"} with RGB pixels attached, or {"error": str}
@@ -27,9 +28,8 @@ from PIL import (
 )
 
 from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
-from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image
+from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image, tiles_of
 
-from ..images.tiles import make_tiles
 from .worker import ATTACHED, run_worker
 
 MEMORY_BYTES: Final = 1536 << 20
@@ -150,6 +150,53 @@ def answer(message: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"it takes more than {MEMORY_BYTES >> 20} MB of memory"}
     except Exception as error:  # noqa: BLE001 - whatever a file does wrong is an answer, not a crash
         return {"error": f"it cannot be decoded: {(str(error) or type(error).__name__)[:200]}"}
+
+
+def make_tiles(picture: Image.Image, vision: VisionConfig, layout: ImageLayout) -> list[Image.Image]:
+    """Return the tiles of the layout, in RGB. `picture`: in RGB, of the size that was laid out."""
+    rules, sizes = vision.processor, layout.tiles
+    if rules.kind == "tiles":
+        rules = replace(rules, splits=layout.tile_grid != (0, 0))
+        (first, second), _, _ = tiles_of(rules, *picture.size)
+        whole = _resize(_resize(picture, first, rules.resample), second, rules.resample)
+        if not rules.splits:
+            return [whole]
+        return [*_cut(whole, layout, rules.tile), _resize(whole, sizes[-1], rules.resample)]
+    if layout.tile_grid == (0, 0):
+        return [_resize(picture, sizes[0], rules.resample)]
+    rows, columns = layout.tile_grid
+    if rules.kind == "square":
+        return [
+            _resize(each, sizes[0], rules.resample) for each in (picture, *_crops(picture, rows, columns))
+        ]
+    whole = _resize(picture, (rows * rules.tile, columns * rules.tile), rules.resample)
+    tiles = _cut(whole, layout, rules.tile)
+    thumbnail = len(sizes) > rows * columns
+    return [*tiles, _resize(picture, sizes[-1], rules.resample)] if thumbnail else tiles
+
+
+def _resize(picture: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
+    """Resize to (height, width)."""
+    return picture.resize((size[1], size[0]), Image.Resampling(resample))
+
+
+def _cut(picture: Image.Image, layout: ImageLayout, side: int) -> list[Image.Image]:
+    rows, columns = layout.tile_grid
+    return [
+        picture.crop((column * side, row * side, (column + 1) * side, (row + 1) * side))
+        for row in range(rows)
+        for column in range(columns)
+    ]
+
+
+def _crops(picture: Image.Image, rows: int, columns: int) -> list[Image.Image]:
+    """Return crops of equal size; the last one of a row or column may be smaller (Gemma 3)."""
+    tall, wide = -(-picture.height // rows), -(-picture.width // columns)
+    return [
+        picture.crop((left, top, min(left + wide, picture.width), min(top + tall, picture.height)))
+        for top in range(0, rows * tall, tall)
+        for left in range(0, columns * wide, wide)
+    ]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from llmbox.engine.errors import EngineError
 from llmbox.engine.ipc.messages import EngineStats, ModelInfo
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import ModelShape
-from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.engine.planning.performance_model import decode_tokens_per_second
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..config.entries import LatencyTarget

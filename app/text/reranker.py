@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from llmbox.engine.checkpoint.rows import count_rows, read_row
+from llmbox.engine.checkpoint.index import count_rows, read_row
 from llmbox.engine.model_config.config import parse_config
 from llmbox.kernels.quant_formats import QUANTS
 

@@ -4,7 +4,7 @@
     NAME.weight             I8 [O, I], or U8 [O, ceil(I / 2)]: two numbers plus 8 per byte, low nibble first
     NAME.weight_scale       F16 [O, ceil(I / group)]
     NAME.weight_step        U8 [O, ceil(I / group) * 8] of formats with sub-block scales, two nibbles per
-                            byte (`kernels/quantize_int.py`)
+                            byte (`kernels/weight_packing.py`)
 
 Linears of layers have the bits and group of the format. The output head, and an embedding tied to it, has 8
 bits and the same group. Norms, biases and an untied embedding are unquantized.

@@ -46,11 +46,10 @@ from ..model.rotary import Rotary
 from ..model_config.config import parse_config
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.disaggregation import decode_config, prefill_config
-from ..planning.draft_compatibility import check_drafts
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
-from ..planning.runnable import RunnablePlan, require_runnable
+from ..planning.runnable import RunnablePlan, check_drafts, require_runnable
 from ..runner.block_memory import DeviceBlockMemory
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner

@@ -32,7 +32,7 @@ from ..runner.cpu_runner import CPUModelRunner
 from ..runner.draft_head import HeadProposer, MedusaProposer
 from ..runner.draft_model import DraftModel, DraftSampler
 from ..weights.checkpoint import Checkpoint
-from ..weights.packed_cache.key import identity
+from ..weights.packed_cache.cache import identity
 from .load_model import WeightsWanted, cache_shapes, load_part, load_weights
 
 log = logging.getLogger("llmbox.engine")

@@ -22,7 +22,7 @@ from ..model_config.moe import ExpertsConfig
 from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 from ..runner.cpu_runner import CPUModelRunner
-from ..weights.packed_cache import key
+from ..weights.packed_cache.cache import read_cache_variables
 
 log = logging.getLogger("llmbox.engine")
 
@@ -55,7 +55,7 @@ class LoadHistory:
     @classmethod
     def of_model(cls, directory: Path) -> "LoadHistory | None":
         """Return the history of a model, beside its packed weights; None: nothing is kept on disk."""
-        place = key.read()
+        place = read_cache_variables()
         if place is None:
             return None
         digest = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()

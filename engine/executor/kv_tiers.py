@@ -26,7 +26,7 @@ from ..model.rotary import Rotary
 from ..planning.memory_plan import MemoryPlan
 from ..runner.block_memory import DeviceBlockMemory
 from ..units import show_bytes
-from ..weights.packed_cache.key import PackKey
+from ..weights.packed_cache.cache import PackKey
 from .rank_blocks import RankBlockMemory
 
 log = logging.getLogger("llmbox.engine")

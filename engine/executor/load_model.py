@@ -29,10 +29,8 @@ from ..model_config.recurrent.config import RecurrentConfig
 from ..planning.memory_plan import MemoryPlan
 from ..weights.checkpoint import Checkpoint
 from ..weights.gguf_source import GgufSource
-from ..weights.packed_cache import key
-from ..weights.packed_cache.cache import PackedWeightCache
+from ..weights.packed_cache.cache import PackedWeightCache, PackKey, read_cache_variables
 from ..weights.packed_cache.file import DamagedPackedFile
-from ..weights.packed_cache.key import PackKey
 from ..weights.packed_cache.source import PackedWeightSource, PackedWeightWriter
 from ..weights.source import WeightObserver, WeightSource
 
@@ -92,7 +90,7 @@ def model_builder(config: ModelConfig, wanted: WeightsWanted) -> Build[Decoder |
 
 def load_part(config: ModelConfig, wanted: WeightsWanted, progress: Progress, build: Build[M]) -> Loaded[M]:
     """Load what `build` makes of a checkpoint's weights. Raises ModelError."""
-    place = key.read()
+    place = read_cache_variables()
     if wanted.ops.packing is None or place is None:
         return from_checkpoint(config, wanted, progress, build)
 

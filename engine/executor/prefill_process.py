@@ -17,8 +17,7 @@ from llmbox.kernels.cpu.isa import pick_cores
 from ..config import EngineConfig
 from ..errors import EngineError, ParallelError
 from ..hardware.proc import read_state
-from ..ipc.codec import FrameTooLarge, TransportError
-from ..ipc.engine_channel import DaemonChannel, DaemonGone
+from ..ipc.channel import DaemonChannel, DaemonGone, FrameTooLarge, TransportError
 from ..ipc.messages import LoadFailed, Progress, Ready, Start, ToDaemon, ToEngine
 from ..ipc.spawn import Launch
 

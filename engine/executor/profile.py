@@ -23,8 +23,7 @@ from ..ipc.messages import PreparedImage
 from ..model.decoder import Decoder
 from ..model.rotary import Rotary
 from ..model_config.vision.config import VisionConfig
-from ..model_config.vision.layout import lay_out_image
-from ..model_config.vision.shape import PICTURE_ROWS
+from ..model_config.vision.shape import PICTURE_ROWS, lay_out_image
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
 from ..runner.cuda_graphs import CudaCapture, GraphCapture

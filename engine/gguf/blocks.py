@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.quant_formats import GGUF_QUANTS
-from llmbox.kernels.quantize_int import E2M1_DOUBLED
-from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight
+from llmbox.kernels.weight_packing import E2M1_DOUBLED, BlockWeight, QuantizedWeight
 
 from .reader import BLOCKS
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..config import EngineConfig
-from .codec import FrameReader, TransportError, encode
+from .channel import FrameReader, TransportError, encode
 from .messages import LoadFailed, Shutdown, Start, ToDaemon, ToEngine
 from .spawn import ForkedProcess, Launch, SpawnedProcess, kill_group, spawn
 

@@ -1,4 +1,4 @@
-"""Messages between daemon and engine, one plain dataclass each; `codec.py` encodes them.
+"""Messages between daemon and engine, one plain dataclass each; `channel.py` encodes them.
 
 They need no msgspec, so that a model can run where only torch is installed.
 A request message has everything needed to resume after an engine died: see `AddRequest.output_ids`.

@@ -13,7 +13,7 @@ from ..model_config.config import ModelConfig
 from ..model_config.recurrent.config import RecurrentKind
 from ..weights.adapters import AdapterLayers
 from ..weights.source import Weights, WeightSource
-from .attention import Attention, FullWidthQKNormAttention
+from .attention import Attention, FullWidthQKNormAttention, LatentAttention
 from .blocks import (
     MLP,
     DecoderBlock,
@@ -29,7 +29,6 @@ from .decoder import Decoder
 from .encoder import BidirectionalAttention, Encoder
 from .gemma3n import AltUpBlock
 from .gemma4 import Gemma4Block, NormedValueAttention
-from .latent_attention import LatentAttention
 from .mlp import GatedMLP, SparseMoE
 from .recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2, ParallelMixers, RecurrentLayer, ShortConv
 

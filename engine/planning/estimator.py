@@ -31,7 +31,7 @@ from .disaggregation import check_disaggregation, decode_config, describe_pair
 from .host_experts import HOST_MOST, add_host_experts, device_options, why_no_host_experts
 from .memory_model import image_cache_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan, resolve_dtypes
-from .parallel_cost import rank_shape
+from .performance_model import rank_shape
 from .placement import Placement, candidate_placements
 from .planner import Planner
 from .runnable import why_no_draft_model, why_no_drafts

@@ -10,7 +10,7 @@ from llmbox.kernels.cpu.isa import LEVELS, core_flops, usable_levels
 
 from ..config import Dtype, EngineConfig, KVDtype, QuantChoice
 from ..core.executor_interface import ceil_div
-from ..core.kv_cache.window_manager import pool_blocks
+from ..core.kv_cache.state_manager import pool_blocks
 from ..core.speculation.proposer import DraftMethod
 from ..errors import DeviceError
 from ..hardware.machine import Machine

@@ -10,7 +10,7 @@ from llmbox.kernels.support import WINDOW_MARGIN
 
 from ..config import DRAFT_MODEL_ROWS, EngineConfig
 from ..core.executor_interface import ceil_div
-from ..core.kv_cache.window_manager import pool_blocks
+from ..core.kv_cache.state_manager import pool_blocks
 from ..errors import DoesNotFit
 from ..kv_store.handover_segment import segment_bytes
 from ..kv_store.store_threads import BUFFER_BYTES

@@ -29,7 +29,7 @@ from ..config import EngineConfig
 from ..errors import EngineError
 from ..hardware.machine import name_gpus
 from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr
-from ..ipc.engine_channel import Channel, DaemonGone
+from ..ipc.channel import Channel, DaemonGone
 from ..ipc.handover_messages import Prefill, TakenSlots
 from ..ipc.messages import (
     AbortRequest,

@@ -42,9 +42,8 @@ from ..ipc.spawn import ReportProgress, run_job
 from ..model.decoder import Decoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
-from ..weights.adapter_weights import AdapterReader, unknown_module, wrong_base
+from ..weights.adapter_weights import AdapterReader, ExpertAdditions, unknown_module, wrong_base
 from ..weights.adapters import EMBEDDING, HEAD, AdapterLayers
-from ..weights.expert_adapters import ExpertAdditions
 from ..weights.source import WeightRequest
 from .quantize import DISK_RESERVE, copy_side_files
 

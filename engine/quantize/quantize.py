@@ -41,9 +41,8 @@ from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.encoders.pooling import POOLING_FILE
 from ..weights.checkpoint import Checkpoint
-from .calibration import Calibration, generate_calibration_text
+from .calibration import Calibration, config_for, generate_calibration_text, perplexity, sequences_of
 from .compressed_tensors import TARGETS, CompressedTarget
-from .perplexity import config_for, perplexity, sequences_of
 from .quantizer import Quantizer, TensorError
 
 CPU = torch.device("cpu")

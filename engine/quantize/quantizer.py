@@ -16,16 +16,17 @@ from torch.nn.functional import pad
 
 from llmbox.kernels.ops import PackedLinear
 from llmbox.kernels.quant_formats import Quant
-from llmbox.kernels.quantize_int import (
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.weight_packing import (
     STEP_INPUTS,
+    Packing,
+    QuantizedWeight,
     best_int4_scale,
     int8_scale,
     round_to_grid,
     round_with_steps,
     step_and_zero,
 )
-from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.weight_packing import Packing, QuantizedWeight
 
 from ..checkpoint.quantized_layout import SCALE, STEP, format_of
 from ..checkpoint.tensor_io import ShardWriter

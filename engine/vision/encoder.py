@@ -1,12 +1,14 @@
-"""Vision tower and projector of a model: prepared pictures to rows of embeddings.
+"""Vision encoder: a tower and its projector, from prepared pictures to rows of embeddings.
 
-L = 1 + deepstack levels, R rows of one picture, E hidden size of the language model.
+P patches of a tile, R rows of one picture, M patches merged into one row, L = 1 + deepstack levels. E hidden:
+of the tower in projectors, of the language model in their results.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,13 +19,156 @@ from ..checkpoint.index import list_vision_tensors
 from ..checkpoint.safetensors import TensorEntry
 from ..gguf.folder import projector_of
 from ..ipc.messages import PreparedImage
-from ..model_config.vision.config import VisionConfig
+from ..model_config.vision.config import ProjectorKind, VisionConfig
 from ..model_config.vision.tensors import check_vision_tensors
 from ..weights.checkpoint import Checkpoint
-from ..weights.projector_source import ProjectorSource
-from .projectors import PROJECTORS, Projector
-from .tower import VisionTower
-from .weights import TowerWeights
+from ..weights.gguf_source import ProjectorSource
+from .tower import VisionTower, activate, gate
+from .weights import TowerNorm, TowerWeights
+
+Projector = Callable[[Tensor, tuple[int, int], int], Tensor]
+"""(states [P, E], rows and columns of patches, 0 or the deepstack level of the states) -> embeddings of a
+tile [R, hidden size of the language model]."""
+
+
+def merge_squares(x_PE: Tensor, grid: tuple[int, int], side: int) -> Tensor:
+    """Return the squares of patches that stand line by line, [R, side * side, E]."""
+    rows, columns = grid
+    squares = x_PE.view(rows // side, side, columns // side, side, -1).transpose(1, 2)
+    return squares.reshape(-1, side * side, x_PE.shape[1])
+
+
+class Mistral3Projector:
+    """Norm, a linear over squares of patches, and two linears."""
+
+    def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
+        self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
+        hidden, inner, bias = tower.hidden_size, tower.projector_size, tower.projector_bias
+        norm, first, second = tower.names.projector
+        self.norm = TowerNorm(weights, norm, hidden, tower.projector_eps, is_rms=True)
+        merger = "multi_modal_projector.patch_merger.merging_layer"
+        self.merge = weights.linear((merger,), hidden, hidden * tower.merge**2, bias=False)
+        self.first = weights.linear((first,), inner, hidden, bias=bias)
+        self.second = weights.linear((second,), vision.hidden_size, inner, bias=bias)
+
+    def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
+        squares_RME = merge_squares(self.norm(x_PE), grid, self.tower.merge)
+        merged = self.ops.linear(self.merge, squares_RME.transpose(1, 2).flatten(1))
+        inner = activate(self.tower.projector_activation, self.ops.linear(self.first, merged))
+        return self.ops.linear(self.second, inner)
+
+
+class PixelShuffle:
+    """One or two linears over squares of patches (Idefics3, LFM2-VL), or over each (Pixtral 12B)."""
+
+    def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
+        self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
+        merged, inner, bias = tower.hidden_size * tower.merge**2, tower.projector_size, tower.projector_bias
+        norm, first, second = tower.names.projector
+        self.norm = None
+        if norm and tower.projector_norm:
+            self.norm = TowerNorm(weights, norm, merged, tower.projector_eps, is_rms=False)
+        self.first = weights.linear((first,), inner or vision.hidden_size, merged, bias=bias)
+        self.second = weights.linear((second,), vision.hidden_size, inner, bias=bias) if second else None
+
+    def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
+        rows = merge_squares(x_PE, grid, self.tower.merge).flatten(1)
+        rows = self.ops.linear(self.first, rows if self.norm is None else self.norm(rows))
+        if self.second is None:
+            return rows
+        return self.ops.linear(self.second, activate(self.tower.projector_activation, rows))
+
+
+class GemmaProjector:
+    """Mean of squares of patches (not of Gemma 4 12B, whose patches are large), a norm, and a linear."""
+
+    def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
+        self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
+        hidden, out = tower.hidden_size, vision.hidden_size
+        norm, first, _ = tower.names.projector
+        if norm:
+            self.norm = TowerNorm(weights, norm, hidden, tower.projector_eps, is_rms=True, adds_one=True)
+            self.first = weights.linear((first,), hidden, out, bias=False, transposed=True)
+        else:
+            self.weight_E = torch.ones(hidden, dtype=weights.dtype, device=weights.device)
+            self.first = weights.linear((first,), out, hidden, bias=False)
+        self.standard = None
+        if tower.standardizes:
+            names = ("vision_tower.std_bias", "vision_tower.std_scale")
+            self.standard = tuple(weights.floats(name, hidden) for name in names)
+
+    def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
+        tower = self.tower
+        if tower.projector == "gemma4_unified":
+            return self.ops.linear(self.first, self.ops.rms_norm(x_PE, self.weight_E, tower.projector_eps))
+        rows_RE = merge_squares(x_PE, grid, tower.merge).float().mean(1).to(x_PE.dtype)
+        if tower.projector == "gemma3":
+            return self.ops.linear(self.first, self.norm(rows_RE))
+        scaled = rows_RE.float() * tower.hidden_size**0.5
+        if self.standard is not None:
+            scaled = (scaled - self.standard[0]) * self.standard[1]
+        normed = self.ops.rms_norm(scaled.to(x_PE.dtype), self.weight_E, tower.projector_eps)
+        return self.ops.linear(self.first, normed)
+
+
+class PatchMerger:
+    """Norm and two linears over merged patches, once more for each deepstack level (Qwen)."""
+
+    def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
+        self.ops, tower = weights.ops, vision.tower
+        hidden, self.merged, out = tower.hidden_size, tower.hidden_size * tower.merge**2, vision.hidden_size
+        names = [(tower.names.projector, hidden, tower.is_rms)]
+        for level in range(len(tower.deepstack)):
+            at = f"visual.deepstack_merger_list.{level}."
+            names.append(((f"{at}norm", f"{at}linear_fc1", f"{at}linear_fc2"), self.merged, False))
+        self.levels = [
+            (
+                TowerNorm(weights, norm, width, tower.projector_eps, is_rms=is_rms),
+                weights.linear((first,), self.merged, self.merged, bias=True),
+                weights.linear((second,), out, self.merged, bias=True),
+            )
+            for (norm, first, second), width, is_rms in names
+        ]
+
+    def __call__(self, x_PE: Tensor, _grid: tuple[int, int], level: int) -> Tensor:
+        norm, first, second = self.levels[level]
+        rows = norm(x_PE.reshape(-1, self.merged) if level else x_PE).reshape(-1, self.merged)
+        return self.ops.linear(second, activate("gelu", self.ops.linear(first, rows)))
+
+
+class GlmOcrProjector:
+    """Convolution over merged patches, a linear with a norm, and a gated MLP."""
+
+    def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
+        self.ops, self.tower, tower, out = weights.ops, vision.tower, vision.tower, vision.hidden_size
+        norm, first, down = tower.names.projector
+        self.downsample = weights.linear((down,), out, tower.hidden_size * tower.merge**2, bias=True)
+        self.first = weights.linear((first,), out, out, bias=False)
+        self.norm = TowerNorm(weights, norm, out, tower.projector_eps, is_rms=False)
+        ups = ("visual.merger.gate_proj", "visual.merger.up_proj")
+        self.up = weights.linear(ups, 3 * out, out, bias=False)
+        self.down = weights.linear(("visual.merger.down_proj",), out, 3 * out, bias=False)
+
+    def __call__(self, x_PE: Tensor, _grid: tuple[int, int], _level: int) -> Tensor:
+        ops, unit = self.ops, self.tower.merge**2
+        squares_REM = x_PE.view(-1, unit, x_PE.shape[1]).transpose(1, 2)
+        rows = ops.linear(self.downsample, squares_REM.flatten(1))
+        rows = activate("gelu", self.norm(ops.linear(self.first, rows)))
+        return ops.linear(self.down, gate(ops, self.tower.projector_activation, ops.linear(self.up, rows)))
+
+
+PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Projector]]] = {
+    "mistral3": Mistral3Projector,
+    "llava": PixelShuffle,
+    "pixel_shuffle": PixelShuffle,
+    "lfm2_vl": PixelShuffle,
+    "gemma3": GemmaProjector,
+    "gemma4": GemmaProjector,
+    "gemma4_unified": GemmaProjector,
+    "merger": PatchMerger,
+    "glm_ocr": GlmOcrProjector,
+}
+
 
 CPU = torch.device("cpu")
 

@@ -32,7 +32,7 @@ def activate(activation: VisionActivation, x_TF: Tensor) -> Tensor:
 
 
 Project = Callable[[Tensor, tuple[int, int], int], Tensor]
-"""`Projector` of `projectors.py`."""
+"""`Projector` of `encoder.py`."""
 SLICE_OPERATIONS: Final = 6e10
 """Operations after which a step may run; a chunk of a prompt has more on most models."""
 

@@ -29,15 +29,17 @@ from ..checkpoint.adapter import Adapter, AdapterError, AdapterTarget, bytes_in_
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError
 from .adapter_weights import (
+    AdaptedExperts,
     AdaptedLinear,
     AdapterReader,
     AdapterShare,
+    ExpertStack,
     cut,
+    is_held_elsewhere,
     unknown_module,
     weights_of,
     wrong_base,
 )
-from .expert_adapters import AdaptedExperts, ExpertStack, is_held_elsewhere
 from .source import WeightRequest
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -238,7 +240,7 @@ class AdapterLayers:
         """Return the stacks of which a target adapts all experts, by id. Raises AdapterError."""
         claimed: dict[int, tuple[ExpertStack, AdapterTarget]] = {}
         for target in adapter.targets.values():
-            for stack in self._stacks_adapted(target):
+            if (stack := self._expert_stack(target)) is not None:
                 if id(stack) in claimed:
                     raise AdapterError(
                         f"{target.a.file}: tensor {shown(target.a.name)}: another tensor adapts the same "
@@ -288,7 +290,7 @@ class AdapterLayers:
         by_linear: dict[int, list[AdapterShare]] = {}
         by_stack: dict[int, tuple[ExpertStack, list[ExpertLora]]] = {}
         for target in adapter.targets.values():
-            for stack in self._stacks_adapted(target):
+            if (stack := self._expert_stack(target)) is not None:
                 by_stack[id(stack)] = stack, [stack.read_all(target, reader)]
             if target.parameters:
                 continue
@@ -330,22 +332,20 @@ class AdapterLayers:
                 raise wrong_base(target.name, entry, target.shape, expected)
             yield AdapterShare(linear, linear.stored_name(name), target, first)
 
-    def _stacks_adapted(self, target: AdapterTarget) -> Iterator[ExpertStack]:
-        """Return where a target of all experts of a layer goes; nothing for linears, and layers that are not
-        here. Raises AdapterError.
-        """
+    def _expert_stack(self, target: AdapterTarget) -> ExpertStack | None:
+        """Return where a target of all experts goes; None for others. Raises AdapterError."""
         if not target.parameters:
-            return
+            return None
         name = target.name.removesuffix(".base_layer")
         found = self._experts.get(name)
         if found is None:
             if self._is_skipped(name):
-                return
+                return None
             raise self._unknown(name, target.b)
         stack = found.stack_of(target)
         if stack is None:
             raise wrong_base(name, target.a, target.shape, found.gate_ups.shape)
-        yield stack
+        return stack
 
     def _parts(self, name: str, first: int, rows: int) -> Iterator[tuple[str, int, int]]:
         """Return (name, first row, rows) of the outputs that a stored stack consists of."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from llmbox.kernels.quantize_int import E2M1_DOUBLED
+from llmbox.kernels.weight_packing import E2M1_DOUBLED
 
 from ..checkpoint.formats.floats import (
     FP8_BLOCK,

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmbox.kernels import quantize_int as steps
+from llmbox.kernels import weight_packing as steps
 from llmbox.kernels.quant_formats import Quant
 from llmbox.kernels.weight_packing import QuantizedWeight
 

@@ -13,18 +13,24 @@ from ..ops import Ops, StepInputs
 from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
 from ..reference.elementwise import concat, layer_norm
 from ..weight_packing import QuantizedWeight
-from . import act_and_mul as gate_mul
-from . import embedding, rms_norm
+from . import elementwise, embedding, rms_norm
 from .attention import attention, kv_cache
 from .attention import qk_norm_rope_kv_write as heads
 from .attention.attention_metadata import TritonAttentionMetadata, plan_attention
-from .attention.softcap import softcap
 from .attention.text_attention import attend_texts
+from .elementwise import softcap
 from .linear import linear
-from .linear.fused_activation_quant import FusedActivationQuant
 from .linear.fused_moe import experts
 from .linear.gemm import linear_by_head
-from .linear.linear import DenseLinear, Fp8BlockLinear, Fp8Linear, Linear, W8A8Linear, WeightOnlyIntLinear
+from .linear.linear import (
+    DenseLinear,
+    Fp8BlockLinear,
+    Fp8Linear,
+    FusedActivationQuant,
+    Linear,
+    W8A8Linear,
+    WeightOnlyIntLinear,
+)
 from .linear.lora import TritonLora
 from .linear.quantize_activations import RowFormat, Rows8
 from .linear.scaled_mm_choice import ScaledMMSelector
@@ -202,7 +208,7 @@ class TritonBackend:
     ) -> Tensor:
         if isinstance(activation, XIELU):
             row_format = None
-        return self._left.keep(*gate_mul.gate_rows(gate_up_T2F, activation, row_format), row_format)
+        return self._left.keep(*elementwise.gate_rows(gate_up_T2F, activation, row_format), row_format)
 
     def plan_attention(
         self, ragged: BatchLayout, cache: kv_cache.TritonKVCache, window: int | None
@@ -272,7 +278,7 @@ def why_it_fails(device: torch.device) -> str | None:
     Triton needs a C compiler, Python's headers and the driver's library.
     """
     try:
-        result = gate_mul.gate_mul(torch.ones(1, 32, device=device), "silu").tolist()
+        result = elementwise.gate_mul(torch.ones(1, 32, device=device), "silu").tolist()
     except Exception as error:  # noqa: BLE001 - compilers, linkers and drivers each have their own
         lines = str(error).strip().splitlines() or [""]
         return f"a first kernel failed: {type(error).__name__}: {lines[0][:200]}"

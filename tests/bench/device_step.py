@@ -29,7 +29,7 @@ turn_on()
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.device.device import HostDevice
-from llmbox.engine.ipc.codec import encode
+from llmbox.engine.ipc.channel import encode
 from llmbox.engine.ipc.messages import StepOutputs
 
 WARM_UP, TURNS = 20, 150

@@ -25,7 +25,7 @@ from gpu.report import Report
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.executor.build import load_engine
-from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
+from llmbox.engine.quantize.calibration import config_for, perplexity, sequences_of
 from support.builtin_model import ASSETS, IN_SCOPE, ROOT, answers, is_right, user
 from support.format_styles import STYLES
 from support.published_formats import publish

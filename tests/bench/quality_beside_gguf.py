@@ -32,13 +32,12 @@ from llmbox.engine.hardware.machine import read_cpu
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import is_fine
-from llmbox.engine.quantize.perplexity import config_for, sequences_of
+from llmbox.engine.quantize.calibration import config_for, sequences_of
 from llmbox.engine.quantize.quantize import packing_for, quantize
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.engine.weights.quantized import unpack_codes
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.quantize_int import to_numbers
-from llmbox.kernels.weight_packing import QuantizedWeight
+from llmbox.kernels.weight_packing import QuantizedWeight, to_numbers
 from support.builtin_model import ASSETS, IN_SCOPE
 from support.real_engines import runner_of
 

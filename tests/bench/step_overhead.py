@@ -57,7 +57,7 @@ def measure(batch: int) -> dict[str, float]:
     from llmbox.engine.core.request import Request
     from llmbox.engine.core.scheduler import Scheduler
     from llmbox.engine.core.step import SampledToken, StepResult
-    from llmbox.engine.ipc.codec import encode
+    from llmbox.engine.ipc.channel import encode
     from llmbox.engine.ipc.messages import EngineStats, StepOutputs
     from llmbox.engine.sampling_params import SamplingParams
 

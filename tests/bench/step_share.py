@@ -20,7 +20,7 @@ from typing import Any
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.executor.build import load_engine
-from llmbox.engine.ipc.codec import encode
+from llmbox.engine.ipc.channel import encode
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.cpu.library import load_backend

@@ -7,7 +7,7 @@ import pytest
 from bench.quality import TEXT
 from bench.quality_beside_gguf import Predictions, difference, predictions
 from llmbox.engine.executor.build import load_engine
-from llmbox.engine.quantize.perplexity import config_for, sequences_of
+from llmbox.engine.quantize.calibration import config_for, sequences_of
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant_formats import QUANTS

@@ -10,7 +10,7 @@ import torch
 from bench.ggml import Ggml, Wide, type_in
 from bench.product_error import activations, errors
 from bench.quality_beside_gguf import Predictions, bits, calibrated, difference, ours, predictions
-from llmbox.engine.quantize.perplexity import perplexity
+from llmbox.engine.quantize.calibration import perplexity
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import load
 from support.tiny_models import make_tiny_model

@@ -30,7 +30,7 @@ from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.ipc import messages
-from llmbox.engine.ipc.codec import FrameReader, TransportError
+from llmbox.engine.ipc.channel import FrameReader, TransportError
 from llmbox.engine.kv_store.block_file import BlockAddress, DamagedBlock, read_block, write_block
 from llmbox.engine.model_config.config import parse_config
 from support.tiny_models import tiny_config

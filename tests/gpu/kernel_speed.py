@@ -19,12 +19,11 @@ from gpu.variants import row_format_at_load
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.attention import attention_metadata as attention_plan
 from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.elementwise import gate_rows
 from llmbox.kernels.triton.linear import fused_moe as gemm_experts
-from llmbox.kernels.triton.linear.dequantize_weights import dequantize
-from llmbox.kernels.triton.linear.linear import Fp8BlockLinear, Fp8Linear, WeightOnlyIntLinear
+from llmbox.kernels.triton.linear.linear import Fp8BlockLinear, Fp8Linear, WeightOnlyIntLinear, dequantize
 from llmbox.kernels.triton.linear.quantize_activations import quantize_rows
 from llmbox.kernels.triton.linear.tile_config import has_fp8
 from llmbox.kernels.triton.rms_norm import norm_rows

@@ -23,7 +23,7 @@ stand_ins.put_in_place()
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.executor.build import load_engine
-from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
+from llmbox.engine.quantize.calibration import config_for, perplexity, sequences_of
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.triton.linear.tile_config import has_fp8
 from support.builtin_model import ASSETS, IN_SCOPE, ROOT, is_right, user

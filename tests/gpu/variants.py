@@ -11,14 +11,13 @@ from llmbox.kernels.activation import XIELU
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, PenaltyState, SampleRows
-from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.attention.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.elementwise import gate_rows
 from llmbox.kernels.triton.linear import gemm
 from llmbox.kernels.triton.linear import gemm_w8a8 as gemm_8_bits
-from llmbox.kernels.triton.linear.dequantize_weights import dequantize
 from llmbox.kernels.triton.linear.fused_moe import experts_product
-from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, dequantize
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 from llmbox.kernels.triton.rms_norm import norm_rows

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llmbox.app.models.catalog import BUILTIN_DIR
-from llmbox.app.models.recommended import recommended
+from llmbox.app.models.registry import recommended
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.kernels.cpu.isa import KERNEL_CACHE, usable_levels
 from support.browser import CHROMIUM, FLAGS

@@ -19,7 +19,7 @@ from llmbox.engine.core.request import Request
 from llmbox.engine.core.request_queue import band_of
 from llmbox.engine.core.step import StepPlan, StepResult
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.ipc.engine_channel import Channel, DaemonGone
+from llmbox.engine.ipc.channel import Channel, DaemonGone
 from llmbox.engine.ipc.messages import ModelInfo, Progress, StepOutputs
 from llmbox.engine.kv_store.folder import FORMAT, KVFolder
 from llmbox.engine.kv_store.store import BlockStore

@@ -41,7 +41,7 @@ from llmbox.app.text.output.output_formats import OutputFormat
 from llmbox.app.text.tokenizer.text_encoder import SpecialTokenMarkers
 from llmbox.app.util.threads import off_loop
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.ipc import client, engine_channel
+from llmbox.engine.ipc import channel, client
 from llmbox.engine.ipc import spawn as spawn_module
 from llmbox.engine.kv_store import block_file, store, store_threads
 from llmbox.engine.kv_store import folder as kv_folder
@@ -233,7 +233,7 @@ class World:
                 (restart_policy, "family_of", lambda pid: [pid]),
                 (restart_policy, "bytes_from_disk", lambda _: 0),
                 (restart_policy, "waits_for_file_lock", lambda _: False),
-                (engine_channel, "select", machine.select),
+                (channel, "select", machine.select),
                 (sampling, "draw_seed", lambda: self.chance.randrange(1000)),
                 (engine_main, "gc", nothing),
                 (engine_main, "setproctitle", lambda _: None),

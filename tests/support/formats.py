@@ -12,7 +12,7 @@ turn_on()
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import Quant
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.triton.linear.dequantize_weights import dequantize
+from llmbox.kernels.triton.linear.linear import dequantize
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 from support.fake_quantized import fake_quantized_ops
 

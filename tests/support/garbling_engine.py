@@ -5,8 +5,8 @@ import struct
 import sys
 from pathlib import Path
 
-from llmbox.engine.ipc import engine_channel as channel
-from llmbox.engine.ipc.codec import encode
+from llmbox.engine.ipc import channel
+from llmbox.engine.ipc.channel import encode
 from llmbox.engine.ipc.messages import StepOutputs, ToDaemon
 from llmbox.engine.process.engine_main import main
 

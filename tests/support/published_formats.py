@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmbox.kernels.quant_formats import Quant
-from llmbox.kernels.quantize_int import E2M1_DOUBLED
-from llmbox.kernels.weight_packing import QuantizedWeight, scale_dtype
+from llmbox.kernels.weight_packing import E2M1_DOUBLED, QuantizedWeight, scale_dtype
 
 Stored = tuple[dict[str, Tensor], Tensor]
 """Tensors of a linear by the end of their names, and its dequantized weight, float32."""

@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
-from llmbox.app.images.tiles import make_tiles
+from llmbox.app.sandbox.image_worker import make_tiles
 from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
-from llmbox.engine.model_config.vision.layout import lay_out_image
+from llmbox.engine.model_config.vision.shape import lay_out_image
 from support.tiny_models import write_json, write_tokenizer
 
 TEXT: dict[str, Any] = {

@@ -35,13 +35,11 @@ from .screens.logs import LogsScreen
 from .screens.memory import MemoryScreen
 from .screens.models import ModelsScreen
 from .screens.overview import OverviewScreen
-from .screens.requests import RequestsScreen
+from .screens.requests import RequestsScreen, fact_lines, fit_lines, request_lines
 from .themes import DARK, NAMES, OWN
 from .widgets.dialogs import ChoiceDialog, ConfirmDialog, HelpDialog, InputDialog, KeyValueDialog
 from .widgets.header import key_lines
-from .widgets.lines import LineWidget
-from .widgets.request_rows import fact_lines, fit_lines, request_lines
-from .widgets.table import FixedTable
+from .widgets.lines import FixedTable, LineWidget
 
 SCREENS: tuple[type[DashboardScreen], ...] = (
     OverviewScreen,

@@ -23,9 +23,9 @@ from .data.api import Api
 from .messages import SPARKS, DashboardState, count_requests
 from .rendering import ASCII, UNICODE, Glyphs, Line, clean, count, fit, heading, percent, seconds
 from .screens.overview import device_lines, event_lines, model_rows
+from .screens.requests import request_rows
 from .widgets.charts import chart_lines
-from .widgets.request_rows import request_rows
-from .widgets.table import Row
+from .widgets.lines import Row
 
 if TYPE_CHECKING:
     from .data.api import Api

@@ -264,7 +264,7 @@ class _SocketCaller:
     async def request(
         self, method: str, path: str, query: Mapping[str, Any], body: Any, seconds: float | None
     ) -> Any:
-        from ...mcp.tool import ToolError
+        from ...mcp.features import ToolError
         from ...util.threads import in_thread
 
         texts = {n: str(v).lower() if isinstance(v, bool) else v for n, v in query.items()}

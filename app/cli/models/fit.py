@@ -28,7 +28,7 @@ from ...lifecycle.program import Command, Program, pass_program
 from ...models.adapters import find_adapter
 from ...models.catalog import hub_cache, on_disk
 from ...models.load_request import ModelRequest, with_draft_path
-from ...models.recommended import read_hub_facts
+from ...models.registry import read_hub_facts
 from ...util import formatting
 from .. import output
 from ..options import mmproj_option, read_flags, setting_options

@@ -87,7 +87,7 @@ def _refresh_recommended(program: Program) -> None:
     from ...hub.errors import HubError
     from ...hub.model_info import ask_recommended
     from ...hub.repo_files import Hub
-    from ...models.recommended import keep_hub_facts
+    from ...models.registry import keep_hub_facts
 
     progress = output.ProgressLine()
     progress.update(f"Asking {os.environ.get('HF_ENDPOINT') or 'the hub'}…")

@@ -14,7 +14,7 @@ from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...models.catalog import HUB_ID
-from ...models.recommended import full_name, short_names
+from ...models.registry import full_name, short_names
 from ...util import formatting
 from .. import output
 from ..output import require_consent

@@ -23,9 +23,8 @@ from .block_pool import BlockPool
 from .handover_intake import HandoverIntake
 from .handover_outlet import HandoverOutlet
 from .prefix_cache import PrefixUses, extend_hashes, first_block_digest
-from .state_manager import StateManager, StatePool
+from .state_manager import StateManager, StatePool, WindowManager
 from .tiers import KVTiers
-from .window_manager import WindowManager
 
 
 class StepCopies(NamedTuple):

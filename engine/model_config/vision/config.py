@@ -15,7 +15,7 @@ ProjectorKind = Literal[
     "mistral3", "llava", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "glm_ocr", "gemma4", "gemma4_unified"
 ]
 ResizeKind = Literal["longest_edge", "tiles", "square", "pixels", "glm", "lfm2", "gemma4"]
-"""Rule for the size of a picture (`layout.py`)."""
+"""Rule for the size of a picture (`shape.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

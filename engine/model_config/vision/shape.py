@@ -1,9 +1,310 @@
-"""Sizes of a vision tower for the memory plan."""
+"""Sizes of pictures, what an image processor makes of one of W x H pixels: its tiles, rows and text; and the
+sizes of a vision tower for the memory plan.
 
+The rules of pictures are those of the processors in transformers, so that a model sees what it was
+trained with.
+"""
+
+import math
 from dataclasses import dataclass, replace
 
-from .config import VisionConfig
-from .layout import lay_out_image
+from ...errors import ModelError
+from .config import ImageLayout, ImageProcessorConfig, VisionConfig
+
+LARGEST_EDGE = 4096
+"""Longest edge of Idefics3's first resize."""
+MOST_RATIO = 200
+"""Ratio of the edges from which on Qwen's and GLM's processors refuse a picture."""
+
+
+LOW_DETAIL = 512
+"""Edge of a picture with `"detail": "low"`, in pixels, where its processor does not fix one."""
+
+
+class ImageSizeError(ValueError):
+    """Picture of a size that a model's image processor does not take."""
+
+
+def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: bool = False) -> ImageLayout:
+    """Return tiles, rows and text of a picture of this size, in pixels after its EXIF turn.
+
+    `low_detail`: without tiles, and of about `LOW_DETAIL` x `LOW_DETAIL` pixels where sizes vary. Raises
+    ImageSizeError.
+    """
+    if low_detail:
+        vision = replace(vision, processor=with_low_detail(vision.processor))
+    if width < 1 or height < 1:
+        raise ImageSizeError(f"a picture of {width} x {height} pixels has none")
+    processor, side = vision.processor, vision.processor.unit
+    if processor.kind == "tiles":
+        return _idefics3_layout(vision, *tiles_of(processor, width, height)[1:])
+    if processor.kind == "lfm2":
+        return _lfm2_layout(vision, width, height)
+    tall, wide = resized(processor, width, height)
+    rows, columns = tall // side, wide // side
+    token = vision.image_text
+    if vision.tower.projector in {"mistral3", "llava"}:
+        lines = [token * columns] * rows
+        text = "[IMG_BREAK]".join(lines) + "[IMG_END]"
+    else:
+        text = vision.start + token * (rows * columns) + vision.end
+        if (crops := crops_of(processor, width, height)) != (0, 0):
+            return _crops_layout(text, (tall, wide), (rows, columns), crops)
+    return ImageLayout(tiles=((tall, wide),), num_rows=rows * columns, text=text, grid=(rows, columns))
+
+
+def with_low_detail(processor: ImageProcessorConfig) -> ImageProcessorConfig:
+    """Return the rules for a picture with `"detail": "low"`."""
+    most = processor.most
+    if most:
+        most = min(most, max(processor.least, LOW_DETAIL**2, processor.unit**2))
+    longest = processor.longest
+    if processor.kind == "longest_edge":
+        longest = min(longest, LOW_DETAIL)
+    return replace(processor, splits=False, most=most, longest=longest)
+
+
+def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return (height, width) of the whole picture after its resize. Raises ImageSizeError."""
+    match processor.kind:
+        case "square":
+            return processor.tile, processor.tile
+        case "longest_edge":
+            return _longest_edge_size(processor, width, height)
+        case "gemma4":
+            return _gemma4_size(processor, width, height)
+        case "glm":
+            return _glm_size(processor, width, height)
+        case "lfm2":
+            return _limited_size(processor, width, height, at_least=True)
+        case _:
+            _refuse_ratio(width, height)
+            return _limited_size(processor, width, height)
+
+
+def crops_of(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of Gemma 3's crops (pan and scan); zeros where there are none."""
+    longer, shorter = max(width, height), min(width, height)
+    if not processor.splits or not processor.crop or longer / shorter < processor.tolerance:
+        return 0, 0
+    count = min(longer // processor.crop, math.floor(longer / shorter + 0.5))
+    count = min(processor.tile_counts[1], max(2, count))
+    edge = math.ceil(longer / count)
+    if min(edge, shorter) < processor.crop or edge * (count - 1) >= longer:
+        return 0, 0
+    return (1, count) if width >= height else (count, 1)
+
+
+def _crops_layout(
+    text: str, size: tuple[int, int], grid: tuple[int, int], crops: tuple[int, int]
+) -> ImageLayout:
+    """Return the layout of a whole picture and its crops, each of `size` and with this text."""
+    count = crops[0] * crops[1]
+    each = " ".join([text] * count)
+    return ImageLayout(
+        tiles=(size,) * (count + 1),
+        num_rows=grid[0] * grid[1] * (count + 1),
+        text=f"Here is the original image {text} and here are some crops to help you see better {each}",
+        grid=grid,
+        tile_grid=crops,
+        pictures=count + 1,
+    )
+
+
+def _longest_edge_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Shrink until no edge is longer than the longest; sizes grow to whole units (Pixtral)."""
+    ratio = max(height, width) / processor.longest
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    if not width or not height:
+        raise ImageSizeError(
+            "the picture is too thin: nothing is left of its shorter edge once the longer one has "
+            f"{processor.longest} pixels; cut it into pieces"
+        )
+    unit = processor.unit
+    return -(-height // unit) * unit, -(-width // unit) * unit
+
+
+def _refuse_ratio(width: int, height: int) -> None:
+    if max(height, width) / min(height, width) > MOST_RATIO:
+        raise ImageSizeError(
+            f"a picture of {width} x {height} pixels is too long: this model takes at most {MOST_RATIO} "
+            "times as many pixels along one edge as along the other; cut it into pieces"
+        )
+
+
+def _limited_size(
+    processor: ImageProcessorConfig, width: int, height: int, *, at_least: bool = False, frames: int = 1
+) -> tuple[int, int]:
+    """Return whole units whose pixels are between `least` and `most` (Qwen2-VL)."""
+    unit = processor.unit
+    tall, wide = round(height / unit) * unit, round(width / unit) * unit
+    if at_least:
+        tall, wide = max(unit, tall), max(unit, wide)
+    if frames * tall * wide > processor.most:
+        beta = math.sqrt(frames * height * width / processor.most)
+        tall = max(unit, math.floor(height / beta / unit) * unit)
+        wide = max(unit, math.floor(width / beta / unit) * unit)
+    elif frames * tall * wide < processor.least:
+        beta = math.sqrt(processor.least / (frames * height * width))
+        tall, wide = math.ceil(height * beta / unit) * unit, math.ceil(width * beta / unit) * unit
+    return tall, wide
+
+
+def _glm_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Enlarge to one unit first; a picture counts as two frames (GLM)."""
+    unit = processor.unit
+    if height < unit or width < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
+    _refuse_ratio(width, height)
+    return _limited_size(processor, width, height, frames=2)
+
+
+def _gemma4_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return the largest size in whole units within `most` pixels that keeps the ratio of the edges."""
+    unit, most = processor.unit, processor.most
+    factor = math.sqrt(most / (height * width))
+    tall = math.floor(factor * height / unit) * unit
+    wide = math.floor(factor * width / unit) * unit
+    longest = most // unit**2 * unit
+    if not tall:
+        return unit, min(width // height * unit, longest)
+    if not wide:
+        return min(height // width * unit, longest), unit
+    return tall, wide
+
+
+def tiles_of(
+    processor: ImageProcessorConfig, width: int, height: int
+) -> tuple[list[tuple[int, int]], int, int]:
+    """Return Idefics3's two sizes (height, width) of the whole picture, one after the other, and its rows and
+    columns of tiles; none where one tile has all of it.
+    """
+    ratio = width / height
+    if width >= height:
+        wide = processor.longest
+        tall = int(wide / ratio)
+        tall += tall % 2
+    else:
+        tall = processor.longest
+        wide = int(tall * ratio)
+        wide += wide % 2
+    tall, wide = max(tall, 1), max(wide, 1)
+    ratio = wide / tall
+    if wide >= tall and wide > LARGEST_EDGE:
+        wide, tall = LARGEST_EDGE, int(LARGEST_EDGE / ratio)
+    elif tall > wide and tall > LARGEST_EDGE:
+        tall, wide = LARGEST_EDGE, int(LARGEST_EDGE * ratio)
+    first, tile = (max(tall, 1), max(wide, 1)), processor.tile
+    if not processor.splits:
+        return [first, (tile, tile)], 0, 0
+    tall, wide = first
+    ratio = wide / tall
+    if wide >= tall:
+        wide = math.ceil(wide / tile) * tile
+        tall = math.ceil(int(wide / ratio) / tile) * tile
+    else:
+        tall = math.ceil(tall / tile) * tile
+        wide = math.ceil(int(tall * ratio) / tile) * tile
+    sizes = [first, (max(tall, 1), max(wide, 1))]
+    if max(tall, wide) <= tile:
+        return sizes, 0, 0
+    return sizes, (tall - tile) // tile + 1, (wide - tile) // tile + 1
+
+
+def _idefics3_layout(vision: VisionConfig, rows: int, columns: int) -> ImageLayout:
+    tile, tower = vision.processor.tile, vision.tower
+    each = (tile // tower.patch_size // tower.merge) ** 2
+    tokens, edge = vision.image_text * each, vision.start
+    parts = [
+        "".join(f"{edge}<row_{row}_col_{column}>{tokens}" for column in range(1, columns + 1)) + "\n"
+        for row in range(1, rows + 1)
+    ]
+    text = "".join(parts) + ("\n" if rows else "") + f"{edge}<global-img>{tokens}{edge}"
+    count = rows * columns + 1
+    return ImageLayout(
+        tiles=((tile, tile),) * count, num_rows=count * each, text=text, tile_grid=(rows, columns)
+    )
+
+
+def lfm2_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of tiles of LFM2-VL; zeros where the picture is not cut."""
+    unit, (least, most) = processor.unit, processor.tile_counts
+    # The lower limit is half a unit, which is one patch.
+    sides = [max(processor.unit // 2, round(edge / unit) * unit) for edge in (height, width)]
+    is_large = sides[0] * sides[1] > processor.most * processor.tolerance
+    if not is_large or not processor.splits:
+        return 0, 0
+    ratios = sorted(
+        {
+            (wide, tall)
+            for wide in range(1, most + 1)
+            for tall in range(1, most + 1)
+            if least <= wide * tall <= most
+        },
+        key=lambda ratio: ratio[0] * ratio[1],
+    )
+    best, nearest = (1, 1), math.inf
+    for ratio in ratios:
+        distance = abs(width / height - ratio[0] / ratio[1])
+        if distance < nearest:
+            nearest, best = distance, ratio
+        elif distance == nearest and width * height > 0.5 * processor.tile**2 * ratio[0] * ratio[1]:
+            best = ratio
+    return best[1], best[0]
+
+
+def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    processor, token = vision.processor, vision.image_text
+    rows, columns = lfm2_tiles(processor, width, height)
+    whole, side = resized(processor, width, height), processor.unit
+    of_whole, of_tile = (whole[0] // side) * (whole[1] // side), (processor.tile // side) ** 2
+    if rows * columns <= 1:
+        tiles: tuple[tuple[int, int], ...] = (whole,)
+        if rows:  # a single tile, without a thumbnail
+            tiles, of_whole = ((processor.tile, processor.tile),), of_tile
+        text = vision.start + token * of_whole + vision.end
+        return ImageLayout(tiles=tiles, num_rows=of_whole, text=text, tile_grid=(rows, columns))
+    count = rows * columns
+    text = "".join(
+        f"<|img_row_{row}_col_{column}|>{token * of_tile}"
+        for row in range(1, rows + 1)
+        for column in range(1, columns + 1)
+    )
+    tiles = ((processor.tile, processor.tile),) * count
+    num_rows = count * of_tile
+    if processor.thumbnail:
+        text = f"{text}<|img_thumbnail|>{token * of_whole}"
+        tiles, num_rows = (*tiles, whole), num_rows + of_whole
+    text = vision.start + text + vision.end
+    return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=(rows, columns))
+
+
+def mrope_positions(
+    prompt_len: int, pictures: list[tuple[int, tuple[int, int]]]
+) -> tuple[list[list[int]], int]:
+    """Return positions [time, height, width] of each row of a prompt, and the next one.
+
+    `pictures`: (first row with an embedding, rows and columns of embeddings), in order. Raises ModelError for
+    pictures that overlap or leave the prompt.
+    """
+    axes: list[list[int]] = [[], [], []]
+    row = position = 0
+    for start, (tall, wide) in pictures:
+        if start < row or start + tall * wide > prompt_len:
+            raise ModelError("pictures overlap, or are outside the prompt")
+        for axis in axes:
+            axis.extend(range(position, position + start - row))
+        position += start - row
+        axes[0].extend([position] * (tall * wide))
+        axes[1].extend(position + line for line in range(tall) for _ in range(wide))
+        axes[2].extend(list(range(position, position + wide)) * tall)
+        row, position = start + tall * wide, position + max(tall, wide)
+    for axis in axes:
+        axis.extend(range(position, position + prompt_len - row))
+    return axes, position + prompt_len - row
+
 
 PICTURE_ROWS = 4096
 """Rows of the largest picture that memory is planned for; larger ones take more while they are encoded."""

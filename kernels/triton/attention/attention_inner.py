@@ -6,8 +6,8 @@ Dao, "FlashAttention-2", 2023. Scores are kept in base 2: exp2 is one instructio
 import triton
 import triton.language as tl
 
+from ..elementwise import tanh
 from . import kv_cache
-from .softcap import tanh
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...lora import MAX_SLOTS, TILE_ROWS, ExpertAdapters, LoraTiles
 from ...op_types import Mixture
 from ...reference.moe import route, weigh
-from ..act_and_mul import gate_rows
+from ..elementwise import gate_rows
 from . import tile_config as tiles
 from .gemm import PLAIN_BLOCK, STEP, Grouped
 from .gemm_inner import owner_of_tile, sum_grouped

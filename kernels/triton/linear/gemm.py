@@ -44,7 +44,7 @@ class Grouped:
     bits: int
     inputs: int
     steps: Tensor | None = None
-    """Step bytes, uint8 [I / group, O, group / 16] (`kernels/quantize_int.py`)."""
+    """Step bytes, uint8 [I / group, O, group / 16] (`kernels/weight_packing.py`)."""
     zeros: Tensor | None = None
     """Zero points, uint8 [I / group, O]."""
     is_e2m1: bool = False

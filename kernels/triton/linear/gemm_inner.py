@@ -140,7 +140,7 @@ def numbers_of(
     """Dequantize half a group of nibbles with steps, from input FIRST on, one row for each `cell`: step * n -
     zero.
 
-    Reference: `to_numbers` in `kernels/quantize_int.py`.
+    Reference: `to_numbers` in `kernels/weight_packing.py`.
     """
     i = FIRST + tl.arange(0, GROUP // 2)
     place = cell[:, None] * (GROUP // 16) + (i // 16)[None, :]

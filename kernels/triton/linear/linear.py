@@ -1,17 +1,88 @@
-"""Linears in every weight format, and the choice of their kernel by format and number of rows."""
+"""Linears in every weight format, the choice of their kernel by format and number of rows, and the 8-bit rows
+that norms, gates and attention write for the next linear.
 
+`Ops.before` says which linear that is, and with it the format.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from . import scaled_mm
-from .dequantize_weights import dequantize
 from .gemm import Grouped, product
+from .gemm_inner import codes_of
 from .gemm_w8a8 import BLOCK, fp8_product, int8_product
 from .quantize_activations import RowFormat, Rows8, quantize_rows
 from .scaled_mm import Sharing
+
+DEQUANTIZED_OUTPUTS = 32
+"""Outputs of one program of `dequantize`."""
+
+
+def dequantize(packed: Grouped, dtype: torch.dtype) -> Tensor:
+    """Dequantize to [O, I] in `dtype`."""
+    out_OI = torch.empty((packed.outputs, packed.inputs), dtype=dtype, device=packed.weight.device)
+    grid = (triton.cdiv(packed.outputs, DEQUANTIZED_OUTPUTS), packed.weight.shape[0])
+    dequantize_kernel[grid](
+        out_OI,
+        packed.weight,
+        packed.scales,
+        packed.offsets,
+        packed.outputs,
+        packed.inputs,
+        GROUP=packed.group,
+        BITS=packed.bits,
+        GRID=packed.grid,
+        BLOCK=DEQUANTIZED_OUTPUTS,
+    )
+    return out_OI
+
+
+@triton.jit
+def dequantize_kernel(
+    out: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    GRID: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write scale * code for one group of BLOCK outputs, computed in float32.
+
+    Reference: `QuantizedWeight.floats` in `kernels/weight_packing.py`.
+    """
+    WIDTH: tl.constexpr = GROUP * BITS // 8
+    g = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = n < outputs
+    j = tl.arange(0, WIDTH)
+    cell = g * outputs + n
+    stored = tl.load(weight + cell[:, None] * WIDTH + j[None, :], mask=real[:, None], other=0)
+    scale = tl.load(scales + cell, mask=real, other=0.0).to(tl.float32)[:, None]
+    i = g * GROUP + j
+    place = n.to(tl.int64)[:, None] * inputs + i[None, :]
+    if BITS == 8:
+        low = stored.to(tl.float32)
+    else:
+        low = codes_of(stored & 15, offsets, cell, real, 0, GROUP, GRID, tl.float32)
+    wide = low * scale
+    tl.store(out + place, wide.to(out.dtype.element_ty), mask=real[:, None] & (i < inputs)[None, :])
+    if BITS == 4:
+        high = codes_of(stored >> 4, offsets, cell, real, WIDTH, GROUP, GRID, tl.float32)
+        wide = high * scale
+        inside = real[:, None] & (i + WIDTH < inputs)[None, :]
+        tl.store(out + place + WIDTH, wide.to(out.dtype.element_ty), mask=inside)
+
 
 TILED_ROWS = 512
 """Most rows for which integer weights are multiplied as they are stored. With more rows arithmetic dominates:
@@ -138,3 +209,23 @@ def multiply_floats(
             assert packed.one_1 is not None
             out = scaled_mm.by_tensor(rows, weight_OI, packed.given, packed.one_1, dtype)
     return out if bias_O is None else out.add_(bias_O)
+
+
+class FusedActivationQuant:
+    """Quantized rows of the last result that an operation wrote with some."""
+
+    def __init__(self) -> None:
+        self._result: Callable[[], Tensor | None] = lambda: None
+        self._rows: Rows8 | None = None
+        self._format: RowFormat | None = None
+
+    def keep(self, result: Tensor, rows: Rows8 | None, row_format: RowFormat | None) -> Tensor:
+        """Keep the quantized rows of `result` until the next one; return `result`."""
+        self._result, self._rows, self._format = ref(result), rows, row_format
+        return result
+
+    def rows_for(self, packed: Linear, x: Tensor) -> Rows8 | None:
+        """Return the quantized rows of `x` if they were written in the format of `packed`."""
+        if self._rows is None or self._format is None or self._result() is not x:
+            return None
+        return self._rows if self._format.matches(row_format_of(packed)) else None

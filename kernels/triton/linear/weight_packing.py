@@ -4,10 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import quantize_int as steps
 from ...quant_formats import Quant
-from ...quantize_int import best_int4_scale, int8_scale
-from ...weight_packing import QuantizedWeight
+from ...weight_packing import QuantizedWeight, best_int4_scale, int8_scale, round_with_steps, to_nibbles
 from ..attention.kv_cache import LARGEST
 from .gemm import Grouped
 from .gemm_w8a8 import BLOCK
@@ -31,8 +29,8 @@ def pack_grouped(weight_OI: Tensor, quant: Quant) -> Grouped:
             scale_OG = (int8_scale(x_OGg) if quant.bits == 8 else best_int4_scale(x_OGg)).half()
             stored = pair(round_to(x_OGg, scale_OG.float(), quant.bits), quant.bits)
         else:
-            numbers_OGg, scale_OG, steps_OGS = steps.round_with_steps(x_OGg, quant)
-            halves = steps.to_nibbles(numbers_OGg.flatten(1), steps_OGS.flatten(1), quant)
+            numbers_OGg, scale_OG, steps_OGS = round_with_steps(x_OGg, quant)
+            halves = to_nibbles(numbers_OGg.flatten(1), steps_OGS.flatten(1), quant)
             stored = pack_nibbles(halves.view(x_OGg.shape))
             steps_GOS[:, rows] = steps_OGS.transpose(0, 1)
         scales[:, rows] = scale_OG.T

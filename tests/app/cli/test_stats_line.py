@@ -1,6 +1,6 @@
 """The line of `llmbox stats`."""
 
-from llmbox.app.cli.admin.stats import _by_method
+from llmbox.app.cli.admin.doctor import _by_method
 
 
 def test_acceptance_is_shown_by_method():

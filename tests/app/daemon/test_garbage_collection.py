@@ -6,7 +6,7 @@ import pytest
 
 from llmbox.app.daemon import run
 from llmbox.app.daemon import serve as serving
-from llmbox.engine.ipc.engine_channel import DaemonGone
+from llmbox.engine.ipc.channel import DaemonGone
 from llmbox.engine.process import engine_main as process
 
 

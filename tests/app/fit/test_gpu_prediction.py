@@ -10,7 +10,7 @@ from llmbox.app.fit.fit import SUSTAINED
 from llmbox.app.fit.gpu_prediction import GpuPrediction, RequestSize, predict
 from llmbox.app.fit.report import prediction_rows
 from llmbox.app.hub.model_info import parse_config_files
-from llmbox.app.models.recommended import recommended
+from llmbox.app.models.registry import recommended
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware.gpu_catalog import GPU_MODELS
 

@@ -5,9 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
+from llmbox.app.mcp.features import DOCS, ToolError, resources
 from llmbox.app.mcp.protocol import VERSIONS, McpServer, RpcError, check_message, decode_message
-from llmbox.app.mcp.resources import DOCS, resources
-from llmbox.app.mcp.tool import ToolError
 from llmbox.app.mcp.tools import TOOLS
 
 

@@ -9,7 +9,7 @@ import pytest
 from llmbox.app.config.model_settings import ModelSettings
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.load_request import ModelRequest, options_of, with_draft_path
-from llmbox.app.models.recommended import recommended
+from llmbox.app.models.registry import recommended
 from llmbox.engine.config import EngineConfig
 
 REF = ModelRef("org/name", Path("/models/name"), "hub")

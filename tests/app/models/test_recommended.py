@@ -26,7 +26,7 @@ from llmbox.app.hub.errors import HubError
 from llmbox.app.hub.model_info import ask_recommended, parse_config_files
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import HUB_ID, resolve
-from llmbox.app.models.recommended import (
+from llmbox.app.models.registry import (
     HubFacts,
     family_of,
     full_name,

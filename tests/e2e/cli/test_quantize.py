@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import Exit
-from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
+from llmbox.engine.weights.packed_cache.cache import PackedWeightCache, PackKey
 from llmbox.engine.weights.packed_cache.file import PackedContent
-from llmbox.engine.weights.packed_cache.key import PackKey
 from llmbox.kernels.dispatch import native_ready
 from support.cli_box import Box, box
 from support.hub_models import model_files

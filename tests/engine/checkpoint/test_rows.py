@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmbox.engine.checkpoint.rows import count_rows, read_row
+from llmbox.engine.checkpoint.index import count_rows, read_row
 from llmbox.engine.errors import ModelError
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmbox.engine.core.kv_cache.window_manager import pool_blocks
+from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from support.fake_runner import expected_output
 from support.scheduling import FakeEngine, make_request
 

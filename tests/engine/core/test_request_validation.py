@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.core.request import check_request
 from llmbox.engine.errors import InvalidRequest
-from llmbox.engine.ipc.codec import FrameReader, encode
+from llmbox.engine.ipc.channel import FrameReader, encode
 from llmbox.engine.ipc.messages import AddRequest, ToEngine, Vocabulary
 from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 from support.lanes import examples

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.kv_cache.window_manager import pool_blocks
+from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.core.step import SampledToken, StepResult
 from llmbox.engine.distributed.socket_link import Frame
 from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder, decode_result, encode_result

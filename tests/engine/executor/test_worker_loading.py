@@ -10,7 +10,8 @@ from llmbox.engine.errors import DeviceError, EngineError, RankLost
 from llmbox.engine.executor import workers as crew
 from llmbox.engine.executor import workers as roll_call
 from llmbox.engine.hardware.proc import finish
-from llmbox.engine.weights.packed_cache import key, source
+from llmbox.engine.weights.packed_cache import source
+from llmbox.engine.weights.packed_cache.cache import cache_variables
 from llmbox.kernels.dispatch import native_ready
 from support.cli_box import until
 from support.real_engines import ask, load, tokens
@@ -141,7 +142,7 @@ def test_all_ranks_finish_writing_what_they_packed_before_they_end(
     monkeypatch.setattr(crew, "_END_SECONDS", 60.0)
     monkeypatch.setattr(source, "END_S", 60.0)
     folder = tmp_path / "repacked"
-    for name, value in key.variables(folder, 1.0).items():
+    for name, value in cache_variables(folder, 1.0).items():
         monkeypatch.setenv(name, value)
     workers(write_seconds=0.8)
     asked = [ask("a", range(5, 25), 12)]

@@ -25,7 +25,7 @@ from llmbox.engine.executor.workers import Worker, WorkerGroup, all_min_on_worke
 from llmbox.engine.hardware.proc import finish
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
-from llmbox.engine.weights.packed_cache import key
+from llmbox.engine.weights.packed_cache.cache import cache_variables
 from support.engines import is_running, read, until
 from support.lanes import NIGHTLY, nightly
 from support.real_engines import ask, load, tokens
@@ -249,7 +249,7 @@ async def test_ranks_with_whole_experts_give_one_answer_and_survive_the_loss_of_
     """The tokens of each request alone, in bfloat16 and int8, with preemptions and prefix hits. Copies of hot
     experts change none, nor does it that the next engine places them elsewhere.
     """
-    folder = key.variables(tmp_path / "kept", 1.0)
+    folder = cache_variables(tmp_path / "kept", 1.0)
     for name, value in folder.items():
         monkeypatch.setenv(name, value)
     sizes = {"torch_dtype": "bfloat16", "mlp_only_layers": []}

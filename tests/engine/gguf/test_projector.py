@@ -23,7 +23,7 @@ from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.vision.families import find_vision, read_vision
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
-from llmbox.engine.weights.packed_cache.key import PackKey
+from llmbox.engine.weights.packed_cache.cache import PackKey
 from llmbox.kernels.reference import REFERENCE
 from support.gguf_models import write_gguf
 from support.gguf_projectors import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import messages as m
-from llmbox.engine.ipc.codec import FrameReader, FrameTooLarge, TransportError, encode
+from llmbox.engine.ipc.channel import FrameReader, FrameTooLarge, TransportError, encode
 from llmbox.engine.ipc.handover_messages import HandedBlock, HandedBlocks, Prefill, TakenSlots
 from llmbox.engine.ipc.profile_messages import (
     AskProfile,

@@ -14,7 +14,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
-from llmbox.engine.planning.parallel_cost import rank_shape
+from llmbox.engine.planning.performance_model import rank_shape
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import (

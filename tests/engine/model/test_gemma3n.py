@@ -12,7 +12,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError, ModelError, ParallelError
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
-from llmbox.engine.planning.parallel_cost import rank_shape
+from llmbox.engine.planning.performance_model import rank_shape
 from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS

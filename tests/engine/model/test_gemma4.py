@@ -13,7 +13,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
-from llmbox.engine.planning.parallel_cost import rank_shape
+from llmbox.engine.planning.performance_model import rank_shape
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import COMMON, FAMILIES, make_family, randomize

@@ -13,8 +13,7 @@ from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.shape import is_fine
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from llmbox.engine.planning.memory_model import weights_bytes
-from llmbox.engine.planning.parallel_cost import rank_shape
-from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.engine.planning.performance_model import decode_tokens_per_second, rank_shape
 from llmbox.kernels.quant_formats import QUANTS
 from support.tiny_models import tiny_config
 

@@ -23,7 +23,7 @@ from llmbox.engine.planning.memory_model import (
     graphs_reserve,
     workspace_bytes,
 )
-from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.engine.planning.performance_model import decode_tokens_per_second
 from llmbox.kernels.lora import TILE_ROWS
 from support.shapes import LLAMA_3_8B, MISTRAL_7B, QWEN_2_500M, QWEN_3_600M
 
@@ -415,7 +415,7 @@ def test_a_window_bounds_what_is_read():
 
 
 def test_no_torch():
-    modules = "llmbox.engine.planning.estimator, llmbox.engine.planning.roofline"
+    modules = "llmbox.engine.planning.estimator, llmbox.engine.planning.performance_model"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 

@@ -9,7 +9,7 @@ from llmbox.engine.errors import DeviceError, DoesNotFit, EngineError
 from llmbox.engine.model_config.shape import ExpertShape, ModelShape
 from llmbox.engine.planning.estimator import MemoryBudget, estimate, plans
 from llmbox.engine.planning.memory_model import weights_bytes
-from llmbox.engine.planning.roofline import expert_step_bytes
+from llmbox.engine.planning.performance_model import expert_step_bytes
 from llmbox.kernels.quant_formats import QUANTS, BlockSizes
 
 GB = 10**9

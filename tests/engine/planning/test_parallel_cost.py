@@ -9,7 +9,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import ExpertShape
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
-from llmbox.engine.planning.parallel_cost import decode_scaling, exchange_seconds, rank_shape, traffic
+from llmbox.engine.planning.performance_model import decode_scaling, exchange_seconds, rank_shape, traffic
 from llmbox.kernels.quant_formats import QUANTS
 from support.rank_threads import load_threads
 from support.shapes import LLAMA_3_8B

@@ -11,8 +11,7 @@ import pytest
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.executor import build as loader
 from llmbox.engine.ipc import messages as m
-from llmbox.engine.ipc.codec import FrameReader, encode
-from llmbox.engine.ipc.engine_channel import Channel, DaemonGone
+from llmbox.engine.ipc.channel import Channel, DaemonGone, FrameReader, encode
 from llmbox.engine.process import engine_main as process
 from llmbox.engine.process.engine_main import serve
 from llmbox.kernels.cpu.build import compile_progress

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from llmbox.engine.ipc.engine_channel import Channel
+from llmbox.engine.ipc.channel import Channel
 from llmbox.engine.process import step_profile
 from llmbox.engine.process.step_profile import HEAD, IDLE, MESSAGES, REST, SCHEDULER, StepProfiler
 from support.scheduling import FakeEngine, make_request

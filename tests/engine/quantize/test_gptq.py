@@ -6,8 +6,7 @@ from torch import Tensor
 
 from llmbox.engine.quantize.quantizer import GptqQuantizer
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.quantize_int import round_with_steps, to_nibbles, to_numbers
-from llmbox.kernels.weight_packing import QuantizedWeight
+from llmbox.kernels.weight_packing import QuantizedWeight, round_with_steps, to_nibbles, to_numbers
 
 
 def rows(count: int, inputs: int) -> Tensor:

@@ -14,13 +14,13 @@ from llmbox.engine.checkpoint.quantized_layout import FORMATS
 from llmbox.engine.checkpoint.tensor_io import ShardWriter
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.quantize import quantize as module
+from llmbox.engine.quantize.calibration import config_for, perplexity, sequences_of
 from llmbox.engine.quantize.compressed_tensors import TARGETS
-from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.engine.quantize.quantizer import importance
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.quantize_int import to_numbers
+from llmbox.kernels.weight_packing import to_numbers
 from support.odd_files import make_odd, no_hanging
 from support.real_engines import ask, hf_model, hf_tokens, load, runner_of, tokens
 from support.tiny_models import make_tiny_model

@@ -12,7 +12,7 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.speculation.model_drafting import ModelDrafting
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.planning.draft_compatibility import require_draft_for
+from llmbox.engine.planning.runnable import require_draft_for
 from support.grammars import CHOICE, JSON, constrained, learned
 from support.real_engines import ask, draft_at_no_price, load, run
 from support.tiny_models import make_tiny_model

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.kv_cache.window_manager import pool_blocks
+from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.ipc.messages import AddRequest, PreparedImage
 from llmbox.engine.model_config.vision.families import read_vision
 from llmbox.engine.sampling_params import SamplingParams

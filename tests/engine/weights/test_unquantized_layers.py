@@ -12,8 +12,7 @@ from llmbox.engine.errors import ModelError
 from llmbox.engine.executor import build as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.memory_model import weights_bytes
-from llmbox.engine.planning.parallel_cost import rank_shape
-from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.engine.planning.performance_model import decode_tokens_per_second, rank_shape
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.reference.elementwise import ReferenceLinear

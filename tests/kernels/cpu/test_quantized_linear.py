@@ -8,8 +8,7 @@ from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import QuantUnavailable, backends, select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
-from llmbox.kernels.quantize_int import round_with_steps, to_nibbles, to_numbers
-from llmbox.kernels.weight_packing import QuantizedWeight
+from llmbox.kernels.weight_packing import QuantizedWeight, round_with_steps, to_nibbles, to_numbers
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

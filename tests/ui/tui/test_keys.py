@@ -10,8 +10,7 @@ from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.data.api import Recorder, Replay
 from llmbox.ui.tui.messages import SPARKS, RunAction, StateChanged, TickReceived
 from llmbox.ui.tui.widgets.dialogs import ConfirmDialog, HelpDialog, InputDialog, KeyValueDialog
-from llmbox.ui.tui.widgets.lines import Lines
-from llmbox.ui.tui.widgets.table import FixedTable
+from llmbox.ui.tui.widgets.lines import FixedTable, Lines
 from support.snapshots import NOON, FakeApi, idle_tick, live_request, tick
 
 

@@ -13,7 +13,7 @@ from llmbox.ui.tui.screens.logs import split_model
 from llmbox.ui.tui.themes import DARK, NAMES, TONES, read_choice, remember_choice, styles
 from llmbox.ui.tui.widgets.dialogs import ChoiceDialog, KeyValueDialog
 from llmbox.ui.tui.widgets.header import TITLES
-from llmbox.ui.tui.widgets.table import FixedTable
+from llmbox.ui.tui.widgets.lines import FixedTable
 from support.snapshots import engine, failing_tick, live_request, tick
 
 

@@ -18,8 +18,8 @@ from llmbox.ui.tui.rendering import (
 )
 from llmbox.ui.tui.screens.memory import _prefix_cache
 from llmbox.ui.tui.screens.overview import gpu_lines
+from llmbox.ui.tui.screens.requests import request_lines, time_bar
 from llmbox.ui.tui.widgets.charts import AXIS, AxisChart, Series, draw_chart, nice_top, thin
-from llmbox.ui.tui.widgets.request_rows import request_lines, time_bar
 from support.snapshots import detail, engine, record
 
 

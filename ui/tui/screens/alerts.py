@@ -12,8 +12,7 @@ from llmbox.app.telemetry.snapshot import Alert
 
 from ..messages import FetchData, alert_name
 from ..rendering import DASH, Line, clean, heading, wrap
-from ..widgets.lines import Lines
-from ..widgets.table import Column, FixedTable, Row
+from ..widgets.lines import Column, FixedTable, Lines, Row
 from .base import DashboardScreen
 
 COLUMNS = (

@@ -14,8 +14,7 @@ from textual.widgets import Input
 from ..messages import DashboardState, FetchData, StateChanged
 from ..rendering import Glyphs
 from ..widgets.header import AlertLine, KeyFooter, TabBar, alert_line, compact_lines
-from ..widgets.lines import Lines
-from ..widgets.table import FixedTable
+from ..widgets.lines import FixedTable, Lines
 
 if TYPE_CHECKING:
     from ..app import Dashboard

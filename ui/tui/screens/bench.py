@@ -11,8 +11,7 @@ from textual.widget import Widget
 
 from ..messages import FetchData
 from ..rendering import DASH, Line, clean, heading, seconds
-from ..widgets.lines import Lines, cut
-from ..widgets.table import Column, FixedTable, Row
+from ..widgets.lines import Column, FixedTable, Lines, Row, cut
 from .base import DashboardScreen
 
 RUNS = (

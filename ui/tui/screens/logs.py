@@ -10,8 +10,7 @@ from textual.widget import Widget
 
 from ..messages import FetchData
 from ..rendering import clean, heading
-from ..widgets.lines import Lines
-from ..widgets.table import Column, FixedTable, Row
+from ..widgets.lines import Column, FixedTable, Lines, Row
 from .base import DashboardScreen
 
 COLUMNS = (

@@ -11,8 +11,7 @@ from llmbox.app.telemetry.snapshot import FAILING, ErrorRate
 
 from ..messages import DashboardState, FetchData, PromptUser, RunAction, count_requests
 from ..rendering import DASH, clean, count, duration, heading, percent, size
-from ..widgets.lines import Lines
-from ..widgets.table import Column, FixedTable, Row
+from ..widgets.lines import Column, FixedTable, Lines, Row
 from .base import DashboardScreen
 
 COLUMNS = (

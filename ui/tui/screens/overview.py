@@ -32,11 +32,10 @@ from ..rendering import (
     unit,
 )
 from ..widgets.charts import chart_lines, chart_rows
-from ..widgets.lines import Lines, cut
-from ..widgets.request_rows import COLUMNS, request_rows
-from ..widgets.table import Column, FixedTable, Row
+from ..widgets.lines import Column, FixedTable, Lines, Row, cut
 from .base import DashboardScreen
 from .models import fail_tone
+from .requests import COLUMNS, request_rows
 
 MOST_GPUS = 8
 _WARM = 85.0

@@ -30,7 +30,7 @@ from llmbox.engine.errors import EngineError, ModelError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.planning.estimator import MemoryPlan
-from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.engine.planning.performance_model import decode_tokens_per_second
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..render import PageContext, PanelRequest, done, is_fragment, page, panel_of, render

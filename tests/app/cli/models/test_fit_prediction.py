@@ -12,7 +12,7 @@ from llmbox.app.errors import Exit
 from llmbox.app.fit.capacity import UserLoad
 from llmbox.app.fit.gpu_prediction import USUAL_REQUEST
 from llmbox.app.hub.model_info import ModelFacts, parse_config_files
-from llmbox.app.models.recommended import recommended
+from llmbox.app.models.registry import recommended
 from llmbox.engine.config import EngineConfig
 from support.cli_call import Call, call, home
 

@@ -9,8 +9,8 @@ import pytest
 from llmbox.engine.core.kv_cache import handover_intake
 from llmbox.engine.core.kv_cache.handover_intake import HandoverIntake
 from llmbox.engine.core.kv_cache.handover_outlet import HandoverOutlet
+from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.core.kv_cache.tiers import CacheMemory
-from llmbox.engine.core.kv_cache.window_manager import pool_blocks
 from llmbox.engine.ipc.handover_messages import HandedBlocks, Prefill, TakenSlots
 from llmbox.engine.ipc.messages import AbortRequest
 from llmbox.engine.kv_store.block_file import DamagedBlock

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from llmbox.engine.core.kv_cache import host_tier
-from llmbox.engine.core.kv_cache.window_manager import pool_blocks
+from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from support.fake_runner import expected_output
 from support.kv_tiers import SECONDS, TieredEngine, write_out
 from support.scheduling import make_request

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.engine.core.kv_cache import write_behind
+from llmbox.engine.core.kv_cache import tiers
 from llmbox.engine.core.kv_cache.prefix_cache import extend_hashes
-from llmbox.engine.core.kv_cache.window_manager import pool_blocks
+from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.kv_store import store_threads
 from llmbox.engine.kv_store.block_file import HEADER_BYTES, MAGIC, zlib_checksums
 from llmbox.engine.kv_store.store import BlockStore, ModelFiles
@@ -338,9 +338,9 @@ def test_beside_steps_blocks_take_a_share_of_the_time_and_the_rest_when_nothing_
     now = [0.0]
     engine = engines(tmp_path)
     monkeypatch.setattr(engine.tiers.writes, "_clock", lambda: now[0])
-    monkeypatch.setattr(write_behind.time, "thread_time", lambda: 0.0)
-    monkeypatch.setattr(write_behind, "BUSY_BURST", 1.0)
-    monkeypatch.setattr(write_behind, "BUSY_SHARE", 0.01)
+    monkeypatch.setattr(tiers.time, "thread_time", lambda: 0.0)
+    monkeypatch.setattr(tiers, "BUSY_BURST", 1.0)
+    monkeypatch.setattr(tiers, "BUSY_SHARE", 0.01)
     writes, block = engine.tiers.writes, engine.memory.sizes["kv"]
     engine.store._writer.seconds_per_byte = 0.005 / block
     writes._credit, writes._credited = -1.0, 0.0

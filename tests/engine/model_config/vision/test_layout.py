@@ -11,7 +11,7 @@ import torch
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.vision.config import VisionConfig
 from llmbox.engine.model_config.vision.families import VISION_FAMILIES, find_vision, read_vision
-from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image, mrope_positions
+from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image, mrope_positions
 from support.tiny_models import write_json
 from support.vision_models import MODELS, TEXT
 

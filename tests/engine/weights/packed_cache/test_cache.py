@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
+from llmbox.engine.weights.packed_cache.cache import PackedWeightCache, PackKey
 from llmbox.engine.weights.packed_cache.file import (
     CHUNK,
     TRAILER,
@@ -24,7 +24,6 @@ from llmbox.engine.weights.packed_cache.file import (
     read_index,
     write,
 )
-from llmbox.engine.weights.packed_cache.key import PackKey
 from support.lanes import examples
 from support.tiny_models import make_tiny_model
 
@@ -288,7 +287,7 @@ def test_what_a_killed_writer_left_is_swept_up(cache: PackedWeightCache, model: 
         "import os, signal, sys; from pathlib import Path\n"
         "from llmbox.engine.weights.packed_cache.cache import PackedWeightCache\n"
         "from llmbox.engine.weights.packed_cache.file import PackedContent\n"
-        "from llmbox.engine.weights.packed_cache.key import PackKey\n"
+        "from llmbox.engine.weights.packed_cache.cache import PackKey\n"
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "key = PackKey(directory=Path(sys.argv[2]), dtype='d', quant='q', layout='l')\n"
         "content = PackedContent('a', (9,), 'd', memoryview(bytes(9)))\n"

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmbox.engine.weights.packed_cache import source
-from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
+from llmbox.engine.weights.packed_cache.cache import PackedWeightCache, PackKey
 from llmbox.engine.weights.packed_cache.file import PackedContent
-from llmbox.engine.weights.packed_cache.key import PackKey
 from support.tiny_models import make_tiny_model
 
 PROGRAM = """
@@ -18,7 +17,7 @@ from pathlib import Path
 from llmbox.engine.weights.packed_cache import cache as module, source
 from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
 from llmbox.engine.weights.packed_cache.file import PackedContent, write
-from llmbox.engine.weights.packed_cache.key import PackKey
+from llmbox.engine.weights.packed_cache.cache import PackKey
 
 model, folder, how = sys.argv[1:]
 begun, ending = threading.Event(), threading.Event()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.weights.packed_cache import huge_pages as huge
-from llmbox.engine.weights.packed_cache import key
+from llmbox.engine.weights.packed_cache import source
+from llmbox.engine.weights.packed_cache.cache import LIMIT_VARIABLE, cache_variables
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -21,7 +21,7 @@ PROMPT = list(range(5, 25))
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "repacked"
-    for name, value in key.variables(folder, 1.0).items():
+    for name, value in cache_variables(folder, 1.0).items():
         monkeypatch.setenv(name, value)
     return folder
 
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, kept: Path) -> None:
 
 
 def test_switched_off_by_zero(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(key.MOST, "0")
+    monkeypatch.setenv(LIMIT_VARIABLE, "0")
     loaded(make_tiny_model(tmp_path / "model"))
     assert not kept.exists()
 
@@ -123,8 +123,8 @@ def test_small_pages_are_copied_into_huge_ones(
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
     first = answer(loaded(model))
-    monkeypatch.setattr(huge, "SMALL", 0)
-    monkeypatch.setattr(huge, "huge_share", lambda _: 0.0)
+    monkeypatch.setattr(source, "SMALL", 0)
+    monkeypatch.setattr(source, "huge_share", lambda _: 0.0)
     assert answer(loaded(model)) == first
 
 
@@ -138,9 +138,9 @@ def test_huge_pages_that_are_read_slowly_are_copied(
 
     mapped = torch.arange(70 << 20, dtype=torch.int64).to(torch.uint8)
     begin = mapped.data_ptr()
-    monkeypatch.setattr(huge, "huge_share", lambda _: 1.0)
-    monkeypatch.setattr(huge, "_read_seconds", read_seconds)
-    used = huge.in_huge_pages(mapped, tmp_path / "none")
+    monkeypatch.setattr(source, "huge_share", lambda _: 1.0)
+    monkeypatch.setattr(source, "_read_seconds", read_seconds)
+    used = source.in_huge_pages(mapped, tmp_path / "none")
     assert (used.data_ptr() != begin) == copies
     assert torch.equal(used, mapped)
 
@@ -159,16 +159,16 @@ def test_pages_that_were_found_fast_are_not_timed_again_until_the_machine_restar
     mapped = torch.zeros(70 << 20, dtype=torch.uint8)
     boot = tmp_path / "boot_id"
     boot.write_text("first")
-    monkeypatch.setattr(huge, "_BOOT", boot)
-    monkeypatch.setattr(huge, "huge_share", lambda _: 1.0)
-    monkeypatch.setattr(huge, "relative_speed", lambda _: speeds.pop(0))
-    monkeypatch.setattr(huge.os, "getxattr", read)
-    monkeypatch.setattr(huge.os, "setxattr", lambda file, name, value: notes.update({(file, name): value}))
-    used = [huge.in_huge_pages(mapped, tmp_path / "a").data_ptr() == mapped.data_ptr() for _ in range(3)]
+    monkeypatch.setattr(source, "_BOOT", boot)
+    monkeypatch.setattr(source, "huge_share", lambda _: 1.0)
+    monkeypatch.setattr(source, "relative_speed", lambda _: speeds.pop(0))
+    monkeypatch.setattr(source.os, "getxattr", read)
+    monkeypatch.setattr(source.os, "setxattr", lambda file, name, value: notes.update({(file, name): value}))
+    used = [source.in_huge_pages(mapped, tmp_path / "a").data_ptr() == mapped.data_ptr() for _ in range(3)]
     assert used == [False, True, True]
     assert speeds == [0.95]
     boot.write_text("second")
-    huge.in_huge_pages(mapped, tmp_path / "a")
+    source.in_huge_pages(mapped, tmp_path / "a")
     assert speeds == []
 
 
@@ -180,8 +180,8 @@ def test_pieces_from_all_over_a_mapping_are_timed(monkeypatch: pytest.MonkeyPatc
         return 1.0
 
     mapped = torch.zeros(200 << 20, dtype=torch.uint8)
-    monkeypatch.setattr(huge, "_read_seconds", read_seconds)
-    assert huge.relative_speed(mapped) == 1.0
+    monkeypatch.setattr(source, "_read_seconds", read_seconds)
+    assert source.relative_speed(mapped) == 1.0
     pieces = [at - mapped.data_ptr() for at, size in read if size == 4 << 20][::2]
     assert pieces == sorted(set(pieces))
     assert pieces[0] == 0
@@ -191,6 +191,6 @@ def test_pieces_from_all_over_a_mapping_are_timed(monkeypatch: pytest.MonkeyPatc
 def test_a_copy_holds_the_same_bytes_at_a_huge_page() -> None:
     data = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
     for threads in (1, 2, 3):
-        copy = huge.copy_to_huge_pages(data, threads)
+        copy = source.copy_to_huge_pages(data, threads)
         assert torch.equal(copy, data)
         assert copy.data_ptr() % (2 << 20) == 0

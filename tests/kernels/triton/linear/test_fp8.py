@@ -10,10 +10,9 @@ from torch import Tensor
 
 from llmbox.kernels.dispatch import UnknownBackend, select_ops
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.triton import act_and_mul as gate_mul
-from llmbox.kernels.triton import rms_norm
-from llmbox.kernels.triton.act_and_mul import gate_rows
+from llmbox.kernels.triton import elementwise, rms_norm
 from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.elementwise import gate_rows
 from llmbox.kernels.triton.linear import linear, scaled_mm
 from llmbox.kernels.triton.linear import scaled_mm_choice as choice
 from llmbox.kernels.triton.linear.linear import (
@@ -178,7 +177,7 @@ def test_nothing_is_left_for_unquantized_linears(monkeypatch: pytest.MonkeyPatch
     assert ops.before(None) is ops
     written = []
     monkeypatch.setattr(rms_norm, "norm_rows", lambda *args: written.append(args[-1]) or norm_rows(*args))
-    monkeypatch.setattr(gate_mul, "gate_rows", lambda *args: written.append(args[-1]) or gate_rows(*args))
+    monkeypatch.setattr(elementwise, "gate_rows", lambda *args: written.append(args[-1]) or gate_rows(*args))
     packed = blocks8(256, 128)
     for each in (ops, ops.before(packed)):
         each.gate_mul(each.linear(packed, each.rms_norm(torch.randn(3, 128), torch.ones(128), 1e-6)), "silu")

@@ -9,8 +9,8 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import fused_moe as gemm_experts
-from llmbox.kernels.triton.linear.dequantize_weights import dequantize
 from llmbox.kernels.triton.linear.fused_moe import experts_product, outputs_of
+from llmbox.kernels.triton.linear.linear import dequantize
 from support.formats import plain_torch
 
 CPU = torch.device("cpu")

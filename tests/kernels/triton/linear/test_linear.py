@@ -8,17 +8,15 @@ from torch import Tensor
 
 from llmbox.kernels.dispatch import native_ready, select_ops
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.quantize_int import to_numbers
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import gemm, linear
 from llmbox.kernels.triton.linear import gemm_w8a8 as gemm_8_bits
-from llmbox.kernels.triton.linear.dequantize_weights import dequantize
 from llmbox.kernels.triton.linear.fused_moe import experts_product
 from llmbox.kernels.triton.linear.gemm_w8a8 import fp8_product, int8_product
-from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, DenseLinear
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, DenseLinear, dequantize
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.linear.weight_packing import pack_fp8, pack_fp8_blocks, pack_grouped
-from llmbox.kernels.weight_packing import QuantizedWeight
+from llmbox.kernels.weight_packing import QuantizedWeight, to_numbers
 from support.fake_quantized import fake_quantized_ops
 from support.numbers import assert_near
 from support.paged import CPU

@@ -6,8 +6,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.quantize_int import PLAIN, round_with_steps, step_and_zero, to_nibbles, to_numbers
-from llmbox.kernels.weight_packing import QuantizedWeight
+from llmbox.kernels.weight_packing import (
+    PLAIN,
+    QuantizedWeight,
+    round_with_steps,
+    step_and_zero,
+    to_nibbles,
+    to_numbers,
+)
 
 INT4 = QUANTS["int4"]
 

@@ -1,4 +1,6 @@
-"""Gated activation, activation(gate) * up, with fused quantization where an 8-bit linear is next."""
+"""Elementwise operations: logit softcap, and gated activations with fused quantization where an 8-bit linear
+is next.
+"""
 
 import torch
 import triton
@@ -10,6 +12,48 @@ from .linear.quantize_activations import RowFormat, Rows8, left_arguments, left_
 from .linear.tile_config import power_of_two, warps_for
 
 BLOCK = 2048
+
+
+def softcap(logits_RV: Tensor, cap: float) -> Tensor:
+    rows, width = logits_RV.shape
+    assert logits_RV.stride(1) == 1
+    out_RV = torch.empty((rows, width), dtype=logits_RV.dtype, device=logits_RV.device)
+    if rows:
+        softcap_kernel[(rows, triton.cdiv(width, BLOCK))](
+            out_RV, logits_RV, logits_RV.stride(0), cap, WIDTH=width, BLOCK=BLOCK, num_warps=8
+        )
+    return out_RV
+
+
+@triton.jit
+def softcap_kernel(
+    out: tl.tensor, x: tl.tensor, x_row: tl.tensor, cap: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Write cap * tanh(x / cap) for one tile of a row, float32. Reference: `softcap` in
+    `kernels/reference/elementwise.py`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    wide = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (cap * tanh(wide / cap)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """Return tanh of float32, relative error below 1e-6.
+
+    Near 0 it is a series: 1 - e^-2|x| would cancel there.
+    """
+    size = tl.abs(x)
+    e = tl.exp(-2.0 * size)
+    far = (1.0 - e) / (1.0 + e)
+    s = size * size
+    near = size + size * s * (-0.333333333 + s * (0.133333333 + s * (-0.0539682540 + s * 0.0218694885)))
+    positive = tl.where(size < 0.25, near, far)
+    return tl.where(x < 0.0, -positive, positive)
+
+
 CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
 WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
