@@ -6,7 +6,7 @@ import os
 import torch
 
 from .cpu.backend import CPUBackend
-from .cpu.compiling import NativeUnavailable
+from .cpu.build import NativeUnavailable
 from .cpu.isa import cache_folder, pick_cores, usable_levels
 from .cpu.library import OTHER_BITS, PORTABLE_CPU, backend_name, load_backend
 from .onednn import ONEDNN, supports

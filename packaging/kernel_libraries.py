@@ -30,11 +30,11 @@ They are compiled at the first start of llmbox, on the machine it runs on, where
 
 def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
     """(the libraries, what to tell of those that could not be made)."""
-    compiling, build = (module(name) for name in ("compiling", "build"))
+    build = module("build")
     levels, timeout = wanted_levels(), compile_timeout()
     try:
-        compiler = compiling.find_compiler()
-    except compiling.NativeUnavailable as error:
+        compiler = build.find_compiler()
+    except build.NativeUnavailable as error:
         names = ", ".join(level.name for level in levels)
         return [], [WITHOUT.format(names=names, why=error)] if levels else []
     made, problems = [], []
@@ -43,11 +43,11 @@ def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
         try:
             with tempfile.TemporaryDirectory(dir=folder) as room:
                 library = Path(room) / path.name
-                compiling.compile_library(compiler, level, library, LINK, timeout=timeout)
+                build.compile_library(compiler, level, library, LINK, timeout=timeout)
                 build.seal(library)
                 library.chmod(0o755)
                 library.replace(path)
-        except compiling.NativeUnavailable as error:
+        except build.NativeUnavailable as error:
             problems.append(WITHOUT.format(names=level.name, why=error))
         else:
             made.append(path)

@@ -16,8 +16,13 @@ from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.kv_store.folder import KVFolderUnusable
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.placement import describe_interconnect
-from llmbox.kernels.cpu.build import find_compiled, find_prebuilt, temporary_folder
-from llmbox.kernels.cpu.compiling import NativeUnavailable, find_compiler
+from llmbox.kernels.cpu.build import (
+    NativeUnavailable,
+    find_compiled,
+    find_compiler,
+    find_prebuilt,
+    temporary_folder,
+)
 from llmbox.kernels.cpu.isa import KERNEL_CACHE, Level, usable_levels
 from llmbox.kernels.support import known_kernels
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmbox.kernels.cpu.compiling import NativeUnavailable
+from llmbox.kernels.cpu.build import NativeUnavailable
 from llmbox.kernels.dispatch import select_host
 from llmbox.kernels.lora import ExpertAdapters
 from llmbox.kernels.op_types import ExpertOwners, Mixture

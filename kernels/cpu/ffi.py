@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..lora import LoraRows
 from ..op_types import ExpertOwners, Mixture, Routing
-from .compiling import NativeUnavailable
+from .build import NativeUnavailable
 
 
 class DeniedInstructions(NativeUnavailable):

@@ -6,8 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 from .backend import CPUBackend
-from .build import find_prebuilt, library_path, native_obtainable
-from .compiling import NativeUnavailable, find_compiler, layout
+from .build import NativeUnavailable, find_compiler, find_prebuilt, layout, library_path, native_obtainable
 from .ffi import DeniedInstructions, open_library
 from .isa import Level, usable_levels
 

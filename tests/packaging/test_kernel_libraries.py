@@ -22,7 +22,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     sources = tmp_path / "native"
     sources.mkdir()
     (sources / "library.cpp").write_text("#include <vector>\nstd::vector<int> llmbox_numbers(3);\n")
-    monkeypatch.setattr(script.module("compiling"), "SOURCES", sources)
+    monkeypatch.setattr(script.module("build"), "SOURCES", sources)
     monkeypatch.delenv(script.CHOICE, raising=False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     yield script
@@ -50,7 +50,7 @@ def test_one_for_each_instruction_set_whole_and_by_the_name_that_is_looked_for(l
 
 @pytest.mark.process
 def test_what_the_compiler_does_not_know_is_left_out_and_told(libraries, tmp_path, monkeypatch):
-    source = libraries.module("compiling").SOURCES / "library.cpp"
+    source = libraries.module("build").SOURCES / "library.cpp"
     source.write_text(NOT_WITH_AVX2 + source.read_text())
     monkeypatch.setenv(libraries.CHOICE, "avx2 portable")
     made, problems = libraries.build_libraries(tmp_path)

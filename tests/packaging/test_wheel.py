@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.kernels.cpu.build import prebuilt_path
-from llmbox.kernels.cpu.compiling import find_compiler
+from llmbox.kernels.cpu.build import find_compiler, prebuilt_path
 from llmbox.kernels.cpu.isa import LEVELS
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import pytest
 
 from llmbox.app.diagnostics.checks import Finding, check_kernels
 from llmbox.app.lifecycle.program import Program
-from llmbox.kernels.cpu import build, compiling
+from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.build import seal
 from llmbox.kernels.cpu.isa import KERNEL_CACHE, usable_levels
 from llmbox.kernels.dispatch import backends
@@ -57,7 +57,7 @@ def test_one_compiled_here_and_of_another_level_not(folder):
     cache = folder / "cache"
     cache.mkdir()
     for name in (f"{BEST.name}-more", BEST.name):
-        path = cache / f"{name}-{'0' * compiling.DIGITS}.so"
+        path = cache / f"{name}-{'0' * build.DIGITS}.so"
         path.write_bytes(b"code")
         seal(path)
         path.chmod(0o700)

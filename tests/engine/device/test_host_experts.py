@@ -8,7 +8,7 @@ import torch
 from llmbox.engine.device.device import CudaDevice, HostDevice
 from llmbox.engine.device.host_experts import with_host_experts
 from llmbox.engine.errors import DeviceError
-from llmbox.kernels.cpu.compiling import NativeUnavailable
+from llmbox.kernels.cpu.build import NativeUnavailable
 from llmbox.kernels.dispatch import select_host
 from llmbox.kernels.op_types import Mixture, Routing
 from llmbox.kernels.quant_formats import QUANTS

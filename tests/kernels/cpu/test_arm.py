@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.kernels.cpu import compiling
+from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.isa import LEVELS, Level, cpu_flags
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 ARM = [level for level in LEVELS if level.machine in {"aarch64", None}]
-FLAGS = ("-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-w", "-I", str(compiling.SOURCES))
+FLAGS = ("-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-w", "-I", str(build.SOURCES))
 FOUR_FUSED_LANES = ("-mfma",)
 """Flags under which the portable kernels of x86-64 have the vectors and the multiply-add of Arm."""
 EMULATED_TILES = ("-DLLMBOX_EMULATED_TILES",)
@@ -152,7 +152,7 @@ def test_every_operation_has_the_bits_of_the_portable_kernels(tmp_path: Path) ->
     assert digests["dotprod"] == digests["i8mm"] == portable
     if "fma" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this machine cannot run fused multiply-adds to compare with")
-    run(*compiling.find_compiler(), *FLAGS, *FOUR_FUSED_LANES, driver, "-o", tmp_path / "here")
+    run(*build.find_compiler(), *FLAGS, *FOUR_FUSED_LANES, driver, "-o", tmp_path / "here")
     assert run(tmp_path / "here", "digests").splitlines() == portable
 
 
@@ -169,7 +169,7 @@ def test_without_products_of_floats_all_instruction_sets_have_the_same_bits(tmp_
     for level in levels:
         program = tmp_path / level.name
         tiles = EMULATED_TILES if level.name == "amx" else ()
-        run(*compiling.find_compiler(), *FLAGS, *tiles, *level.flags, driver, "-o", program)
+        run(*build.find_compiler(), *FLAGS, *tiles, *level.flags, driver, "-o", program)
         programs[level.name] = (program, "digests")
     if shutil.which(COMPILER) and shutil.which(EMULATOR):
         compile_for_arm(ARM[0], driver, tmp_path / "arm")
@@ -194,7 +194,7 @@ def test_functions_of_numbers_are_the_same(tmp_path: Path) -> None:
     digests: dict[str, set[str]] = {"5": set(), "997": set()}
     for level in (*fused, portable):
         program = tmp_path / level.name
-        run(*compiling.find_compiler(), *FLAGS, "-O2", *level.flags, source, "-o", program)
+        run(*build.find_compiler(), *FLAGS, "-O2", *level.flags, source, "-o", program)
         for step, found in digests.items():
             if step == "997" or level is not portable:
                 found.add(run(program, step))
@@ -214,7 +214,7 @@ def test_the_sources_are_valid_for_macos(level: Level, tmp_path: Path) -> None:
     zig = pytest.importorskip("ziglang", reason="needs headers of macOS: pip install ziglang")
     place = Path(zig.__file__).parent
     whole = tmp_path / "all.cpp"
-    whole.write_text("".join(f'#include "{path}"\n' for path in sorted(compiling.SOURCES.rglob("*.cpp"))))
+    whole.write_text("".join(f'#include "{path}"\n' for path in sorted(build.SOURCES.rglob("*.cpp"))))
     headers = ("libcxx/include", "include", "libc/include/any-darwin-any")
     folders = [word for each in headers for word in ("-isystem", place / "lib" / each)]
     target = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu import build, compiling
+from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.ffi import open_library
 from llmbox.kernels.cpu.isa import LEVELS, core_flops, cpu_flags, usable_levels
 from llmbox.kernels.cpu.library import load_backend
@@ -31,7 +31,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = tmp_path / "native"
     sources.mkdir()
     (sources / "library.cpp").write_text(TINY_SOURCE)
-    monkeypatch.setattr(compiling, "SOURCES", sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
     cache = tmp_path / "cache"
     monkeypatch.setenv("LLMBOX_KERNEL_CACHE", str(cache))
     load_backend.cache_clear()
@@ -65,7 +65,7 @@ def told() -> Iterator[list[tuple[int, int]]]:
 def test_a_build_tells_its_steps_and_a_library_that_is_there_none(
     tiny: Path, told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (compiling.SOURCES / "more.cpp").write_text("int llmbox_more() { return 1; }\n")
+    (build.SOURCES / "more.cpp").write_text("int llmbox_more() { return 1; }\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     build.library_path(LEVEL)
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
@@ -86,7 +86,7 @@ def test_a_wait_for_a_build_of_another_process_is_told(tiny: Path, told: list[tu
 
 def test_another_source_is_another_library(tiny: Path) -> None:
     first = build.library_path(LEVEL)
-    (compiling.SOURCES / "library.cpp").write_text(TINY_SOURCE.replace("42", "43"))
+    (build.SOURCES / "library.cpp").write_text(TINY_SOURCE.replace("42", "43"))
     second = build.library_path(LEVEL)
     assert first != second
     assert answer(second) == 43
@@ -114,24 +114,24 @@ def test_a_damaged_library_is_built_again(tiny: Path, damage: str) -> None:
 BUILD = """
 import ctypes, sys
 from pathlib import Path
-from llmbox.kernels.cpu import build, compiling
+from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.isa import LEVELS
 
-compiling.SOURCES = Path(sys.argv[1])
+build.SOURCES = Path(sys.argv[1])
 print(ctypes.CDLL(str(build.library_path(LEVELS[-1]))).llmbox_answer())
 """
 
 
 def test_processes_that_build_at_once(tiny: Path) -> None:
-    command = [sys.executable, "-P", "-c", BUILD, str(compiling.SOURCES)]
+    command = [sys.executable, "-P", "-c", BUILD, str(build.SOURCES)]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [child.communicate(timeout=300)[0] for child in children] == ["42\n"] * 3
     assert sorted(path.suffix for path in tiny.iterdir()) == [".lock", ".so"]
 
 
 def test_a_source_that_does_not_compile_names_the_error(tiny: Path) -> None:
-    (compiling.SOURCES / "library.cpp").write_text("int x = ;\n")
-    with pytest.raises(compiling.NativeUnavailable, match=r"cannot compile .*expected"):
+    (build.SOURCES / "library.cpp").write_text("int x = ;\n")
+    with pytest.raises(build.NativeUnavailable, match=r"cannot compile .*expected"):
         build.library_path(LEVEL)
     assert [path.suffix for path in tiny.iterdir()] == [".lock"]
 
@@ -189,7 +189,7 @@ def test_a_full_disk_gives_way_to_a_temporary_folder(
     """Not to the next instruction set, which would be compiled in vain as well."""
     compiler = tmp_path / "compiler"
     full = f"case $* in *{tiny}*) echo 'ld: cannot write: No space left on device' >&2; exit 1;; esac"
-    compiler.write_text(f'#!/bin/sh\n{full}\nexec {compiling.find_compiler()[0]} "$@"\n')
+    compiler.write_text(f'#!/bin/sh\n{full}\nexec {build.find_compiler()[0]} "$@"\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -205,7 +205,7 @@ def test_a_temporary_folder_of_somebody_else_is_not_trusted(
     theirs = build.temporary_folder()
     theirs.mkdir()
     theirs.chmod(0o777)
-    with pytest.raises(compiling.NativeUnavailable, match="can be written by others"):
+    with pytest.raises(build.NativeUnavailable, match="can be written by others"):
         build.library_path(LEVEL)
 
 
@@ -276,7 +276,7 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
     def open_first_never(path: Path) -> ctypes.CDLL:
         opened.append(path)
         if len(opened) == 1:
-            raise compiling.NativeUnavailable("denied")
+            raise build.NativeUnavailable("denied")
         return open_library(path)
 
     if len(usable_levels()) < 2:
@@ -294,19 +294,19 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 100])
 def test_every_source_is_in_one_part_whatever_the_cores(cores: int) -> None:
-    parts = compiling.split_sources(cores)
-    sources = sorted(compiling.SOURCES.rglob("*.cpp"))
+    parts = build.split_sources(cores)
+    sources = sorted(build.SOURCES.rglob("*.cpp"))
     assert sorted(source for part in parts for source in part) == sources
     assert len(parts) == min(cores, len(sources))
-    work = [sum(compiling.SECONDS.get(source.stem, 1.0) for source in part) for part in parts]
-    assert max(work) <= max(sum(work) / len(parts) * 1.25, *compiling.SECONDS.values())
+    work = [sum(build.SECONDS.get(source.stem, 1.0) for source in part) for part in parts]
+    assert max(work) <= max(sum(work) / len(parts) * 1.25, *build.SECONDS.values())
 
 
 def test_all_sources_can_be_one_part(tmp_path: Path) -> None:
     """A machine with one core compiles them so."""
     whole = tmp_path / "whole.cpp"
-    (part,) = compiling.split_sources(1)
+    (part,) = build.split_sources(1)
     whole.write_text("".join(f'#include "{source}"\n' for source in part))
-    include = ["-I", str(compiling.SOURCES)]
-    command = [*compiling.find_compiler(), *compiling.FLAGS, *include, "-fsyntax-only", str(whole)]
+    include = ["-I", str(build.SOURCES)]
+    command = [*build.find_compiler(), *build.FLAGS, *include, "-fsyntax-only", str(whole)]
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""

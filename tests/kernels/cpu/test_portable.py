@@ -18,7 +18,7 @@ from llmbox.engine.errors import DeviceError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.weights.adapters import AdapterLayers
-from llmbox.kernels.cpu import compiling
+from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.quant_formats import QUANTS
@@ -222,15 +222,13 @@ def test_a_gpu_is_refused() -> None:
         require_runnable(RunnablePlan("bfloat16", "int8", "int8"), site, config)
 
 
-def run_traced(
-    lanes: int, rows: int, folder: Path, sources: Path = compiling.SOURCES
-) -> tuple[int, list[str]]:
+def run_traced(lanes: int, rows: int, folder: Path, sources: Path = build.SOURCES) -> tuple[int, list[str]]:
     """Compile and run the driver: its exit status and its lines."""
     program = folder / f"traced{lanes}"
     if not program.exists():
         places = ("-I", str(sources), f"-DLLMBOX_TRACED={lanes}", str(TRACED), "-o", str(program))
         made = subprocess.run(
-            [*compiling.find_compiler(), *TRACED_FLAGS, *places], capture_output=True, text=True
+            [*build.find_compiler(), *TRACED_FLAGS, *places], capture_output=True, text=True
         )
         assert made.returncode == 0, made.stderr[-2000:]
     done = subprocess.run([program, str(rows)], capture_output=True, text=True)
@@ -277,7 +275,7 @@ def test_sums_are_one_tree_among_up_to_256_rows(digests: Digests, lanes: int) ->
 )
 def test_another_order_is_found(tmp_path: Path, digests: Digests, file: str, kept: str, broken: str) -> None:
     sources = tmp_path / "native"
-    shutil.copytree(compiling.SOURCES, sources)
+    shutil.copytree(build.SOURCES, sources)
     text = (sources / file).read_text()
     assert text.count(kept) == 1
     (sources / file).write_text(text.replace(kept, broken))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu import build, compiling
+from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu import ffi as native
 from llmbox.kernels.cpu import library as load
 from llmbox.kernels.cpu.build import seal
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sources, folder = tmp_path / "native", tmp_path / "prebuilt"
     sources.mkdir(), folder.mkdir()
     (sources / "library.cpp").write_text(SOURCE % (1, COMPILED_HERE))
-    monkeypatch.setattr(compiling, "SOURCES", sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setattr(build, "FOLDER", folder)
     monkeypatch.setattr(native, "FUNCTIONS", {"llmbox_answer": (ctypes.c_int, ())})
     monkeypatch.setenv("LLMBOX_KERNEL_CACHE", str(tmp_path / "cache"))
@@ -47,8 +47,8 @@ def bring(level: Level, tmp_path: Path, usable: int = 1) -> Path:
     path = build.prebuilt_path(level)
     source = tmp_path / "came.cpp"
     source.write_text(SOURCE % (usable, CAME_ALONG))
-    command = [*compiling.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(path)]
-    compiling.run(command, level, compiling.TIMEOUT_S)
+    command = [*build.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(path)]
+    build.run(command, level, build.TIMEOUT_S)
     seal(path)
     return path
 
@@ -86,7 +86,7 @@ def test_a_damaged_one_is_told_and_another_is_compiled(
 
 
 def test_one_of_other_sources_is_not_used(came: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = compiling.SOURCES / "library.cpp"
+    source = build.SOURCES / "library.cpp"
     source.write_text(source.read_text() + "// changed\n")
     assert open_portable() == (COMPILED_HERE, load.COMPILED)
     assert "is of other sources" in caplog.text

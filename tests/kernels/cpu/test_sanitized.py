@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.kernels.cpu import compiling
+from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.isa import Level, usable_levels
 from support.lanes import first_in_the_suite
 
@@ -25,12 +25,12 @@ OPTIONS = (
 def test_odd_shapes_stay_inside_their_buffers(level: Level, tmp_path: Path) -> None:
     program = tmp_path / "sanitized"
     command = [
-        *compiling.find_compiler(),
+        *build.find_compiler(),
         *FLAGS,
         *SANITIZERS,
         *level.flags,
         "-I",
-        str(compiling.SOURCES),
+        str(build.SOURCES),
         str(DRIVER),
     ]
     compiled = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
