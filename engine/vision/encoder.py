@@ -21,9 +21,9 @@ from ..model_config.vision.config import VisionConfig
 from ..model_config.vision.tensors import check_vision_tensors
 from ..weights.checkpoint import Checkpoint
 from ..weights.projector_source import ProjectorSource
+from .layers import TowerWeights
 from .projectors import PROJECTORS, Projector
 from .tower import VisionTower
-from .weights import TowerWeights
 
 CPU = torch.device("cpu")
 
