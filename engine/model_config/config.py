@@ -158,7 +158,7 @@ class ModelConfig:
     @property
     def sliding_heads(self) -> tuple[int, int] | None:
         """Return KV heads of sliding-window layers and their width, where other layers have others."""
-        sliding = sliding_shape(self.windows, self.layer_sizes, (self.num_kv_heads, self.head_dim))
+        sliding = sliding_shape(self.windows, self.layer_sizes, (self.num_kv_heads, self.head_dim), None)
         return None if sliding is None else sliding.heads
 
     @property

@@ -8,6 +8,7 @@ from typing import Literal
 from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
+from .sliding_window import Windows
 from .vision.shape import NO_TOWER, VisionShape
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -124,14 +125,9 @@ class LayerSizes:
 
 
 def sliding_shape(
-    windows: tuple[int | None, ...],
-    sizes: tuple[LayerSizes, ...],
-    heads: tuple[int, int],
-    recurrent: RecurrentShape | None = None,
+    windows: Windows, sizes: tuple[LayerSizes, ...], heads: tuple[int, int], recurrent: RecurrentShape | None
 ) -> SlidingShape | None:
-    """Return the layers with a window; None if there are none. `heads`: KV heads of other layers and their
-    width. `recurrent`: layers among them that have no KV.
-    """
+    """Return the layers with a window; None if there are none. `heads`: KV heads of others, their width."""
     is_sliding = tuple(window is not None for window in windows)
     if not any(is_sliding):
         return None

@@ -149,8 +149,9 @@ class TowerLinear:
         order: tuple[int, ...] | None = None,
     ) -> None:
         self._ops = weights.ops
-        groups = [((name,), (rows,)) for name, rows in zip(names, outputs, strict=True)]
-        groups = groups if clips else [(tuple(names), tuple(outputs))]
+        groups: list[tuple[Sequence[str], Sequence[int]]] = [(names, outputs)]
+        if clips:
+            groups = [((name,), (rows,)) for name, rows in zip(names, outputs, strict=True)]
         each = None if order is None or not clips else order[: outputs[0]]
         self._parts = []
         for number, (group, sizes) in enumerate(groups):
@@ -177,11 +178,11 @@ class GridConv:
 
     def __init__(self, tower: TowerConfig, weights: TowerWeights) -> None:
         self.ops, self.merge, self.width = weights.ops, tower.merge, tower.conv_width
-        (first, conv, last), hidden, width = tower.names.conv, tower.hidden_size, tower.conv_width
-        self.input = weights.linear((first,), 3 * hidden, hidden, bias=False)
-        weight_E1KK = weights.floats(f"{conv}.weight", hidden, 1, width, width)
+        hidden, width, weights = tower.hidden_size, tower.conv_width, weights.at(tower.names.conv)
+        self.input = weights.linear(("in_proj",), 3 * hidden, hidden, bias=False)
+        weight_E1KK = weights.floats("spatial_conv.weight", hidden, 1, width, width)
         self.weight_KKE = weight_E1KK[:, 0].permute(1, 2, 0).contiguous()
-        self.output = weights.linear((last,), hidden, hidden, bias=False)
+        self.output = weights.linear(("out_proj",), hidden, hidden, bias=False)
 
     def __call__(self, x_PE: Tensor, grid: tuple[int, int]) -> Tensor:
         """Return the results; patches that are merged stand next to each other."""

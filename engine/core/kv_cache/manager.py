@@ -310,7 +310,7 @@ class KVCacheManager:
         return blocks[: self.usable_end(request.block_hashes[: len(blocks)], self.has)], len(blocks)
 
     def usable_end(self, hashes: Sequence[bytes], has: Callable[[BlockKind, bytes], bool]) -> int:
-        """Return the longest prefix in blocks, at most these all, of which `has` knows window and state."""
+        """Return how many of these blocks a request can go on from: `has` knows their window and state."""
         ends: Iterable[int] = range(len(hashes), 0, -1)
         if self.windows is not None:
             ends = self.windows.usable_ends([has("window", each) for each in hashes])

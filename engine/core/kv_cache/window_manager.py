@@ -44,7 +44,7 @@ class WindowManager:
         return ends[::-1]
 
     def allocate(self, request: Request, blocks: int) -> None:
-        """Share the cached window of the first `blocks` blocks, which are `usable`."""
+        """Share the cached window of the first `blocks` blocks, one of `usable_ends`."""
         first = self.first_needed(blocks * self.pool.block_size)
         shared = [self.pool.find((block_hash,))[0] for block_hash in request.block_hashes[first:blocks]]
         self.pool.touch(shared)

@@ -50,8 +50,8 @@ class TowerNames:
     gate: str = ""
     up: str = "mlp.fc1"
     down: str = "mlp.fc2"
-    conv: tuple[str, str, str] = ("", "", "")
-    """Linear, convolution and linear of a layer that has these in place of attention."""
+    conv: str = ""
+    """Module of a layer with `in_proj`, `spatial_conv` and `out_proj` in place of attention."""
     projector: tuple[str, ...]
     """Norm, first and second linear of the projector, from the top; empty where there is none."""
 

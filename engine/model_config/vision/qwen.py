@@ -217,7 +217,8 @@ def lfm3_vl(files: VisionFiles) -> VisionConfig:
     kinds = fields.raw.get("layer_types")
     if kinds is None:
         kinds = ["conv" if layer < 2 or layer % 2 else "full_attention" for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {"conv", "full_attention"}:
+    known = isinstance(kinds, list) and all(kind in ("conv", "full_attention") for kind in kinds)
+    if not known or len(kinds) != layers:
         raise fields.error(f"layer_types must name conv or full_attention for each of {layers} layers")
     width = fields.integer("conv_kernel_size", 3, most=31)
     if width % 2 == 0:
@@ -237,7 +238,7 @@ def lfm3_vl(files: VisionFiles) -> VisionConfig:
         gate="feed_forward.w1",
         up="feed_forward.w3",
         down="feed_forward.w2",
-        conv=("conv.in_proj", "conv.spatial_conv", "conv.out_proj"),
+        conv="conv",
         projector=tuple(f"multi_modal_projector.{name}" for name in ("layer_norm", "linear_1", "linear_2")),
     )
     tower = TowerConfig(

@@ -87,10 +87,10 @@ def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
     names, hidden, inner = tower.names, tower.hidden_size, tower.intermediate_size
     attention: list[str] = []
     if has_conv:
-        first, conv, last = names.conv
-        yield from _linear(at + first, 3 * hidden, hidden, bias=False)
-        yield f"{at}{conv}.weight", (hidden, 1, tower.conv_width, tower.conv_width)
-        yield from _linear(at + last, hidden, hidden, bias=False)
+        module = at + names.conv
+        yield from _linear(f"{module}.in_proj", 3 * hidden, hidden, bias=False)
+        yield f"{module}.spatial_conv.weight", (hidden, 1, tower.conv_width, tower.conv_width)
+        yield from _linear(f"{module}.out_proj", hidden, hidden, bias=False)
     else:
         if names.stacked:
             yield from _linear(at + names.stacked, 3 * hidden, hidden, bias=tower.attention_bias)

@@ -17,6 +17,7 @@ from llmbox.engine.core.speculation.proposer import Proposals
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import ModelShape, SlidingShape
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
+from llmbox.engine.planning.parallel_cost import rank_shape
 from support.device_ranks import device_ranks
 from support.families import FAMILIES, make_family
 from support.late_device import FakeCapture, device_engine
@@ -214,6 +215,9 @@ def test_the_plan_counts_full_attention_windows_and_states(lfm3: Path) -> None:
     shape = parse_config(lfm3).shape()
     assert shape.sliding is not None
     assert (shape.sliding.layers, shape.sliding.full_layers, shape.sliding_share) == (1, 2, 1 / 3)
+    stage = rank_shape(shape, 1, 2).sliding
+    assert stage is not None
+    assert (stage.layers, stage.full_layers) == (1, 1)
     kv, window = runner.block_memory().sizes["kv"], runner.block_memory().sizes["window"]
     assert kv == 2 * window
     assert engine.info.kv_bytes_per_token * 16 == kv

@@ -130,7 +130,7 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ("lfm2_vl", {}, {"tile_size": 63}, "tile_size 63"),
         (
             "lfm3_vl",
-            {"layer_types": ["conv", "conv", "conv", "mamba"]},
+            {"layer_types": ["conv", "conv", "conv", ["conv"]]},
             {},
             "conv or full_attention for each",
         ),
