@@ -1,9 +1,9 @@
-"""Index of the tensors in a model directory: one safetensors file, or shards with an index file; and single
-rows of its matrices as Python floats, for code without torch.
+"""Index of the tensors in a model directory: one safetensors file, or shards with an index file; their check
+against what a model asks for; and single rows of its matrices as Python floats, for code without torch.
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from llmbox.kernels.quant_formats import Quant
 from ..errors import ModelError
 from .files import MAX_BYTES, open_regular, parse_json, read_regular
 from .quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, SCALE, STORED_BYTES
-from .safetensors import FETCH_AGAIN, TensorEntry, read_header, shown
+from .safetensors import FETCH_AGAIN, TensorEntry, missing_tensor, read_header, shown, wrong_shape
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -60,6 +60,8 @@ NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUN
 """Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
 config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of tensors that are not quantized."""
 
 
 def list_tensors(directory: Path) -> dict[str, TensorEntry]:
@@ -224,6 +226,93 @@ def read_index(index: Path) -> dict[str, str]:
                 f"{index} points at {shown(str(file))}, which is not a safetensors file beside it"
             )
     return weight_map
+
+
+class ExpectedTensors:
+    """Tensors of a checkpoint, from which those that the model asks for are taken one by one."""
+
+    def __init__(
+        self,
+        where: str,
+        entries: Mapping[str, TensorEntry],
+        names: Mapping[str, str],
+        *,
+        is_quantized: bool,
+    ) -> None:
+        """`where`: the model in errors. `names`: parts of names that the checkpoint has for usual ones."""
+        self.left = dict(entries)
+        self.where, self._names = where, names
+        self._is_quantized = is_quantized
+        self._below: dict[str, list[str]] = {}
+        """Names of the tensors below each module."""
+        for name in entries:
+            for end, letter in enumerate(name):
+                if letter == ".":
+                    self._below.setdefault(name[:end], []).append(name)
+
+    def at(self, prefix: str, name: str) -> str:
+        """Return a name below a prefix as the checkpoint has it (`Weights`)."""
+        if name in self._names:
+            return prefix + self._names[name]
+        return prefix + ".".join(self._names.get(part, part) for part in name.split("."))
+
+    def take(self, name: str, *shape: int) -> None:
+        """Take a tensor. Vectors may be stored as one row, single numbers without dimensions."""
+        entry = self.left.pop(name, None)
+        if entry is None:
+            raise missing_tensor(self.where, name)
+        if entry.shape not in (shape, (1, *shape)) and (entry.shape, shape) != ((), (1,)):
+            raise wrong_shape(entry, shape)
+
+    def take_all(self, module: str) -> None:
+        """Take all that is below a module."""
+        for name in self._below.get(module, ()):
+            self.left.pop(name, None)
+
+    def take_stack(self, name: str, shape: tuple[int, int, int], biases: int) -> bool:
+        """Take the tensors of all experts of a layer, whose names begin so; False if there are none. Those
+        of a quantized checkpoint are checked by their format. `biases`: of an expert; 0: it has none.
+        """
+        stack = [each for each in self.left if each.startswith(name)]
+        for each in stack:
+            is_matrix = each in {name, f"{name}.weight"} and self.left[each].dtype in _FLOATS
+            if is_matrix:
+                self.take(each, *shape)
+            elif self._is_quantized:
+                del self.left[each]
+        if stack and biases and not self._is_quantized:
+            self.take(f"{name}_bias", shape[0], biases)
+        return bool(stack)
+
+    def has(self, module: str) -> bool:
+        return module in self._below
+
+    def linears(
+        self,
+        module: str,
+        rows: Mapping[str, int],
+        inputs: int,
+        *,
+        bias: bool = False,
+        stacks: Iterable[str] = (),
+    ) -> None:
+        """Take linears below a module, {name: rows}, or a tensor of all of them that has one of the names
+        `stacks`. Linears of a quantized checkpoint are checked by their format.
+        """
+        names = {self.at(module, name): outputs for name, outputs in rows.items()}
+        stack = next((each for each in (self.at(module, name) for name in stacks) if self.has(each)), None)
+        if stack is not None:
+            names = {stack: sum(names.values())}
+        for name, outputs in names.items():
+            entry = self.left.get(f"{name}.weight")
+            is_packed = entry is None or entry.dtype not in _FLOATS
+            if not (self._is_quantized and self.has(name) and is_packed):
+                self.take(f"{name}.weight", outputs, inputs)
+        for name, outputs in names.items():
+            if bias:
+                self.take(f"{name}.bias", outputs)
+            if self._is_quantized:
+                self.take_all(name)
 
 
 _BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}

@@ -158,7 +158,7 @@ class ModelConfig:
     @property
     def sliding_heads(self) -> tuple[int, int] | None:
         """Return KV heads of sliding-window layers and their width, where other layers have others."""
-        sliding = sliding_shape(self.windows, self.layer_sizes, (self.num_kv_heads, self.head_dim))
+        sliding = sliding_shape(self.windows, self.layer_sizes, (self.num_kv_heads, self.head_dim), None)
         return None if sliding is None else sliding.heads
 
     @property
@@ -216,7 +216,9 @@ class ModelConfig:
 
     def shape(self, context: int | None = None) -> ModelShape:
         """Return the shape for the estimator. `context`: requested context; None for the default."""
-        windows = {window for window in self.windows if window is not None}
+        windows = [window for window in self.windows if window is not None]
+        recurrent = None if self.recurrent is None else self.recurrent.shape(self.hidden_size)
+        heads = self.num_kv_heads, self.head_dim
         return ModelShape(
             layers=self.num_layers,
             hidden=self.hidden_size,
@@ -230,7 +232,7 @@ class ModelConfig:
             short_context=self.short_context,
             dtype=self.dtype,
             sliding_window=min(map(abs, windows), default=None),
-            sliding_share=1 - self.windows.count(None) / self.num_layers,
+            sliding_share=len(windows) / (recurrent.attention_layers or 1 if recurrent else self.num_layers),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm == "heads",
             norms_all_heads=self.qk_norm == "width",
@@ -242,10 +244,10 @@ class ModelConfig:
             blocks=self.stored.sizes if isinstance(self.stored, GgufFormat) else None,
             wide_params=self.wide_params,
             experts=None if self.experts is None else self.experts.shape(),
-            recurrent=None if self.recurrent is None else self.recurrent.shape(self.hidden_size),
+            recurrent=recurrent,
             mlp_layers=self.mlp_layers if self.block == "single" else None,
             is_gated=self.activation not in UNGATED,
-            sliding=sliding_shape(self.windows, self.layer_sizes, (self.num_kv_heads, self.head_dim)),
+            sliding=sliding_shape(self.windows, self.layer_sizes, heads, recurrent),
             linear_params=count_linear_params(self) if self.layer_sizes else None,
             other_inputs=list_inputs(self),
             looked_up_params=self.per_layer_vocab * self.per_layer_row,

@@ -4,33 +4,34 @@
 what it cannot tell from the headers is left to the load.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from llmbox.kernels.activation import UNGATED, XIELU
 
 from ..checkpoint.formats.weight_format import GgufFormat
-from ..checkpoint.index import NOT_NEEDED, refuse_undeclared, renamed
-from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tensor, wrong_shape
+from ..checkpoint.index import NOT_NEEDED, ExpectedTensors, refuse_undeclared, renamed
+from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tensor
 from .architecture import EncoderConfig
 from .config import ModelConfig
-from .moe import ExpertsConfig
+from .latent import LatentConfig
+from .moe import ExpertsConfig, StackedExperts
 from .recurrent.config import RecurrentConfig
 
+_PRE: Final = ("input_layernorm", "post_attention_layernorm")
+_POST: Final = ("post_attention_layernorm", "post_feedforward_layernorm")
+_SANDWICH: Final = (*_POST, "input_layernorm", "pre_feedforward_layernorm")
 _NORMS: Final = {
-    "pre_norm": ("input_layernorm", "post_attention_layernorm"),
-    "layer_norm": ("input_layernorm", "post_attention_layernorm"),
-    "post_norm": ("post_attention_layernorm", "post_feedforward_layernorm"),
-    "sandwich": (
-        "post_attention_layernorm",
-        "post_feedforward_layernorm",
-        "input_layernorm",
-        "pre_feedforward_layernorm",
-    ),
+    "pre_norm": _PRE,
+    "layer_norm": _PRE,
+    "post_norm": _POST,
+    "sandwich": _SANDWICH,
+    "scaled_sandwich": _SANDWICH,
+    "altup": _SANDWICH,
     "parallel": ("input_layernorm",),
     "single": ("input_layernorm",),
 }
-_FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _RECURRENT: Final = {
     "gated_delta": "linear_attn",
     "kimi_delta": "self_attn",
@@ -46,20 +47,20 @@ UNUSED_OF_ENCODERS: Final = (
 
 def check_weights(where: str, config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
     """Raise ModelError for the first tensor that is quantized without a word in config.json, is missing, has
-    another shape than it says, or has no place in its architecture. Models whose layers differ in size, and
-    GGUF files, are left to the load.
+    another shape than it says, or has no place in its architecture. GGUF files are left to the load.
     """
     if config.stored is None:
         for name, entry in entries.items():
             if name.endswith(".weight"):
                 refuse_undeclared(entry)
-    if not is_known(config):
+    if isinstance(config.stored, GgufFormat):
         return
     if config.encoder is not None:
-        found = ExpectedTensors(where, config, renamed(entries, config.encoder.rename))
+        entries = renamed(entries, config.encoder.rename)
+    found = ExpectedTensors(where, entries, config.names, is_quantized=config.stored is not None)
+    if config.encoder is not None:
         unused = _check_encoder(found, config, config.encoder)
     else:
-        found = ExpectedTensors(where, config, entries)
         unused = _check_decoder(found, config)
     left = {
         name: entry
@@ -70,90 +71,19 @@ def check_weights(where: str, config: ModelConfig, entries: Mapping[str, TensorE
         raise misplaced_tensor(left)
 
 
-def is_known(config: ModelConfig) -> bool:
-    """Return whether all layers have the usual parts, of one size."""
-    if config.altup is not None or config.layer_sizes or config.per_layer_width or config.norms_values:
-        return False
-    if isinstance(config.stored, GgufFormat):
-        return False
-    return config.encoder is not None or config.block in _NORMS
-
-
-class ExpectedTensors:
-    """Tensors of a checkpoint, from which those that the model asks for are taken one by one."""
-
-    def __init__(self, where: str, config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
-        self.left = dict(entries)
-        self.where, self._names = where, config.names
-        self._is_quantized = config.stored is not None
-        self._below: dict[str, list[str]] = {}
-        """Names of the tensors below each module."""
-        for name in entries:
-            for end, letter in enumerate(name):
-                if letter == ".":
-                    self._below.setdefault(name[:end], []).append(name)
-
-    def at(self, prefix: str, name: str) -> str:
-        """Return a name below a prefix as the checkpoint has it (`Weights`)."""
-        if name in self._names:
-            return prefix + self._names[name]
-        return prefix + ".".join(self._names.get(part, part) for part in name.split("."))
-
-    def take(self, name: str, *shape: int) -> None:
-        """Take a tensor. Vectors may be stored as one row, single numbers without dimensions."""
-        entry = self.left.pop(name, None)
-        if entry is None:
-            raise missing_tensor(self.where, name)
-        if entry.shape not in (shape, (1, *shape)) and (entry.shape, shape) != ((), (1,)):
-            raise wrong_shape(entry, shape)
-
-    def take_all(self, module: str) -> None:
-        """Take all that is below a module."""
-        for name in self._below.get(module, ()):
-            self.left.pop(name, None)
-
-    def take_stack(self, name: str) -> bool:
-        """Take the tensors whose names begin so; False if there are none."""
-        stack = [each for each in self.left if each.startswith(name)]
-        for each in stack:
-            del self.left[each]
-        return bool(stack)
-
-    def has(self, module: str) -> bool:
-        return module in self._below
-
-    def linears(
-        self,
-        module: str,
-        rows: Mapping[str, int],
-        inputs: int,
-        *,
-        bias: bool = False,
-        stacks: Iterable[str] = (),
-    ) -> None:
-        """Take linears below a module, {name: rows}, or a tensor of all of them that has one of the names
-        `stacks`. Linears of a quantized checkpoint are checked by their format.
-        """
-        names = {self.at(module, name): outputs for name, outputs in rows.items()}
-        stack = next((each for each in (self.at(module, name) for name in stacks) if self.has(each)), None)
-        if stack is not None:
-            names = {stack: sum(names.values())}
-        for name, outputs in names.items():
-            entry = self.left.get(f"{name}.weight")
-            is_packed = entry is None or entry.dtype not in _FLOATS
-            if not (self._is_quantized and self.has(name) and is_packed):
-                self.take(f"{name}.weight", outputs, inputs)
-        for name, outputs in names.items():
-            if bias:
-                self.take(f"{name}.bias", outputs)
-            if self._is_quantized:
-                self.take_all(name)
-
-
 def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ...]:
     """Take all tensors of a decoder; return prefixes of those that nothing needs."""
     hidden, recurrent = config.hidden_size, config.recurrent
     found.linears("", {"model.embed_tokens": config.vocab_size}, hidden)
+    if width := config.per_layer_width:
+        row = config.per_layer_row
+        found.linears("", {"model.embed_tokens_per_layer": config.per_layer_vocab}, row)
+        found.linears("", {"model.per_layer_model_projection": row}, hidden)
+        found.take("model.per_layer_projection_norm.weight", width)
+    if config.altup is not None:
+        for stream in range(config.altup.streams - 1):
+            names = f"model.altup_projections.{stream}", f"model.altup_unembed_projections.{stream}"
+            found.linears("", dict.fromkeys(names, hidden), hidden)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         is_recurrent = recurrent is not None and recurrent.layers[layer]
@@ -161,8 +91,13 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
         if recurrent is not None and is_recurrent:
             _take_recurrent(found, found.at(prefix, f"{_RECURRENT[recurrent.kind]}."), config, recurrent)
         if has_attention:
-            take = _take_attention if config.latent is None else _take_latent
-            take(found, found.at(prefix, "self_attn."), config)
+            module = found.at(prefix, "self_attn.")
+            if config.latent is None:
+                _take_attention(found, module, config, layer)
+            else:
+                _take_latent(found, module, config, config.latent)
+        if config.block in {"scaled_sandwich", "altup"}:
+            _take_gemma(found, prefix, config)
         if config.block != "single" or not (is_recurrent or has_attention):
             _take_mlp(found, prefix, config, layer)
         for norm in _NORMS[config.recurrent_block if is_recurrent else config.block]:
@@ -182,10 +117,46 @@ def _take_norm(found: ExpectedTensors, prefix: str, name: str, config: ModelConf
         found.take(found.at(prefix, f"{name}.bias"), config.hidden_size)
 
 
-def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig) -> None:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    rows = {"q_proj": q * (1 + config.has_attention_gate), "k_proj": kv, "v_proj": kv}
+def _take_gemma(found: ExpectedTensors, prefix: str, config: ModelConfig) -> None:
+    """Take what a layer of Gemma 3n or 4 has beside attention, MLP and their norms."""
+    hidden, width = config.hidden_size, config.per_layer_width
+    if width:
+        found.linears(prefix, {"per_layer_input_gate": width}, hidden)
+        found.linears(prefix, {"per_layer_projection": hidden}, width)
+        found.take(f"{prefix}post_per_layer_input_norm.weight", hidden)
+    if config.altup is None:
+        found.take(f"{prefix}layer_scalar", 1)
+    else:
+        streams, rank = config.altup.streams, config.altup.laurel_rank
+        found.take(f"{prefix}altup.router_norm.weight", hidden)
+        found.linears(f"{prefix}altup.", {"modality_router": streams}, hidden)
+        found.take(f"{prefix}altup.prediction_coefs.weight", streams**2, streams)
+        found.take(f"{prefix}altup.correction_coefs.weight", streams, streams)
+        found.take(f"{prefix}altup.correct_output_scale", hidden)
+        found.linears(f"{prefix}laurel.", {"linear_left": rank}, hidden)
+        found.linears(f"{prefix}laurel.", {"linear_right": hidden}, rank)
+        found.take(f"{prefix}laurel.post_laurel_norm.weight", hidden)
+    if config.experts is not None:  # beside the MLP, which is no shared expert of theirs
+        _take_experts(found, prefix, config, replace(config.experts, shared_inner=0))
+        found.take(f"{prefix}router.scale", hidden)
+        for norm in (
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        ):
+            found.take(f"{prefix}{norm}.weight", hidden)
+
+
+def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, layer: int) -> None:
+    sizes, hidden = config.sizes_of(layer), config.hidden_size
+    head_dim, has_kv = sizes.head_dim, sizes.kv_source == layer
+    q, kv = config.num_heads * head_dim, sizes.kv_heads * head_dim
+    rows = {"q_proj": q * (1 + config.has_attention_gate)}
+    if has_kv:
+        rows |= {"k_proj": kv, "v_proj": kv} if sizes.has_values else {"k_proj": kv}
+    else:  # some checkpoints have them, unused
+        for name in ("k_proj", "v_proj", "k_norm"):
+            found.take_all(found.at(module, name))
     stacks = ("qkv_proj",) if config.has_stacked_projections else ()
     found.linears(module, rows, hidden, bias=config.qkv_bias, stacks=stacks)
     if config.has_sinks:
@@ -193,14 +164,13 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig) ->
     if config.has_head_gate:
         found.linears(module, {"g_proj": config.num_heads}, hidden)
     norms = {"heads": (head_dim, head_dim), "width": (q, kv)}.get(config.qk_norm or "", ())
-    for norm, width in zip(("q_norm", "k_norm"), norms, strict=False):
+    for norm, width in zip(("q_norm", "k_norm") if has_kv else ("q_norm",), norms, strict=False):
         found.take(found.at(module, f"{norm}.weight"), width)
     found.linears(module, {"o_proj": hidden}, q, bias=config.o_bias)
 
 
-def _take_latent(found: ExpectedTensors, module: str, config: ModelConfig) -> None:
-    latent, hidden, heads = config.latent, config.hidden_size, config.num_heads
-    assert latent is not None
+def _take_latent(found: ExpectedTensors, module: str, config: ModelConfig, latent: LatentConfig) -> None:
+    hidden, heads = config.hidden_size, config.num_heads
     bias, inputs = latent.has_bias, latent.q_rank or hidden
     found.linears(module, {"kv_a_proj_with_mqa": latent.width}, hidden, bias=bias)
     found.take(found.at(module, "kv_a_layernorm.weight"), latent.kv_rank)
@@ -258,12 +228,13 @@ def _take_recurrent(
 
 
 def _take_mlp(found: ExpectedTensors, prefix: str, config: ModelConfig, layer: int) -> None:
-    if config.experts is not None and config.experts.layers[layer]:
+    is_beside = config.block == "scaled_sandwich"
+    if config.experts is not None and config.experts.layers[layer] and not is_beside:
         module = found.at(prefix, f"{config.experts.module}.") if config.experts.module else prefix
         _take_experts(found, module, config, config.experts)
         return
     module = found.at(prefix, "mlp.")
-    _take_gated(found, module, config, config.intermediate_size)
+    _take_gated(found, module, config, config.sizes_of(layer).inner)
     if config.activation == "xielu":
         for number in XIELU._fields:
             found.take(found.at(module, f"act_fn.{number}"), 1)
@@ -279,7 +250,7 @@ def _take_gated(found: ExpectedTensors, module: str, config: ModelConfig, inner:
 
 
 def _take_experts(found: ExpectedTensors, module: str, config: ModelConfig, experts: ExpertsConfig) -> None:
-    """Take router, experts and the shared expert. Tensors of all experts are taken whatever their shape."""
+    """Take router, experts and the shared expert."""
     hidden, count = config.hidden_size, experts.count
     for numbers in (experts.correction, experts.factors):
         if numbers:  # maybe below the router
@@ -290,10 +261,7 @@ def _take_experts(found: ExpectedTensors, module: str, config: ModelConfig, expe
         found.linears(module, {"fc2_latent_proj": hidden}, experts.latent)
     *ups, down = experts.projections
     stacked, inputs = experts.stacked, experts.latent or hidden
-    if stacked is not None and found.take_stack(found.at(module, stacked.gate_up)):
-        if not found.take_stack(found.at(module, stacked.down)):
-            raise missing_tensor(found.where, found.at(module, stacked.down))
-    else:
+    if stacked is None or not _take_stacks(found, module, experts, stacked, inputs):
         for expert in range(count):
             own = found.at(module, f"experts.{expert}.")
             rows = dict.fromkeys(filter(None, ups), experts.inner)
@@ -303,6 +271,22 @@ def _take_experts(found: ExpectedTensors, module: str, config: ModelConfig, expe
         _take_gated(found, found.at(module, f"{experts.shared}."), config, experts.shared_inner)
     if experts.has_shared_gate:
         found.linears(module, {f"{experts.shared}_gate": 1}, hidden)
+
+
+def _take_stacks(
+    found: ExpectedTensors, module: str, experts: ExpertsConfig, stacked: StackedExperts, width: int
+) -> bool:
+    """Take the tensors that hold all experts of a layer, of rows of this width; False if there are none."""
+    gate_up, down = found.at(module, stacked.gate_up), found.at(module, stacked.down)
+    count, rows, inner = experts.count, 2 * experts.inner, experts.inner
+    is_turned, bias = stacked.is_transposed, experts.has_bias
+    shape = (count, width, rows) if is_turned else (count, rows, width)
+    if not found.take_stack(gate_up, shape, rows * bias):
+        return False
+    shape = (count, inner, width) if is_turned else (count, width, inner)
+    if not found.take_stack(down, shape, width * bias):
+        raise missing_tensor(found.where, down)
+    return True
 
 
 def _check_encoder(found: ExpectedTensors, config: ModelConfig, encoder: EncoderConfig) -> tuple[str, ...]:
@@ -322,13 +306,15 @@ def _check_encoder(found: ExpectedTensors, config: ModelConfig, encoder: Encoder
         found.linears(f"{module}self_attn.", {"o_proj": hidden}, hidden, bias=config.o_bias)
         if encoder.has_experts(layer):
             found.linears(f"{module}mlp.", {"router.layer": encoder.experts[0]}, hidden)
-            found.take_all(f"{module}mlp.experts")
+            for stack in ("w1", "w2"):
+                found.take(f"{module}mlp.experts.{stack}.weight", encoder.experts[0] * ffn, hidden)
+            found.take(f"{module}mlp.experts.bias", hidden)
         else:
             ups = dict.fromkeys(("gate_proj", "up_proj") if encoder.is_gated else ("up_proj",), ffn)
             stacks = ("gate_up_proj", "up_gate_proj")
             found.linears(f"{module}mlp.", ups, hidden, bias=encoder.up_bias, stacks=stacks)
             found.linears(f"{module}mlp.", {"down_proj": hidden}, ffn, bias=encoder.down_bias)
-        own = _NORMS["pre_norm" if encoder.is_pre_norm else "post_norm"]
+        own = _PRE if encoder.is_pre_norm else _POST
         norms += [f"{module}{norm}" for norm in own[encoder.is_pre_norm and not layer :]]
     for norm in norms:
         found.take(f"{norm}.weight", hidden)

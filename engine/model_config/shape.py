@@ -8,6 +8,7 @@ from typing import Literal
 from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
+from .sliding_window import Windows
 from .vision.shape import NO_TOWER, VisionShape
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -124,15 +125,14 @@ class LayerSizes:
 
 
 def sliding_shape(
-    windows: tuple[int | None, ...], sizes: tuple[LayerSizes, ...], heads: tuple[int, int]
+    windows: Windows, sizes: tuple[LayerSizes, ...], heads: tuple[int, int], recurrent: RecurrentShape | None
 ) -> SlidingShape | None:
-    """Return the layers with a window; None if there are none. `heads`: KV heads of other layers and their
-    width.
-    """
+    """Return the layers with a window; None if there are none. `heads`: KV heads of others, their width."""
     is_sliding = tuple(window is not None for window in windows)
     if not any(is_sliding):
         return None
-    owners = [layer for layer in range(len(windows)) if not sizes or sizes[layer].kv_source == layer]
+    with_kv = [layer for layer in range(len(windows)) if recurrent is None or recurrent.has_kv[layer]]
+    owners = [layer for layer in with_kv if not sizes or sizes[layer].kv_source == layer]
     sliding = [layer for layer in owners if is_sliding[layer]]
     own = [(sizes[layer].kv_heads, sizes[layer].head_dim) for layer in sliding] if sizes else []
     return SlidingShape(
@@ -141,7 +141,7 @@ def sliding_shape(
         full_layers=max(1, len(owners) - len(sliding)),
         window=max(abs(window or 0) for window in windows),
         heads=own[0] if own and own[0] != heads else None,
-        sharing=len(windows) - len(owners),
+        sharing=len(with_kv) - len(owners),
     )
 
 

@@ -97,7 +97,7 @@ def rank_shape(
         and _expert_share(shape.experts, layers, tp, expert_parallel, redundant_experts),
         mlp_layers=shape.mlp_layers and min(layers, shape.mlp_layers),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
-        sliding=shape.sliding and _sliding_share(shape.sliding, tp, pp),
+        sliding=shape.sliding and _sliding_share(shape.sliding, shape.recurrent, tp, pp),
         linear_params=shape.linear_params and -(-shape.linear_params // (tp * pp)),
         looked_up_params=-(-shape.looked_up_params // tp),
     )
@@ -142,15 +142,16 @@ def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentSh
     )
 
 
-def _sliding_share(sliding: SlidingShape, tp: int, pp: int) -> SlidingShape:
-    """Return the most sliding layers of any stage, and the most others."""
+def _sliding_share(sliding: SlidingShape, recurrent: RecurrentShape | None, tp: int, pp: int) -> SlidingShape:
+    """Return the most sliding layers of any stage, and the most others with KV."""
     kinds = sliding.is_sliding
+    has_kv = (True,) * len(kinds) if recurrent is None else recurrent.has_kv
     if sliding.heads is not None:
         sliding = replace(sliding, heads=(max(1, sliding.heads[0] // tp), sliding.heads[1]))
     if pp == 1:
         return sliding
     stages = [ParallelLayout(1, pp, stage).layers(len(kinds)) for stage in range(pp)]
-    counts = [(sum(kinds[layer] for layer in stage), len(stage)) for stage in stages]
+    counts = [(sum(kinds[i] for i in stage), sum(has_kv[i] for i in stage)) for stage in stages]
     return replace(
         sliding,
         layers=max(count for count, _ in counts),

@@ -107,8 +107,10 @@ class Planner:
             )
         prefill = self._prefill_bytes(context)
         have -= prefill
-        slots = self._slots(have - self._own_need(context), context)
-        window_blocks = self._shared_window_blocks(have - self._own_need(context))
+        spare = have - self._own_need(context)
+        slots = self._slots(spare, context)
+        spare -= (slots - self.least_slots) * self.shape.slot_bytes
+        window_blocks = self._shared_window_blocks(spare)
         workspace = self._workspace(context)
         beside = slots * self.shape.slot_bytes + self._window_bytes(window_blocks)
         wanted = self._pool_blocks(context)
@@ -157,11 +159,10 @@ class Planner:
 
     def _bounded_window(self) -> int:
         """Return the tokens behind which blocks of sliding-window layers are freed; 0: they keep all blocks,
-        as prompts that are computed at once need, and beside recurrent layers (LFM3).
+        as prompts that are computed at once need.
         """
         sliding, config = self.shape.sliding, self.config
-        others = self.shape.recurrent is not None or self.shape.is_bidirectional
-        if sliding is None or others or config.batching == "static":
+        if sliding is None or self.shape.is_bidirectional or config.batching == "static":
             return 0
         window = sliding.window + WINDOW_MARGIN
         is_bounded = config.chunked_prefill and window + self.token_budget < self._wanted_context()

@@ -23,8 +23,8 @@ from ..model_config.vision.config import ProjectorKind, VisionConfig
 from ..model_config.vision.tensors import check_vision_tensors
 from ..weights.checkpoint import Checkpoint
 from ..weights.gguf_source import ProjectorSource
-from .tower import VisionTower, activate, gate
-from .weights import TowerNorm, TowerWeights
+from .layers import TowerNorm, TowerWeights, activate, gate
+from .tower import VisionTower
 
 Projector = Callable[[Tensor, tuple[int, int], int], Tensor]
 """(states [P, E], rows and columns of patches, 0 or the deepstack level of the states) -> embeddings of a
@@ -112,20 +112,22 @@ class GemmaProjector:
 
 
 class PatchMerger:
-    """Norm and two linears over merged patches, once more for each deepstack level (Qwen)."""
+    """Norm and two linears over merged patches (Qwen, LFM3-VL), once more for each deepstack level."""
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
-        self.ops, tower = weights.ops, vision.tower
+        self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
         hidden, self.merged, out = tower.hidden_size, tower.hidden_size * tower.merge**2, vision.hidden_size
-        names = [(tower.names.projector, hidden, tower.is_rms)]
+        is_qwen = tower.projector == "merger"
+        inner, bias = tower.projector_size or self.merged, is_qwen or tower.projector_bias
+        names = [(tower.names.projector, hidden, is_qwen and tower.is_rms)]
         for level in range(len(tower.deepstack)):
             at = f"visual.deepstack_merger_list.{level}."
             names.append(((f"{at}norm", f"{at}linear_fc1", f"{at}linear_fc2"), self.merged, False))
         self.levels = [
             (
                 TowerNorm(weights, norm, width, tower.projector_eps, is_rms=is_rms),
-                weights.linear((first,), self.merged, self.merged, bias=True),
-                weights.linear((second,), out, self.merged, bias=True),
+                weights.linear((first,), inner, self.merged, bias=bias),
+                weights.linear((second,), out, inner, bias=bias),
             )
             for (norm, first, second), width, is_rms in names
         ]
@@ -133,7 +135,8 @@ class PatchMerger:
     def __call__(self, x_PE: Tensor, _grid: tuple[int, int], level: int) -> Tensor:
         norm, first, second = self.levels[level]
         rows = norm(x_PE.reshape(-1, self.merged) if level else x_PE).reshape(-1, self.merged)
-        return self.ops.linear(second, activate("gelu", self.ops.linear(first, rows)))
+        inner = activate(self.tower.projector_activation, self.ops.linear(first, rows))
+        return self.ops.linear(second, inner)
 
 
 class GlmOcrProjector:
@@ -166,9 +169,9 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
     "gemma4": GemmaProjector,
     "gemma4_unified": GemmaProjector,
     "merger": PatchMerger,
+    "lfm3_vl": PatchMerger,
     "glm_ocr": GlmOcrProjector,
 }
-
 
 CPU = torch.device("cpu")
 

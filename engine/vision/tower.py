@@ -3,195 +3,21 @@
 P patches of a tile, E hidden, F feed-forward, H heads, D head dim, K colors of a patch.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as torch_functional
 
-from llmbox.kernels.ops import Ops
-
 from ..device.device import move
-from ..model.encoder import attend
-from ..model_config.vision.config import ImageProcessorConfig, TowerConfig, VisionActivation
-from ..model_config.vision.shape import SLICE_PATCHES
-from .weights import TowerNorm, TowerWeights
-
-ACTIVATIONS: Final[dict[VisionActivation, Callable[[Tensor], Tensor]]] = {
-    "gelu": torch_functional.gelu,
-    "gelu_tanh": lambda x: torch_functional.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": torch_functional.silu,
-}
-
-
-def activate(activation: VisionActivation, x_TF: Tensor) -> Tensor:
-    return ACTIVATIONS[activation](x_TF)
-
+from ..model_config.vision.config import ImageProcessorConfig, TowerConfig
+from .layers import PatchLayout, TowerLayer, TowerNorm, TowerWeights
 
 Project = Callable[[Tensor, tuple[int, int], int], Tensor]
 """`Projector` of `encoder.py`."""
 SLICE_OPERATIONS: Final = 6e10
 """Operations after which a step may run; a chunk of a prompt has more on most models."""
-
-
-@dataclass(frozen=True, slots=True)
-class PatchLayout:
-    """Angles of RoPE [P, D] and the rows that see each other: runs of patches, whole tiles or windows."""
-
-    cos_PD: Tensor | None
-    sin_PD: Tensor | None
-    lens: Sequence[int]
-    starts_N1: Tensor
-
-
-class TowerLinear:
-    """Linears of the same rows, stacked as far as they read the same numbers."""
-
-    def __init__(
-        self,
-        weights: TowerWeights,
-        names: Sequence[str],
-        outputs: int,
-        inputs: int,
-        *,
-        bias: bool,
-        clips: bool,
-        order: tuple[int, ...] | None = None,
-    ) -> None:
-        self._ops = weights.ops
-        groups = [(name,) for name in names] if clips else [tuple(names)]
-        each = None if order is None or not clips else order[:outputs]
-        self._parts = []
-        for number, group in enumerate(groups):
-            # Values keep their order: of three linears the first two are rotated.
-            rows = order if not clips else each if number < 2 else None
-            packed = weights.linear(group, outputs, inputs, bias=bias, order=rows)
-            self._parts.append((packed, weights.bounds(group[0]) if clips else None))
-
-    def __call__(self, x_PI: Tensor) -> Tensor:
-        results = []
-        for packed, bounds in self._parts:
-            if bounds is None:
-                results.append(self._ops.linear(packed, x_PI))
-                continue
-            result = self._ops.linear(packed, x_PI.clamp(bounds[0], bounds[1]))
-            results.append(result.clamp_(bounds[2], bounds[3]))
-        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
-
-
-class TowerLayer:
-    """Attention and MLP with norms before them, and maybe after them."""
-
-    def __init__(self, tower: TowerConfig, weights: TowerWeights) -> None:
-        self.tower, self.ops, names = tower, weights.ops, tower.names
-        hidden, inner, eps = tower.hidden_size, tower.intermediate_size, tower.eps
-
-        def norm(name: str) -> TowerNorm | None:
-            return TowerNorm(weights, name, hidden, eps, is_rms=tower.is_rms) if name else None
-
-        self.norm1, self.norm2 = norm(names.norm1), norm(names.norm2)
-        self.after_attention, self.after_mlp = norm(names.after_attention), norm(names.after_mlp)
-        projections, outputs = [names.query, names.key, names.value], hidden
-        if names.stacked:
-            projections, outputs = [names.stacked], 3 * hidden
-        order = _rotated_order(tower)
-        bias, mlp, clips = tower.attention_bias, tower.mlp_bias, tower.clips
-        self.qkv = TowerLinear(weights, projections, outputs, hidden, bias=bias, clips=clips, order=order)
-        self.output = TowerLinear(weights, [names.output], hidden, hidden, bias=bias, clips=clips)
-        ups = [name for name in (names.gate, names.up) if name]
-        self.up = TowerLinear(weights, ups, inner, hidden, bias=mlp, clips=clips)
-        self.down = TowerLinear(weights, [names.down], hidden, inner, bias=mlp, clips=clips)
-        self.norms_2HD = None
-        if names.query_norm:
-            width, turn = tower.head_dim, None if order is None else list(order[: tower.head_dim])
-            rows = [weights.vector(f"{name}.weight", width) for name in (names.query_norm, names.key_norm)]
-            rows = rows if turn is None else [row[turn] for row in rows]
-            self.norms_2HD = torch.cat([row.expand(tower.num_heads, -1) for row in rows]).contiguous()
-        self.value_norm_HD = None
-        if tower.projector == "gemma4":
-            self.value_norm_HD = torch.ones(
-                tower.num_heads, tower.head_dim, dtype=weights.dtype, device=weights.device
-            )
-
-    def run(self, x_PE: Tensor, layout: PatchLayout) -> Generator[float, None, Tensor]:
-        """Run the layer; yields the operations of each piece of it. Pieces follow from the layout alone."""
-        assert self.norm1 is not None
-        assert self.norm2 is not None
-        tower, (patches, hidden) = self.tower, x_PE.shape
-        pieces = [slice(first, first + SLICE_PATCHES) for first in range(0, patches, SLICE_PATCHES)]
-        size = (patches, 3 * tower.num_heads, tower.head_dim)
-        heads_PnD = torch.empty(size, dtype=x_PE.dtype, device=x_PE.device)
-        for rows in pieces:
-            self._project(self.norm1(x_PE[rows]), layout, rows, heads_PnD[rows])
-            yield 6.0 * min(SLICE_PATCHES, patches) * hidden**2
-        out_PE, start = torch.empty_like(x_PE), 0
-        for attended in self._attend(heads_PnD, layout):
-            rows = slice(start, start + len(attended))
-            start = rows.stop
-            result = self.output(attended)
-            result = result if self.after_attention is None else self.after_attention(result)
-            torch.add(x_PE[rows], result, out=out_PE[rows])
-            yield len(attended) * hidden * (4.0 * max(layout.lens) + 2.0 * hidden)
-        del heads_PnD
-        for rows in pieces:
-            result = self._mlp(self.norm2(out_PE[rows]))
-            out_PE[rows] += result if self.after_mlp is None else self.after_mlp(result)
-            yield 6.0 * min(SLICE_PATCHES, patches) * hidden * tower.intermediate_size
-        return out_PE
-
-    def _project(self, x_PE: Tensor, layout: PatchLayout, where: slice, out_PnD: Tensor) -> None:
-        """Write queries, keys and values of some patches."""
-        tower, ops, heads = self.tower, self.ops, self.tower.num_heads
-        rows = self.qkv(x_PE).view(len(x_PE), -1, tower.head_dim)
-        qk_PnD, v_PHD = rows[:, : 2 * heads], rows[:, 2 * heads :]
-        if self.norms_2HD is not None:
-            qk_PnD = ops.rms_norm(qk_PnD, self.norms_2HD, tower.eps)
-        if self.value_norm_HD is not None:
-            v_PHD = ops.rms_norm(v_PHD, self.value_norm_HD, tower.eps)
-        if layout.cos_PD is not None and layout.sin_PD is not None:
-            qk_PnD = ops.rotary(qk_PnD, layout.cos_PD[where], layout.sin_PD[where])
-        out_PnD[:, : 2 * heads], out_PnD[:, 2 * heads :] = qk_PnD, v_PHD
-
-    def _attend(self, heads_PnD: Tensor, layout: PatchLayout) -> Iterator[Tensor]:
-        """Yield the results of attention for some patches after another."""
-        ops, tower = self.ops, self.tower
-        q_PHD, k_PHD, v_PHD = torch.split(heads_PnD, tower.num_heads, dim=1)
-        scale = tower.head_dim**-0.5 if tower.scales_queries else 1.0
-        if ops.attend_whole_texts is not None:
-            yield from ops.attend_whole_texts(q_PHD, k_PHD, v_PHD, layout.lens, scale)
-        else:
-            yield attend(ops, layout.lens, layout.starts_N1, q_PHD, k_PHD, v_PHD, scale)
-
-    def _mlp(self, x_PE: Tensor) -> Tensor:
-        rows, activation = self.up(x_PE), self.tower.activation
-        if not self.tower.names.gate:
-            return self.down(activate(activation, rows))
-        return self.down(gate(self.ops, activation, rows))
-
-
-def gate(ops: Ops, activation: VisionActivation, rows_P2F: Tensor) -> Tensor:
-    """Return activation(gate) * up, the gate first."""
-    if activation in {"silu", "gelu_tanh"}:
-        return ops.gate_mul(rows_P2F, activation)
-    first, up = rows_P2F.chunk(2, dim=1)
-    return activate(activation, first.contiguous()).mul_(up)
-
-
-def _rotated_order(tower: TowerConfig) -> tuple[int, ...] | None:
-    """Return the rows of query, key and value in the order that `Ops.rotary` wants: None as they are.
-
-    Gemma 4 rotates the first half of a head by its column, the second by its row, each with halves of its
-    own.
-    """
-    if tower.projector != "gemma4":
-        return None
-    part = tower.head_dim // 4
-    head = [*range(2 * part, 3 * part), *range(part), *range(3 * part, 4 * part), *range(part, 2 * part)]
-    rotated = [start * tower.head_dim + row for start in range(2 * tower.num_heads) for row in head]
-    return (*rotated, *range(len(rotated), len(rotated) + tower.hidden_size))
 
 
 class VisionTower:
@@ -211,7 +37,8 @@ class VisionTower:
         self._patch_norm, self._embedded_norm = norm(names.patch_norm, size), norm(names.embedded_norm)
         self._pre_norm = norm(names.pre_norm)
         self._layers = [
-            TowerLayer(tower, weights.at(f"{names.layers}.{number}")) for number in range(tower.num_layers)
+            TowerLayer(tower, weights.at(f"{names.layers}.{number}"), has_conv=number in tower.conv_layers)
+            for number in range(tower.num_layers)
         ]
         self._post_norm = norm(names.post_norm if tower.num_layers == tower.stored_layers else "")
 
@@ -309,7 +136,7 @@ class VisionTower:
 
         def layout(each: list[int]) -> PatchLayout:
             starts = torch.tensor([0, *each]).cumsum(0).int()
-            return PatchLayout(cos_PD, sin_PD, each, move(starts, device))
+            return PatchLayout((rows, columns), cos_PD, sin_PD, each, move(starts, device))
 
         return None if order_P is None else move(order_P, device), layout(lens), layout(windows)
 

@@ -21,7 +21,7 @@ from llmbox.engine.model_config.vision.config import (
     VisionRope,
 )
 from llmbox.engine.vision.encoder import VisionEncoder
-from llmbox.engine.vision.weights import TowerWeights
+from llmbox.engine.vision.layers import TowerWeights
 from llmbox.engine.weights.source import WeightRequest
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.reference import REFERENCE

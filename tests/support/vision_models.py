@@ -247,6 +247,34 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "max_tiles": 4,
         },
     ),
+    "lfm3_vl": (
+        "Lfm3VlForConditionalGeneration",
+        {
+            "text_config": TEXT
+            | {
+                "model_type": "lfm3",
+                "tie_word_embeddings": True,
+                "layer_types": ["conv", "full_attention", "sliding_attention"],
+                "sliding_window": 19,
+            },
+            "vision_config": {
+                "hidden_size": 64,
+                "intermediate_size": 80,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "patch_size": 6,
+                "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            },
+            "image_token_id": 10,
+            "projector_hidden_size": 40,
+        },
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 6,
+            "size": {"shortest_edge": 500, "longest_edge": 12000},
+        },
+    ),
     "glm_ocr": (
         "GlmOcrForConditionalGeneration",
         {

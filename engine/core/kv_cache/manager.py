@@ -8,7 +8,7 @@ A table only grows at its end until the request leaves. Shared blocks are full, 
 them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ...config import SchedulerConfig
@@ -190,7 +190,7 @@ class KVCacheManager:
         if self.states is not None:
             self.states.plan_saves(row)
         if self.windows is not None:
-            self.windows.cover(row.request, row.start, row.end)
+            self.windows.cover(row.request, row.end)
 
     def commit_row(self, row: ScheduledRequest) -> None:
         """Cache the blocks and states of a row whose step succeeded. `num_computed` is up to date."""
@@ -298,22 +298,30 @@ class KVCacheManager:
         )
 
     def find_prefix(self, request: Request) -> tuple[list[int], int]:
-        """Return cached blocks to share, and the number of cached blocks, which is larger where recurrent
-        state, or the window of sliding layers, was not kept for all of them. Never blocks of all tokens,
-        because the logits of the last one must be computed.
+        """Return cached blocks to share, and the number of cached blocks, which is larger where state or
+        window was not kept for all. Never blocks of all tokens: the logits of the last must be computed.
         """
         usable = self.lookup_blocks(request)
         if not usable:
             return [], 0
         extend_hashes(request, self.pool.block_size, usable)
         blocks = self.pool.find(request.block_hashes[:usable])
+        return blocks[: self.usable_end(request.block_hashes[: len(blocks)], self.has)], len(blocks)
+
+    def usable_end(self, hashes: Sequence[bytes], has: Callable[[BlockKind, bytes], bool]) -> int:
+        """Return how many of these blocks a request can go on from: `has` knows their window and state."""
+        ends: Iterable[int] = range(len(hashes), 0, -1)
         if self.windows is not None:
-            has = [self.windows.pool.has_prefix(each) for each in request.block_hashes[: len(blocks)]]
-            return blocks[: self.windows.usable(has)], len(blocks)
-        if self.states is None:
-            return blocks, len(blocks)
-        with_state, _ = self.states.pool.find(request.block_hashes[: len(blocks)])
-        return blocks[:with_state], len(blocks)
+            ends = self.windows.usable_ends([has("window", each) for each in hashes])
+        if self.states is not None:
+            ends = (end for end in ends if has("state", hashes[end - 1]))
+        return next(iter(ends), 0)
+
+    def has(self, kind: BlockKind, block_hash: bytes) -> bool:
+        """Return True if memory has the block of a window, or the state, beside keys and values."""
+        if kind == "window":
+            return self.windows is not None and self.windows.pool.has_prefix(block_hash)
+        return self.states is not None and self.states.pool.has(block_hash)
 
     def lookup_blocks(self, request: Request) -> int:
         """Return how many blocks of the request are looked up in the prefix cache."""
@@ -336,7 +344,8 @@ class KVCacheManager:
         if request.disk_end is not None:
             return request.disk_end
         if self.pool.has_prefix(request.block_hashes[found]):
-            return "evicted" if self.states is None else "state"
+            kept = self.states.pool.find(request.block_hashes)[0] if self.states and self.windows else found
+            return "evicted" if self.states is None or kept > found else "state"
         first = first_block_digest(request, size) if found == 0 else None
         return self.pool.history.why_absent(request.block_hashes[found], first)
 

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ...kv_store.block_file import BlockKind
@@ -158,28 +159,13 @@ class ReadAhead:
             end += 1
         if not ahead and kv_cache.states is None and kv_cache.windows is None:
             return []
-        known = self._known_end(request, hashes, end)
+        known = kv_cache.usable_end(hashes[:end], partial(self._is_known, request))
         found, _ = kv_cache.find_prefix(request)
         return self._items(hashes[:known]) if known > len(found) else []
 
-    def _known_end(self, request: Request, hashes: list[bytes], end: int) -> int:
-        """Return the longest prefix, of `end` blocks at most, whose state or window is known too."""
-        kv_cache, is_behind = self._blocks.kv_cache, self._is_behind
-        if kv_cache.windows is not None:
-            pool = kv_cache.windows.pool
-            has = [pool.has_prefix(each) or is_behind(request, "window", each) for each in hashes[:end]]
-            return kv_cache.windows.usable(has)
-        if kv_cache.states is None:
-            return end
-        states = kv_cache.states.pool
-        return next(
-            (
-                blocks
-                for blocks in range(end, 0, -1)
-                if states.has(hashes[blocks - 1]) or is_behind(request, "state", hashes[blocks - 1])
-            ),
-            0,
-        )
+    def _is_known(self, request: Request, kind: BlockKind, block_hash: bytes) -> bool:
+        """Return True if memory or a tier has the block of a window, or a state."""
+        return self._blocks.kv_cache.has(kind, block_hash) or self._is_behind(request, kind, block_hash)
 
     def _items(self, hashes: list[bytes]) -> list[tuple[BlockKind, bytes]]:
         kv_cache = self._blocks.kv_cache

@@ -43,33 +43,35 @@ class WindowManager:
         """Return the index of the first block that a token at `position` may read."""
         return max(0, position - self._window + 1) // self.pool.block_size
 
-    def usable(self, has: Sequence[bool]) -> int:
-        """Return the longest prefix in blocks whose window is among the blocks that `has` is true for."""
-        longest = run = 0
+    def usable_ends(self, has: Sequence[bool]) -> list[int]:
+        """Return the prefixes in blocks, longest first, whose window is among the blocks that `has` is true
+        for.
+        """
+        ends, run = list[int](), 0
         for index, is_here in enumerate(has):
             run = run + 1 if is_here else 0
             needed = index + 1 - self.first_needed((index + 1) * self.pool.block_size)
             if run >= needed:
-                longest = index + 1
-        return longest
+                ends.append(index + 1)
+        return ends[::-1]
 
     def allocate(self, request: Request, blocks: int) -> None:
-        """Share the cached window of the first `blocks` blocks, which are `usable`."""
+        """Share the cached window of the first `blocks` blocks, one of `usable_ends`."""
         first = self.first_needed(blocks * self.pool.block_size)
         shared = [self.pool.find((block_hash,))[0] for block_hash in request.block_hashes[first:blocks]]
         self.pool.touch(shared)
         request.window_begin, request.window_table = first, [0] * first + shared
 
-    def cover(self, request: Request, start: int, end: int) -> None:
-        """Free the blocks that tokens from `start` on do not read; allocate those of tokens up to `end`."""
-        self.trim(request, start)
+    def cover(self, request: Request, end: int) -> None:
+        """Allocate the blocks of tokens up to `end`."""
         missing = self.pool.blocks_for(end) - len(request.window_table)
         if missing > 0:
             request.window_table += self.pool.allocate(missing)
 
     def trim(self, request: Request, position: int) -> None:
-        """Free the blocks that tokens from `position` on do not read. Steps in flight may read them: a step
-        that writes to them runs later.
+        """Free the blocks that tokens from `position` on do not read, once those up to there are computed and
+        cached: a prompt may leave this one within a chunk. Steps in flight may read them: a step that writes
+        to them runs later.
         """
         first = min(self.first_needed(position), len(request.window_table))
         if first > request.window_begin:

@@ -360,7 +360,7 @@ class DraftScheduler:
         if self._kv_cache.states is not None:
             self._kv_cache.states.plan_drafts(row)
         if self._kv_cache.windows is not None:
-            self._kv_cache.windows.cover(row.request, row.start, row.end)
+            self._kv_cache.windows.cover(row.request, row.end)
         return len(drafts)
 
     def _slots(self, request: Request, wanted: int, running: int) -> int:

@@ -24,6 +24,7 @@ MULTIMODAL: dict[str, Architecture] = {
     "Idefics3ForConditionalGeneration": _LLAMA_INSIDE,
     "SmolVLMForConditionalGeneration": _LLAMA_INSIDE,
     "Lfm2VlForConditionalGeneration": replace(HYBRIDS["Lfm2ForCausalLM"], is_nested=True),
+    "Lfm3VlForConditionalGeneration": replace(HYBRIDS["Lfm3ForCausalLM"], is_nested=True),
     "GlmOcrForConditionalGeneration": Architecture(
         model_type="glm_ocr_text",
         defaults={"rms_norm_eps": 1e-5},

@@ -12,8 +12,9 @@ one for its row, from two tables, stored one after the other or side by side."""
 VisionRope = Literal["", "axial", "alternating"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one."""
 ProjectorKind = Literal[
-    "mistral3", "llava", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "glm_ocr", "gemma4", "gemma4_unified"
-]
+    "mistral3", "llava", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "lfm3_vl", "glm_ocr",
+    "gemma4", "gemma4_unified",
+]  # fmt: skip
 ResizeKind = Literal["longest_edge", "tiles", "square", "pixels", "glm", "lfm2", "gemma4"]
 """Rule for the size of a picture (`shape.py`)."""
 
@@ -49,6 +50,8 @@ class TowerNames:
     gate: str = ""
     up: str = "mlp.fc1"
     down: str = "mlp.fc2"
+    conv: str = ""
+    """Module of a layer with `in_proj`, `spatial_conv` and `out_proj` in place of attention."""
     projector: tuple[str, ...]
     """Norm, first and second linear of the projector, from the top; empty where there is none."""
 
@@ -64,6 +67,8 @@ class TowerConfig:
     """Layers that are run; the checkpoint may have more (`stored_layers`)."""
     stored_layers: int
     num_heads: int
+    kv_heads: int = 0
+    """Heads of keys and values; 0: as many as of queries."""
     head_dim: int
     patch_size: int
     frames: int = 1
@@ -87,6 +92,10 @@ class TowerConfig:
     """Side of an attention window in merged patches; 0: all patches of a picture see each other."""
     full_layers: tuple[int, ...] = ()
     """Layers without windows."""
+    conv_layers: tuple[int, ...] = ()
+    """Layers with a gated convolution over rows and columns in place of attention (LFM3-VL)."""
+    conv_width: int = 0
+    """Side of the square of patches that it reads, an odd number."""
     merge: int = 1
     """Side of a square of patches that becomes one embedding."""
     projector: ProjectorKind
@@ -106,7 +115,13 @@ class TowerConfig:
     @property
     def by_merge(self) -> bool:
         """True if patches that are merged stand next to each other."""
-        return self.projector in {"merger", "glm_ocr"}
+        return self.projector in {"merger", "lfm3_vl", "glm_ocr"}
+
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values."""
+        kv_heads = self.kv_heads or self.num_heads
+        return self.num_heads, kv_heads, kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from ...errors import ModelError
 from ..fields import Fields, text_fields
 from .config import VisionConfig
 from .fields import VisionFiles, VisionRule
-from .qwen import glm_ocr, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .qwen import glm_ocr, lfm3_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .shape import NO_TOWER
 from .siglip import gemma3, gemma4, gemma4_unified, idefics3, lfm2_vl, llava, mistral3
 from .tensors import check_vision_tensors, list_tower_tensors
@@ -31,6 +31,7 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "gemma4": gemma4,
     "gemma4_unified": gemma4_unified,
     "lfm2_vl": lfm2_vl,
+    "lfm3_vl": lfm3_vl,
     "glm_ocr": glm_ocr,
 }
 _NESTED: Final = "image_processor"

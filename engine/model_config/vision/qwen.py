@@ -1,4 +1,4 @@
-"""Families whose towers merge squares of patches: Qwen's, from 2-VL on, and GLM-OCR."""
+"""Families whose towers merge squares of patches: Qwen's, from 2-VL on, GLM-OCR and LFM3-VL."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,9 +15,11 @@ from .fields import (
     activation_of,
     pixels_of,
     rope_theta,
+    side_of,
     size_of,
     sizes_of,
     token_id,
+    token_text,
 )
 
 _QWEN_NAMES: Final = {
@@ -203,3 +205,62 @@ def glm_ocr(files: VisionFiles) -> VisionConfig:
     mrope = mrope_of(files, (8, 12, 12), interleaved=False)
     mrope["mrope_interleaved"] = False
     return _qwen(files, "GLM-OCR", tower, mrope, (59280, 112 * 112, 28 * 28 * 15000), "<|image|>")
+
+
+def lfm3_vl(files: VisionFiles) -> VisionConfig:
+    fields, model = files.tower, files.model
+    sizes = sizes_of(fields, width=1024, inner=2560, layers=14, patch=16)
+    layers, heads = sizes["num_layers"], sizes["num_heads"]
+    kv_heads = fields.integer("num_key_value_heads", 8, most=heads)
+    if heads % kv_heads or sizes["head_dim"] % 4:
+        raise fields.error(f"{heads} heads of {sizes['head_dim']} cannot share {kv_heads} of keys")
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        kinds = ["conv" if layer < 2 or layer % 2 else "full_attention" for layer in range(layers)]
+    known = isinstance(kinds, list) and all(kind in ("conv", "full_attention") for kind in kinds)
+    if not known or len(kinds) != layers:
+        raise fields.error(f"layer_types must name conv or full_attention for each of {layers} layers")
+    width = fields.integer("conv_kernel_size", 3, most=31)
+    if width % 2 == 0:
+        raise fields.error(f"conv_kernel_size {width} is not supported, only odd numbers")
+    names = TowerNames(
+        patch="vision_tower.patchifier",
+        embedded_norm="vision_tower.embedding_norm",
+        layers="vision_tower.layers",
+        norm1="operator_norm",
+        norm2="ffn_norm",
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        output="self_attn.out_proj",
+        query_norm="self_attn.q_layernorm",
+        key_norm="self_attn.k_layernorm",
+        gate="feed_forward.w1",
+        up="feed_forward.w3",
+        down="feed_forward.w2",
+        conv="conv",
+        projector=tuple(f"multi_modal_projector.{name}" for name in ("layer_norm", "linear_1", "linear_2")),
+    )
+    tower = TowerConfig(
+        **sizes,
+        names=names,
+        kv_heads=kv_heads,
+        frames=side_of(fields, "temporal_patch_size", 2),
+        activation="silu",
+        eps=fields.number("norm_eps", 1e-5),
+        is_rms=True,
+        attention_bias=False,
+        mlp_bias=False,
+        patch_bias=False,
+        rope="axial",
+        rope_theta=rope_theta(fields, 1e6),
+        conv_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "conv"),
+        conv_width=width,
+        merge=fields.integer("spatial_merge_size", 2, most=64),
+        projector="lfm3_vl",
+        projector_size=model.integer("projector_hidden_size", 4096, most=MAX_WIDTH),
+        projector_bias=model.flag("projector_bias", default=True),
+        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
+    )
+    mark = token_text(files, "image_token", "<|image_pad|>")
+    return _qwen(files, "LFM3-VL", tower, {}, (125030, 56 * 56, 28 * 28 * 1280), mark)

@@ -329,7 +329,7 @@ class VisionShape:
     """Numbers of the embeddings of one row."""
     patch_numbers: int
     """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
-    of the latter two."""
+    of the latter two; or what a convolution has of the row in float32."""
     slice_numbers: int
     """Numbers of a layer's activations that do not grow with the picture: norms and inner rows of a slice."""
     whole_rows: int = 0
@@ -349,7 +349,7 @@ def vision_shape(vision: VisionConfig) -> VisionShape:
     return VisionShape(
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
-        patch_numbers=tower.merge**2 * 7 * tower.hidden_size,
+        patch_numbers=tower.merge**2 * (14 if tower.conv_layers else 7) * tower.hidden_size,
         slice_numbers=SLICE_PATCHES * (2 * tower.hidden_size + 3 * tower.intermediate_size),
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
         usual_rows=usual,

@@ -75,22 +75,30 @@ def _tower_tensors(tower: TowerConfig) -> Tensors:
         for norm in (names.norm1, names.norm2, names.after_attention, names.after_mlp):
             if norm:
                 yield from _norm(at + norm, hidden, is_rms=rms)
-        yield from _layer_linears(tower, at)
+        yield from _layer_linears(tower, at, has_conv=number in tower.conv_layers)
         for norm in (names.query_norm, names.key_norm):
-            if norm:
+            if norm and number not in tower.conv_layers:
                 yield f"{at}{norm}.weight", (tower.head_dim,)
     if names.post_norm and tower.num_layers == tower.stored_layers:
         yield from _norm(names.post_norm, hidden, is_rms=rms)
 
 
-def _layer_linears(tower: TowerConfig, at: str) -> Tensors:
+def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
     names, hidden, inner = tower.names, tower.hidden_size, tower.intermediate_size
-    attention = [names.query, names.key, names.value]
-    if names.stacked:
-        yield from _linear(at + names.stacked, 3 * hidden, hidden, bias=tower.attention_bias)
-        attention = []
-    for name in (*attention, names.output):
-        yield from _linear(at + name, hidden, hidden, bias=tower.attention_bias)
+    attention: list[str] = []
+    if has_conv:
+        module = at + names.conv
+        yield from _linear(f"{module}.in_proj", 3 * hidden, hidden, bias=False)
+        yield f"{module}.spatial_conv.weight", (hidden, 1, tower.conv_width, tower.conv_width)
+        yield from _linear(f"{module}.out_proj", hidden, hidden, bias=False)
+    else:
+        if names.stacked:
+            yield from _linear(at + names.stacked, 3 * hidden, hidden, bias=tower.attention_bias)
+        else:
+            attention = [names.query, names.key, names.value]
+        for name, heads in zip(attention, tower.head_counts, strict=False):
+            yield from _linear(at + name, heads * tower.head_dim, hidden, bias=tower.attention_bias)
+        yield from _linear(at + names.output, hidden, hidden, bias=tower.attention_bias)
     ups = [name for name in (names.gate, names.up) if name]
     for name in ups:
         yield from _linear(at + name, inner, hidden, bias=tower.mlp_bias)
@@ -133,6 +141,10 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
                 yield from _norm(f"{at}norm", merged, is_rms=False)
                 yield from _linear(f"{at}linear_fc1", merged, merged, bias=True)
                 yield from _linear(f"{at}linear_fc2", out, merged, bias=True)
+        case "lfm3_vl":
+            yield from _norm(norm, hidden, is_rms=False)
+            yield from _linear(first, inner, merged, bias=bias)
+            yield from _linear(second, out, inner, bias=bias)
         case "glm_ocr":
             yield from _linear(second, out, merged, bias=True)
             yield from _linear(first, out, out, bias=False)

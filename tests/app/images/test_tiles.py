@@ -88,6 +88,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "image_std": [0.5, 0.5, 0.5],
         },
     },
+    "lfm3_vl": {
+        "model": {"vision_config": {"patch_size": 16}},
+        "processor": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"longest_edge": 1048576, "shortest_edge": 65536},
+            "patch_size": 16,
+        },
+    },
     "gemma4": {
         "model": {"vision_config": {"model_type": "gemma4_vision"}},
         "processor": {"image_processor_type": "Gemma4ImageProcessor"},

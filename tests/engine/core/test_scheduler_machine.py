@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
+from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from support.fake_runner import RunnerError, expected_output
 from support.lanes import examples
 from support.scheduling import FakeEngine, make_request
@@ -37,10 +38,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         pipeline=st.sampled_from(PIPELINES),
         draft_rows=st.sampled_from([0, 3, 9, 40]),
+        window=st.sampled_from([0, 0, 1, 5]),
+        state_slots=st.sampled_from([0, 0, 2, 9]),
     )
-    def start(self, slots, block_size, config, pipeline, draft_rows):
+    def start(self, slots, block_size, config, pipeline, draft_rows, window, state_slots):
         stages, depth = pipeline
-        config["draft_rows"] = draft_rows
+        config |= {"draft_rows": draft_rows, "state_slots": state_slots}
+        if window and config["chunked_prefill"] and config["batching"] == "continuous":
+            step = max(config["token_budget"], config["max_running"], draft_rows)
+            blocks = pool_blocks(window, block_size, config["max_running"], step)
+            config |= {"window": window, "window_blocks": blocks}
         sizes = {"num_blocks": slots // block_size, "block_size": block_size, "context": 60}
         self.numbers = {**sizes, "stages": stages, "depth": depth, **config}
         self.engine = FakeEngine(**self.numbers)

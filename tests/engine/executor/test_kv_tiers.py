@@ -18,8 +18,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral": ({"sliding_window": 21}, {"token_budget": 64}),
     "lfm2": ({}, {}),
     "granitemoehybrid": ({}, {}),
+    "lfm3": ({"sliding_window": 21}, {"token_budget": 64}),
 }
-"""Config and options: full attention, sliding windows with blocks of their own, recurrent layers."""
+"""Config and options: full attention, sliding windows with blocks of their own, recurrent layers, both."""
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_another_engine_goes_on_from_disk_with_the_same_tokens(arch, tmp_path, d
     model = make(tmp_path / "model", arch)
     options: dict[str, Any] = {"dtype": "float32", **MODELS[arch][1]}
     first = load(model, **options)
-    assert bool(first._scheduler.kv_cache.windows) == (arch == "mistral")
+    assert bool(first._scheduler.kv_cache.windows) == (arch in {"mistral", "lfm3"})
     expected = answer(first, PROMPT)
     assert expected[1] == 0
     turn = [*PROMPT, *expected[0], 5, 6, 7]

@@ -14,6 +14,7 @@ from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.sampling_params import SamplingParams
 from support.encoder_models import ENCODERS, change_config, declare_vectors, make_encoder
 from support.real_engines import load, run
@@ -291,6 +292,20 @@ def test_nomic_v2_with_experts(tmp_path: Path) -> None:
     change_config(tmp_path, expert_choice_router=True)
     with pytest.raises(ModelError, match="expert_choice_router True is not supported in a NomicBert"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("changed", ["mlp.experts.mlp.w2", "mlp.experts.bias"])
+def test_stacked_experts_of_another_shape_are_named_alike_by_fit_and_load(
+    tmp_path: Path, changed: str
+) -> None:
+    weights = make_nomic_v2(tmp_path)
+    name = f"encoder.layers.1.{changed}"
+    save_file(weights | {name: weights[name][1:].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"experts.* has shape") as at_fit:
+        check_weights(str(tmp_path), parse_config(tmp_path), list_tensors(tmp_path))
+    with pytest.raises(ModelError) as at_load:
+        load(tmp_path)
+    assert str(at_fit.value) == str(at_load.value)
 
 
 JINA: dict[str, Any] = {

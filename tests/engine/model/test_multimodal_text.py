@@ -11,7 +11,7 @@ from support.vision_models import make_vision_model
 PROMPT = ask("a", [3, 200, 17, 5, *range(40, 70), 9, 300], 8)
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "lfm2_vl", "glm_ocr"])
+@pytest.mark.parametrize("kind", ["idefics3", "lfm2_vl", "lfm3_vl", "glm_ocr"])
 def test_texts_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     theirs = make_vision_model(tmp_path, kind)
     with torch.inference_mode():

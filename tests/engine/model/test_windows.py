@@ -1,5 +1,6 @@
 """Sliding-window layers with blocks of their own: the same tokens, and no block behind the window."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,14 +10,19 @@ import pytest
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.request import Request
 from llmbox.engine.core.scheduler import Scheduler
+from llmbox.engine.core.speculation.ngram_proposer import NgramProposer
+from llmbox.engine.core.speculation.proposer import Proposals
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import ModelShape, SlidingShape
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
+from llmbox.engine.planning.parallel_cost import rank_shape
 from support.device_ranks import device_ranks
 from support.families import FAMILIES, make_family
 from support.late_device import FakeCapture, device_engine
-from support.real_engines import ask, hf_model, hf_tokens, load, run, tokens
+from support.rank_threads import load_ranks
+from support.real_engines import ask, draft_at_no_price, hf_model, hf_tokens, load, run, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
 GIB = 1 << 30
@@ -25,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 21},
     "gpt_oss": {"sliding_window": 19},
     "gemma4_text": {"sliding_window": 20, "tie_word_embeddings": False},
+    "lfm3": {"sliding_window": 20},
 }
 LONG = ask("long", [3 + i * 7 % 300 for i in range(500)], 20, temperature=1.2, seed=8)
 OTHERS = [ask(f"other {i}", range(5 + i, 25 + 30 * i), 40, temperature=0.9, seed=i) for i in range(8)]
@@ -113,8 +120,12 @@ def test_ranks_that_launch_ahead_give_the_tokens_of_one(
         assert tokens(engine, [LONG, *OTHERS[:2]])["long"] == expected
 
 
-def test_in_steps_that_are_launched_ahead(model: Path, expected: list[int]) -> None:
+def test_in_steps_that_are_launched_ahead(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the runner of GPUs, in a batch, cached, and as graphs."""
+    if parse_config(model).recurrent is not None:  # graphs have rows that save no state, C++ kernels do not
+        monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     capture = FakeCapture()
     engine = device_engine(model, dtype="float32", token_budget=64, max_running=9, capture=capture)
     while engine.prepare():
@@ -133,6 +144,83 @@ def test_the_plan_of_a_gpu_bounds_windows_too() -> None:
     assert plan.context == unbounded.context == 131072
     assert 10 * GIB < plan.kv_bytes < 19 * GIB, "of which 7 GiB for the prompts of two steps"
     assert unbounded.kv_bytes > 60 * GIB
+
+
+@pytest.fixture(scope="module")
+def lfm3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"sliding_window": 20, "max_position_embeddings": 1024}
+    return make_family(tmp_path_factory.mktemp("lfm3"), "lfm3", **sizes)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
+def test_windows_beside_states_know_what_comes_before_an_edit(lfm3: Path, options: dict[str, Any]) -> None:
+    """A prompt goes on where its blocks, their window and a state are known, within a chunk too."""
+    engine = bounded(lfm3, token_budget=256, **options)
+    assert engine._scheduler.kv_cache.states is not None
+    run(engine, [LONG])
+    edited = ask("edited", [*LONG.prompt_ids[:210], *range(5, 295)], 8, temperature=0.8, seed=2)
+    apart = tokens(bounded(lfm3, prefix_cache=False), [edited])
+    outputs = run(engine, [edited])["edited"]
+    assert outputs[0].cached_tokens == 192
+    assert [token for output in outputs for token in output.token_ids] == apart["edited"]
+    engine._scheduler.check()
+
+
+def test_a_state_is_of_no_use_without_its_window(lfm3: Path) -> None:
+    engine = bounded(lfm3)
+    expected = tokens(engine, [LONG])["long"]
+    windows, turn = engine._scheduler.kv_cache.windows, replace(LONG, request_id="again")
+    windows.pool.free(windows.pool.allocate(windows.pool.num_available))
+    outputs = run(engine, [turn])["again"]
+    assert outputs[0].cached_tokens == 0
+    assert outputs[0].prefix_end == "evicted"
+    assert [token for output in outputs for token in output.token_ids] == expected
+
+
+def test_drafts_change_no_token_of_windows_beside_states(lfm3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of which the first two are right: the state goes back behind the others."""
+    expected = tokens(bounded(lfm3, speculate="off"), [LONG])["long"]
+    answer = [*LONG.prompt_ids, *expected]
+
+    def propose(_self: NgramProposer, wanted: Sequence[tuple[Request, int]]) -> Proposals:
+        ends = ((len(request.token_ids), most) for request, most in wanted)
+        return Proposals(
+            [[*answer[end : end + 2], 3, 4][:most] for end, most in ends], matches=[16] * len(wanted)
+        )
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    draft_at_no_price(monkeypatch)
+    engine = bounded(lfm3, speculate="on")
+    assert tokens(engine, [LONG])["long"] == expected
+    assert tokens(engine, [replace(LONG, request_id="again")])["again"] == expected
+    assert engine.stats().draft_tokens > engine.stats().accepted_tokens > 10
+    engine._scheduler.check()
+
+
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_of_windows_beside_states(
+    lfm3: Path, cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens(bounded(lfm3), [LONG, *OTHERS[:2]])
+    ranks = load_ranks(lfm3, monkeypatch, dtype="float32", token_budget=64, **cut)
+    assert ranks._scheduler.kv_cache.windows is not None
+    assert tokens(ranks, [LONG, *OTHERS[:2]]) == expected
+    assert tokens(ranks, [replace(LONG, request_id="again")])["again"] == expected["long"]
+
+
+def test_the_plan_counts_full_attention_windows_and_states(lfm3: Path) -> None:
+    """As many bytes as the engine allocates: each kind of layer is counted once."""
+    engine = bounded(lfm3)
+    runner = runner_of(engine)
+    shape = parse_config(lfm3).shape()
+    assert shape.sliding is not None
+    assert (shape.sliding.layers, shape.sliding.full_layers, shape.sliding_share) == (1, 2, 1 / 3)
+    stage = rank_shape(shape, 1, 2).sliding
+    assert stage is not None
+    assert (stage.layers, stage.full_layers) == (1, 1)
+    kv, window = runner.block_memory().sizes["kv"], runner.block_memory().sizes["window"]
+    assert kv == 2 * window
+    assert engine.info.kv_bytes_per_token * 16 == kv
 
 
 def test_where_windows_are_not_bounded(model: Path) -> None:

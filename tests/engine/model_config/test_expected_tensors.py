@@ -91,6 +91,41 @@ CLAIMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "latents of queries": ("deepseek_v3", {"q_lora_rank": None}, "self_attn.q_proj.weight' is missing"),
     "more experts beside latents": ("glm4_moe_lite", {"n_routed_experts": 16}, "mlp.gate.* has shape"),
     "sinks without a place": ("gpt_oss", {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, "is missing"),
+    "wider embeddings of layers": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 24},
+        r"embed_tokens_per_layer.weight' has shape \[320, 96\]",
+    ),
+    "fewer rows of these": (
+        "gemma4_text",
+        {"vocab_size_per_layer_input": 300},
+        "per_layer.weight' has shape",
+    ),
+    "layers that share no keys": ("gemma4_text", {"num_kv_shared_layers": 0}, "k_proj.weight' is missing"),
+    "MLPs of one size": ("gemma4_text", {"use_double_wide_mlp": False}, "layers.4.mlp.gate_proj.* has shape"),
+    "values beside keys": (
+        "gemma4_unified_text",
+        {"attention_k_eq_v": False},
+        "has shape|v_proj.* is missing",
+    ),
+    "more streams": ("gemma3n_text", {"altup_num_inputs": 4}, "altup_projections.2.weight' is missing"),
+    "a smaller LAuReL": ("gemma3n_text", {"laurel_rank": 16}, "laurel.linear_left.weight' has shape"),
+    "one wider MLP": (
+        "gemma3n_text",
+        {"intermediate_size": [96, 96, 96, 96, 64, 96]},
+        "layers.1.mlp.gate_proj.weight' has shape",
+    ),
+    "narrower stacked experts": (
+        "llama4_text",
+        {"intermediate_size": 31},
+        r"experts.gate_up_proj' has shape \[4, 64, 64\], config.json asks for \[4, 64, 62\]",
+    ),
+    "stacked experts with other biases": ("gpt_oss", {"intermediate_size": 95}, "gate_up_proj' has shape"),
+    "stacked experts with outputs first": (
+        "granitemoe",
+        {"intermediate_size": 95},
+        r"input_linear.weight' has shape \[4, 192, 64\]",
+    ),
     "an output head with a bias": (
         "phimoe",
         {"lm_head_bias": False},
@@ -113,6 +148,8 @@ MISSING = {
     "apertus": "mlp.act_fn.alpha_n",
     "llama4_text": "feed_forward.router.weight",
     "lfm3": "self_attn.gate_proj.weight",
+    "gemma4_text": "layer_scalar",
+    "gemma3n_text": "altup.correct_output_scale",
 }
 """A tensor of what is special of each architecture, by its end."""
 
@@ -145,6 +182,41 @@ def test_a_missing_tensor_is_named_alike_by_fit_and_load(tmp_path: Path, arch: s
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
     drop(model, MISSING[arch])
     with pytest.raises(ModelError, match=rf"{re.escape(MISSING[arch])}' is missing") as at_fit:
+        local_facts(directory(model))
+    with pytest.raises(ModelError) as at_load:
+        load(model)
+    assert str(at_fit.value) == str(at_load.value)
+
+
+BESIDE_AN_MLP = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "end", "problem"),
+    [
+        ({}, "router.scale", "router.scale' is missing"),
+        ({}, "post_feedforward_layernorm_1.weight", "layernorm_1.weight' is missing"),
+        ({"moe_intermediate_size": 24}, "", r"experts.gate_up_proj' has shape \[8, 64, 64\]"),
+        ({"enable_moe_block": False}, "", "no place"),
+    ],
+)
+def test_experts_beside_an_mlp_are_refused_alike_by_fit_and_load(
+    tmp_path: Path, changes: dict[str, Any], end: str, problem: str
+) -> None:
+    model = make_tiny_model(tmp_path, arch="gemma4_text", tokenizer=False, **BESIDE_AN_MLP)
+    local_facts(directory(model))
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    if end:
+        drop(model, end)
+    with pytest.raises(ModelError, match=problem) as at_fit:
         local_facts(directory(model))
     with pytest.raises(ModelError) as at_load:
         load(model)

@@ -58,7 +58,7 @@ def test_plain_kernels_give_the_tokens_of_the_cpp_ones(
     assert tokens(load(tmp_path, **options), asked) == expected
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "lfm3_vl"])
 def test_chunks_caches_and_batches_change_no_token(tmp_path: Path, kind: str) -> None:
     make_vision_model(tmp_path, kind)
     asked = [seeing(tmp_path, "a"), seeing(tmp_path, "b", (131, 70)), seeing(tmp_path, "c", ask=60)]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.vision.families import find_vision, read_vision
-from llmbox.engine.vision import tower
+from llmbox.engine.vision import layers, tower
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
 from llmbox.kernels.cpu import attention
 from llmbox.kernels.dispatch import select_ops
@@ -78,9 +78,16 @@ def is_vision(name: str) -> bool:
     return any(part in name for part in parts)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("idefics3", torch.float32), ("qwen2_5_vl", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("idefics3", torch.float32, 1e-4),
+        ("qwen2_5_vl", torch.bfloat16, 0.1),
+        ("lfm3_vl", torch.bfloat16, 0.3),  # twice as many layers
+    ],
+)
 def test_a_picture_has_the_same_bits_every_time_on_the_cpp_kernels(
-    tmp_path: Path, kind: str, dtype: torch.dtype
+    tmp_path: Path, kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     make_vision_model(tmp_path, kind)
     found = []
@@ -91,11 +98,10 @@ def test_a_picture_has_the_same_bits_every_time_on_the_cpp_kernels(
         found += [first, encode(encoder, draw_picture(131, 70))]
     assert all(torch.equal(found[0], each) for each in found)
     plain = encode(load(tmp_path, REFERENCE, torch.float32), draw_picture(131, 70))
-    tolerance = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(found[0].float(), plain, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "gemma4"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "gemma4", "lfm3_vl"])
 @pytest.mark.parametrize("kernels", ["reference", "cpp"])
 def test_a_picture_in_small_slices_has_the_same_embeddings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kernels: str
@@ -105,7 +111,7 @@ def test_a_picture_in_small_slices_has_the_same_embeddings(
     encoder, picture = load(tmp_path, ops), draw_picture(131, 70)
     image = prepare(encoder.vision, picture)[1]
     whole, few = encode(encoder, picture), sum(1 for _ in encoder.encode(image))
-    monkeypatch.setattr(tower, "SLICE_PATCHES", 16)
+    monkeypatch.setattr(layers, "SLICE_PATCHES", 16)
     monkeypatch.setattr(tower, "SLICE_OPERATIONS", 1.0)
     monkeypatch.setattr(attention, "_PAIRS", 1 << 10)
     found, many = encode(encoder, picture), sum(1 for _ in encoder.encode(image))

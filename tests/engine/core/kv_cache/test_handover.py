@@ -23,6 +23,7 @@ KINDS = {
     "attention": {},
     "hybrid": {"state_slots": 20},
     "window": {"window": 5, "window_blocks": pool_blocks(5, 4, 8, 64)},
+    "hybrid, window": {"state_slots": 20, "window": 5, "window_blocks": pool_blocks(5, 4, 8, 64)},
 }
 
 

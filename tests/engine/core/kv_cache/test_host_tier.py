@@ -14,6 +14,7 @@ KINDS = {
     "attention": {},
     "hybrid": {"state_slots": 6},
     "window": {"window": 5, "window_blocks": pool_blocks(5, 4, 8, 64)},
+    "hybrid, window": {"state_slots": 6, "window": 5, "window_blocks": pool_blocks(5, 4, 8, 64)},
 }
 TIMES = {"at once": {}, "overlap": {"depth": 1, "polls": 3}}
 
