@@ -197,7 +197,7 @@ class Gateway:
             generation,
             sequences,
             self._ended,
-            partial(self._metrics.record_inter_token, model, tier),
+            partial(self._metrics.inter_token_observer, model, tier),
             AnswerBuffer(len(messages), self._log.content_bytes) if generation.keep is not None else None,
             submitted,
             reservation,
