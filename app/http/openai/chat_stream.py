@@ -12,7 +12,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import ParsedOutput
 from ...util.threads import off_loop
-from ..server.sse import data_event, encode
+from ..server.sse import TEXT_MARK, data_event, encode, split_at_text
 from .chat import ChatCall, build_logprobs, build_prompt_logprobs, heading_of, store_answer, whole_answer
 from .chat_messages import call_id, final_reason, input_of, reasoning_tokens
 from .response_types import (
@@ -176,10 +176,8 @@ class _ChunkEncoder:
         return chunk
 
     def _glued(self, index: int) -> tuple[bytes, bytes]:
-        mark = "\x00"
-        event = data_event(self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=mark))))
-        before, _, after = event.partition(encode(mark))
-        return before, after
+        choice = ChatChunkChoice(index=index, delta=ChatDelta(content=TEXT_MARK))
+        return split_at_text(data_event(self._chunk(choice)))
 
 
 def _function(index: int, id_: str, call: ParsedToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:

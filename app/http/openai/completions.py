@@ -14,7 +14,7 @@ from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.fim import fim_prompt, fim_stop_ids
 from ...util.threads import off_loop
-from ..server.sse import data_event
+from ..server.sse import TEXT_MARK, data_event, encode, split_at_text
 from .request_context import (
     CheckedRequest,
     ChunkHeader,
@@ -159,11 +159,17 @@ async def stream_completion(gateway: Gateway, call: CompletionCall) -> AsyncGene
         writer = _Writer(opened, call)
         unfinished = len(opened.sequences)
         async for delta in opened.deltas():
+            if delta.index in writer.glue and delta.finish_reason is None:
+                if delta.text:
+                    before, after = writer.glue[delta.index]
+                    yield before + encode(delta.text) + after
+                continue
             unfinished -= delta.finish_reason is not None
             work = partial(writer.event, delta, last=unfinished == 0)
             event = await off_loop(writer.prompt_work, work) if writer.is_first(delta) else work()
             if event:
                 yield event
+            writer.glue_next(delta)
     if writer.with_usage:
         yield writer.usage()
 
@@ -181,6 +187,11 @@ class _Writer:
         )
         self.with_usage = call.usage_at_end
         self._running_usage = call.usage_in_chunks
+        self._plain = not (
+            self._body.logprobs is not None or self._body.return_token_ids or self._running_usage
+        )
+        self.glue: dict[int, tuple[bytes, bytes]] = {}
+        """Bytes around the text of a chunk that has nothing else, by choice, once its first one was sent."""
         self._told: set[int] = set()
         self._echoes: dict[int, str] = {}
 
@@ -212,6 +223,12 @@ class _Writer:
         if last and not self.with_usage:
             self._add_extras(chunk)
         return data_event(chunk)
+
+    def glue_next(self, delta: Delta) -> None:
+        """Encode once what the choice's chunks have around their texts."""
+        if self._plain and delta.index in self._told and delta.index not in self.glue:
+            mark = Delta(delta.index, TEXT_MARK, [])
+            self.glue[delta.index] = split_at_text(self.event(mark, last=False))
 
     def usage(self) -> bytes:
         chunk = self._completion([])

@@ -66,6 +66,16 @@ def data_event(value: Any) -> bytes:
     return b"data: %b\n\n" % encode(value)
 
 
+TEXT_MARK = "\x00"
+"""Text of an event whose other bytes are to be kept (`split_at_text`)."""
+
+
+def split_at_text(event: bytes) -> tuple[bytes, bytes]:
+    """Return the bytes before and behind `TEXT_MARK` in an event, to join them with encoded texts."""
+    before, _, after = event.partition(encode(TEXT_MARK))
+    return before, after
+
+
 def error_event(error: ApiError) -> bytes:
     return b"data: %b\n\n" % encode_error(error)
 
