@@ -53,20 +53,22 @@ class TokenStream:
         self.on_times: Callable[[TokenStream], None] = lambda _: None
         """Called when they have come, or will not."""
         self._cancel = cancel
-        self._outputs: deque[RequestOutput] = deque()
-        self._wake: asyncio.Future[None] | None = None
+        self.outputs: deque[RequestOutput] = deque()
+        """Outputs that were not read yet."""
+        self.wake: asyncio.Future[None] | None = None
+        """Future that a reader without outputs sets and waits for."""
         self._first_seen = False
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while not self._outputs:
+        while not self.outputs:
             if self.finished:
                 raise StopAsyncIteration
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        return self._outputs.popleft()
+            self.wake = asyncio.get_running_loop().create_future()
+            await self.wake
+        return self.outputs.popleft()
 
     def __enter__(self) -> Self:
         return self
@@ -106,9 +108,9 @@ class TokenStream:
         self.output_ids += output.token_ids
         if output.finish_reason is not None:
             self.finished, self.received_at = True, time.monotonic()
-        self._outputs.append(output)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        self.outputs.append(output)
+        if self.wake is not None and not self.wake.done():
+            self.wake.set_result(None)
 
     def note_sent(self) -> None:
         now = time.monotonic()
@@ -266,8 +268,13 @@ class RequestJournal:
         for name, times in step.times.items():
             if name != self._detector.recalled:
                 self.note_times(name, times)
+        is_trial = self._detector.on_trial is not None  # begins with an engine, never within a step
         for output in step.outputs:
-            self.deliver(output)
+            if output.finish_reason is None and output.cached_tokens is None and not is_trial:
+                if (stream := self._open.get(output.request_id)) is not None:
+                    stream.push(output)
+            else:
+                self.deliver(output)
 
     def note_times(self, request_id: str, times: SequenceTimes) -> None:
         """Take the times of a request whose last output comes with them."""

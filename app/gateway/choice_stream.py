@@ -41,9 +41,12 @@ class ChoiceStream:
         self._keep_stop = generation.keep_stop
         self._min_tokens = generation.params.min_tokens
         self._silent = generation.max_tokens == 0
+        self._push = self._detokenizer.push
         self._entries: deque[TokenEntry] | None = (
             deque() if generation.params.logprobs is not None and not self._silent else None
         )
+        self._plain = not (generation.stop or generation.call_mark or self._silent) and self._entries is None
+        """Text alone is wanted, and the engine ends the answer."""
         self._decoded = 0
         self._given = 0
 
@@ -61,6 +64,11 @@ class ChoiceStream:
         """Convert one output that is no `error` and no `abort`. A complete stop string aborts the engine's
         work.
         """
+        if self._plain and output.finish_reason is None:
+            ids = output.token_ids
+            self.output_tokens += len(ids)
+            text = self._push(ids[0]) if len(ids) == 1 else "".join(map(self._push, ids))
+            return Delta(self.index, text, ids, [], None, output.prompt_logprobs)
         if self._silent:
             self.finish_reason = output.finish_reason and "length"
             return Delta(self.index, "", [], [], self.finish_reason, output.prompt_logprobs)
@@ -93,15 +101,13 @@ class ChoiceStream:
         return self._calls is not None and self._calls.matched
 
     def _decode(self, ids: list[int], logprobs: list[TokenLogprobs] | None) -> str:
-        if self._stops is None and self._calls is None and self._entries is None and len(ids) == 1:
-            return self._detokenizer.push(ids[0])
         given = []
         before = self.output_tokens - len(ids)
         for i, token_id in enumerate(ids):
             if self._entries is not None and logprobs is not None:
                 data = self._text.tokens.inner(token_id)
                 self._entries.append(TokenEntry(self._decoded, data, logprobs[i]))
-            piece = self._detokenizer.push(token_id)
+            piece = self._push(token_id)
             self._decoded += len(piece)
             if self._stops is not None and before + i >= self._min_tokens:
                 piece = self._stops.push(piece)

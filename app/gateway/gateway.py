@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -14,7 +15,7 @@ from llmbox import __version__
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest, ModelInfo
 
-from ..config.entries import TokenPrice, find_price
+from ..config.entries import find_price
 from ..config.settings import Settings
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
@@ -22,8 +23,8 @@ from ..errors import ApiError
 from ..images.reader import ImageReader
 from ..metrics.metrics import Metrics
 from ..sandbox.pool import GrammarPool, TemplatePool
-from ..security.keys import tier_of
 from ..security.rate_limit import TokenReservation
+from ..security.security import tier_of
 from ..store import RequestLog
 from ..store.record import ContentDraft, RequestRecord
 from ..tracing.tracer import RequestTracer
@@ -177,7 +178,7 @@ class Gateway:
                 param="request_id",
             )
         messages = self._messages(generation)
-        reservation = _reserve_tokens(generation, messages, find_price(self.prices, generation.model.name))
+        reservation = _reserve_tokens(generation, messages, self.prices)
         submitted = (
             ChoiceStream(index, generation, supervisor.submit(message))
             for index, message in enumerate(messages)
@@ -197,7 +198,7 @@ class Gateway:
             generation,
             sequences,
             self._ended,
-            partial(self._metrics.record_inter_token, model, tier),
+            partial(self._metrics.inter_token_observer, model, tier),
             AnswerBuffer(len(messages), self._log.content_bytes) if generation.keep is not None else None,
             submitted,
             reservation,
@@ -263,7 +264,7 @@ class Gateway:
 
 
 def _reserve_tokens(
-    generation: Generation, messages: list[AddRequest], price: TokenPrice | None
+    generation: Generation, messages: list[AddRequest], prices: Sequence[str]
 ) -> TokenReservation | None:
     """Reserve the request's tokens in its key's rate limit and quotas. Raises ApiError 429."""
     if generation.meter is None:
@@ -273,7 +274,7 @@ def _reserve_tokens(
         sum(map(len, generation.prompts)),
         sum(message.params.max_tokens for message in messages),
         choices=len(messages) if unbounded else 0,
-        price=price,
+        price=find_price(prices, generation.model.name),
     )
 
 

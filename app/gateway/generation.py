@@ -103,14 +103,16 @@ class TokenEntry:
     logprobs: TokenLogprobs
 
 
-@dataclass(slots=True)
-class Delta:
-    """Output that one step added to one choice. Log-probabilities come with the text that they belong to."""
+class Delta(msgspec.Struct):
+    """Output that one step added to one choice. Log-probabilities come with the text that they belong to.
+
+    A struct, because one is made for each token: a dataclass takes twice as long to make.
+    """
 
     index: int
     text: str
     token_ids: list[int]
-    entries: list[TokenEntry] = field(default_factory=list)
+    entries: list[TokenEntry] = []
     finish_reason: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Log-probabilities of the prompt, in a choice's first delta, where requested."""

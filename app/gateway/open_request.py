@@ -61,12 +61,13 @@ class OpenRequest:
         generation: Generation,
         sequences: list[ChoiceStream],
         on_end: Callable[["OpenRequest", int, str], None],
-        on_gap: Callable[[float], None],
+        gap_observer: Callable[[], Callable[[float], None]],
         transcript: AnswerBuffer | None = None,
         more: Iterator[ChoiceStream] | None = None,
         reservation: TokenReservation | None = None,
     ) -> None:
-        """`more`: streams submitted one by one, each when another has ended. `reservation`: of its key's
+        """`gap_observer` is called at the first gap between two tokens; what it returns takes the seconds of
+        each. `more`: streams submitted one by one, each when another has ended. `reservation`: of its key's
         token limit.
         """
         self.generation = generation
@@ -83,7 +84,8 @@ class OpenRequest:
         self._limits = TimeLimits(generation)
         self._prefix_ends: dict[int, str] = {}
         self._on_end = on_end
-        self._on_gap = on_gap
+        self._gap_observer = gap_observer
+        self._observe_gap: Callable[[float], None] | None = None
         self._last: list[float | None] = [None] * len(sequences)
         self._ended = False
 
@@ -112,10 +114,17 @@ class OpenRequest:
         try:
             if len(self.sequences) == 1:
                 sequence = self.sequences[0]
-                async for output in sequence.stream:
-                    yield self._delta(sequence, output)
-                    if sequence.finish_reason is not None:
+                # `async for output in stream`, without a coroutine for each token.
+                stream, outputs = sequence.stream, sequence.stream.outputs
+                loop = asyncio.get_running_loop()
+                while sequence.finish_reason is None:
+                    if outputs:
+                        yield self._delta(sequence, outputs.popleft())
+                    elif stream.finished:
                         break
+                    else:
+                        stream.wake = loop.create_future()
+                        await stream.wake
             else:
                 async for sequence, output in self._merged():
                     yield self._delta(sequence, output)
@@ -200,11 +209,29 @@ class OpenRequest:
 
     def _delta(self, sequence: ChoiceStream, output: RequestOutput) -> Delta:
         """Convert one output. Raises ApiError if the engine failed or the request was cancelled."""
-        if output.finish_reason == "abort" and self._limits.has_ended_answer:
-            output = replace(output, finish_reason="length")  # the text so far
-        if output.finish_reason in {"error", "abort"}:
-            raise self._failure(output)
-        self._note(sequence, output)
+        if output.finish_reason is not None:
+            if output.finish_reason == "abort" and self._limits.has_ended_answer:
+                output = replace(output, finish_reason="length")  # the text so far
+            if output.finish_reason in {"error", "abort"}:
+                raise self._failure(output)
+        if output.scheduled_at is not None or output.prefix_end is not None:
+            self._note_prefill(sequence, output)
+        if count := len(output.token_ids):
+            if output.draft_tokens:
+                self.usage.draft_tokens += output.draft_tokens
+                self.usage.accepted_tokens += output.accepted_tokens
+            if not self._limits.has_tokens:
+                self._limits.note_first_token()
+            if self._reservation is not None:
+                self._reservation.spend(count)
+            now, last = time.monotonic(), self._last[sequence.index]
+            self._last[sequence.index] = self.timeline.last_token = now
+            if last is not None:
+                if self._observe_gap is None:
+                    self._observe_gap = self._gap_observer()
+                self._observe_gap((now - last) / count)
+            elif self.timeline.first_token is None:
+                self.timeline.first_token = now
         delta = sequence.feed(output)
         if self.transcript is not None:
             self.transcript.add(delta)
@@ -234,7 +261,7 @@ class OpenRequest:
             for task in tasks:
                 task.cancel()
 
-    def _note(self, sequence: ChoiceStream, output: RequestOutput) -> None:
+    def _note_prefill(self, sequence: ChoiceStream, output: RequestOutput) -> None:
         clock = self.timeline
         if output.scheduled_at is not None and (
             clock.scheduled is None or output.scheduled_at < clock.scheduled
@@ -246,22 +273,6 @@ class OpenRequest:
             self.usage.looked_up_tokens += output.looked_up_tokens or 0
             self.usage.disk_tokens += output.disk_tokens or 0
             self.usage.host_tokens += output.host_tokens or 0
-        if not output.token_ids:
-            return
-        if output.draft_tokens:
-            self.usage.draft_tokens += output.draft_tokens
-            self.usage.accepted_tokens += output.accepted_tokens
-        if not self._limits.has_tokens:
-            self._limits.note_first_token()
-        if self._reservation is not None:
-            self._reservation.spend(len(output.token_ids))
-        now = time.monotonic()
-        last = self._last[sequence.index]
-        self._last[sequence.index] = clock.last_token = now
-        if last is not None:
-            self._on_gap((now - last) / len(output.token_ids))
-        elif clock.first_token is None:
-            clock.first_token = now
 
     def _failure(self, output: RequestOutput) -> ApiError:
         if output.finish_reason == "abort":

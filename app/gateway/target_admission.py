@@ -15,8 +15,7 @@ from ..config.settings import Settings
 from ..engines.queue_model import Forecast, QueueModel, missed_targets
 from ..errors import ApiError
 from ..metrics.metrics import Metrics
-from ..security.keys import tier_of
-from ..security.security import BACKGROUND_PRIORITY
+from ..security.security import BACKGROUND_PRIORITY, tier_of
 from ..store.record import RequestRecord
 from ..util.formatting import span
 from .generation import Generation

@@ -56,7 +56,6 @@ class Metrics:
         histogram = self._histogram
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Request to first token.", _LATENCY)
         self._inter_token = histogram("vllm:inter_token_latency_seconds", "Between tokens.", _PER_TOKEN)
-        self._inter_token_of: dict[tuple[str, str], Histogram] = {}
         self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean per request.", _PER_TOKEN)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Whole request.", _LATENCY)
         self._queue = histogram("vllm:request_queue_time_seconds", "Request to first prefill.", _LATENCY)
@@ -90,12 +89,12 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ["model_name", "tier"], buckets=buckets, registry=self._registry)
 
-    def record_inter_token(self, model: str, tier: str, seconds: float) -> None:
-        # Called once per token: the labelled child is kept, because looking it up costs more than observing.
-        child = self._inter_token_of.get((model, tier))
-        if child is None:
-            child = self._inter_token_of[model, tier] = self._inter_token.labels(model, tier)
-        child.observe(seconds)
+    def inter_token_observer(self, model: str, tier: str) -> Callable[[float], None]:
+        """Return the function that takes the seconds between two tokens. Looking up its labels for each token
+        would cost more than observing.
+        """
+        observe: Callable[[float], None] = self._inter_token.labels(model, tier).observe
+        return observe
 
     def record_refusal(self, code: str) -> None:
         """Count a request that was refused before it reached an engine."""

@@ -97,11 +97,6 @@ class ApiKey(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.expires is not None and (time.time() if now is None else now) >= self.expires
 
 
-def tier_of(priority: int) -> Tier:
-    """Class of a request with this priority, which may be behind that of its key."""
-    return "premium" if priority < 0 else "standard" if priority == 0 else "background"
-
-
 def new_secret() -> str:
     return PREFIX + secrets.token_urlsafe(32)
 

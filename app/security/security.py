@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..errors import ApiError
 from .key_store import KeyStore, LastUsed
-from .keys import ApiKey, Scope
+from .keys import ApiKey, Scope, Tier
 from .quotas import QuotaLedger
 from .rate_limit import KeyLimiter, KeyLimiters
 from .sessions import PATH, OneTimeTokens, Session, Sessions, SignInBackoff
@@ -17,6 +17,11 @@ BACKGROUND_PRIORITY = 1000
 """Added to the priority of a background request, which puts it behind every key's class."""
 PANEL = "(panel)"
 """Name of panel sessions in the request log, where a key has its name; no key can have it."""
+
+
+def tier_of(priority: int) -> Tier:
+    """Class of a request with this priority, which may be behind that of its key."""
+    return "premium" if priority < 0 else "standard" if priority == 0 else "background"
 
 
 @dataclass(frozen=True, slots=True)

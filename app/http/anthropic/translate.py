@@ -11,8 +11,7 @@ from ...errors import ApiError
 from ...gateway.gateway import model_limit
 from ..openai.chat import ChatCall, chat_ids, chat_request, prepare_translated
 from ..openai.chat_messages import build_chat
-from ..openai.completions import check_prompts
-from ..openai.request_context import RequestContext
+from ..openai.request_context import RequestContext, check_prompts
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..server.errors import NO_THREADS
 from .conversation import chat_messages, has_late_system, referenced_tools

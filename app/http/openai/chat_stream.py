@@ -12,7 +12,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import ParsedOutput
 from ...util.threads import off_loop
-from ..server.sse import data_event
+from ..server.sse import TEXT_MARK, data_event, encode, split_at_text
 from .chat import ChatCall, build_logprobs, build_prompt_logprobs, heading_of, store_answer, whole_answer
 from .chat_messages import call_id, final_reason, input_of, reasoning_tokens
 from .response_types import (
@@ -47,7 +47,11 @@ async def stream_chat(
                     chat.warnings.append(NOT_STORED)
             if delta.prompt_logprobs and delta.index == 0:
                 yield await off_loop(len(delta.prompt_logprobs), partial(chunks.prompt, delta))
-            if event := chunks.event(delta, last=unfinished == 0):
+            if chunks.has_text_alone and delta.finish_reason is None:
+                if delta.text:
+                    before, after = chunks.glue[delta.index]
+                    yield before + encode(delta.text) + after
+            elif event := chunks.event(delta, last=unfinished == 0):
                 yield event
     if chunks.with_usage:
         yield chunks.usage()
@@ -72,7 +76,10 @@ class _ChunkEncoder:
         )
         self._plain = not (chat.wants_logprobs or chat.body.return_token_ids or self._running_usage)
         self._parsers = [chat.parsing.parser() for _ in opened.sequences] if chat.parsing.needed else []
-        self._glue = [self._glued(index) for index in range(len(opened.sequences))]
+        self.has_text_alone = self._plain and not self._parsers
+        """Chunks but the first and the last have the text of a delta and nothing else."""
+        self.glue = [self._glued(index) for index in range(len(opened.sequences))]
+        """Bytes around the text of such a chunk, by choice."""
 
     def first(self, index: int) -> bytes:
         delta = ChatDelta(role="assistant", content="", refusal=None)
@@ -96,11 +103,6 @@ class _ChunkEncoder:
         if self._parsers:
             return self._parsed(delta, last=last)
         if delta.finish_reason is None:
-            if not delta.text and self._plain:
-                return b""
-            if self._plain:
-                before, after = self._glue[delta.index]
-                return before + msgspec.json.encode(delta.text) + after
             return self._full(delta, ChatDelta(content=delta.text))
         said = b""
         if delta.text or delta.entries or (delta.token_ids and not self._plain):
@@ -120,6 +122,9 @@ class _ChunkEncoder:
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts.add(parser.finish())
+        elif self._plain and not (parts.reasoning or parts.calls):
+            before, after = self.glue[delta.index]
+            return before + encode(parts.content) + after if parts.content else b""
         said = b"".join(
             self._full(delta, part, first=number == 0)
             for number, part in enumerate(self._spoken(delta, parts, parser.called - len(parts.calls)))
@@ -171,10 +176,8 @@ class _ChunkEncoder:
         return chunk
 
     def _glued(self, index: int) -> tuple[bytes, bytes]:
-        mark = "\x00"
-        event = data_event(self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=mark))))
-        before, _, after = event.partition(msgspec.json.encode(mark))
-        return before, after
+        choice = ChatChunkChoice(index=index, delta=ChatDelta(content=TEXT_MARK))
+        return split_at_text(data_event(self._chunk(choice)))
 
 
 def _function(index: int, id_: str, call: ParsedToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:

@@ -9,13 +9,20 @@ from llmbox.engine.ipc.messages import TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
 
 from ...engines.loaded_model import LoadedModel
-from ...gateway.gateway import Gateway, model_limit
+from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.fim import fim_prompt, fim_stop_ids
 from ...util.threads import off_loop
-from ..server.sse import data_event
-from .request_context import CheckedRequest, ChunkHeader, Deadlines, RequestContext
+from ..server.sse import TEXT_MARK, data_event, encode, split_at_text
+from .request_context import (
+    CheckedRequest,
+    ChunkHeader,
+    Deadlines,
+    RequestContext,
+    check_prompts,
+    truncate_prompts,
+)
 from .request_types import CompletionRequest
 from .response_types import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (
@@ -47,35 +54,6 @@ def prompt_items(given: Any, param: str) -> list[Any]:
     return items
 
 
-def truncate_prompts(
-    prompts: list[list[int]], most: int | None, max_tokens: int | None, model: LoadedModel
-) -> tuple[list[list[int]], list[str]]:
-    """Keep the last `most` ids of each prompt (-1: as many as leave room for `max_tokens`). Returns the
-    prompts and a warning if something was cut.
-
-    Raises ApiError 400 for a length that no prompt may have.
-    """
-    if most is None:
-        return prompts, []
-    limit = model_limit(model)
-    if most == 0 or most > limit:
-        raise invalid("truncate_prompt_tokens", f"it is -1, or 1 to this model's context of {limit} tokens")
-    keep = most if most > 0 else limit - max(max_tokens or 1, 1)
-    if keep < 1:
-        raise invalid("truncate_prompt_tokens", "the requested output leaves no room for a prompt")
-    info = model.supervisor.info
-    place = "beginning"
-    if info is not None and info.pooling in {"embed", "classify"}:  # an encoder's first token must stay
-        place = "end"
-        cut = [ids if len(ids) <= keep else [*ids[: keep - 1], ids[-1]] for ids in prompts]
-    else:
-        cut = [ids[-keep:] for ids in prompts]
-    lost = sum(map(len, prompts)) - sum(map(len, cut))
-    where = "The prompt" if len(prompts) == 1 else "Prompts"
-    text = f"{where} lost {lost} tokens at the {place}, as 'truncate_prompt_tokens' asks."
-    return cut, [text] if lost else []
-
-
 async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, special: bool) -> list[list[int]]:
     """Tokenize the items of `prompt_items`. Raises ApiError 400."""
 
@@ -85,20 +63,6 @@ async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, specia
     prompts = await model.text.off_loop(sum(map(len, items)), encode)
     check_prompts(prompts, param, model)
     return prompts
-
-
-def check_prompts(prompts: list[list[int]], param: str, model: LoadedModel) -> None:
-    """Check that every prompt has tokens and that the model has an embedding for each. Raises
-    ApiError 400.
-    """
-    info = model.supervisor.info
-    assert info is not None
-    for i, ids in enumerate(prompts):
-        place = param if len(prompts) == 1 else f"{param}[{i}]"
-        if not ids:
-            raise invalid(place, "the prompt has no tokens; at least one is required")
-        if max(ids) >= info.vocab_size:
-            raise invalid(place, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")
 
 
 CompletionCall = CheckedRequest[CompletionRequest]
@@ -195,11 +159,17 @@ async def stream_completion(gateway: Gateway, call: CompletionCall) -> AsyncGene
         writer = _Writer(opened, call)
         unfinished = len(opened.sequences)
         async for delta in opened.deltas():
+            if delta.index in writer.glue and delta.finish_reason is None:
+                if delta.text:
+                    before, after = writer.glue[delta.index]
+                    yield before + encode(delta.text) + after
+                continue
             unfinished -= delta.finish_reason is not None
             work = partial(writer.event, delta, last=unfinished == 0)
             event = await off_loop(writer.prompt_work, work) if writer.is_first(delta) else work()
             if event:
                 yield event
+            writer.glue_next(delta)
     if writer.with_usage:
         yield writer.usage()
 
@@ -217,6 +187,11 @@ class _Writer:
         )
         self.with_usage = call.usage_at_end
         self._running_usage = call.usage_in_chunks
+        self._plain = not (
+            self._body.logprobs is not None or self._body.return_token_ids or self._running_usage
+        )
+        self.glue: dict[int, tuple[bytes, bytes]] = {}
+        """Bytes around the text of a chunk that has nothing else, by choice, once its first one was sent."""
         self._told: set[int] = set()
         self._echoes: dict[int, str] = {}
 
@@ -248,6 +223,12 @@ class _Writer:
         if last and not self.with_usage:
             self._add_extras(chunk)
         return data_event(chunk)
+
+    def glue_next(self, delta: Delta) -> None:
+        """Encode once what the choice's chunks have around their texts."""
+        if self._plain and delta.index in self._told and delta.index not in self.glue:
+            mark = Delta(delta.index, TEXT_MARK, [])
+            self.glue[delta.index] = split_at_text(self.event(mark, last=False))
 
     def usage(self) -> bytes:
         chunk = self._completion([])

@@ -23,8 +23,16 @@ from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, TokenUsage
 from ...text.reranker import Reranker, answer_ids, build_rerank_prompts, not_a_reranker, read_reranker
 from ...util.threads import off_loop
-from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
-from .request_context import Deadlines, HttpRequest, RequestContext, answer, inference_route
+from .completions import prompt_ids, prompt_items
+from .request_context import (
+    Deadlines,
+    HttpRequest,
+    RequestContext,
+    answer,
+    check_prompts,
+    inference_route,
+    truncate_prompts,
+)
 from .request_types import EmbeddingRequest, RerankRequest
 from .response_types import (
     Embedding,

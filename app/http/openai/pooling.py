@@ -19,7 +19,7 @@ from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.generation import Generation
 from ...text.reranker import Classifier, Reranker, build_rerank_prompts, not_a_classifier, read_classifier
 from ...util.threads import off_loop
-from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
+from .completions import prompt_ids, prompt_items
 from .embeddings import (
     PooledPrompts,
     build_pooling_generation,
@@ -32,7 +32,15 @@ from .embeddings import (
     pooled,
     with_prompt,
 )
-from .request_context import Deadlines, HttpRequest, RequestContext, answer, inference_route
+from .request_context import (
+    Deadlines,
+    HttpRequest,
+    RequestContext,
+    answer,
+    check_prompts,
+    inference_route,
+    truncate_prompts,
+)
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
 from .response_types import EmbeddingUsage
 from .sampling import invalid, public_id

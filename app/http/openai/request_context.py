@@ -18,7 +18,7 @@ from ...config.settings import LimitSettings
 from ...engines.admission import QueueReservation
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
-from ...gateway.gateway import Gateway, max_in_engine, system_fingerprint
+from ...gateway.gateway import Gateway, max_in_engine, model_limit, system_fingerprint
 from ...gateway.generation import ContentRetention, Generation, deadline_error
 from ...gateway.open_request import OpenRequest
 from ...gateway.request_times import ExchangeClock
@@ -28,6 +28,7 @@ from ..auth.guard import Access, identity_of
 from ..server.request import CLOCK, StrictRequest, is_local_socket, request_id
 from ..server.sse import DEFAULT_OPTIONS, EventStreamResponse, SseOptions, while_connected
 from .request_types import ChatCompletionRequest, CompletionRequest, GenerationFields
+from .sampling import invalid
 from .unsupported import refuse_foreign, unknown_fields
 
 HttpRequest = Request[Any, Any, State]
@@ -292,3 +293,46 @@ class Deadlines:
 def _at(call: RequestContext, asked: float | None, most: float) -> float | None:
     seconds = [value for value in (asked, most or None) if value is not None]
     return call.arrived + min(seconds) if seconds else None
+
+
+def check_prompts(prompts: list[list[int]], param: str, model: LoadedModel) -> None:
+    """Check that every prompt has tokens and that the model has an embedding for each. Raises
+    ApiError 400.
+    """
+    info = model.supervisor.info
+    assert info is not None
+    for i, ids in enumerate(prompts):
+        place = param if len(prompts) == 1 else f"{param}[{i}]"
+        if not ids:
+            raise invalid(place, "the prompt has no tokens; at least one is required")
+        if max(ids) >= info.vocab_size:
+            raise invalid(place, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")
+
+
+def truncate_prompts(
+    prompts: list[list[int]], most: int | None, max_tokens: int | None, model: LoadedModel
+) -> tuple[list[list[int]], list[str]]:
+    """Keep the last `most` ids of each prompt (-1: as many as leave room for `max_tokens`). Returns the
+    prompts and a warning if something was cut.
+
+    Raises ApiError 400 for a length that no prompt may have.
+    """
+    if most is None:
+        return prompts, []
+    limit = model_limit(model)
+    if most == 0 or most > limit:
+        raise invalid("truncate_prompt_tokens", f"it is -1, or 1 to this model's context of {limit} tokens")
+    keep = most if most > 0 else limit - max(max_tokens or 1, 1)
+    if keep < 1:
+        raise invalid("truncate_prompt_tokens", "the requested output leaves no room for a prompt")
+    info = model.supervisor.info
+    place = "beginning"
+    if info is not None and info.pooling in {"embed", "classify"}:  # an encoder's first token must stay
+        place = "end"
+        cut = [ids if len(ids) <= keep else [*ids[: keep - 1], ids[-1]] for ids in prompts]
+    else:
+        cut = [ids[-keep:] for ids in prompts]
+    lost = sum(map(len, prompts)) - sum(map(len, cut))
+    where = "The prompt" if len(prompts) == 1 else "Prompts"
+    text = f"{where} lost {lost} tokens at the {place}, as 'truncate_prompt_tokens' asks."
+    return cut, [text] if lost else []

@@ -15,8 +15,7 @@ from ...services import Services
 from ...store.stored_answers import StoredAnswer, StoredAnswers
 from ..openai.chat import ChatCall, chat_ids, chat_request, prepare_translated
 from ..openai.chat_messages import build_chat
-from ..openai.completions import check_prompts
-from ..openai.request_context import RequestContext
+from ..openai.request_context import RequestContext, check_prompts
 from ..openai.sampling import invalid, thinks
 from ..openai.stored import Store, not_found
 from ..openai.unsupported import refuse_unsupported, unknown_fields

@@ -27,7 +27,7 @@ from .origin import (
     preflight_headers,
     readable_by,
 )
-from .request import CLOCK, FORM, is_local_socket
+from .request import CLOCK, FORM, WRITER, is_local_socket
 
 PER_TURN: Final = 2
 
@@ -248,6 +248,8 @@ class _RequestScope:
             if self._packs and is_packable(message["headers"]):
                 self._held = message
                 return
+            if not self._head:
+                self.scope["state"][WRITER] = (self.scope.get("extensions") or {}).get(WRITER)
         elif self._held is not None:
             held, self._held = self._held, None
             if not message.get("more_body", False):

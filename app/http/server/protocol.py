@@ -11,6 +11,7 @@ import struct
 import time
 from email.utils import formatdate
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import httptools
@@ -21,7 +22,7 @@ from uvicorn.server import ServerState
 from ...config.settings import LimitSettings
 from ...errors import ApiError
 from .errors import encode_error
-from .request import LOCAL
+from .request import LOCAL, WRITER
 from .sockets import ConnectionLimiter
 
 _DISCARD_BODIES = 8
@@ -167,7 +168,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = self._extensions
         self._phase = Phase.HEADERS
         self._discarded = 0
 
@@ -197,6 +197,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect(self._limits.body_timeout)
         self._state.refresh_date()
         super().on_headers_complete()
+        scope: Any = self.scope
+        scope["extensions"] = {**self._extensions, WRITER: partial(_write_part, self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         if self._refused:
@@ -303,6 +305,18 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase is Phase.BODY:  # the cycle is that of the request being sent
             return not self.pipeline and not cycle.response_started
         return cycle.response_complete
+
+
+def _write_part(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """Write a part of a begun stream at once, as uvicorn's `send` would. False: use `send`, which waits for a
+    client that does not read.
+    """
+    if cycle.disconnected:
+        return True
+    if cycle.flow.write_paused or not cycle.chunked_encoding:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
 
 
 def _is_own_unix_peer(transport: asyncio.Transport) -> bool:

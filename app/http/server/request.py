@@ -130,6 +130,9 @@ def _refuse_constant(name: str) -> NoReturn:
 LOCAL = "llmbox.local"
 """Key in `scope["extensions"]`: the connection came over our unix socket from our own user."""
 
+WRITER = "llmbox.writer"
+"""Key there, and in the state of a request once its answer has begun: a function that writes a part of it."""
+
 CALLER = "llmbox.caller"
 """Key in `scope["extensions"]`: the identity for which the daemon itself asks (`app.py`)."""
 

@@ -9,6 +9,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from uvicorn.config import Config
@@ -116,7 +117,7 @@ async def serve(
     for sock in sockets:
         context = None if sock.family == socket.AF_UNIX else tls
         server = await loop.create_server(
-            lambda: LimitedProtocol(config, state, limits, limiter),
+            partial(LimitedProtocol, config, state, limits, limiter),
             sock=sock,
             backlog=_ACCEPTS,
             ssl=context,

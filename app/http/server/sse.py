@@ -1,8 +1,9 @@
 """Server-sent events for generations and for the event feed.
 
-Three parts of one stream: `_pump` takes events from the source, `_watch` notices that the client left, and
-the request's own task writes. What became ready together goes out in one write. Nothing here runs per event
-except an append and a wake-up, because at many streams the daemon shares its cores with the engine.
+Three tasks of one stream: `_pump` takes events from the source, `_watch` notices that the client left, and
+the request's own task begins and ends the answer. In between `_write_ready` writes to the socket without a
+switch to that task, unless the client does not read. What became ready together goes out in one write.
+Nothing else runs per event, because at many streams the daemon shares its cores with the engine.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from ...errors import ApiError
 from ...gateway.request_times import ExchangeClock
 from ...lifecycle.drain import Drain, shutting_down
 from .errors import ClientGone, encode_error, to_api_error
-from .request import CLOCK
+from .request import CLOCK, WRITER
 
 T = TypeVar("T")
 
@@ -57,12 +58,22 @@ _HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 
 
 def data_event(value: Any) -> bytes:
     """Encode `value` (a msgspec struct or plain data) as one event."""
-    return b"data: %b\n\n" % _encode(value)
+    return b"data: %b\n\n" % encode(value)
+
+
+TEXT_MARK = "\x00"
+"""Text of an event whose other bytes are to be kept (`split_at_text`)."""
+
+
+def split_at_text(event: bytes) -> tuple[bytes, bytes]:
+    """Return the bytes before and behind `TEXT_MARK` in an event, to join them with encoded texts."""
+    before, _, after = event.partition(encode(TEXT_MARK))
+    return before, after
 
 
 def error_event(error: ApiError) -> bytes:
@@ -124,6 +135,9 @@ class EventStream:
         self._gone = False
         self._error: ApiError | None = None
         self._wake: asyncio.Future[None] | None = None
+        """Future that the request's own task waits for; None while it sends."""
+        self._write: Callable[[bytes], bool] | None = None
+        """Writer of the begun answer (`protocol.py`); None where there is no socket."""
         self._room: asyncio.Future[None] | None = None
         self._started = False
         self._last_write = 0.0
@@ -131,7 +145,8 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._loop = asyncio.get_running_loop()
         drain: Drain | None = scope["state"].get("drain")
-        self._clock: ExchangeClock | None = scope["state"].get(CLOCK)
+        self._state = scope["state"]
+        self._clock: ExchangeClock | None = self._state.get(CLOCK)
         pump = self._loop.create_task(self._pump())
         watch = self._loop.create_task(self._watch(receive, pump))
         if drain and self._options.endless:
@@ -141,12 +156,11 @@ class EventStream:
         self._timer = self._loop.call_later(self._options.first_comment, self._keep_alive)
         try:
             while not self._gone and not self._ended:
-                if self._buffer:
+                self._wake = self._loop.create_future()
+                await self._wake
+                self._wake = None
+                while self._buffer and not self._gone and not self._ended:
                     await self._flush(send)
-                else:
-                    self._wake = self._loop.create_future()
-                    await self._wake
-                    self._wake = None
             if not self._gone:
                 await self._finish(send)
         except asyncio.CancelledError:
@@ -163,9 +177,10 @@ class EventStream:
     async def _pump(self) -> None:
         try:
             async for event in self._source:
+                if not self._buffer:
+                    self._loop.call_soon(self._write_ready)
                 self._buffer.append(event)
                 self._size += len(event)
-                self._notify()
                 if self._size >= self._max_size:
                     await self._wait_for_room()
         except Exception as error:  # a stream never ends without an error or its last event
@@ -191,21 +206,40 @@ class EventStream:
         pump.cancel()
         self._notify()
 
+    def _write_ready(self) -> None:
+        """Write the buffer, or have the request's own task send it."""
+        if self._wake is None or self._ended or not self._buffer:
+            return  # that task takes it
+        if self._write is None or not self._write(b"".join(self._buffer)):
+            self._notify()
+            return
+        self._buffer.clear()
+        self._size = 0
+        self._last_write = self._loop.time()
+        if self._room is not None:
+            self._make_room()
+
     async def _flush(self, send: Send) -> None:
-        body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
+        body = b"".join(self._buffer)
         self._buffer.clear()
         self._size = 0
         if not self._started:
             await self._start(send)
         await send({"type": "http.response.body", "body": body, "more_body": True})
         self._last_write = self._loop.time()
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+        if self._room is not None:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        room, self._room = self._room, None
+        if room is not None and not room.done():
+            room.set_result(None)
 
     async def _finish(self, send: Send) -> None:
         """Send the rest of the buffer, the error if there is one, and the last event, in one write."""
         if self._error and not self._started and not self._buffer:
             raise self._error
+        self._ended = True
         parts, self._buffer = self._buffer, []
         if self._error:
             parts.append(self._options.error(self._error))
@@ -218,6 +252,7 @@ class EventStream:
         self._started = True
         headers = [(b"content-type", self._options.content_type), *_HEADERS]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._write = self._state.get(WRITER)
 
     def _keep_alive(self) -> None:
         """Send comments while there is silence. One timer a stream looks when the last write was, instead of
@@ -229,7 +264,7 @@ class EventStream:
         if wait <= 0 or not self._started:
             if self._wake is not None and not self._buffer and self._options.comment:
                 self._buffer.append(self._options.comment)
-                self._notify()
+                self._write_ready()
             wait = self._options.keep_alive
         self._timer = self._loop.call_later(wait, self._keep_alive)
 

@@ -56,30 +56,28 @@ class TokenBytes:
             raise ModelError("tokenizer.json: its decoder makes tokens many times longer than they are")
         for step in steps:
             self._add(step)
-        self._cache: dict[int, bytes] = {}
+        self.cache = _TokenCache(self._make)
+        """Bytes of tokens inside a text, by id."""
 
     def inner(self, token_id: int) -> bytes:
         """Return a token's bytes inside a text. Empty for ids that the tokenizer does not know (padding of
         the vocabulary).
         """
-        data = self._cache.get(token_id)
-        if data is None:
-            data = self._cache[token_id] = self.compute(token_id)
-        return data
+        return self.cache[token_id]
 
     def compute(self, token_id: int) -> bytes:
         """Compute a token's bytes without caching them, for callers that ask for all of them once. See
         `inner`.
         """
-        return self._make(token_id, first=False)
+        return self._make(token_id, False)
 
     def first(self, token_id: int) -> bytes:
-        return self._make(token_id, first=True)
+        return self._make(token_id, True)
 
     def __contains__(self, token_id: int) -> bool:
         return self._tokenizer.id_to_token(token_id) is not None
 
-    def _make(self, token_id: int, *, first: bool) -> bytes:
+    def _make(self, token_id: int, first: bool) -> bytes:
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -114,6 +112,17 @@ class TokenBytes:
                     f"tokenizer.json: its decoder {other!r} is not supported; supported are ByteLevel, "
                     "ByteFallback, Metaspace, WordPiece, Replace, Strip and Fuse"
                 )
+
+
+class _TokenCache(dict[int, bytes]):
+    """Bytes of tokens, computed when they are first asked for."""
+
+    def __init__(self, make: Callable[[int, bool], bytes]) -> None:
+        self._make = make
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = data = self._make(token_id, False)
+        return data
 
 
 def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -172,7 +181,7 @@ class Detokenizer:
         """Return the text that this token finishes; empty while a character is incomplete."""
         if token_id in self._skipped:
             return ""
-        data = self._tokens.inner(token_id)
+        data = self._tokens.cache[token_id]
         if self._first and token_id in self._tokens:
             data = self._tokens.first(token_id)
             self._first = False

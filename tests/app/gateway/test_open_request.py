@@ -42,7 +42,7 @@ def test_drafts_of_all_steps_are_counted():
         ids = [5] * (accepted + 1)
         output = RequestOutput(request_id="r", token_ids=ids, draft_tokens=drafted, accepted_tokens=accepted)
         opened._last = [None]
-        opened._note(SimpleNamespace(index=0), output)
+        opened._delta(SimpleNamespace(index=0, feed=lambda _: None), output)
     assert (opened.usage.draft_tokens, opened.usage.accepted_tokens) == (9, 5)
 
 

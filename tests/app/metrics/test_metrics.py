@@ -63,7 +63,7 @@ def test_a_request_fills_its_histograms():
         ),
         waited=0.05,
     )  # fmt: skip
-    metrics.record_inter_token("m", "premium", 0.02)
+    metrics.inter_token_observer("m", "premium")(0.02)
     metrics.record_refusal("queue_full")
     got = samples(metrics)
     assert got["vllm:time_to_first_token_seconds_count", "m"] == 1

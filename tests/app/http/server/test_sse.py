@@ -10,7 +10,7 @@ from litestar import get
 from llmbox.app.errors import ApiError
 from llmbox.app.gateway.request_times import ExchangeClock
 from llmbox.app.http.auth.guard import Access
-from llmbox.app.http.server.request import CLOCK
+from llmbox.app.http.server.request import CLOCK, WRITER
 from llmbox.app.http.server.sse import COMMENT, DONE, EventStream, EventStreamResponse, SseOptions, data_event
 from llmbox.app.lifecycle.drain import Drain
 from support.http_app import client, make_app
@@ -112,6 +112,47 @@ async def test_events_ready_together_are_one_write() -> None:
     source.queue.put_nowait(None)
     await task
     assert connection.bodies[1:] == [b"data: last\n\n" + DONE]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_parts_go_to_the_socket_at_once_if_the_client_reads(reads: bool) -> None:
+    """The first part comes after the headers and the last one with the end: both are sent by the task."""
+    connection, source, written = Connection(), Source(), []
+
+    def write(body: bytes) -> bool:
+        written.append(body)
+        return reads
+
+    connection.scope["state"][WRITER] = write
+    task = connection.start(source.events())
+    for part in (b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n"):
+        source.queue.put_nowait(part)
+        await settle()
+    source.queue.put_nowait(b"data: 4\n\n")
+    source.queue.put_nowait(None)
+    await task
+    assert written == [b"data: 2\n\n", b"data: 3\n\n"]
+    sent = [b"data: 1\n\n", *([] if reads else written), b"data: 4\n\n" + DONE]
+    assert connection.bodies == sent
+
+
+async def test_nothing_is_written_behind_the_end() -> None:
+    drain = Drain()
+    connection, source, written = Connection(drain), Source(), []
+    connection.scope["state"][WRITER] = lambda body: written.append(body) or True
+    task = connection.start(source.events())
+    source.queue.put_nowait(b"data: 1\n\n")
+    await settle()
+    drain.expired = True
+    connection.gate.clear()  # the end waits for the reader; meanwhile the source goes on
+    task.cancel()
+    await settle()
+    source.queue.put_nowait(b"data: 2\n\n")
+    await settle()
+    connection.gate.set()
+    await task
+    assert written == []
+    assert connection.text.endswith(DONE)
 
 
 async def test_silence_is_filled_with_comments() -> None:
