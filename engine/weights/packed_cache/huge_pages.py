@@ -97,20 +97,22 @@ def huge_share(address: int) -> float:
     """Return the share in huge pages of the mapping that begins at `address`; 1 where unknown, as a copy
     might gain nothing.
     """
+    fields: dict[str, int] = {}
+    begin, is_found = f"{address:x}-", False
     try:
-        lines = _SMAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+        with _SMAPS.open(encoding="utf-8", errors="replace") as lines:
+            # The system counts the pages of a mapping when its lines are read: not those of torch's, behind it.
+            for line in lines:
+                if is_found:
+                    name, _, value = line.rstrip().partition(":")
+                    if not value.endswith("kB"):
+                        break
+                    fields[name] = int(value.split()[0])
+                is_found = is_found or line.startswith(begin)
     except OSError:
         return 1.0
-    begin = f"{address:x}-"
-    start = next((i for i, line in enumerate(lines) if line.startswith(begin)), None)
-    if start is None:
+    if not is_found:
         return 1.0
-    fields: dict[str, int] = {}
-    for line in lines[start + 1 :]:
-        name, _, value = line.partition(":")
-        if not value.endswith("kB"):
-            break
-        fields[name] = int(value.split()[0])
     return fields.get("FilePmdMapped", 0) / max(1, fields.get("Size", 1))
 
 
