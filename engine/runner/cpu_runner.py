@@ -35,7 +35,7 @@ from .pooling import read_sums, sum_states
 POPULATED_AHEAD: Final = 128 << 20
 """Bytes of KV memory that are made ready while nothing runs: about a thousand tokens of a small model."""
 POPULATED_AT_ONCE: Final = 2 << 20
-"""Bytes of a layer that are made ready at once: a step that comes, or the end of the process, waits for it."""
+"""Bytes of a layer that are made ready at once: a step that comes, or the process's end, waits for them."""
 
 
 class CPUModelRunner:
@@ -182,7 +182,7 @@ class CPUModelRunner:
         return False
 
     def _populate_up_to(self, end: int, at_once: int) -> None:
-        """Populate blocks below `end`, some at a time, layer by layer: those of one layer lie side by side."""
+        """Populate blocks below `end`, some at a time in each layer: those of one layer lie side by side."""
         populate = self._ops.populate_blocks
         assert populate is not None
         while self._is_idle and (first := max(self._populated_blocks, self._begun_blocks)) < end:

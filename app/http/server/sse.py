@@ -49,6 +49,23 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait((task,))
 
 
+@contextlib.asynccontextmanager
+async def ended_by_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block, in the task that runs it, when the client leaves; then raise `ClientGone`."""
+    task = asyncio.current_task()
+    assert task is not None
+    watch = asyncio.create_task(until_disconnect(receive))
+    watch.add_done_callback(lambda watch: None if watch.cancelled() else task.cancel())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if watch.done() and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        watch.cancel()
+
+
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"

@@ -47,10 +47,8 @@ class PackedWeightSource:
         self.dtype = dtype
         self.device = torch.device("cpu")
         self._file = file
-        mapped = read_only(file.memory)
-        self._bytes = in_huge_pages(mapped, file.path)
-        self.mapped = mapped.nbytes if self._bytes is mapped else 0
-        """Bytes of the file that stay mapped; 0 where they were copied."""
+        self._bytes, self.mapped = in_huge_pages(read_only(file.memory), file.path)
+        """`mapped`: bytes of the file that stay mapped, and were not copied."""
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._tensor(name, (size,), self.dtype)

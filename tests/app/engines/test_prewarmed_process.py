@@ -234,7 +234,7 @@ def test_a_process_with_threads_does_not_fork(monkeypatch: pytest.MonkeyPatch) -
     ours, theirs = socket.socketpair()
     monkeypatch.setattr("llmbox.engine.process.engine_main.num_threads", lambda: 2)
     with ours, theirs, pytest.raises(RuntimeError, match="2 threads cannot be forked"):
-        serve_forks(theirs)
+        serve_forks(theirs, lambda: True)
 
 
 def test_nothing_is_forked_beside_a_gpu_or_pinned_threads(
