@@ -21,8 +21,8 @@ from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware import proc
-from llmbox.engine.ipc.engine_channel import DaemonGone
 from llmbox.engine.ipc import spawn as spawning
+from llmbox.engine.ipc.engine_channel import DaemonGone
 from llmbox.engine.ipc.spawn import ForkedProcess, ForkServer, Launch, SpawnedProcess, spawn
 from llmbox.engine.process import engine_main
 from llmbox.engine.process.engine_main import serve_forks
@@ -264,7 +264,7 @@ async def test_a_process_forked_ahead_that_has_ended_is_not_used(tmp_path: Path)
 
 
 def test_what_engines_have_in_common_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first fork, and behind each as long as it cannot be: the first engine compiles the kernels."""
+    """Before the first fork, and behind each until it can be: the first engine compiles the kernels."""
     ours, theirs = socket.socketpair()
     done: list[str] = []
 
