@@ -84,8 +84,8 @@ class CPUModelRunner:
         self._begun_blocks = self._populated_blocks = 0
         """Numbers below which blocks have been used, and have their pages."""
         self._populating: threading.Thread | None = None
-        self._is_idle = True
-        """False while a step runs: no blocks get pages beside it."""
+        self._idle = threading.Event()
+        """Not set while a step runs: no blocks get pages beside it."""
 
     def attach(self, proposer: FollowingProposer, taps: Sequence[int] = ()) -> None:
         """Show the hidden states of each later step to a draft head. `taps`: layers whose inputs it reads in
@@ -100,7 +100,7 @@ class CPUModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step. Decoding rows come first, sorted by context: attention batches neighbors."""
-        self._is_idle = False
+        self._idle.clear()
         if plan.adapter_loads:
             self.adapters.load(plan.adapter_loads)
         for cache in self._caches:
@@ -166,7 +166,7 @@ class CPUModelRunner:
         step begins: the first touch takes milliseconds a block, in the step of a prompt or in the copies of
         blocks from disk, which go on beside it. Blocks are used in the order of their numbers.
         """
-        self._is_idle = True
+        self._idle.set()
         if self._ops.populate_blocks is not None and (
             self._populating is None or not self._populating.is_alive()
         ):
@@ -185,10 +185,10 @@ class CPUModelRunner:
         """Populate blocks below `end`, some at a time in each layer: those of one layer lie side by side."""
         populate = self._ops.populate_blocks
         assert populate is not None
-        while self._is_idle and (first := max(self._populated_blocks, self._begun_blocks)) < end:
+        while self._idle.is_set() and (first := max(self._populated_blocks, self._begun_blocks)) < end:
             last = min(end, first + at_once)
             for each in self._layers_of(range(first, last)):
-                if not self._is_idle:
+                if not self._idle.is_set():
                     return
                 if not populate(*each):
                     self._populated_blocks = sys.maxsize
