@@ -52,18 +52,24 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 @contextlib.asynccontextmanager
 async def ended_by_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Cancel the block, in the task that runs it, when the client leaves; then raise `ClientGone`."""
-    task = asyncio.current_task()
+    task, has_left = asyncio.current_task(), False
     assert task is not None
-    watch = asyncio.create_task(until_disconnect(receive))
-    watch.add_done_callback(lambda watch: None if watch.cancelled() else task.cancel())
+
+    async def watch() -> None:
+        nonlocal has_left
+        await until_disconnect(receive)
+        has_left = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
         yield
     except asyncio.CancelledError:
-        if watch.done() and task.uncancel() == 0:
+        if has_left and task.uncancel() == 0:
             raise ClientGone from None
         raise
     finally:
-        watch.cancel()
+        watching.cancel()
 
 
 logger = logging.getLogger(__name__)
