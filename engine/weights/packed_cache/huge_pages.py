@@ -3,7 +3,7 @@
 A mapped file is in huge pages where its file system uses large folios (ext4 and XFS of recent kernels) and it
 was written in large pieces: then the mapping is used directly, which costs nothing and shares the page cache.
 Where some of it is in small pages, as memory was in fragments when it was written or read, these parts are
-replaced by copies in anonymous huge pages. Otherwise all of it is copied.
+replaced by copies in anonymous huge pages; before Linux 6.7, which first tells where they are, all of it is.
 
 Huge pages of the page cache can still be slow: they stay where they were allocated when the file was written,
 perhaps in another socket's memory, or in memory that a hypervisor backs with small pages. So both are timed,
@@ -37,8 +37,6 @@ SPEED_ENOUGH = 0.9
 """Least read speed relative to new memory. In a virtual machine two files were read at 0.65 to 0.75 times
 that speed, and int8 decoding of one stream ran at 0.79 times the rate of a copy; two other files at 0.9 to
 1."""
-REPLACED_AT_MOST = 0.5
-"""Largest share of small pages that are replaced one by one."""
 _PIECES = 16
 _PIECE = 4 << 20
 _HUGE = 2 << 20
@@ -62,7 +60,7 @@ def in_huge_pages(mapped: Tensor, file: Path) -> tuple[Tensor, int]:
         share = 1 - sum(end - begin for begin, end in small) / mapped.nbytes
     replaced = 0
     if share < ENOUGH:
-        if small is None or share < 1 - REPLACED_AT_MOST:
+        if small is None:
             return copy_to_huge_pages(mapped), 0
         replaced = replace_pages(mapped, small)
     if was_fast(file):
