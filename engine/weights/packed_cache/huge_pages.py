@@ -106,7 +106,7 @@ def small_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
 
 def replace_pages(mapped: Tensor, ranges: Sequence[tuple[int, int]]) -> int:
     """Replace the pages of these ranges, in place, by copies in huge pages. Returns their bytes. Raises
-    OSError; then what was not replaced stays as it is.
+    OSError; then the mapping must not be used.
     """
     nbytes = sum(end - begin for begin, end in ranges)
     libc = ctypes.CDLL(None, use_errno=True)
