@@ -6,7 +6,7 @@ import os
 import torch
 
 from .cpu.backend import CPUBackend
-from .cpu.build import NativeUnavailable
+from .cpu.build import NativeUnavailable, is_built
 from .cpu.isa import cache_folder, pick_cores, usable_levels
 from .cpu.library import OTHER_BITS, PORTABLE_CPU, backend_name, load_backend
 from .onednn import ONEDNN, supports
@@ -163,6 +163,11 @@ def native_ready() -> bool:
     except NativeUnavailable:
         return False
     return True
+
+
+def native_built() -> bool:
+    """Return whether `native_ready` would find the best C++ kernels and compile nothing."""
+    return os.environ.get("LLMBOX_KERNELS", BEST_CPU) == BEST_CPU and is_built(usable_levels()[0])
 
 
 def runs_native(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:

@@ -60,9 +60,7 @@ def sizes(
     )
     host = 0
     if device == "cuda":
-        # A cgroup has left what models did not take: theirs is added before the share is taken.
-        main = replace(machine.memory, available=machine.memory.available + ours.get(HOST, 0))
-        host = min(total_budget(replace(machine, memory=main), "cpu", None), main.available)
+        host = min(total_budget(machine, "cpu", None), machine.memory.available + ours.get(HOST, 0))
     budget = replace(budget, available=have[0], more_gpus=have[1:], host_available=host)
     try:
         shape = parse_config(Path(config.model_path)).shape(config.context)

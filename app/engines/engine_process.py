@@ -252,11 +252,30 @@ class PrewarmedProcess:
         self._spare = first
         self._forks = can_fork()
         self._timer: asyncio.TimerHandle | None = None
+        self._ahead: asyncio.Task[SpawnedProcess] | None = None
+        """Fork that `begin` asked for."""
         self._watched: int | None = None
         """File descriptor by which the end of the fork server is noticed."""
 
+    def begin(self) -> None:
+        """Fork the process of the next `take` already, while room is made for its model."""
+        if self._ahead is None and isinstance(self._spare, ForkServer):
+            self._ahead = asyncio.create_task(self._fork(self._spare), name="fork ahead")
+
+    def discard_ahead(self) -> None:
+        """End the process that `begin` asked for, if nobody took it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not ahead.cancel():  # else `_fork` ends it
+            _discard(ahead)
+
     async def take(self) -> SpawnedProcess:
         """Fork a process, take the spare, or spawn one. Raises OSError."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            forked = await ahead
+            if forked.alive:
+                return forked
+            forked.discard()
         if self._spare is None and self._keep and self._forks:
             self._spare = ForkServer(self._launch)
         if isinstance(self._spare, ForkServer):
@@ -273,6 +292,7 @@ class PrewarmedProcess:
 
     def close(self) -> None:
         self._keep = False
+        self.discard_ahead()
         if self._timer is not None:
             self._timer.cancel()
         if isinstance(self._spare, ForkServer):

@@ -180,13 +180,14 @@ CPU_SHARE, CUDA_SHARE = 0.8, 0.9
 
 
 def total_budget(machine: Machine, device: Place, gigabytes: float | None) -> int:
-    """Budget of one memory in bytes. A cgroup limit counts as the machine's memory."""
+    """Budget of one memory in bytes, with what loaded models take of it. A cgroup limit counts as the
+    machine's memory.
+    """
     if device == "cuda":
         have = machine.gpus[0].total
         share = CUDA_SHARE
     else:
-        memory = machine.memory
-        have = memory.available if memory.limited_by_cgroup else memory.total
+        have = machine.memory.total
         share = CPU_SHARE
     return int(have * share) if gigabytes is None else min(int(gigabytes * 1e9), have)
 

@@ -211,7 +211,12 @@ class EngineManager:
         supervisor, config = loading.supervisor, loading.config
         # Nobody asks for a start after a cool-down: it pushes out no model that the owner loaded meanwhile.
         supervisor.readmit = lambda config: self.admit(config, True)
-        supervisor.admitted = await self.admit(config, loading.on_request)
+        self._spares.begin()
+        try:
+            supervisor.admitted = await self.admit(config, loading.on_request)
+        except BaseException:
+            self._spares.discard_ahead()
+            raise
         await supervisor.start()
 
     async def _load_text_beside(self, supervisor: Supervisor, path: Path) -> TextModel:

@@ -146,7 +146,7 @@ def fingerprint(
     shapes: tuple[object, ...] = plan.kv_dtype, plan.block_size, plan.window, sorted(memory.sizes.items())
     if plan.ranks > 1:  # the parts of a block lie one behind the other
         shapes = (*shapes, plan.tp, plan.pp, *(["experts"] if plan.expert_parallel else []))
-    for part in (key.digest(), _code(), *shapes):
+    for part in (key.digest(), code_digest(), *shapes):
         digest.update(f"{part}\0".encode())
     positions = torch.tensor([min(position, plan.context - 1) for position in _PROBED], device=memory.device)
     for is_long in (False, True) if rotary.short_context else (False,):
@@ -156,7 +156,7 @@ def fingerprint(
 
 
 @cache
-def _code() -> str:
+def code_digest() -> str:
     """Return a digest of the sources in `_CODE`."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(path for folder in _CODE for path in (root / folder).rglob("*.py")):

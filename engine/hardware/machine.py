@@ -39,6 +39,7 @@ class Memory:
     """Main memory, in bytes."""
 
     total: int
+    """Bytes of the machine, or of the tightest cgroup limit where that is less."""
     available: int
     """Bytes that can be allocated without swapping and without reaching a cgroup limit."""
     limited_by_cgroup: bool
@@ -120,10 +121,11 @@ def read_memory() -> Memory:
     import psutil  # noqa: PLC0415 - GPUs are checked with torch and Triton alone
 
     host = psutil.virtual_memory()
-    left = memory_left()
+    left, limit = memory_left(), memory_limit()
+    total = host.total if limit is None else min(host.total, limit)
     if left is None or left >= host.available:
-        return Memory(host.total, host.available, limited_by_cgroup=False)
-    return Memory(host.total, left, limited_by_cgroup=True)
+        return Memory(total, host.available, limited_by_cgroup=False)
+    return Memory(total, left, limited_by_cgroup=True)
 
 
 def _usable_cpus() -> set[int]:
@@ -285,6 +287,12 @@ def memory_left(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | Non
     """
     answers = [_left_in(group, *names) for group, names in _memory_groups(root, membership)]
     return min((left for left in answers if left is not None), default=None)
+
+
+def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
+    """Return the tightest memory limit in bytes; None without a limit."""
+    limits = [_read(group / names[0]) for group, names in _memory_groups(root, membership)]
+    return min((int(limit) for limit in limits if limit and limit.isdecimal()), default=None)
 
 
 def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:

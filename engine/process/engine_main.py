@@ -12,6 +12,7 @@ the rest holds as if the daemon had started it.
 """
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -27,7 +28,7 @@ from setproctitle import setproctitle
 
 from ..config import EngineConfig
 from ..errors import EngineError
-from ..hardware.machine import name_gpus
+from ..hardware.machine import name_gpus, read_machine
 from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr
 from ..ipc.channel import Channel, DaemonGone
 from ..ipc.handover_messages import Prefill, TakenSlots
@@ -101,9 +102,7 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
         os.set_inheritable(options.fd, False)  # not before: torch may have to be imported in a second try
         connection = socket.socket(fileno=options.fd)
         if options.forks:
-            if load is None:
-                import_module("llmbox.engine.executor.build")
-            connection = serve_forks(connection)
+            connection = serve_forks(connection, prepare_forks if load is None else lambda: True)
             bind_to_parent(options.parent)
         channel = Channel(connection)
         return _run(channel, load or _import_engine(channel))
@@ -114,12 +113,14 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
         return EXIT_CRASHED
 
 
-def serve_forks(control: socket.socket) -> socket.socket:
+def serve_forks(control: socket.socket, prepare: Callable[[], bool]) -> socket.socket:
     """Fork a process for each request until the daemon is gone, which raises DaemonGone.
 
     Returns in the forked processes, with the socket to the daemon. A request is a byte with two file
     descriptors, that socket and standard output; the answer is a pid, or an error number below zero.
+    `prepare` is called before the first request, and behind each until it returns True.
     """
+    is_prepared = prepare()
     if (threads := num_threads()) > 1:
         raise RuntimeError(f"a process with {threads} threads cannot be forked")
     setproctitle("llmbox: engine fork server")
@@ -144,6 +145,27 @@ def serve_forks(control: socket.socket) -> socket.socket:
         os.close(channel)
         os.close(log)
         control.sendall(pid.to_bytes(PID_BYTES, "little", signed=True))
+        is_prepared = is_prepared or prepare()
+
+
+def prepare_forks() -> bool:
+    """Do once what every engine on this machine does alike: its imports, the kernels, digests of the code.
+
+    False while there are no kernels to open: the first engine compiles them and says so to the daemon.
+    """
+    from llmbox.kernels.dispatch import native_built  # noqa: PLC0415 - a fake engine must do without torch
+
+    from ..executor.build import open_kernels  # noqa: PLC0415
+    from ..executor.kv_tiers import code_digest  # noqa: PLC0415
+
+    with contextlib.suppress(ImportError):  # without a cache of packed weights it is not needed
+        import_module("xxhash")
+    read_machine()  # imports psutil
+    code_digest()
+    if not native_built():
+        return False
+    open_kernels(lambda _: None)
+    return True
 
 
 def num_threads() -> int:

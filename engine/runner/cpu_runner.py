@@ -4,6 +4,7 @@ T rows of the step, R rows whose logits are wanted, S of them to sample, E hidde
 """
 
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -34,7 +35,7 @@ from .pooling import read_sums, sum_states
 POPULATED_AHEAD: Final = 128 << 20
 """Bytes of KV memory that are made ready while nothing runs: about a thousand tokens of a small model."""
 POPULATED_AT_ONCE: Final = 2 << 20
-"""Bytes between two looks at the messages."""
+"""Bytes of a layer that are made ready at once: a step that comes, or the process's end, waits for them."""
 
 
 class CPUModelRunner:
@@ -81,9 +82,10 @@ class CPUModelRunner:
         self._follower: FollowingProposer | None = None
         self._taps = False
         self._begun_blocks = self._populated_blocks = 0
-        self._populating: list[tuple[KVCache, int, range]] = []
-        """Layers of blocks below `_populated_blocks` that have no pages yet."""
         """Numbers below which blocks have been used, and have their pages."""
+        self._populating: threading.Thread | None = None
+        self._idle = threading.Event()
+        """Not set while a step runs: no blocks get pages beside it."""
 
     def attach(self, proposer: FollowingProposer, taps: Sequence[int] = ()) -> None:
         """Show the hidden states of each later step to a draft head. `taps`: layers whose inputs it reads in
@@ -98,6 +100,7 @@ class CPUModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step. Decoding rows come first, sorted by context: attention batches neighbors."""
+        self._idle.clear()
         if plan.adapter_loads:
             self.adapters.load(plan.adapter_loads)
         for cache in self._caches:
@@ -159,29 +162,38 @@ class CPUModelRunner:
         return result
 
     def prepare(self) -> bool:
-        """Give some of the KV blocks that are used next their pages, up to `POPULATED_AHEAD`: the first touch
-        takes milliseconds a block, in the step of a prompt. Blocks are used in the order of their numbers.
-
-        Each call does one layer of some blocks, which lie side by side: a huge page of each layer would take
-        a tenth of a second.
+        """Have a thread give the KV blocks that are used next their pages, up to `POPULATED_AHEAD`, until a
+        step begins: the first touch takes milliseconds a block, in the step of a prompt or in the copies of
+        blocks from disk, which go on beside it. Blocks are used in the order of their numbers.
         """
-        populate = self._ops.populate_blocks
-        if populate is None:
-            return False
-        if not self._populating:
+        self._idle.set()
+        if self._ops.populate_blocks is not None and (
+            self._populating is None or not self._populating.is_alive()
+        ):
             layers, count = (blocks := self._ops.block_tensors(self._cache)[0]).shape[:2]
             layer_bytes = max(1, blocks.nbytes // count // layers)
             end = min(count, self._begun_blocks + 1 + POPULATED_AHEAD // (layers * layer_bytes))
-            first = max(self._populated_blocks, self._begun_blocks)
-            last = min(end, first + max(1, POPULATED_AT_ONCE // layer_bytes))
-            if first >= last:
-                return False
-            self._populating = self._layers_of(range(first, last))
+            if max(self._populated_blocks, self._begun_blocks) < end:
+                at_once = max(1, POPULATED_AT_ONCE // layer_bytes)
+                self._populating = threading.Thread(
+                    target=self._populate_up_to, args=(end, at_once), name="populate", daemon=True
+                )
+                self._populating.start()
+        return False
+
+    def _populate_up_to(self, end: int, at_once: int) -> None:
+        """Populate blocks below `end`, some at a time in each layer: those of one layer lie side by side."""
+        populate = self._ops.populate_blocks
+        assert populate is not None
+        while self._idle.is_set() and (first := max(self._populated_blocks, self._begun_blocks)) < end:
+            last = min(end, first + at_once)
+            for each in self._layers_of(range(first, last)):
+                if not self._idle.is_set():
+                    return
+                if not populate(*each):
+                    self._populated_blocks = sys.maxsize
+                    return
             self._populated_blocks = last
-        if not populate(*self._populating.pop()):
-            self._populating, self._populated_blocks = [], sys.maxsize
-            return False
-        return True
 
     def _layers_of(self, blocks: range) -> list[tuple[KVCache, int, range]]:
         return [

@@ -176,15 +176,28 @@ compile_progress: ContextVar[Progress] = ContextVar("compile_progress", default=
 """Progress callback of a compile, whoever asked for the kernels."""
 
 
+def is_built(level: Level) -> bool:
+    """Return whether there is a library of these sources, so that nothing has to be compiled."""
+    if find_prebuilt(level)[0] is not None:
+        return True
+    try:
+        return is_intact(cache_folder() / library_name(level, find_compiler()))
+    except NativeUnavailable:
+        return False
+
+
+def library_name(level: Level, compiler: list[str]) -> str:
+    digest = digest_sources(*compiler, compiler_version(compiler), *FLAGS, *level.flags)
+    return f"{level.name}-{digest}.so"
+
+
 def library_path(level: Level) -> Path:
     """Return the path of the compiled library, built if it is not in the cache. Raises NativeUnavailable.
 
     If the cache cannot be written, the library goes to a private temporary folder.
     """
     compiler = find_compiler()
-    digest = digest_sources(*compiler, compiler_version(compiler), *FLAGS, *level.flags)
-    name = f"{level.name}-{digest}.so"
-    folder = cache_folder()
+    name, folder = library_name(level, compiler), cache_folder()
     try:
         return library_in(folder, name, level, compiler)
     except OSError as error:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from llmbox.app.errors import ApiError
+from llmbox.app.models.registry import Registry
 from llmbox.app.security.keys import KeySpec
 from support.cli_box import PATIENCE
 from support.engines import until
@@ -53,6 +54,36 @@ async def test_a_load_goes_on_without_whoever_asked(
         other = await http.post("/v1/load", json={"model": path, "options": {"ctx": 64}})
         assert other.status_code == 409
         assert (await http.post("/v1/unload", json={"model": "slow"})).json() == {"unloaded": ["slow"]}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_leaves_while_its_model_loads_is_dropped_and_the_load_goes_on(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    name = f"asked-{streams}".lower()
+    path = Path(model(tmp_path, name, load_delay=0.3))
+    Registry(server.services.paths.registry_file).adopt_directory(name, path)
+    _, secret = server.services.security.keys.add(KeySpec(name=name, scopes=("infer",)))
+    dropped: list[ApiError] = []
+
+    def record(_id: str, _endpoint: str, _model: str, error: ApiError, **_: Any) -> None:
+        dropped.append(error)
+
+    monkeypatch.setattr(server.services.gateway, "record_refusal", record)
+    headers = {"Authorization": f"Bearer {secret}"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=PATIENCE) as http:
+        body = {"model": name, "prompt": "x", "stream": streams}
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until(server.services.engines.loading)
+        asking.cancel()
+        await asyncio.wait({asking})
+        await until(lambda: dropped)
+    assert [(error.status, error.code) for error in dropped] == [(499, "client_disconnected")]
+    await until(lambda: name in names(server))
+    loaded = server.services.engines.find(name)
+    assert loaded is not None
+    assert loaded.supervisor.stats.steps == loaded.supervisor.open_requests == 0
+    server.call(server.services.engines.unload(name))
 
 
 async def test_who_waits_is_told_that_it_was_unloaded(

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from litestar import Request, Response, post
 from litestar.datastructures import State
+from litestar.types import Receive
 from msgspec import UNSET
 
 from ...config.settings import LimitSettings
@@ -20,13 +21,20 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway, max_in_engine, model_limit, system_fingerprint
 from ...gateway.generation import ContentRetention, Generation, deadline_error
-from ...gateway.open_request import OpenRequest
+from ...gateway.open_request import CLIENT_CLOSED, OpenRequest
 from ...gateway.request_times import ExchangeClock
 from ...security.security import Identity
 from ...services import Services
 from ..auth.guard import Access, identity_of
+from ..server.errors import ClientGone
 from ..server.request import CLOCK, StrictRequest, is_local_socket, request_id
-from ..server.sse import DEFAULT_OPTIONS, EventStreamResponse, SseOptions, while_connected
+from ..server.sse import (
+    DEFAULT_OPTIONS,
+    EventStreamResponse,
+    SseOptions,
+    ended_by_disconnect,
+    while_connected,
+)
 from .request_types import ChatCompletionRequest, CompletionRequest, GenerationFields
 from .sampling import invalid
 from .unsupported import refuse_foreign, unknown_fields
@@ -46,6 +54,8 @@ class RequestContext:
     plain: dict[str, Any]
     body: bytes = b""
     """Body as it was sent."""
+    receive: Receive | None = None
+    """Channel by which the end of the connection is heard; None where no client waits."""
     arrived: float = field(default_factory=time.monotonic)
     clock: ExchangeClock = field(default_factory=ExchangeClock)
 
@@ -70,6 +80,7 @@ class RequestContext:
             identity_of(request),
             await request.plain_json() if posted else {},
             await request.body() if posted else b"",
+            request.receive if posted else None,
             clock=clock,
         )
 
@@ -90,7 +101,10 @@ class RequestContext:
         return ContentRetention("" if self.caller.key is None else self.caller.key.id, self.body.decode())
 
     async def find_model(self, name: str | None, by: float | None = None) -> LoadedModel:
-        """Return the model, loading it from disk if needed. `by` (of `time.monotonic()`) bounds the wait."""
+        """Return the model, loading it from disk if needed. `by` (of `time.monotonic()`) bounds the wait.
+
+        Raises ClientGone as soon as the client leaves; the load goes on, as others may wait for it.
+        """
         if name is not None:
             self.caller.require_model(name)
         asked = time.monotonic()
@@ -115,7 +129,12 @@ class RequestContext:
 
     async def _find_model(self, name: str | None) -> LoadedModel:
         services = self.services
-        return services.engines.get(name) if services.find_model is None else await services.find_model(name)
+        if services.find_model is None:
+            return services.engines.get(name)
+        if self.receive is None or name is None or services.engines.find(name) is not None:
+            return await services.find_model(name)
+        async with ended_by_disconnect(self.receive):
+            return await services.find_model(name)
 
     def reserve(self, model: LoadedModel, choices: int, *, pools: bool = False) -> QueueReservation:
         """Hold places in the model's queue while the prompts are made. Raises ApiError 429 and 503."""
@@ -150,7 +169,7 @@ class RequestContext:
 
     @contextmanager
     def recording_refusals(self) -> Iterator[None]:
-        """Log errors before the gateway takes over as requests of their own.
+        """Log errors before the gateway takes over, and clients that left, as requests of their own.
 
         Raises ApiError 400 for fields of other servers that would have changed the answer.
         """
@@ -158,12 +177,19 @@ class RequestContext:
             refuse_foreign(self.plain)
             yield
         except ApiError as error:
-            model = self.plain.get("model")
-            name = model if isinstance(model, str) else ""
-            self.gateway.record_refusal(
-                self.exchange, self.endpoint, name, error, key=self.caller.name, clock=self.clock
-            )
+            self._record_refusal(error)
             raise
+        except ClientGone:
+            message = "The client left before its request was with an engine."
+            self._record_refusal(ApiError(CLIENT_CLOSED, message, code="client_disconnected"))
+            raise
+
+    def _record_refusal(self, error: ApiError) -> None:
+        model = self.plain.get("model")
+        name = model if isinstance(model, str) else ""
+        self.gateway.record_refusal(
+            self.exchange, self.endpoint, name, error, key=self.caller.name, clock=self.clock
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,29 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait((task,))
 
 
+@contextlib.asynccontextmanager
+async def ended_by_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block, in the task that runs it, when the client leaves; then raise `ClientGone`."""
+    task, has_left = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal has_left
+        await until_disconnect(receive)
+        has_left = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        watching.cancel()
+
+
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"

@@ -528,7 +528,7 @@ def test_experts_in_main_memory_are_asked_for_with_the_share_that_is_never_taken
     assert found is not None
     assert found.host == 80 * gb, "of 100"
     assert found.budgets == {0: 7 * gb, HOST: 80 * gb}
-    limited = replace(machine, memory=Memory(500 * gb, 50 * gb, limited_by_cgroup=True))
+    limited = replace(machine, memory=Memory(80 * gb, 50 * gb, limited_by_cgroup=True))
     in_container = sizes(config, limited, (7 * gb,), {HOST: 30 * gb})
     assert in_container is not None
     assert in_container.host == 64 * gb, "of 80, of which models have 30"
@@ -540,6 +540,15 @@ def test_experts_in_main_memory_are_asked_for_with_the_share_that_is_never_taken
     )
     assert wish.host_want == plan.expert_bytes + gb
     assert 0.8 * wish.host >= plan.expert_bytes > 0.8 * (wish.host - 2)
+
+
+def test_models_in_a_control_group_count_once():
+    gb = 10**9
+    cpu, memory = Cpu("test", 2, 4, ()), Memory(10 * gb, 3 * gb, limited_by_cgroup=True)
+    machine = Machine(cpu, memory, (), None)  # loaded models take 6 GB
+    assert budgets(machine, "cpu", None) == (8 * gb,), "of which they then take 6"
+    assert budgets(machine, "cpu", 9.0) == (9 * gb,)
+    assert budgets(machine, "cpu", 12.0) == (10 * gb,)
 
 
 def test_each_gpu_has_a_budget_and_what_others_hold_there_is_not_counted_on(tmp_path: Path):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import psutil
@@ -15,11 +16,15 @@ import pytest
 
 from llmbox.app.engines import engine_process as module
 from llmbox.app.engines.engine_process import PrewarmedProcess, SupervisorOptions
+from llmbox.app.engines.manager import EngineManager
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware import proc
 from llmbox.engine.ipc import spawn as spawning
+from llmbox.engine.ipc.engine_channel import DaemonGone
 from llmbox.engine.ipc.spawn import ForkedProcess, ForkServer, Launch, SpawnedProcess, spawn
+from llmbox.engine.process import engine_main
 from llmbox.engine.process.engine_main import serve_forks
 from support.engines import assert_undisturbed, config, go_on, is_running, kill, request, until
 from support.fake_engine import fake_launch
@@ -212,6 +217,77 @@ async def test_an_engine_that_nobody_waits_for_any_more_is_ended(
         assert made[0].process.returncode == -signal.SIGKILL
 
 
+async def test_a_process_is_forked_while_room_is_made_and_ended_where_there_is_none(tmp_path: Path) -> None:
+    server = ForkServer(fake_launch())
+    text: Any = SimpleNamespace(warnings=(), encoder=None, close=lambda: None)
+    text.beside_embedding = lambda _rows: text
+    manager = EngineManager(lambda _: text, keep_spare=True, first=server)
+    seen: list[int] = []
+
+    async def refuse(_config: EngineConfig, _on_request: bool) -> EngineConfig:
+        ahead = manager._spares._ahead
+        assert ahead is not None
+        seen.append((await asyncio.shield(ahead)).process.pid)
+        raise ApiError(503, "no room", "does_not_fit")
+
+    async def admit(config: EngineConfig, _on_request: bool) -> EngineConfig:
+        ahead = manager._spares._ahead
+        assert ahead is not None
+        seen.append((await asyncio.shield(ahead)).process.pid)
+        return config
+
+    try:
+        manager.admit = refuse
+        with pytest.raises(ApiError, match="no room"):
+            await manager.load(config(tmp_path))
+        await until(lambda: not is_running(seen[0]))
+        manager.admit = admit
+        loaded = await manager.load(config(tmp_path))
+        assert loaded.supervisor.pid == seen[1]
+    finally:
+        await manager.close()
+
+
+async def test_a_process_forked_ahead_that_has_ended_is_not_used(tmp_path: Path) -> None:
+    async with Forked(tmp_path) as box:
+        await box.supervisor.start()
+        box.spares.begin()
+        ahead = box.spares._ahead
+        assert ahead is not None
+        ended = await ahead
+        ended.process.kill()
+        await until(lambda: not ended.alive)
+        taken = await box.spares.take()
+        assert taken.process.pid != ended.process.pid
+        assert taken.alive
+        taken.discard()
+
+
+def test_what_engines_have_in_common_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first fork, and behind each until it can be: the first engine compiles the kernels."""
+    ours, theirs = socket.socketpair()
+    done: list[str] = []
+
+    def prepare() -> bool:
+        done.append("prepares")
+        return done.count("prepares") == 3
+
+    def fork() -> int:
+        done.append("forks")
+        return 7
+
+    for name, to in (("num_threads", lambda: 1), ("setproctitle", str), ("fork_sibling", fork)):
+        monkeypatch.setattr(engine_main, name, to)
+    monkeypatch.setattr(engine_main.gc, "freeze", lambda: None)
+    with ours, theirs, open(os.devnull, "wb") as log:  # noqa: PTH123 - a descriptor
+        for _ in range(4):
+            socket.send_fds(ours, [b"\0"], (log.fileno(), log.fileno()))
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(DaemonGone):
+            serve_forks(theirs, prepare)
+    assert done == ["prepares", "forks", "prepares", "forks", "prepares", "forks", "forks"]
+
+
 def test_forked_engines_end_with_the_process_that_asked_for_them() -> None:
     script = (
         "import time; from llmbox.engine.ipc.spawn import ForkServer\n"
@@ -234,7 +310,7 @@ def test_a_process_with_threads_does_not_fork(monkeypatch: pytest.MonkeyPatch) -
     ours, theirs = socket.socketpair()
     monkeypatch.setattr("llmbox.engine.process.engine_main.num_threads", lambda: 2)
     with ours, theirs, pytest.raises(RuntimeError, match="2 threads cannot be forked"):
-        serve_forks(theirs)
+        serve_forks(theirs, lambda: True)
 
 
 def test_nothing_is_forked_beside_a_gpu_or_pinned_threads(

@@ -8,6 +8,7 @@ from llmbox.engine.hardware import machine
 from llmbox.engine.hardware.machine import (
     cpu_quota,
     memory_left,
+    memory_limit,
     name_gpus,
     read_cpu,
     read_gpus,
@@ -45,7 +46,8 @@ def test_affinity_and_hyper_threads(tmp_path, monkeypatch):
 
 def test_a_cgroup_limit_bounds_the_memory(monkeypatch):
     monkeypatch.setattr(machine, "memory_left", lambda: 1000)
-    assert (read_memory().available, read_memory().limited_by_cgroup) == (1000, True)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 1500)
+    assert read_memory() == machine.Memory(1500, 1000, limited_by_cgroup=True)
     monkeypatch.setattr(machine, "memory_left", lambda: 10**18)
     assert not read_memory().limited_by_cgroup
 
@@ -74,9 +76,9 @@ def test_version_2_tightest_ancestor_counts(tmp_path, membership):
         memory__current=300,
         memory__stat="anon 1\ninactive_file 50",
     )
-    assert memory_left(root, membership) == 750
+    assert (memory_left(root, membership), memory_limit(root, membership)) == (750, 1000)
     write(root / "user.slice", memory__max=900, memory__current=600)
-    assert memory_left(root, membership) == 300
+    assert (memory_left(root, membership), memory_limit(root, membership)) == (300, 900)
     write(root / "user.slice", memory__max=900, memory__current=2000)
     assert memory_left(root, membership) == 0
 
@@ -99,7 +101,7 @@ def test_version_1(tmp_path):
         memory__usage_in_bytes=500,
         memory__stat="cache 9\ntotal_inactive_file 100",
     )
-    assert memory_left(tmp_path / "fs", file) == 400
+    assert (memory_left(tmp_path / "fs", file), memory_limit(tmp_path / "fs", file)) == (400, 800)
 
 
 def test_no_limits(tmp_path, membership):
@@ -108,7 +110,7 @@ def test_no_limits(tmp_path, membership):
     assert cpu_quota(root, membership) is None
     assert memory_left(root, tmp_path / "absent") is None
     write(root / "user.slice" / "box", memory__max="max", memory__current=5, cpu__max="max 100000")
-    assert memory_left(root, membership) is None
+    assert memory_left(root, membership) is memory_limit(root, membership) is None
     assert cpu_quota(root, membership) is None
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llmbox.engine.core.step import StepPlan
 from llmbox.engine.runner import cpu_runner
 from llmbox.engine.runner.cpu_runner import CPUModelRunner
 from llmbox.kernels.cpu.library import load_backend
@@ -15,13 +16,14 @@ class Populating:
     """The memory of a cache of two layers with 100 blocks, and which of them were given pages."""
 
     def __init__(self, *, works=True):
-        self.works, self.given = works, []
+        self.works, self.given, self.then = works, [], lambda: None
 
     def block_tensors(self, _cache):
         return [torch.empty(2, 100, 512, dtype=torch.uint8)]
 
     def populate_blocks(self, _cache, layer, blocks):
         self.given.append((layer, blocks.start, blocks.stop))
+        self.then()
         return self.works
 
     def whole(self):
@@ -39,6 +41,14 @@ def make_runner(ops):
     return CPUModelRunner(model, None, "cache", None, block_size=16, device=torch.device("cpu"))
 
 
+def prepare(runner):
+    """Have blocks populated, and wait for it."""
+    assert not runner.prepare(), "nothing is left for the engine's thread"
+    if runner._populating is not None:
+        runner._populating.join(60)
+        assert not runner._populating.is_alive()
+
+
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(cpu_runner, "POPULATED_AHEAD", 10 * 1024)
@@ -49,24 +59,39 @@ def small(monkeypatch):
 def test_blocks_ahead_of_those_in_use_get_pages_in_slices():
     ops = Populating()
     runner = make_runner(ops)
-    assert runner.prepare()
-    assert [last - first for _, first, last in ops.given] == [8], "one layer at a time"
-    while runner.prepare():
-        pass
+    prepare(runner)
+    assert [last - first for _, first, last in ops.given] == [8, 8, 3, 3], "some of one layer at a time"
     assert ops.whole() == list(range(11))
-    assert not runner.prepare()
+    prepare(runner)
+    assert ops.whole() == list(range(11))
     runner._begun_blocks = 95
-    while runner.prepare():
-        pass
+    prepare(runner)
     assert ops.whole() == [*range(11), *range(95, 100)]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_step_stops_the_thread_which_goes_on_when_idle_again():
+    ops = Populating()
+    runner = make_runner(ops)
+
+    def begin_step():
+        with pytest.raises(AttributeError):  # the model is none
+            runner.execute(StepPlan([]))
+
+    ops.then = begin_step
+    prepare(runner)
+    assert ops.given == [(0, 0, 8)]
+    ops.then = lambda: None
+    prepare(runner)
+    assert ops.given[1:] == [(layer, *ends) for ends in ((0, 8), (8, 11)) for layer in (0, 1)]
 
 
 @pytest.mark.usefixtures("small")
 def test_a_system_that_cannot_is_asked_once():
     ops = Populating(works=False)
     runner = make_runner(ops)
-    assert not runner.prepare()
-    assert not runner.prepare()
+    prepare(runner)
+    prepare(runner)
     assert len(ops.given) == 1
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmbox.kernels import dispatch
 from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.ffi import open_library
 from llmbox.kernels.cpu.isa import LEVELS, core_flops, cpu_flags, usable_levels
 from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import UnknownBackend, native_ready, select_ops
+from llmbox.kernels.dispatch import UnknownBackend, native_built, native_ready, select_ops
 from support.cli_box import until
 
 CPU = torch.device("cpu")
@@ -51,6 +52,19 @@ def test_is_built_once(tiny: Path) -> None:
     assert answer(first) == 42
     assert first.stat().st_mode & 0o077 == 0
     assert tiny.stat().st_mode & 0o077 == 0
+
+
+def test_what_is_built_is_known_without_building_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not build.is_built(LEVEL)
+    assert not list(tiny.glob("*.so"))
+    build.library_path(LEVEL).touch()
+    assert build.is_built(LEVEL)
+    monkeypatch.setattr(dispatch, "usable_levels", lambda: (LEVEL,))
+    assert native_built()
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    assert not native_built()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not build.is_built(LEVEL)
 
 
 @pytest.fixture
@@ -114,6 +128,7 @@ def test_a_damaged_library_is_built_again(tiny: Path, damage: str) -> None:
 BUILD = """
 import ctypes, sys
 from pathlib import Path
+from llmbox.kernels import dispatch
 from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.isa import LEVELS
 

@@ -5,7 +5,7 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.server.errors import ClientGone
-from llmbox.app.http.server.sse import while_connected
+from llmbox.app.http.server.sse import ended_by_disconnect, while_connected
 
 
 def receiver(left: asyncio.Event) -> Any:
@@ -65,3 +65,39 @@ async def test_cancelling_cancels_the_work() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert ended.is_set()
+
+
+async def test_leaving_ends_a_block_in_its_own_task() -> None:
+    left, begun = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        async with ended_by_disconnect(receiver(left)):
+            begun.set()
+            await asyncio.sleep(60)
+
+    waiting = asyncio.create_task(wait())
+    await begun.wait()
+    left.set()
+    with pytest.raises(ClientGone):
+        await waiting
+    assert not waiting.cancelling()
+
+
+async def test_a_block_that_ends_in_time_or_is_cancelled_keeps_its_end() -> None:
+    left, begun = asyncio.Event(), asyncio.Event()
+    async with ended_by_disconnect(receiver(left)):
+        await asyncio.sleep(0)
+    left.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+    async def wait() -> None:
+        async with ended_by_disconnect(receiver(asyncio.Event())):
+            begun.set()
+            await asyncio.sleep(60)
+
+    waiting = asyncio.create_task(wait())
+    await begun.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

@@ -1,5 +1,8 @@
 """Loading through packed weights on disk: the same tokens, and damage is only a slower load."""
 
+import ctypes
+import mmap
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from llmbox.engine.checkpoint.tensor_io import bytes_of
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.weights.packed_cache import source
+from llmbox.engine.weights.packed_cache import huge_pages as huge
 from llmbox.engine.weights.packed_cache.cache import LIMIT_VARIABLE, cache_variables
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import ask, load, tokens
@@ -123,8 +127,9 @@ def test_small_pages_are_copied_into_huge_ones(
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
     first = answer(loaded(model))
-    monkeypatch.setattr(source, "SMALL", 0)
-    monkeypatch.setattr(source, "huge_share", lambda _: 0.0)
+    monkeypatch.setattr(huge, "SMALL", 0)
+    monkeypatch.setattr(huge, "small_ranges", lambda *_: None)
+    monkeypatch.setattr(huge, "huge_share", lambda _: 0.0)
     assert answer(loaded(model)) == first
 
 
@@ -138,10 +143,11 @@ def test_huge_pages_that_are_read_slowly_are_copied(
 
     mapped = torch.arange(70 << 20, dtype=torch.int64).to(torch.uint8)
     begin = mapped.data_ptr()
-    monkeypatch.setattr(source, "huge_share", lambda _: 1.0)
-    monkeypatch.setattr(source, "_read_seconds", read_seconds)
-    used = source.in_huge_pages(mapped, tmp_path / "none")
+    monkeypatch.setattr(huge, "small_ranges", lambda *_: [])
+    monkeypatch.setattr(huge, "_read_seconds", read_seconds)
+    used, in_place = huge.in_huge_pages(mapped, tmp_path / "none")
     assert (used.data_ptr() != begin) == copies
+    assert in_place == (0 if copies else mapped.nbytes)
     assert torch.equal(used, mapped)
 
 
@@ -159,17 +165,63 @@ def test_pages_that_were_found_fast_are_not_timed_again_until_the_machine_restar
     mapped = torch.zeros(70 << 20, dtype=torch.uint8)
     boot = tmp_path / "boot_id"
     boot.write_text("first")
-    monkeypatch.setattr(source, "_BOOT", boot)
-    monkeypatch.setattr(source, "huge_share", lambda _: 1.0)
-    monkeypatch.setattr(source, "relative_speed", lambda _: speeds.pop(0))
-    monkeypatch.setattr(source.os, "getxattr", read)
-    monkeypatch.setattr(source.os, "setxattr", lambda file, name, value: notes.update({(file, name): value}))
-    used = [source.in_huge_pages(mapped, tmp_path / "a").data_ptr() == mapped.data_ptr() for _ in range(3)]
+    monkeypatch.setattr(huge, "_BOOT", boot)
+    monkeypatch.setattr(huge, "small_ranges", lambda *_: [])
+    monkeypatch.setattr(huge, "relative_speed", lambda _: speeds.pop(0))
+    monkeypatch.setattr(huge.os, "getxattr", read)
+    monkeypatch.setattr(huge.os, "setxattr", lambda file, name, value: notes.update({(file, name): value}))
+    used = [huge.in_huge_pages(mapped, tmp_path / "a")[0].data_ptr() == mapped.data_ptr() for _ in range(3)]
     assert used == [False, True, True]
     assert speeds == [0.95]
     boot.write_text("second")
-    source.in_huge_pages(mapped, tmp_path / "a")
+    huge.in_huge_pages(mapped, tmp_path / "a")
     assert speeds == []
+
+
+def test_parts_in_small_pages_are_replaced_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = torch.randint(0, 255, (70 << 20,), dtype=torch.uint8)
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(bytes_of(content)))
+    with file.open("rb") as stream:
+        memory = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    mapped = huge.read_only(memoryview(memory))
+    first = -(-mapped.data_ptr() // (2 << 20)) * (2 << 20)
+    small = [(first + (at << 20), first + (end << 20)) for at, end in ((2, 8), (20, 22), (60, 66))]
+    monkeypatch.setattr(huge, "small_ranges", lambda *_: small)
+    monkeypatch.setattr(huge, "was_fast", lambda _: True)
+    used, in_place = huge.in_huge_pages(mapped, file)
+    assert used.data_ptr() == mapped.data_ptr()
+    assert in_place == (70 - 14) << 20
+    assert torch.equal(used, content)
+    os.truncate(file, 0)  # what was replaced is no longer the file's
+    for begin, end in small:
+        at = begin - mapped.data_ptr()
+        assert torch.equal(used[at : at + end - begin], content[at : at + end - begin])
+
+
+def test_ranges_in_small_pages_end_where_huge_ones_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = 2 << 20
+
+    def ioctl(_pages: object, _number: int, asked: bytearray) -> int:
+        _size, _flags, begin, end, _, regions, room, *_rest = huge._SCAN.unpack(asked)
+        assert (begin, end, room) == (page, 10 * page, huge._REGIONS)
+        found = [2 * page, 4 * page, huge._IS_HUGE, 7 * page, 9 * page, huge._IS_HUGE]
+        (ctypes.c_uint64 * 6).from_address(regions)[:] = found
+        return 2
+
+    monkeypatch.setattr(huge.fcntl, "ioctl", ioctl)
+    small = [(page, 2 * page), (4 * page, 7 * page), (9 * page, 10 * page)]
+    assert huge.small_ranges(page - 4096, 9 * page + 8192) == small
+
+
+def test_the_system_tells_small_pages_or_nothing() -> None:
+    memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    memory[:] = bytes(len(memory))
+    address = huge.read_only(memoryview(memory)).data_ptr()
+    small = huge.small_ranges(address, len(memory))
+    begin, end = -(-address // (2 << 20)) * (2 << 20), (address + len(memory)) // (2 << 20) * (2 << 20)
+    assert small in (None, [(begin, end)])
 
 
 def test_pieces_from_all_over_a_mapping_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +232,8 @@ def test_pieces_from_all_over_a_mapping_are_timed(monkeypatch: pytest.MonkeyPatc
         return 1.0
 
     mapped = torch.zeros(200 << 20, dtype=torch.uint8)
-    monkeypatch.setattr(source, "_read_seconds", read_seconds)
-    assert source.relative_speed(mapped) == 1.0
+    monkeypatch.setattr(huge, "_read_seconds", read_seconds)
+    assert huge.relative_speed(mapped) == 1.0
     pieces = [at - mapped.data_ptr() for at, size in read if size == 4 << 20][::2]
     assert pieces == sorted(set(pieces))
     assert pieces[0] == 0
@@ -191,6 +243,6 @@ def test_pieces_from_all_over_a_mapping_are_timed(monkeypatch: pytest.MonkeyPatc
 def test_a_copy_holds_the_same_bytes_at_a_huge_page() -> None:
     data = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
     for threads in (1, 2, 3):
-        copy = source.copy_to_huge_pages(data, threads)
+        copy = huge.copy_to_huge_pages(data, threads)
         assert torch.equal(copy, data)
         assert copy.data_ptr() % (2 << 20) == 0
