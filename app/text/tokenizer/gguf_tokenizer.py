@@ -7,7 +7,7 @@ vocab.cpp; what is built here is the tokenizer.json of the models that they come
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,13 +69,15 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words.of_kind(_USER)])
     if words.has_ends:
         tokenizer.post_processor = _around(words)
-    elif (begin := words.begin) is not None:
-        added = processors.TemplateProcessing(
-            single=f"{begin} $A",
-            pair=f"{begin} $A {begin} $B",
-            special_tokens=[(begin, words.words.index(begin))],
+    elif words.begin is not None or words.end is not None:
+        single = " ".join(filter(None, (words.begin, "$A", words.end)))
+        names = dict.fromkeys(filter(None, (words.begin, words.end)))
+        _check_names(names)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single,
+            pair=f"{single} {single.replace('$A', '$B')}",
+            special_tokens=[(name, words.words.index(name)) for name in names],
         )
-        tokenizer.post_processor = added
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n", encoding="utf-8")
 
@@ -113,6 +115,11 @@ class _Words:
         if does is None:
             does = self.kind == "llama" or self.pre in _WORDS_FIRST
         return self.named("bos") if does else None
+
+    @property
+    def end(self) -> str | None:
+        """End token that is put behind a text, None if there is none: models for embeddings have one."""
+        return self.named("eos") if self._get("add_eos_token") is True else None
 
     @property
     def has_ends(self) -> bool:
@@ -282,8 +289,9 @@ def _of_scores(words: _Words) -> Tokenizer:
 def _around(words: _Words) -> Any:
     """Return what puts an encoder's special tokens around texts. XLM-R ends the first of a pair twice."""
     first, last = words.named("cls") or words.named("bos"), words.named("seperator") or words.named("eos")
-    if first is None or last is None or any(re.search(r"[\s:$]", each) for each in (first, last)):
+    if first is None or last is None:
         raise _unknown("it does not name the tokens around a text")
+    _check_names((first, last))
     between = f"{last}:0 {last}:0" if words.kind == "t5" else f"{last}:0"
     second = "1" if words.kind == "bert" else "0"
     return processors.TemplateProcessing(
@@ -291,6 +299,12 @@ def _around(words: _Words) -> Any:
         pair=f"{first}:0 $A:0 {between} $B:{second} {last}:{second}",
         special_tokens=[(each, words.words.index(each)) for each in dict.fromkeys((first, last))],
     )
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise ModelError for tokens that a template cannot name."""
+    if odd := [each for each in names if re.search(r"[\s:$]", each)]:
+        raise _unknown(f"{odd[0]!r} cannot be one of the tokens around a text")
 
 
 _AROUND: Final = {"bert", "t5"}

@@ -80,7 +80,7 @@ def of_bytes(folder: Path, pre: str, **values: Any) -> Tokenizer:
         "merges": ["a b"],
         "bos_token_id": 0,
     }
-    return tokenizer_of(folder, **base, **values)
+    return tokenizer_of(folder, **base | values)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def of_pieces(folder: Path, **values: Any) -> Tokenizer:
         "bos_token_id": 1,
         "unknown_token_id": 0,
     }
-    return tokenizer_of(folder, **base, **values)
+    return tokenizer_of(folder, **base | values)
 
 
 def sentencepiece(text: str) -> list[str]:
@@ -202,6 +202,18 @@ def test_pieces_merge_in_the_order_of_a_gemma_4(tmp_path: Path) -> None:
 def encoder_metadata(kind: str, words: list[str], **values: Any) -> dict[str, Any]:
     own = {"model": kind, "tokens": words, **values}
     return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+
+
+@pytest.mark.parametrize("begin", [True, False])
+def test_the_end_token_of_models_for_embeddings(tmp_path: Path, begin: bool) -> None:
+    ends = {"eos_token_id": 6, "add_bos_token": begin, "add_eos_token": True}
+    found = of_bytes(tmp_path, "default", **ends)
+    start = [0] if begin else []
+    assert found.encode("ab").ids == [*start, 2, 6]
+    assert found.encode("ab", "b").ids == [*start, 2, 6, *start, 3, 6]
+    assert found.encode("ab", add_special_tokens=False).ids == [2]
+    with pytest.raises(ModelError, match="around a text"):
+        of_bytes(tmp_path, "default", **ends, tokens=["<s>", "a", "ab", "b", "Ġ", "1", "a:b", "[PAD7]"])
 
 
 @pytest.mark.parametrize("is_cased", [False, True])
