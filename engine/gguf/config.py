@@ -124,6 +124,8 @@ def rope_of(gguf: GgufFile, factors: RopeFactors, head_dim: int) -> dict[str, An
     if (divisors := factors.get(_FACTORS[0])) is not None:
         return rope | _of_factors(divisors, theta, head_dim, gguf.integer("context_length"))
     kind = gguf.value("rope.scaling.type", "none")
+    if kind == "none" and (factor := gguf.number("rope.scale_linear", 1.0)) > 1:  # in files of 2023
+        return rope | {"rope_type": "linear", "factor": factor}
     if kind == "none":
         return rope
     if kind == "longrope" and gguf.architecture == "phi3":

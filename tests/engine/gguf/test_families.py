@@ -168,6 +168,9 @@ def test_a_layer_that_predicts_tokens_drafts_as_that_of_the_source(
     assert facts.config.num_parameters == parse_config(source).num_parameters == facts.stored_params
 
 
+SHORT = dict.fromkeys(("llama.embedding_length", "llama.context_length", "llama.attention.head_count"), 8)
+
+
 @pytest.mark.parametrize(
     ("arch", "keys", "tensor", "why"),
     [
@@ -187,6 +190,8 @@ def test_a_layer_that_predicts_tokens_drafts_as_that_of_the_source(
             "token_embd.weight",
             "both directions .* of qwen2",
         ),
+        ("llama", {}, "token_embd.weight", "llama.embedding_length is missing, a positive number"),
+        ("llama", SHORT | {"llama.block_count": 10**9}, "token_embd.weight", "a number up to 1024 is needed"),
         ("modern-bert", {}, "dense_2.weight", "projects the state of each token .* take a model"),
     ],
 )
@@ -196,7 +201,8 @@ def test_files_of_other_kinds_are_refused_in_words(
     file = tmp_path / "other.gguf"
     writer = gguf.GGUFWriter(file, arch)
     for key, value in keys.items():
-        (writer.add_bool if isinstance(value, bool) else writer.add_string)(key, value)
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add(key, value)
     for name in {"token_embd.weight", tensor}:
         writer.add_tensor(name, np.ones((8, 8), dtype=np.float32))
     write_all(writer)
