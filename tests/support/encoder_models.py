@@ -42,6 +42,24 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "jina_embeddings_v3": ("JinaEmbeddingsV3", {**SIZES, "type_vocab_size": 1}),
 }  # fmt: skip
 """Prefix of the classes in transformers, and values of the config."""
+EMBEDDING_GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3TextModel"],
+    "model_type": "gemma3_text",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 80,
+    "query_pre_attn_scalar": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_window": 20,
+    "use_bidirectional_attention": True,
+    "dtype": "float32",
+}
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},

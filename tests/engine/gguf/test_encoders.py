@@ -29,6 +29,7 @@ from llmbox.engine.quantize.convert_gguf import convert
 from llmbox.engine.sampling_params import Pooling, SamplingParams
 from llmbox.kernels.dispatch import native_ready
 from support.encoder_models import (
+    EMBEDDING_GEMMA,
     change_config,
     declare_vectors,
     make_encoder,
@@ -65,26 +66,6 @@ JINA: dict[str, Any] = {
     "max_position_embeddings": 80,
     "layer_norm_eps": 1e-12,
     "type_vocab_size": 2,
-    "dtype": "float32",
-}
-
-
-EMBEDDING_GEMMA: dict[str, Any] = {
-    "architectures": ["Gemma3TextModel"],
-    "model_type": "gemma3_text",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 80,
-    "query_pre_attn_scalar": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "sliding_window": 20,
-    "use_bidirectional_attention": True,
     "dtype": "float32",
 }
 

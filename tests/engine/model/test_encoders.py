@@ -18,6 +18,7 @@ from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.sampling_params import SamplingParams
 from support.encoder_models import (
+    EMBEDDING_GEMMA,
     ENCODERS,
     change_config,
     declare_vectors,
@@ -114,23 +115,7 @@ def test_declared_pooling(tmp_path: Path, mode: str) -> None:
     torch.testing.assert_close(found, expected[mode], rtol=1e-5, atol=1e-5)
 
 
-GEMMA = {
-    "architectures": ["Gemma3TextModel"],
-    "model_type": "gemma3_text",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 80,
-    "query_pre_attn_scalar": 16,
-    "sliding_window": 20,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "use_bidirectional_attention": True,
-    "dtype": "float32",
-}
+GEMMA = EMBEDDING_GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
 def test_embedding_gemma(tmp_path: Path) -> None:
