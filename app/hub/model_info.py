@@ -47,7 +47,7 @@ class ModelFacts:
     stored_bytes: int
     """Bytes of the weights in the files."""
     stored_params: int
-    """Counted from the headers; a copy of a tied matrix and MTP layers are not counted."""
+    """Counted from the headers; a copy of a tied matrix, MTP layers and adapters are not counted."""
     disk_bytes: int
     """Bytes of all files that serving needs."""
     missing_bytes: int
@@ -222,6 +222,7 @@ def _facts(
         for e in entries
         if not (config.tie_word_embeddings and e.name.endswith(_TIED))
         and not e.name.startswith(layers_of_drafts)
+        and not e.name.endswith((".lora_A", ".lora_B"))
     ]
     return ModelFacts(
         name,

@@ -160,7 +160,7 @@ class RunningRequests:
         """Return a request to the queue, by its arrival; its tokens so far are computed again."""
         self.stop(request, suspect=suspect)
         if request.clock is not None:
-            request.clock.requeue()
+            request.clock.requeue(request)
         request.prompt_logprobs.clear()
         request.pooled.clear()
         request.choose_factors(request.short_context)

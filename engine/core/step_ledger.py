@@ -16,7 +16,6 @@ memory, and no hash is made for it that the prefix cache did not need.
 
 import operator
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +26,7 @@ from ..ipc.sequence_times import (
     ADAPTER,
     DRAFTED,
     IMAGES,
+    LENGTHENED,
     LIMITED,
     POOLED,
     POOLED_LAST,
@@ -40,6 +40,7 @@ from ..ipc.sequence_times import (
     encode_drafts,
 )
 from .executor_interface import ONE_STAGE, PipelineDepth
+from .kv_cache.prefix_cache import BlockOwners
 from .step import finish_reason
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ LEAST_BLOCKS: Final = 8192
 _MOST_TENANTS: Final = 10_000
 _MOST_DRAFTED_ROWS: Final = 1000
 """Rows with drafts that are remembered of a sequence: more than a record has room for."""
-_KEY_BYTES: Final = 8
-"""Bytes of a block's hash that tell it from others here; a mix-up would only spoil a replay."""
 
 
 class _Arrival(NamedTuple):
@@ -61,6 +60,8 @@ class _Arrival(NamedTuple):
     call: int
     resumed: int
     fork: int
+    short_link: tuple[int, int] | None = None
+    """Link of its blocks before it was computed again with LongRoPE's long factors; None: it was not."""
 
 
 @dataclass(slots=True)
@@ -86,8 +87,7 @@ class ScheduleRecorder:
         self._arrivals: dict[str, _Arrival] = {}
         self._drafts: dict[str, _Drafts] = {}
         self._tenants: dict[str, int] = {}
-        self._owners: OrderedDict[bytes, int] = OrderedDict()
-        self._most_blocks = max(LEAST_BLOCKS, 2 * kv_cache.pool.num_blocks)
+        self._owners = BlockOwners(max(LEAST_BLOCKS, 2 * kv_cache.pool.num_blocks))
 
     def note_step(self, pipeline: PipelineDepth) -> None:
         """Count a call of `schedule`."""
@@ -116,10 +116,19 @@ class ScheduleRecorder:
             drafts.rows.append(DraftedRow(end - taken - drafts.end, len(row.drafts), taken - 1))
             drafts.end = end
 
+    def note_lengthening(self, request: "Request") -> None:
+        """Record the blocks of a sequence that is about to lose them, to be computed again with other factors
+        of RoPE.
+        """
+        arrival = self._arrivals[request.request_id]
+        link = self._link(arrival.number, request)
+        self._arrivals[request.request_id] = arrival._replace(short_link=link)
+
     def end(self, request: "Request", now: float) -> ScheduleRecord:
         """Return the record of a sequence that leaves, with whatever end."""
         arrival = self._arrivals.pop(request.request_id)
-        owner, shared = self._link(arrival.number, request.block_hashes) if self._pool.caching else (-1, 0)
+        short_owner, short_shared = arrival.short_link or (-1, 0)
+        owner, shared = self._link(arrival.number, request)
         if len(self._tenants) > _MOST_TENANTS:
             self._tenants.clear()  # callers may then have numbers of earlier ones: a replay shares otherwise
         record = ScheduleRecord(
@@ -134,12 +143,14 @@ class ScheduleRecorder:
             limit=request.params.max_tokens,
             end_call=self._calls,
             ended=self._micros(now),
-            flags=_flags(request),
+            flags=_flags(request) | (LENGTHENED if arrival.short_link else 0),
             priority=request.priority,
             tenant=self._tenants.setdefault(request.tenant, len(self._tenants)),
             fork=arrival.fork,
             owner=owner,
             shared=shared,
+            short_owner=short_owner,
+            short_shared=short_shared,
         )
         if (drafts := self._drafts.pop(request.request_id, None)) is None:
             return record
@@ -150,26 +161,8 @@ class ScheduleRecorder:
     def _micros(self, at: float) -> int:
         return round(1e6 * (at - (self._origin or 0.0)))
 
-    def _link(self, number: int, hashes: list[bytes]) -> tuple[int, int]:
-        """Return (owner of the last known block, number of known blocks), and remember all of them.
-
-        The last ones are forgotten first: without its beginning the rest of a prefix is of no use.
-        """
-        owners = self._owners
-        keys = [block[:_KEY_BYTES] for block in hashes[: self._most_blocks]]
-        owner, shared = -1, 0
-        for key in keys:
-            found = owners.get(key)
-            if found is None:
-                break
-            owner, shared = found, shared + 1
-        for place in range(len(keys) - 1, -1, -1):
-            if place >= shared:
-                owners[keys[place]] = number
-            owners.move_to_end(keys[place])
-        while len(owners) > self._most_blocks:
-            owners.popitem(last=False)
-        return owner, shared
+    def _link(self, number: int, request: "Request") -> tuple[int, int]:
+        return self._owners.link(number, request.block_hashes) if self._pool.caching else (-1, 0)
 
     def _facts_now(self) -> EngineFacts:
         if self._facts is None:
@@ -193,6 +186,7 @@ class ScheduleRecorder:
                 window_blocks=config.window_blocks,
                 disk=self._kv_cache.tiers is not None or self._kv_cache.intake is not None,
                 mixed_budget=config.mixed_budget,
+                short_context=config.short_context,
             )
         return self._facts
 
@@ -246,11 +240,13 @@ class SequenceClock:
         name = "decode" if decodes else "recompute" if self._phases else "prefill"
         self._phase = self._phases.setdefault(name, PhaseTimes())
 
-    def requeue(self) -> None:
-        """Begin the wait after a preemption."""
+    def requeue(self, request: "Request") -> None:
+        """Begin the wait after a preemption, or to be computed again with other factors of RoPE."""
         self._close()
         self._phase = None
         self._preemptions += 1
+        if request.outgrows_factors and self._ledger.recorder is not None:
+            self._ledger.recorder.note_lengthening(request)
 
     def begin_decode(self) -> None:
         """End the phase of a prompt, or of tokens that were computed again."""

@@ -21,6 +21,7 @@ from .families import (
     mistral3_fields,
     modern_fields,
     nomic_fields,
+    nomic_moe_fields,
     nothing_more,
     olmo2_fields,
     olmoe_fields,
@@ -36,6 +37,7 @@ from .mixed_layers import (
     falcon_h1_fields,
     gemma3n_fields,
     gemma4_fields,
+    gemma_embedding_fields,
     gemma_fields,
     granite_hybrid_fields,
     kimi_linear_fields,
@@ -85,6 +87,7 @@ class GgufArchitecture:
     is_partial: bool = False
     """RoPE may rotate a part of each head."""
     is_encoder: bool = False
+    """True for a model that attends in both directions and makes vectors."""
     has_attention: bool = True
     """False if no layer has attention, or layers have heads that only `fields` reads."""
     fields: Callable[[GgufFile, Config], Config] = nothing_more
@@ -241,10 +244,19 @@ ARCHITECTURES: Final = {
         has_attention=False,
         fields=gemma4_fields,
     ),
+    "gemma-embedding": replace(
+        _GEMMA,
+        name="Gemma3TextModel",
+        model_type="gemma3_text",
+        layer=SANDWICH,
+        is_encoder=True,
+        fields=gemma_embedding_fields,
+    ),
     "bert": _BERT,
     "nomic-bert": replace(
         _BERT, name="NomicBertModel", model_type="nomic_bert", activation="silu", fields=nomic_fields
     ),
+    "nomic-bert-moe": replace(_BERT, name="NomicBertModel", model_type="nomic_bert", fields=nomic_moe_fields),
     "modern-bert": replace(
         _BERT,
         name="ModernBertModel",
@@ -254,6 +266,7 @@ ARCHITECTURES: Final = {
         fields=modern_fields,
     ),
     "jina-bert-v2": replace(_BERT, name="JinaBertModel", model_type="jina_bert", fields=jina_fields),
+    "jina-bert-v3": replace(_BERT, name="JinaEmbeddingsV3Model", model_type="jina_embeddings_v3"),
 }
 """Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2,
 RoBERTa and XLM-R bert, without the rows of positions that stand for padding.
@@ -262,26 +275,26 @@ used.
 Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in the same parts.
 """
 
-MISSING: Final = {
-    "gemma-embedding": "dense layers behind the mean",
-    "jina-bert-v3": "adapters for tasks",
-    "nomic-bert-moe": "experts of encoders",
+_OTHER_FILES: Final = {
+    "adapter": "a LoRA adapter: name the file of its base model (adapters are read from PEFT's folders)",
+    "imatrix": "an importance matrix, which helps to quantize: name the file of the model",
+    "mmproj": "a projector (mmproj), the part of a model that reads pictures: name the file of the language "
+    "model, and leave this one beside it",
 }
-"""Missing parts of a reader of architectures that are served from safetensors."""
+"""Values of `general.type` of files that hold no model."""
 
 
 def architecture_of(gguf: GgufFile) -> GgufArchitecture:
     """Look up the file's architecture. Raises UnsupportedArchitecture."""
+    other = gguf.metadata.get("general.type")
+    if isinstance(other, str) and other in _OTHER_FILES:
+        raise UnsupportedArchitecture(f"{gguf.path} is {_OTHER_FILES[other]}")
     name = gguf.architecture
     if name == "clip":
-        raise UnsupportedArchitecture(
-            f"{gguf.path} is a projector (mmproj), the part of a model that reads pictures: name the file of "
-            "the language model, and leave this one beside it"
-        )
+        raise UnsupportedArchitecture(f"{gguf.path} is {_OTHER_FILES['mmproj']}")
     if name not in ARCHITECTURES:
-        why = f": a reader of {MISSING[name]} is missing; take its safetensors" if name in MISSING else ""
         raise UnsupportedArchitecture(
-            f"{gguf.path}: architecture {name!r} cannot be read from GGUF{why}; readable: "
+            f"{gguf.path}: architecture {name!r} cannot be read from GGUF; readable: "
             f"{', '.join(ARCHITECTURES)}"
         )
     found = ARCHITECTURES[name]

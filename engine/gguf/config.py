@@ -33,6 +33,7 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
     kind = architecture_of(gguf)
     if "token_embd.weight" not in gguf.tensors:
         raise ModelError(f"{gguf.path}: token_embd.weight is missing: it is no whole model")
+    _refuse_other_vectors(gguf, kind)
     config: dict[str, Any] = {
         "architectures": [kind.name],
         "model_type": kind.model_type,
@@ -44,7 +45,7 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
         "max_position_embeddings": gguf.integer("context_length"),
         "rms_norm_eps": gguf.number("attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in gguf.tensors),
+        "attention_bias": any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in gguf.tensors),
         "mlp_bias": any(name.endswith(".ffn_up.bias") for name in gguf.tensors),
     }
     if kind.activation:
@@ -53,6 +54,20 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
         config |= _attention(gguf, kind, config["num_hidden_layers"], factors or {})
     config |= kind.fields(gguf, config)
     return config if kind.has_attention else _with_part(config, factors or {})
+
+
+def _refuse_other_vectors(gguf: GgufFile, kind: GgufArchitecture) -> None:
+    """Raise ModelError for files that make vectors in ways that are not computed."""
+    if gguf.value("attention.causal") is False and not kind.is_encoder:
+        raise ModelError(
+            f"{gguf.path}: attention in both directions (attention.causal is false) is not supported of "
+            f"{gguf.architecture}, only to tokens before"
+        )
+    if gguf.architecture != "gemma-embedding" and any(name.startswith("dense_") for name in gguf.tensors):
+        raise ModelError(
+            f"{gguf.path}: it projects the state of each token (dense_2), as ColBERT does for late "
+            "interaction, which is not supported: take a model that makes one vector of a text"
+        )
 
 
 def _with_part(config: dict[str, Any], factors: RopeFactors) -> dict[str, Any]:
@@ -109,6 +124,8 @@ def rope_of(gguf: GgufFile, factors: RopeFactors, head_dim: int) -> dict[str, An
     if (divisors := factors.get(_FACTORS[0])) is not None:
         return rope | _of_factors(divisors, theta, head_dim, gguf.integer("context_length"))
     kind = gguf.value("rope.scaling.type", "none")
+    if kind == "none" and (factor := gguf.number("rope.scale_linear", 1.0)) > 1:  # in files of 2023
+        return rope | {"rope_type": "linear", "factor": factor}
     if kind == "none":
         return rope
     if kind == "longrope" and gguf.architecture == "phi3":

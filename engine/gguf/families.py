@@ -319,22 +319,37 @@ def bert_fields(gguf: GgufFile, _config: Config) -> Config:
         "type_vocab_size": 0 if types is None else types.shape[0],
     }
     if has_scores(gguf):
-        labels = gguf.tensors["cls.output.weight"].shape[0]
-        found |= {"architectures": ["BertForSequenceClassification"], "num_labels": labels}
+        found |= {"architectures": ["BertForSequenceClassification"], "num_labels": _labels(gguf)}
     return found
 
 
+def _labels(gguf: GgufFile) -> int:
+    return gguf.tensors["cls.output.weight"].shape[0]
+
+
 def has_scores(gguf: GgufFile) -> bool:
-    """Return whether it is an XLM-R with the head of a reranker. Files of BERT's leave one of the two linears
-    out.
+    """Return whether it is an XLM-R or a ModernBERT with the head of a reranker. Files of BERT's leave one of
+    the two linears out.
     """
-    return gguf.architecture == "bert" and {"cls.weight", "cls.output.weight"} <= gguf.tensors.keys()
+    has_head = gguf.architecture in {"bert", "modern-bert"}
+    return has_head and {"cls.weight", "cls.output.weight"} <= gguf.tensors.keys()
 
 
 def nomic_fields(gguf: GgufFile, config: Config) -> Config:
     biases = {"qkv_proj_bias": "attn_qkv", "mlp_fc1_bias": "ffn_up", "mlp_fc2_bias": "ffn_down"}
     found = {key: f"blk.0.{name}.bias" in gguf.tensors for key, name in biases.items()}
     return bert_fields(gguf, config) | found
+
+
+def nomic_moe_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add experts. A file has no bias of their sum, which llama.cpp's converter leaves out."""
+    count, per_token = selected_experts(gguf)
+    return nomic_fields(gguf, config) | {
+        "num_experts": count,
+        "moe_top_k": per_token,
+        "moe_every_n_layers": gguf.integer("moe_every_n_layers"),
+        "has_expert_bias": False,
+    }
 
 
 def jina_fields(gguf: GgufFile, config: Config) -> Config:
@@ -344,8 +359,12 @@ def jina_fields(gguf: GgufFile, config: Config) -> Config:
 
 def modern_fields(gguf: GgufFile, config: Config) -> Config:
     """Add what ModernBERT has beside other encoders. The first of each three layers has full attention where
-    the file does not say it; the base of RoPE in sliding windows is that of the published models.
+    the file does not say it; the base of RoPE in sliding windows is that of the published models. Nor does it
+    say which states a reranker's head gets: their mean, as with llama.cpp.
     """
+    if has_scores(gguf):
+        config |= {"architectures": ["ModernBertForSequenceClassification"], "num_labels": _labels(gguf)}
+        config |= {"classifier_pooling": "mean", "classifier_bias": "cls.bias" in gguf.tensors}
     rope, pattern = config.pop("rope_parameters"), gguf.value("attention.sliding_window_pattern", 3)
     if rope["rope_type"] != "default":
         raise ModelError(f"{gguf.path}: scaled RoPE of {gguf.architecture} cannot be read from GGUF")

@@ -1,6 +1,6 @@
 """Model folder of a GGUF file: config.json and generation_config.json made of its metadata, and a link to it.
-With a projector file also preprocessor_config.json and a link to that, of an encoder files that declare its
-pooling.
+With a projector file also preprocessor_config.json and a link to that, of a model for embeddings files that
+declare its pooling, dense layers and prompts.
 
 The weights stay in the files. Everything that takes a checkpoint's folder takes this one.
 """
@@ -16,7 +16,7 @@ from llmbox.kernels.quant_formats import GGUF_QUANTS
 
 from ..checkpoint.safetensors import TensorEntry
 from ..errors import ModelError
-from ..model_config.encoders.pooling import MODULES_FILE, POOLING_FILE
+from ..model_config.encoders.pooling import MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 from ..model_config.shape import DTYPE_BYTES
 from ..model_config.vision.families import IMAGE_PROBLEM
 from .architectures import architecture_of
@@ -42,7 +42,22 @@ _SEEING = {name for family in PROJECTOR_FAMILIES.values() for name in family.arc
 _POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
 """Values of `pooling_type`, by the names of sentence-transformers. 0: the file does not say."""
 _RANKS: Final = 4
-_STEPS: Final = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+_DENSE: Final = ("dense_2", "dense_3")
+"""Tensors of dense layers over the pooled vector, in their order."""
+_NOMIC_TASKS: Final = {
+    "query": "search_query: ",
+    "document": "search_document: ",
+    "classification": "classification: ",
+    "clustering": "clustering: ",
+}
+_PROMPTS: Final = {
+    "gemma-embedding": {"query": "task: search result | query: ", "document": "title: none | text: "},
+    "nomic-bert": _NOMIC_TASKS,
+    "nomic-bert-moe": _NOMIC_TASKS,
+}
+"""Prompts of the published models, which files do not have, by architecture. None is put before a text unless
+a request names it.
+"""
 
 
 def gguf_of(directory: Path) -> Path | None:
@@ -119,8 +134,8 @@ def write_folder(gguf: GgufFile, folder: Path, projector: Path | None = None, pr
     """
     vision = None if projector is None else read_projector(projector)
     files = config_json(gguf, rope_factors(gguf), vision, problem)
-    more = pooling_files(gguf) if architecture_of(gguf).is_encoder else {}
-    for name, content in (files | more | {"generation_config.json": generation_of(gguf)}).items():
+    files |= vector_files(gguf) | {"generation_config.json": generation_of(gguf)}
+    for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / LINK).symlink_to(gguf.path)
@@ -128,25 +143,45 @@ def write_folder(gguf: GgufFile, folder: Path, projector: Path | None = None, pr
         (folder / PROJECTOR_LINK).symlink_to(projector)
 
 
-def pooling_files(gguf: GgufFile) -> dict[str, Any]:
-    """Return the files of sentence-transformers that declare an encoder's pooling, by name; none where it is
-    not said. Raises ModelError.
+def vector_files(gguf: GgufFile) -> dict[str, Any]:
+    """Return the files of sentence-transformers that declare how a model makes vectors, by name; none where
+    the file does not say it. Raises ModelError.
     """
-    kind = gguf.value("pooling_type", 0)
+    files: dict[str, Any] = {}
+    if prompts := _PROMPTS.get(gguf.architecture):
+        files[PROMPTS_FILE] = {"prompts": prompts}
+    kind, is_encoder = gguf.value("pooling_type", 0), architecture_of(gguf).is_encoder
     if has_scores(gguf):
-        return {}
+        return files
     if kind == _RANKS or any(name.startswith("cls.") for name in gguf.tensors):
-        raise ModelError(
-            f"{gguf.path}: of encoders with a head (rerankers) only those of XLM-R can be read from GGUF"
-        )
-    if kind == 0:
-        return {}
-    if type(kind) is not int or kind not in _POOLINGS:
+        why = "of encoders with a head (rerankers) only those of XLM-R and ModernBERT can be read from GGUF"
+        if not is_encoder:
+            why = "rerankers of decoders cannot be read from GGUF; take its safetensors"
+        raise ModelError(f"{gguf.path}: {why}")
+    dense = [name for name in _DENSE if f"{name}.weight" in gguf.tensors]
+    if kind == 0 and not dense:
+        return files
+    if type(kind) is not int or kind not in {0, *_POOLINGS}:
         raise ModelError(
             f"{gguf.path}: {gguf.architecture}.pooling_type is {str(kind)[:80]}, 0 to 4 is known"
         )
-    steps = [
+    files[POOLING_FILE] = {"pooling_mode": _POOLINGS.get(kind, "mean")}
+    steps = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    for name in dense:
+        folder, shape = f"{name[-1]}_Dense", gguf.tensors[f"{name}.weight"].shape
+        if len(shape) != 2:
+            raise ModelError(f"{gguf.path}: tensor {name}.weight is no matrix")
+        outputs, inputs = shape
+        steps.append(("Dense", folder))
+        files[f"{folder}/config.json"] = {
+            "in_features": inputs,
+            "out_features": outputs,
+            "bias": f"{name}.bias" in gguf.tensors,
+            "activation_function": "torch.nn.modules.linear.Identity",
+            "gguf_tensor": name,
+        }
+    files[MODULES_FILE] = [
         {"idx": idx, "name": str(idx), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for idx, (name, path) in enumerate(_STEPS)
+        for idx, (name, path) in enumerate([*steps, ("Normalize", "9_Normalize")])
     ]
-    return {MODULES_FILE: steps, POOLING_FILE: {"pooling_mode": _POOLINGS[kind]}}
+    return files

@@ -30,7 +30,7 @@ def check_matrices(gguf: GgufFile) -> None:
 
 def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     """Return the shapes of a layer's matrices by their names in GGUF."""
-    if architecture_of(gguf).is_encoder:
+    if architecture_of(gguf).is_encoder and "use_bidirectional_attention" not in config:
         return _encoder(gguf, config, layer)
     kind = kind_of(config, layer)
     found: Shapes = {}
@@ -59,12 +59,18 @@ def _encoder(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     rows = {"attn_q": hidden, "attn_k": hidden, "attn_v": hidden}
     if f"blk.{layer}.attn_qkv.weight" in gguf.tensors:
         rows = {"attn_qkv": 3 * hidden}
-    names, is_gated = architecture_of(gguf).layer, config["model_type"] != "bert"
+    names = architecture_of(gguf).layer
+    is_gated = config["model_type"] == "jina_bert" or config.get("hidden_act") == "silu"
+    if (every := config.get("moe_every_n_layers")) and layer % every == 1:
+        experts = config["num_experts"]
+        found: Shapes = {name: (count, hidden) for name, count in rows.items()}
+        found |= {"attn_output": (hidden, hidden), "ffn_up_exps": (experts, inner, hidden)}
+        return found | {"ffn_down_exps": (experts, hidden, inner)}
     if "mlp.gate_up_proj" in names:
         rows["ffn_up"] = 2 * inner
     else:
         rows |= dict.fromkeys(("ffn_up", "ffn_gate") if is_gated else ("ffn_up",), inner)
-    found: Shapes = {name: (count, hidden) for name, count in rows.items()}
+    found = {name: (count, hidden) for name, count in rows.items()}
     return found | {"attn_output": (hidden, hidden), "ffn_down": (hidden, inner)}
 
 

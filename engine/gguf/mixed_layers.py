@@ -23,7 +23,7 @@ def gemma_fields(gguf: GgufFile, config: Config) -> Config:
     """Add values that Gemma files omit: equal for all models of a generation except its largest."""
     largest = {"gemma2": 46, "gemma3": 62}.get(gguf.architecture) == config["num_hidden_layers"]
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
-    theta = 1e6 if gguf.architecture == "gemma3" else 1e4
+    theta = 1e4 if gguf.architecture in {"gemma", "gemma2"} else 1e6
     rope = config.pop("rope_parameters")
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -34,6 +34,19 @@ def gemma_fields(gguf: GgufFile, config: Config) -> Config:
         "rope_theta": gguf.number("rope.freq_base", theta),
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
     }
+
+
+def gemma_embedding_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add values of a Gemma 3 in both directions. Its window is the whole width, of both sides together."""
+    pattern = gguf.value("attention.sliding_window_pattern", 6)
+    found = gemma_fields(gguf, config) | {
+        "use_bidirectional_attention": True,
+        "sliding_window": gguf.integer("attention.sliding_window"),
+        "rope_local_base_freq": gguf.number("rope.freq_base_swa", 1e4),
+    }
+    if isinstance(pattern, list):
+        return found | {"layer_types": sliding_types(gguf, config["num_hidden_layers"])}
+    return found | {"sliding_window_pattern": gguf.integer("attention.sliding_window_pattern", 6)}
 
 
 def gemma3n_fields(gguf: GgufFile, config: Config) -> Config:

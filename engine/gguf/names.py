@@ -21,6 +21,7 @@ _OUTSIDE: Final = {
     "model.final_layernorm": "output_norm",
     "lm_head": "output",
     "head.dense": "cls",
+    "head.norm": "cls.norm",
     "head.out_proj": "cls.output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
@@ -55,6 +56,7 @@ LAYER: Final[Names] = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.gate.wg": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
@@ -208,6 +210,8 @@ _EXPERT: Final[dict[str, tuple[str, ...]]] = {
     "w3": ("ffn_up_exps",),
     "w2": ("ffn_down_exps",),
     "output_linear": ("ffn_down_exps",),
+    "up": ("ffn_up_exps",),
+    "down": ("ffn_down_exps",),
     "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
 }
 EXPERT_PARTS: Final = tuple(_EXPERT)
@@ -218,9 +222,11 @@ _OF_EXPERT = re.compile(r"(?:(?:mlp|block_sparse_moe|mixer|feed_forward)\.)?expe
 _OF_STACK = re.compile(r"model\.(\w+)\.(\d+)")
 NOT_NEEDED = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
-    r"|(blk\.\d+|output)\.(\w+\.)?input_scale"
+    r"|(blk\.\d+|output)\.(\w+\.)?input_scale|dense_[23]\.(weight|bias)"
 )
-"""Tensors that are ignored: config.json has their content, or they are of activations in 4 bits (NVFP4)."""
+"""Tensors that are no part of the transformer: config.json has their content, they are of activations in 4
+bits (NVFP4), or of dense layers over the pooled vector.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, refuse_overlaps, shown
 from ..errors import ModelError
 from ..model_config.fields import is_number
+from ..model_config.vision.fields import MAX_LAYERS
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -108,6 +109,8 @@ class GgufFile:
         ModelError.
         """
         value = self.value(key, default)
+        if layers > MAX_LAYERS:
+            raise self._bad("block_count", layers, f"a number up to {MAX_LAYERS}")
         found = value if isinstance(value, list) else [value] * layers
         if len(found) < layers or not all(isinstance(each, int) and each >= 0 for each in found):
             raise self._bad(key, value, f"a number for each of {layers} layers")
@@ -123,8 +126,9 @@ class GgufFile:
         return float(f"{value:.7g}")
 
     def _bad(self, key: str, value: Any, needed: str) -> ModelError:
+        found = "missing" if value is None else str(value)[:80]
         return ModelError(
-            f"{self.path}: {self.architecture}.{key} is {str(value)[:80]}, {needed} is needed; {FETCH_AGAIN}"
+            f"{self.path}: {self.architecture}.{key} is {found}, {needed} is needed; {FETCH_AGAIN}"
         )
 
 
@@ -212,6 +216,14 @@ class _Reader:
         if self._take(4) != MAGIC:
             raise ModelError(f"{self._path} is no GGUF file: it does not begin with GGUF")
         version = self._number("I")
+        if version >> 16 and not version & 0xFFFF:
+            raise ModelError(
+                f"{self._path} is big-endian, for processors such as IBM Z: take a little-endian file"
+            )
+        if version == 1:
+            raise ModelError(
+                f"{self._path} is of version 1 of GGUF (August 2023), which cannot be read: take a newer file"
+            )
         if version not in VERSIONS:
             raise self._error(f"version {version} cannot be read, only {' and '.join(map(str, VERSIONS))}")
         tensors, entries = self._number("Q"), self._number("Q")

@@ -175,22 +175,12 @@ class GgufTensors:
             )
 
     def _read(self, entry: TensorEntry) -> Tensor:
-        block, block_bytes = BLOCKS[entry.dtype]
-        blocks = entry.nbytes // block_bytes
-        out = torch.empty(blocks * block)
-        try:
-            with open_regular(entry.file, buffering=0) as stream:
-                stream.seek(entry.offset)
-                for start in range(0, blocks, CHUNK_BLOCKS):
-                    count = min(CHUNK_BLOCKS, blocks - start)
-                    raw = torch.empty(count * block_bytes, dtype=torch.uint8)
-                    read_fully(stream.readinto, bytes_of(raw), entry)
-                    out[start * block : (start + count) * block] = dequantize(entry.dtype, raw)
-                    self._done += raw.nbytes
-                    self._progress(self._done, self._total)
-        except OSError as error:
-            raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
+        out = read_numbers(entry, self._count)
         return out * self._scale_of(entry) if entry.dtype in GGUF_DEQUANTIZED else out
+
+    def _count(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(self._done, self._total)
 
     def _scale_of(self, entry: TensorEntry) -> Tensor:
         """Return the factor beside a tensor of NVFP4, of all or of each expert; 1 where there is none."""
@@ -259,6 +249,38 @@ def value_heads_of(gguf: GgufFile) -> ValueHeads | None:
     keys = gguf.integer("ssm.group_count")
     each, is_tiled = gguf.integer("ssm.time_step_rank") // keys, has_tiled_values(gguf)
     return ValueHeads(keys, each, is_tiled, is_tiled and not has_tiled_outputs(gguf))
+
+
+def read_tensor(gguf: GgufFile, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor by its name in the file, in float32. Raises ModelError."""
+    entry = gguf.tensors.get(name)
+    if entry is None or _plain(entry.shape) != _plain(shape):
+        found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+        raise ModelError(f"{gguf.path}: tensor {shown(name)} {found}, {list(shape)} is needed")
+    numbers = read_numbers(entry)
+    refuse_non_finite(numbers, entry, "")
+    return numbers.view(shape)
+
+
+def read_numbers(entry: TensorEntry, progress: Callable[[int], None] = lambda _nbytes: None) -> Tensor:
+    """Return the numbers of a tensor in float32, without shape. `progress` gets the bytes of each chunk.
+    Raises ModelError.
+    """
+    block, block_bytes = BLOCKS[entry.dtype]
+    blocks = entry.nbytes // block_bytes
+    out = torch.empty(blocks * block)
+    try:
+        with open_regular(entry.file, buffering=0) as stream:
+            stream.seek(entry.offset)
+            for start in range(0, blocks, CHUNK_BLOCKS):
+                count = min(CHUNK_BLOCKS, blocks - start)
+                raw = torch.empty(count * block_bytes, dtype=torch.uint8)
+                read_fully(stream.readinto, bytes_of(raw), entry)
+                out[start * block : (start + count) * block] = dequantize(entry.dtype, raw)
+                progress(raw.nbytes)
+    except OSError as error:
+        raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
+    return out
 
 
 def read_bytes(entry: TensorEntry) -> Tensor:

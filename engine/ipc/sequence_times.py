@@ -25,6 +25,8 @@ LIMITED: Final = 64
 """Its tokens were limited by a grammar or a budget of thoughts."""
 DRAFTED: Final = 128
 """It had more draft tokens than its record has room for, or some of a model."""
+LENGTHENED: Final = 256
+"""It grew beyond the short factors of LongRoPE and was computed again."""
 MOST_BYTES: Final = 200
 """Bound of an encoded record; a usual one has 110, without drafts."""
 
@@ -53,6 +55,8 @@ class EngineFacts(NamedTuple):
     disk: bool = False
     """Blocks come from disk, or from a prefill engine."""
     mixed_budget: int = 0
+    short_context: int = 0
+    """Longest sequence with the short factors of LongRoPE; 0: there is one set of factors."""
 
 
 class ScheduleRecord(NamedTuple):
@@ -87,11 +91,14 @@ class ScheduleRecord(NamedTuple):
     """Number of blocks from its beginning on that earlier sequences had."""
     drafts: bytes = b""
     """Its rows with draft tokens, see `encode_drafts`."""
+    short_owner: int = -1
+    """Value of `owner` for the blocks that it had before it was computed again with the long factors."""
+    short_shared: int = 0
 
     @property
     def room(self) -> int:
         """Bytes that `drafts` may take."""
-        numbers = [*self[0:1], *self[2:-1], *self.facts]
+        numbers = [each for each in (*self, *self.facts) if isinstance(each, int | float)]
         return MOST_BYTES - 8 - sum(9 if isinstance(each, float) else _packed(each) for each in numbers)
 
 

@@ -257,7 +257,7 @@ class EncoderLayer:
 
 
 class EncoderExperts:
-    """Experts, of which each row passes the best by a softmax. A bias is added to their sum (nomic v2)."""
+    """Experts, of which each row passes the best by a softmax. Their sum may have a bias (nomic v2)."""
 
     def __init__(self, model: ModelConfig, config: EncoderConfig, weights: Weights, ops: Ops) -> None:
         self.ops, self.activation, self.per_token = ops, config.activation, config.experts[1]
@@ -267,10 +267,14 @@ class EncoderExperts:
             weights.split(f"experts.{stack}", {f"{name}.{part}": ffn.total for name in names})
         self.router = weights.router("router.layer", whole(len(names)), hidden)
         self.ups = [weights.linear({f"{name}.up": ffn}, hidden, bias=False) for name in names]
+        is_turned = config.has_expert_bias
+        rows, inputs = (ffn, hidden) if is_turned else (hidden, ffn)
         self.downs = [
-            weights.linear({f"{name}.down": ffn}, hidden, bias=False, transposed=True) for name in names
+            weights.linear({f"{name}.down": rows}, inputs, bias=False, transposed=is_turned) for name in names
         ]
-        self.bias_E = weights.vector("experts.bias", model.hidden_size)
+        self.bias_E = None
+        if config.has_expert_bias:
+            self.bias_E = weights.vector("experts.bias", model.hidden_size)
 
     def __call__(self, x_TE: Tensor, lens: Sequence[int]) -> Tensor:
         out_TE, logits_TX = torch.zeros_like(x_TE), self.ops.logits(self.router, x_TE).float()
@@ -284,7 +288,8 @@ class EncoderExperts:
                 inner = FUNCTIONS[self.activation](self.ops.linear(up, text_LE[rows]))
                 weights_L1 = best.values[rows, places].unsqueeze(1).to(x_TE.dtype)
                 out_LE[rows] += self.ops.linear(down, inner) * weights_L1
-            out_LE.add_(self.bias_E)
+            if self.bias_E is not None:
+                out_LE.add_(self.bias_E)
         return out_TE
 
 

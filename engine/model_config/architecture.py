@@ -97,6 +97,9 @@ class EncoderConfig:
     """Experts of a layer, and those that each token selects; 0: there are none."""
     experts_every: int = 2
     """Layers after which experts come again, from the second layer on; others have an MLP."""
+    has_expert_bias: bool = True
+    """True if a bias is added to the sum of experts, and the matrices behind their activation are stored with
+    inputs as rows; False: as a GGUF file has them."""
     has_stacked_qkv: bool = False
     has_stacked_mlp: bool = False
     """True if tensors are stacked in all checkpoints; others may be, under the same names."""
@@ -120,7 +123,7 @@ class EncoderConfig:
         ups = 1 + self.is_gated
         mlp = (1 + ups) * hidden * ffn + ups * ffn * self.up_bias + hidden * self.down_bias
         sparse = sum(map(self.has_experts, range(config.num_layers)))
-        experts = self.experts[0] * (2 * hidden * ffn + hidden) + hidden
+        experts = self.experts[0] * (2 * hidden * ffn + hidden) + hidden * self.has_expert_bias
         layers = config.num_layers * (attention + mlp + 2 * norm * hidden) + sparse * (experts - mlp)
         others = norm * hidden + self.relative_buckets * config.num_heads
         if (head := self.head) is not None:

@@ -40,9 +40,9 @@ _RECURRENT: Final = {
 }
 UNUSED_OF_ENCODERS: Final = (
     *("cls.", "lm_head.", "decoder.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
-    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids"),
+    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids", "adapters."),
 )
-"""Tensors of heads that predict words, poolers that no vector passes, and buffers."""
+"""Tensors of heads that predict words, poolers that no vector passes, buffers, and adapters of tasks."""
 
 
 def check_weights(where: str, config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:

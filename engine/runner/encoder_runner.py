@@ -4,8 +4,9 @@ L rows of a text, E hidden.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,9 @@ from ..checkpoint.tensor_io import DTYPES, bytes_of, read_fully, refuse_non_fini
 from ..core.request import Request
 from ..core.step import ScheduledRequest, StepPlan, StepResult
 from ..errors import ModelError
+from ..gguf.folder import gguf_of
+from ..gguf.reader import read_gguf
+from ..gguf.tensors import read_tensor
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.forward_context import ForwardContext
@@ -39,16 +43,25 @@ class VectorDense:
     """Dense layer over a pooled vector, in float32. The constructor reads its weights. Raises ModelError."""
 
     def __init__(self, layer: DenseLayer) -> None:
-        entries = read_header(layer.file)
-        self._weight = _read(layer.file, entries, "linear.weight", (layer.outputs, layer.inputs))
-        self._bias = None
-        if layer.has_bias:
-            self._bias = _read(layer.file, entries, "linear.bias", (layer.outputs,))
+        name, read = layer.gguf_tensor or "linear", _reader(layer)
+        self._weight = read(f"{name}.weight", (layer.outputs, layer.inputs))
+        self._bias = read(f"{name}.bias", (layer.outputs,)) if layer.has_bias else None
         self._function = _FUNCTIONS[layer.activation]
 
     def __call__(self, vector: Tensor) -> Tensor:
         result: Tensor = self._function(torch_functional.linear(vector, self._weight, self._bias))
         return result
+
+
+def _reader(layer: DenseLayer) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """Return what reads a tensor of the layer, by name and shape, in float32. Raises ModelError."""
+    if not layer.gguf_tensor:
+        return partial(_read, layer.file, read_header(layer.file))
+    folder, model = layer.file.parent, layer.file.parents[1]
+    file = gguf_of(model)
+    if file is None:
+        raise ModelError(f"{folder}/config.json names a tensor of a GGUF file, which {model} has not")
+    return partial(read_tensor, read_gguf(file))
 
 
 def _read(file: Path, entries: dict[str, TensorEntry], name: str, shape: tuple[int, ...]) -> Tensor:

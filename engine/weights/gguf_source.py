@@ -34,7 +34,7 @@ from .checkpoint import Checkpoint
 from .source import WeightObserver, WeightRequest, pack, placed_for
 
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.\w+")
-_UPS = ("up_proj", "w3", "gate_up_proj")
+_UPS = ("up_proj", "up", "w3", "gate_up_proj")
 
 
 class GgufSource:

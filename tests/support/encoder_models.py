@@ -42,6 +42,24 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "jina_embeddings_v3": ("JinaEmbeddingsV3", {**SIZES, "type_vocab_size": 1}),
 }  # fmt: skip
 """Prefix of the classes in transformers, and values of the config."""
+EMBEDDING_GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3TextModel"],
+    "model_type": "gemma3_text",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 80,
+    "query_pre_attn_scalar": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_window": 20,
+    "use_bidirectional_attention": True,
+    "dtype": "float32",
+}
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
@@ -87,3 +105,118 @@ def declare_vectors(
 def change_config(directory: Path, **changes: Any) -> None:
     file = directory / "config.json"
     write_json(file, json.loads(file.read_text()) | changes)
+
+
+NOMIC_V2: dict[str, Any] = {
+    "architectures": ["NomicBertModel"],
+    "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+    "model_type": "nomic_bert",
+    "activation_function": "gelu",
+    "vocab_size": 320,
+    "n_embd": 48,
+    "n_inner": 80,
+    "n_layer": 4,
+    "n_head": 6,
+    "n_positions": 2048,
+    "layer_norm_epsilon": 1e-5,
+    "rotary_emb_base": 10000,
+    "type_vocab_size": 1,
+    "num_experts": 8,
+    "moe_top_k": 2,
+    "moe_every_n_layers": 2,
+    "dtype": "float32",
+} | dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), True)
+
+
+def make_nomic_v2(directory: Path, hidden: int = 48, inner: int = 80) -> dict[str, torch.Tensor]:
+    """Write a nomic v2, which transformers does not have, and return its weights."""
+    norms, sizes = ["emb_ln"], {"n_embd": hidden, "n_inner": inner, "n_head": hidden // 8}
+    linears: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (320, hidden),
+        "embeddings.token_type_embeddings.weight": (1, hidden),
+    }
+    for number in range(4):
+        layer = f"encoder.layers.{number}."
+        linears |= {f"{layer}attn.Wqkv": (3 * hidden, hidden), f"{layer}attn.out_proj": (hidden, hidden)}
+        norms += [f"{layer}norm1", f"{layer}norm2"]
+        if number % 2:
+            shapes |= {f"{layer}mlp.experts.mlp.w{part}": (8 * inner, hidden) for part in (1, 2)}
+            shapes |= {f"{layer}mlp.router.layer.weight": (8, hidden), f"{layer}mlp.experts.bias": (hidden,)}
+        else:
+            linears |= {f"{layer}mlp.fc1": (inner, hidden), f"{layer}mlp.fc2": (hidden, inner)}
+    return write_encoder(directory, NOMIC_V2 | sizes, shapes, linears, norms)
+
+
+def write_encoder(
+    directory: Path,
+    config: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    linears: dict[str, tuple[int, int]],
+    norms: list[str],
+) -> dict[str, torch.Tensor]:
+    """Write random weights: `linears` and `norms` have biases."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = shapes | {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    hidden = config.get("hidden_size") or config["n_embd"]
+    shapes |= {f"{name}.{part}": (hidden,) for name in norms for part in ("weight", "bias")}
+    weights = {n: torch.randn(s, generator=generator) * s[-1] ** -0.5 for n, s in shapes.items()}
+    weights |= {f"{name}.weight": 1 + weights[f"{name}.weight"] for name in norms}
+    save_file(weights, directory / "model.safetensors")
+    write_json(directory / "config.json", config)
+    return weights
+
+
+JINA_V3: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["XLMRobertaModel"],
+    "auto_map": {"AutoModel": "jinaai/xlm-roberta-flash-implementation--modeling_lora.XLMRobertaLoRA"},
+    "model_type": "xlm-roberta",
+    "position_embedding_type": "rotary",
+    "rotary_emb_base": 20000.0,
+    "max_position_embeddings": 82,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "lora_adaptations": ["retrieval.query", "retrieval.passage"],
+    "lora_rank": 2,
+    "dtype": "float32",
+}
+_JINA_V3_NAMES = {
+    "embeddings.LayerNorm": "emb_ln",
+    ".self_attn.o_proj": ".mixer.out_proj",
+    ".post_attention_layernorm": ".norm1",
+    ".post_mlp_layernorm": ".norm2",
+}
+
+
+def make_jina_v3(directory: Path) -> Any:
+    """Write a jina-embeddings v3 as its repository has it, with adapters, and return that of transformers."""
+    model = make_encoder(directory, "jina_embeddings_v3")
+    stored = {}
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in _JINA_V3_NAMES.items():
+            name = name.replace(ours, theirs)  # noqa: PLW2901
+        name = f"roberta.{name.replace('layers.', 'encoder.layers.')}"  # noqa: PLW2901
+        if "q_proj" in name:
+            parts = [model.state_dict()[each] for each in _stack_of(name)]
+            name, tensor = name.replace("self_attn.q_proj", "mixer.Wqkv"), torch.cat(parts)  # noqa: PLW2901
+        elif "k_proj" in name or "v_proj" in name:
+            continue
+        if tensor.dim() > 1:
+            module = name.removesuffix(".weight")
+            rows, columns = tensor.shape[::-1] if "embeddings" in name else tensor.shape
+            lora = f"{module}.parametrizations.weight.0.lora_"
+            stored |= {f"{lora}A": torch.randn(2, 2, columns), f"{lora}B": torch.randn(2, rows, 2)}
+            name = f"{module}.parametrizations.weight.original"  # noqa: PLW2901
+        stored[name] = tensor.contiguous()
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", JINA_V3)
+    return model
+
+
+def _stack_of(name: str) -> list[str]:
+    plain = name.removeprefix("roberta.encoder.")
+    return [plain.replace("q_proj", f"{part}_proj") for part in "qkv"]

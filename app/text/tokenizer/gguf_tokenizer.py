@@ -7,7 +7,7 @@ vocab.cpp; what is built here is the tokenizer.json of the models that they come
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,19 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from llmbox.engine.errors import ModelError
 
-from .tokenizer_safety import DEEPSEEK, DEEPSEEK_CJK, O200K, QWEN3_5, SEED, TEKKEN
+from .tokenizer_safety import (
+    DEEPSEEK,
+    DEEPSEEK_CJK,
+    DEEPSEEK_CODER,
+    DEEPSEEK_LLM,
+    KIMI,
+    O200K,
+    QWEN3_5,
+    SEED,
+    TEKKEN,
+    YOUTU,
+    YOUTU_CJK,
+)
 
 _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
@@ -31,11 +43,22 @@ _PATTERNS: Final = {
     "gpt-4o": (O200K,),
     "deepseek-v3": (r"\p{N}{1,3}", DEEPSEEK_CJK, DEEPSEEK),
     "seed-coder": (SEED,),
+    "kimi-k2": (KIMI,),
+    "youtu": (YOUTU_CJK, YOUTU),
+    "deepseek-coder": DEEPSEEK_CODER,
+    "deepseek-llm": DEEPSEEK_LLM,
 }
 """Patterns by which texts are cut, one after the other."""
 _ALIASES: Final = {
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "midm-2.0", "jina-v5-nano"), "llama-bpe"
+    ),
+    **dict.fromkeys(("phi-2", "gigachat", "mellum", "a.x-4.0", "jina-v2-es", "jina-v2-de"), "default"),
+    "f2llmv2": "qwen2",
+    "kormo": "hunyuan",
+    "kanana2": "gpt-4o",
+    "joyai-llm": "deepseek-v3",
+    "jina-v1-en": "roberta-bpe",
     "deepseek-r1-qwen": "qwen2",
     "gpt-2": "default",
     "olmo": "default",
@@ -53,7 +76,9 @@ _ALIASES: Final = {
 }
 _BY_DIGIT: Final = {"smollm", "starcoder", "refact", "command-r", "exaone"}
 """Digits one by one, then as GPT-2."""
-_WORDS_FIRST: Final = {"llama-bpe", "tekken"}
+_BEGINNING: Final = {"llama-bpe", "tekken"}
+"""Texts have the beginning token where the file does not say it."""
+_WORDS_FIRST: Final = {*_BEGINNING, "youtu", "kimi-k2"}
 """A word of the vocabulary is taken whole, however its pieces would merge."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 SPACE: Final = "▁"
@@ -69,13 +94,15 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words.of_kind(_USER)])
     if words.has_ends:
         tokenizer.post_processor = _around(words)
-    elif (begin := words.begin) is not None:
-        added = processors.TemplateProcessing(
-            single=f"{begin} $A",
-            pair=f"{begin} $A {begin} $B",
-            special_tokens=[(begin, words.words.index(begin))],
+    elif words.begin is not None or words.end is not None:
+        single = " ".join(filter(None, (words.begin, "$A", words.end)))
+        names = dict.fromkeys(filter(None, (words.begin, words.end)))
+        _check_names(names)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single,
+            pair=f"{single} {single.replace('$A', '$B')}",
+            special_tokens=[(name, words.words.index(name)) for name in names],
         )
-        tokenizer.post_processor = added
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n", encoding="utf-8")
 
@@ -111,13 +138,20 @@ class _Words:
         """Beginning-of-text token, None if texts have none."""
         does = self._get("add_bos_token")
         if does is None:
-            does = self.kind == "llama" or self.pre in _WORDS_FIRST
+            does = self.kind == "llama" or self.pre in _BEGINNING
         return self.named("bos") if does else None
+
+    @property
+    def end(self) -> str | None:
+        """End token that is put behind a text, None if there is none: models for embeddings have one."""
+        return self.named("eos") if self._get("add_eos_token") else None
 
     @property
     def has_ends(self) -> bool:
         """True for an encoder, which has a token before each text and one behind it."""
-        return self.kind in _AROUND or (self.pre == "modern-bert" and self._get("add_sep_token") is True)
+        if self.kind in _AROUND or self.pre == "roberta-bpe":
+            return True
+        return self.pre == "modern-bert" and bool(self._get("add_sep_token"))
 
     @property
     def space_prefix(self) -> bool:
@@ -156,10 +190,10 @@ class _Words:
         """Table of SentencePiece's normalization; empty: there is none."""
         value = self._get("precompiled_charsmap") or []
         if not isinstance(value, list) or not all(
-            isinstance(each, int) and 0 <= each < 256 for each in value
+            isinstance(each, int) and -128 <= each < 256 for each in value
         ):
             raise _unknown("tokenizer.ggml.precompiled_charsmap is no list of bytes")
-        return bytes(value)
+        return bytes(each & 255 for each in value)
 
 
 _NAMED: Final = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -183,7 +217,7 @@ def _of_bytes(words: _Words) -> Tokenizer:
         tokenizer.pre_tokenizer = _sequence(*cuts, use_regex=False)
     elif words.pre in _BY_DIGIT:
         tokenizer.pre_tokenizer = _sequence(pre_tokenizers.Digits(individual_digits=True), use_regex=True)
-    elif words.pre in ("default", "modern-bert"):
+    elif words.pre in ("default", "modern-bert", "roberta-bpe"):
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         raise _unknown(f"it cuts texts by the rules of {words.pre!r}, which are not known here")
@@ -280,17 +314,27 @@ def _of_scores(words: _Words) -> Tokenizer:
 
 
 def _around(words: _Words) -> Any:
-    """Return what puts an encoder's special tokens around texts. XLM-R ends the first of a pair twice."""
+    """Return what puts an encoder's special tokens around texts. RoBERTa and XLM-R end the first of a pair
+    twice.
+    """
     first, last = words.named("cls") or words.named("bos"), words.named("seperator") or words.named("eos")
-    if first is None or last is None or any(re.search(r"[\s:$]", each) for each in (first, last)):
+    if first is None or last is None:
         raise _unknown("it does not name the tokens around a text")
-    between = f"{last}:0 {last}:0" if words.kind == "t5" else f"{last}:0"
+    _check_names((first, last))
+    ends_twice = words.kind == "t5" or words.pre == "roberta-bpe"
+    between = f"{last}:0 {last}:0" if ends_twice else f"{last}:0"
     second = "1" if words.kind == "bert" else "0"
     return processors.TemplateProcessing(
         single=f"{first}:0 $A:0 {last}:0",
         pair=f"{first}:0 $A:0 {between} $B:{second} {last}:{second}",
         special_tokens=[(each, words.words.index(each)) for each in dict.fromkeys((first, last))],
     )
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise ModelError for tokens that a template cannot name."""
+    if odd := [each for each in names if re.search(r"[\s:$]", each)]:
+        raise _unknown(f"{odd[0]!r} cannot be one of the tokens around a text")
 
 
 _AROUND: Final = {"bert", "t5"}

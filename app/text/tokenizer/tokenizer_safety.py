@@ -49,6 +49,29 @@ QWEN3_5: Final = (
 SEED: Final = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_NO_HAN = r"&&[^\p{Han}]"
+KIMI: Final = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]*[{_LOWER}{_NO_HAN}]+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]+[{_LOWER}{_NO_HAN}]*{_CONTRACTIONS}?|\p{{N}}{{1,3}}{_REST}"
+)
+YOUTU_CJK: Final = (
+    "[가-힣ㄱ-ㆎ]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ\u30a0-ヿ]+"
+)
+YOUTU: Final = O200K.replace(r"\p{N}{1,3}", r"\p{N}")
+_CJK: Final = "[一-龥\u0800-一가-\ud7ff]+"
+DEEPSEEK_CODER: Final = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+DEEPSEEK_LLM: Final = (
+    "[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"(?<!\s)\s+$",
+    _CJK,
+    r"\p{N}",
+)
+"""DeepSeek V2. The original names each letter with case; those of later versions of Unicode are not among
+them. It has no `(?<!\\s)`, which changes no match and keeps the time in proportion to the text.
+"""
 KNOWN_REGEXES: Final = frozenset(
     {
         # GPT-2 and its heirs
@@ -65,6 +88,12 @@ KNOWN_REGEXES: Final = frozenset(
         # DeepSeek V3 and R1
         DEEPSEEK_CJK,
         DEEPSEEK,
+        *DEEPSEEK_CODER,
+        *DEEPSEEK_LLM,
+        # Kimi, Youtu
+        KIMI,
+        YOUTU_CJK,
+        YOUTU,
         # BLOOM, Falcon, numbers
         r" ?[^(\s|[.,!?…。，、।۔،])]+",  # noqa: RUF001 - as in the files
         r"\p{N}{1,3}",

@@ -191,3 +191,38 @@ class PrefixUses:
         """Return the `count` prefixes that saved most tokens, among those for which `is_here` is true."""
         here = [use for chain_hash, use in self._uses.items() if is_here(chain_hash)]
         return sorted(here, key=lambda use: use.hits * use.tokens, reverse=True)[:count]
+
+
+_KEY_BYTES: Final = 8
+"""Bytes of a block's hash that tell it from others here; a mix-up would only spoil a replay."""
+
+
+class BlockOwners:
+    """First ended sequence of each block, by its hash, for records of scheduling."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: number of blocks that are remembered."""
+        self._owners: OrderedDict[bytes, int] = OrderedDict()
+        self._most = most
+
+    def link(self, number: int, hashes: list[bytes]) -> tuple[int, int]:
+        """Return (owner of the last known block, number of known blocks) of a sequence, and remember all of
+        them.
+
+        The last ones are forgotten first: without its beginning the rest of a prefix is of no use.
+        """
+        owners = self._owners
+        keys = [block[:_KEY_BYTES] for block in hashes[: self._most]]
+        owner, shared = -1, 0
+        for key in keys:
+            found = owners.get(key)
+            if found is None:
+                break
+            owner, shared = found, shared + 1
+        for place in range(len(keys) - 1, -1, -1):
+            if place >= shared:
+                owners[keys[place]] = number
+            owners.move_to_end(keys[place])
+        while len(owners) > self._most:
+            owners.popitem(last=False)
+        return owner, shared

@@ -5,7 +5,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...config import SchedulerConfig
 from ...errors import DoesNotFit
@@ -59,6 +59,29 @@ class ScheduleOutcome:
     """Waits for the first admission: the 50th, 95th and 99th percentile, and the longest; as the next two."""
     first_token_s: list[float] = field(default_factory=list)
     end_s: list[float] = field(default_factory=list)
+
+
+class BlockNames(NamedTuple):
+    """Names of the full blocks of a sequence, in order, with each set of LongRoPE's factors. Models without
+    it have the first ones alone.
+    """
+
+    short: list[bytes]
+    long: list[bytes]
+
+
+class ReplayedRequest(Request):
+    """Sequence whose blocks have recorded names: others once it has LongRoPE's long factors."""
+
+    __slots__ = ("long_names",)
+
+    long_names: list[bytes]
+
+    def choose_factors(self, short_context: int) -> None:
+        was_long = self.is_long
+        Request.choose_factors(self, short_context)
+        if self.is_long and not was_long:
+            self.block_hashes = list(self.long_names)
 
 
 class RecordedDrafts(DraftScheduler):
@@ -124,6 +147,7 @@ class ReplayedEngine:
             state_slots=facts.state_slots,
             window=facts.window,
             window_blocks=facts.window_blocks,
+            short_context=facts.short_context,
         )
         pool = BlockPool(facts.num_blocks, facts.block_size, enable_prefix_cache=facts.caching)
         self.scheduler = Scheduler(config, pool, clock)
@@ -147,10 +171,10 @@ class ReplayedEngine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._launched)
 
-    def add(self, record: ScheduleRecord, names: list[bytes], priority: int, output: float) -> None:
+    def add(self, record: ScheduleRecord, names: BlockNames, priority: int, output: float) -> None:
         """Queue a sequence, as it was when it came. It ends with `output` tokens."""
         name, known = str(record.number), record.prompt + record.resumed
-        request = Request(
+        request = ReplayedRequest(
             request_id=name,
             prompt_ids=[0] * record.prompt,
             params=_params(record),
@@ -158,8 +182,9 @@ class ReplayedEngine:
             tenant=str(record.tenant),
             fork_of=str(record.fork) if record.fork >= 0 else None,
             token_ids=[0] * known,
-            block_hashes=names,
+            block_hashes=names.short,
         )
+        request.long_names = names.long
         self.outcome.requests += 1
         try:
             self.scheduler.add(request)

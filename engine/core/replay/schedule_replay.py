@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import EngineError
-from ...ipc.sequence_times import ABORTED, EngineFacts, ScheduleRecord
+from ...ipc.sequence_times import ABORTED, LENGTHENED, EngineFacts, ScheduleRecord
 from ..step import StepPlan
-from .replayed_engine import OnPlan, ReplayedEngine, ScheduleOutcome
+from .replayed_engine import BlockNames, OnPlan, ReplayedEngine, ScheduleOutcome
 
 TERMS: Final = 4
 
@@ -124,6 +124,8 @@ def _solve(samples: Sequence[tuple[Sequence[float], float]], kept: list[int]) ->
 
 
 _BLOCK_BITS: Final = 24
+_FACTORS_BIT: Final = 127
+"""Bit of names of blocks with the long factors of LongRoPE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,18 +166,36 @@ class WhatIf:
 
 
 class RecordedBlocks:
-    """Names of the blocks of recorded sequences: equal where their tokens were equal."""
+    """Names of the blocks of recorded sequences: equal where their tokens and their factors of RoPE were."""
 
-    def __init__(self, records: Iterable[ScheduleRecord]) -> None:
-        self._links = {record.number: (record.owner, record.shared) for record in records}
+    def __init__(self, records: Iterable[ScheduleRecord], facts: EngineFacts) -> None:
+        self._facts = facts
+        self._links: dict[tuple[int, bool], tuple[int, int]] = {}
+        """Owner and number of shared blocks, by number of the sequence and whether its factors are long."""
+        for record in records:
+            link = record.owner, record.shared
+            if record.flags & LENGTHENED:
+                self._links[record.number, False] = record.short_owner, record.short_shared
+                self._links[record.number, True] = link
+            else:
+                self._links[record.number, self._outgrows(record.prompt + record.resumed)] = link
 
-    def names_of(self, record: ScheduleRecord, block_size: int) -> list[bytes]:
-        """Return the names of all full blocks of a sequence, in order."""
-        number, end = record.number, (record.prompt + record.output) // block_size
+    def _outgrows(self, tokens: int) -> bool:
+        return 0 < self._facts.short_context < tokens
+
+    def names_of(self, record: ScheduleRecord) -> BlockNames:
+        """Return the names of all full blocks of a sequence."""
+        tokens = record.prompt + record.output
+        may_be_long = self._outgrows(tokens)
+        short = self._names(record.number, min(tokens, self._facts.short_context) if may_be_long else tokens)
+        return BlockNames(short, self._names(record.number, tokens, is_long=True) if may_be_long else [])
+
+    def _names(self, number: int, tokens: int, *, is_long: bool = False) -> list[bytes]:
+        end = tokens // self._facts.block_size
         parts = []
         while end > 0:
-            owner, shared = self._links.get(number, (-1, 0))
-            first = number << _BLOCK_BITS
+            owner, shared = self._links.get((number, is_long), (-1, 0))
+            first = (is_long << _FACTORS_BIT) + (number << _BLOCK_BITS)
             parts.append([(first + place).to_bytes(16, "big") for place in range(min(shared, end), end)])
             number, end = owner, min(end, shared)
         return [name for part in reversed(parts) for name in part]
@@ -200,7 +220,7 @@ class ScheduleReplay:
         """`records`: at least one, all of one engine, in any order."""
         self.records = sorted(records, key=lambda record: record.number)
         self.facts = records[0].facts
-        self._blocks = RecordedBlocks(records)
+        self._blocks = RecordedBlocks(records, self.facts)
 
     def follow(self, on_plan: OnPlan | None = None) -> FollowedSchedule:
         """Replay with arrivals and aborts between the same steps as recorded."""
@@ -224,7 +244,7 @@ class ScheduleReplay:
             clock.calls, clock.now = call, now
             if arrives:
                 output = math.inf if record.flags & ABORTED else record.output
-                engine.add(record, self._names(record), record.priority, output)
+                engine.add(record, self._blocks.names_of(record), record.priority, output)
             elif record.flags & ABORTED:
                 engine.abort(record.number)
             since, earlier, is_busy = now, work.copy(), engine.has_work
@@ -254,7 +274,7 @@ class ScheduleReplay:
                 if arrives:
                     priority = 0 if what_if.ignore_priorities else record.priority
                     output = math.inf if gives_up else record.output
-                    engine.add(record, self._names(record), priority, output)
+                    engine.add(record, self._blocks.names_of(record), priority, output)
                 elif gives_up:
                     engine.abort(record.number)
             if engine.has_work:
@@ -266,9 +286,6 @@ class ScheduleReplay:
             elif engine.has_work:
                 _refuse_stuck(engine)
         return engine.finish(began)
-
-    def _names(self, record: ScheduleRecord) -> list[bytes]:
-        return self._blocks.names_of(record, self.facts.block_size)
 
 
 class _RecordedClock:

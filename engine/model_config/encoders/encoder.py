@@ -129,7 +129,7 @@ def _offset(fields: Fields) -> int:
     return int(fields.number("pad_token_id", 1)) + 1
 
 
-def _positions_after_padding(fields: Fields) -> Mapping[str, Any]:
+def positions_after_padding(fields: Fields) -> Mapping[str, Any]:
     """Return the context, which is shorter than the table of positions."""
     rows, offset = fields.integer("max_position_embeddings"), _offset(fields)
     if not 0 < offset < rows:
@@ -203,6 +203,7 @@ def _nomic(fields: Fields) -> EncoderConfig:
         down_bias=fields.flag("mlp_fc2_bias", default=False),
         experts=experts,
         experts_every=every or 2,
+        has_expert_bias=fields.flag("has_expert_bias", default=True),
         head=read_head(fields),
         renames=((r"\.experts\.mlp\.w([12])$", r".experts.w\1.weight"), *BERT_NAMES, *POOLED_HEAD),
     )
@@ -237,7 +238,7 @@ def gte_encoder(fields: Fields) -> EncoderConfig:
     )
 
 
-def _jina_v3(fields: Fields) -> EncoderConfig:
+def jina_v3_encoder(fields: Fields) -> EncoderConfig:
     return EncoderConfig(
         activation=read_activation(fields),
         type_rows=count_types(fields, 1),
@@ -304,9 +305,9 @@ GELU: Final = {"hidden_act": "gelu", "max_position_embeddings": 512, "layer_norm
 _ROBERTA: Final = {**GELU, "pad_token_id": 1}
 ENCODERS: Final[dict[str, Architecture]] = {
     "BertModel": encoder_entry("bert", _bert, defaults=GELU),
-    "RobertaModel": encoder_entry("roberta", _roberta, _ROBERTA, sizes=_positions_after_padding),
-    "XLMRobertaModel": encoder_entry("xlm-roberta", _roberta, _ROBERTA, sizes=_positions_after_padding),
-    "CamembertModel": encoder_entry("camembert", _roberta, _ROBERTA, sizes=_positions_after_padding),
+    "RobertaModel": encoder_entry("roberta", _roberta, _ROBERTA, sizes=positions_after_padding),
+    "XLMRobertaModel": encoder_entry("xlm-roberta", _roberta, _ROBERTA, sizes=positions_after_padding),
+    "CamembertModel": encoder_entry("camembert", _roberta, _ROBERTA, sizes=positions_after_padding),
     "DistilBertModel": encoder_entry(
         "distilbert",
         _distilbert,
@@ -320,7 +321,7 @@ ENCODERS: Final[dict[str, Architecture]] = {
             "rms_norm_eps": "layer_norm_eps",
         },
     ),
-    "MPNetModel": encoder_entry("mpnet", _mpnet, _ROBERTA, sizes=_positions_after_padding),
+    "MPNetModel": encoder_entry("mpnet", _mpnet, _ROBERTA, sizes=positions_after_padding),
     "ModernBertModel": encoder_entry(
         "modernbert",
         _modernbert,
@@ -363,7 +364,7 @@ ENCODERS: Final[dict[str, Architecture]] = {
     ),
     "JinaEmbeddingsV3Model": encoder_entry(
         "jina_embeddings_v3",
-        _jina_v3,
+        jina_v3_encoder,
         defaults={
             "hidden_act": "gelu",
             "max_position_embeddings": 8194,

@@ -1,4 +1,4 @@
-"""Encoders whose repositories bring Python code of their own, which is not run: GTE and jina v2."""
+"""Encoders whose repositories bring Python code of their own, which is not run: GTE, jina v2 and v3."""
 
 from dataclasses import replace
 from typing import Any, Final
@@ -13,6 +13,8 @@ from .encoder import (
     count_types,
     encoder_entry,
     gte_encoder,
+    jina_v3_encoder,
+    positions_after_padding,
     read_activation,
     read_head,
 )
@@ -23,6 +25,13 @@ _JINA_NAMES: Final = (
     (r"\.mlp\.wo\.", ".mlp.down_proj."),
     (r"\.mlp\.layernorm\.", ".post_feedforward_layernorm."),
 )
+
+
+_JINA_V3_NAMES: Final = (
+    (r"^(.*)\.parametrizations\.\w+\.0\.(lora_[AB])$", r"adapters.\1.\2"),
+    (r"\.parametrizations\.(\w+)\.original$", r".\1"),
+)
+"""Names of weights beside the LoRA adapters of tasks, which are not read."""
 
 
 def refuse_others(fields: Fields, usual: dict[str, Any]) -> None:
@@ -93,6 +102,17 @@ def _refuse_other_jina(fields: Fields) -> None:
         raise fields.error("position_embedding_type is not supported of this encoder, only 'alibi'")
 
 
+def _jina_v3(fields: Fields) -> EncoderConfig:
+    found = jina_v3_encoder(fields)
+    return replace(found, renames=(*_JINA_V3_NAMES, *found.renames))
+
+
+def _refuse_other_jina_v3(fields: Fields) -> None:
+    refuse_others(fields, {"emb_pooler": None})
+    if fields.text("position_embedding_type", "absolute") != "rotary":
+        raise fields.error("position_embedding_type is not supported of this encoder, only 'rotary'")
+
+
 OWN_CODE_ENCODERS: Final[dict[str, Architecture]] = {
     "NewModel": encoder_entry(
         "new",
@@ -108,6 +128,16 @@ OWN_CODE_ENCODERS: Final[dict[str, Architecture]] = {
         defaults={**GELU, "max_position_embeddings": 8192},
         refuse=_refuse_other_jina,
         own_code="modeling_bert.JinaBertModel",
+    ),
+    "XLMRobertaLoRA": encoder_entry(
+        "jina_embeddings_v3",
+        _jina_v3,
+        defaults={**GELU, "max_position_embeddings": 8194, "layer_norm_eps": 1e-5},
+        aliases={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"},
+        sizes=positions_after_padding,
+        ropes=one_rope,
+        refuse=_refuse_other_jina_v3,
+        own_code="modeling_lora.XLMRobertaLoRA",
     ),
 }
 """Encoders by the name of their class without a head."""

@@ -56,13 +56,16 @@ _DENSE_ACTIVATIONS: Final[dict[str, DenseActivation]] = {
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """Dense layer over a pooled vector. `file`: its weights."""
+    """Dense layer over a pooled vector."""
 
     file: Path
+    """Its weights; for tensors of a GGUF file, where they would be."""
     inputs: int
     outputs: int
     has_bias: bool
     activation: DenseActivation
+    gguf_tensor: str = ""
+    """Name in the GGUF file of the model's folder; empty: it is in `file`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,8 @@ def _dense(folder: Path) -> DenseLayer:
     name = fields.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if name not in _DENSE_ACTIVATIONS:
         raise fields.error(f"activation_function {name} is not supported: {', '.join(_DENSE_ACTIVATIONS)}")
-    if not (folder / DENSE_WEIGHTS).is_file():
+    tensor = fields.text("gguf_tensor", "")
+    if not tensor and not (folder / DENSE_WEIGHTS).is_file():
         raise ModelError(
             f"{folder}: {DENSE_WEIGHTS} is missing; fetch the model again (pickles are not opened)"
         )
@@ -147,6 +151,7 @@ def _dense(folder: Path) -> DenseLayer:
         outputs=fields.integer("out_features", most=_WIDEST),
         has_bias=fields.flag("bias", default=True),
         activation=_DENSE_ACTIVATIONS[name],
+        gguf_tensor=tensor,
     )
 
 

@@ -7,10 +7,11 @@ import msgspec
 import pytest
 
 from llmbox.app.store.record import encode_schedule
+from llmbox.engine.core.kv_cache.prefix_cache import BlockOwners
 from llmbox.engine.core.speculation.draft_choice import MOST_DRAFTS
-from llmbox.engine.core.step_ledger import ScheduleRecorder
 from llmbox.engine.ipc.sequence_times import (
     ABORTED,
+    LENGTHENED,
     MOST_BYTES,
     MOST_DRAFTED,
     DraftedRow,
@@ -49,6 +50,7 @@ def test_a_record_of_a_day_s_largest_numbers_is_small():
         state_slots=70_000,
         window=70_000,
         window_blocks=10**6,
+        short_context=70_000,
     )
     record = ScheduleRecord(
         run=2**32 - 1,
@@ -62,12 +64,14 @@ def test_a_record_of_a_day_s_largest_numbers_is_small():
         limit=10**6,
         end_call=10**8,
         ended=day,
-        flags=255,
+        flags=511,
         priority=-(2**31),
         tenant=10_000,
         fork=10**7,
         owner=10**7,
         shared=10**5,
+        short_owner=10**7,
+        short_shared=10**5,
     )
     data = encode_schedule(record)
     assert decode_schedule(data) == record
@@ -109,14 +113,21 @@ def test_ends_from_outside_are_told():
 
 
 def test_memory_is_bounded_and_beginnings_are_kept_longest():
-    scheduler = make_scheduler(clock=Clock())
-    recorder = ScheduleRecorder(scheduler.config, scheduler.kv_cache)
-    recorder._most_blocks = 10
+    owners = BlockOwners(10)
     chain = [b"chain%03d" % place for place in range(8)]
-    assert recorder._link(0, chain) == (-1, 0)
-    assert recorder._link(1, [b"other%03d" % place for place in range(4)]) == (-1, 0)
-    assert len(recorder._owners) == 10
-    assert recorder._link(2, chain) == (0, 6), "the last two were forgotten"
+    assert owners.link(0, chain) == (-1, 0)
+    assert owners.link(1, [b"other%03d" % place for place in range(4)]) == (-1, 0)
+    assert owners.link(2, chain) == (0, 6), "the last two were forgotten"
+
+
+def test_a_sequence_that_outgrows_the_short_factors_has_two_links():
+    scheduler = make_scheduler(clock=Clock(), short_context=12)
+    run(scheduler, make_request("a", range(10), max_tokens=1))
+    run(scheduler, make_request("b", range(16), max_tokens=1))
+    (told,) = run(scheduler, make_request("c", range(10), max_tokens=9))
+    assert (told.flags, told.facts.short_context) == (LENGTHENED, 12)
+    assert (told.short_owner, told.short_shared) == (0, 2)
+    assert (told.owner, told.shared) == (1, 2)
 
 
 def test_texts_and_hashes_are_not_in_a_record():

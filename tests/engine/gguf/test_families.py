@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from llmbox.app.hub.model_info import local_facts
 from llmbox.app.models.catalog import directory
 from llmbox.app.models.gguf_folders import folder_of
-from llmbox.engine.errors import ModelError, ParallelError, UnsupportedArchitecture
+from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.gguf.config import config_of
 from llmbox.engine.gguf.matrices import check_matrices
 from llmbox.engine.gguf.reader import read_gguf
@@ -167,15 +168,45 @@ def test_a_layer_that_predicts_tokens_drafts_as_that_of_the_source(
     assert facts.config.num_parameters == parse_config(source).num_parameters == facts.stored_params
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    file = tmp_path / "encoder.gguf"
-    writer = gguf.GGUFWriter(file, "nomic-bert-moe")
-    writer.add_block_count(2)
+SHORT = dict.fromkeys(("llama.embedding_length", "llama.context_length", "llama.attention.head_count"), 8)
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "tensor", "why"),
+    [
+        ("t5", {}, "token_embd.weight", "architecture 't5' cannot be read from GGUF; readable: llama"),
+        (
+            "jina-bert-v3",
+            {"general.type": "adapter"},
+            "blk.0.attn_qkv.weight.lora_a",
+            "a LoRA adapter: na",
+        ),
+        ("llama", {"general.type": "imatrix"}, "blk.0.attn_q.weight.counts", "is an importance matrix"),
+        ("clip", {"general.type": "mmproj"}, "v.patch_embd.weight", "is a projector"),
+        ("clip", {}, "v.patch_embd.weight", "is a projector"),
+        (
+            "qwen2",
+            {"qwen2.attention.causal": False},
+            "token_embd.weight",
+            "both directions .* of qwen2",
+        ),
+        ("llama", {}, "token_embd.weight", "llama.embedding_length is missing, a positive number"),
+        ("llama", SHORT | {"llama.block_count": 10**9}, "token_embd.weight", "a number up to 1024 is needed"),
+        ("modern-bert", {}, "dense_2.weight", "projects the state of each token .* take a model"),
+    ],
+)
+def test_files_of_other_kinds_are_refused_in_words(
+    tmp_path: Path, arch: str, keys: dict[str, Any], tensor: str, why: str
+) -> None:
+    file = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(file, arch)
+    for key, value in keys.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add(key, value)
+    for name in {"token_embd.weight", tensor}:
+        writer.add_tensor(name, np.ones((8, 8), dtype=np.float32))
     write_all(writer)
-    with pytest.raises(
-        UnsupportedArchitecture,
-        match=r"'nomic-bert-moe' cannot be read from GGUF: .* experts of encoders is missing",
-    ):
+    with pytest.raises(ModelError, match=why):
         config_of(read_gguf(file))
 
 

@@ -1,5 +1,6 @@
 """GGUF files as they are: tokens as after an import, own integers where a kernel has them, bad files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,13 @@ def test_ranks_read_their_experts(tmp_path: Path) -> None:
     folder = folder_of(write_gguf(source, tmp_path / "tiny.gguf", "Q8_0"), tmp_path / "home")
     whole = answer(folder, dtype="float32")
     assert answer(folder, dtype="float32", tp=2, expert_parallel=True, threads=2) == whole
+
+
+def test_linear_rope_scaling_as_files_of_2023_say_it(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model", arch="llama")
+    file = write_gguf(source, tmp_path / "tiny.gguf", rope__scale_linear=4.0)
+    config = json.loads((folder_of(file, tmp_path / "home") / "config.json").read_text())
+    assert config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def test_a_folder_is_made_once_and_anew_when_the_file_changes(tmp_path: Path) -> None:

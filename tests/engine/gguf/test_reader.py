@@ -81,9 +81,15 @@ def test_no_such_file_and_no_such_format(tmp_path: Path) -> None:
         read_gguf(other)
     assert not is_gguf(other)
     assert not is_gguf(tmp_path)
-    other.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
-    with pytest.raises(ModelError, match="version 1 cannot be read"):
-        read_gguf(other)
+    cases = {
+        struct.pack("<III", 1, 0, 0): "is of version 1 of GGUF .* take a newer file",
+        struct.pack("<IQQ", 4, 0, 0): "version 4 cannot be read, only 2 and 3",
+        struct.pack(">IQQ", 3, 0, 0): "is big-endian, .* take a little-endian file",
+    }
+    for header, why in cases.items():
+        other.write_bytes(b"GGUF" + header)
+        with pytest.raises(ModelError, match=why):
+            read_gguf(other)
 
 
 def test_a_format_that_is_not_known_here(file: Path, tmp_path: Path) -> None:

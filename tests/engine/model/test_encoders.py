@@ -7,16 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional
 
+from llmbox.app.hub.model_info import local_facts
+from llmbox.app.models.catalog import directory
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.sampling_params import SamplingParams
-from support.encoder_models import ENCODERS, change_config, declare_vectors, make_encoder
+from support.encoder_models import (
+    EMBEDDING_GEMMA,
+    ENCODERS,
+    change_config,
+    declare_vectors,
+    make_encoder,
+    make_jina_v3,
+    make_nomic_v2,
+    write_encoder,
+)
 from support.real_engines import load, run
 from support.tiny_models import write_json
 
@@ -105,23 +116,7 @@ def test_declared_pooling(tmp_path: Path, mode: str) -> None:
     torch.testing.assert_close(found, expected[mode], rtol=1e-5, atol=1e-5)
 
 
-GEMMA = {
-    "architectures": ["Gemma3TextModel"],
-    "model_type": "gemma3_text",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 80,
-    "query_pre_attn_scalar": 16,
-    "sliding_window": 20,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "use_bidirectional_attention": True,
-    "dtype": "float32",
-}
+GEMMA = EMBEDDING_GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
 def test_embedding_gemma(tmp_path: Path) -> None:
@@ -179,65 +174,6 @@ def test_gte_as_its_repository_has_it(tmp_path: Path) -> None:
     found = vectors(load(tmp_path), [ask(name, ids) for name, ids in TEXTS.items()])
     for name, ids in TEXTS.items():
         torch.testing.assert_close(found[name], states(model, ids).mean(0), rtol=1e-5, atol=1e-5)
-
-
-NOMIC_V2: dict[str, Any] = {
-    "architectures": ["NomicBertModel"],
-    "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
-    "model_type": "nomic_bert",
-    "activation_function": "gelu",
-    "vocab_size": 320,
-    "n_embd": 48,
-    "n_inner": 80,
-    "n_layer": 4,
-    "n_head": 6,
-    "n_positions": 2048,
-    "layer_norm_epsilon": 1e-5,
-    "rotary_emb_base": 10000,
-    "type_vocab_size": 1,
-    "num_experts": 8,
-    "moe_top_k": 2,
-    "moe_every_n_layers": 2,
-    "dtype": "float32",
-} | dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), True)
-
-
-def make_nomic_v2(directory: Path) -> dict[str, torch.Tensor]:
-    hidden, inner, norms = 48, 80, ["emb_ln"]
-    linears: dict[str, tuple[int, int]] = {}
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (320, hidden),
-        "embeddings.token_type_embeddings.weight": (1, hidden),
-    }
-    for number in range(4):
-        layer = f"encoder.layers.{number}."
-        linears |= {f"{layer}attn.Wqkv": (3 * hidden, hidden), f"{layer}attn.out_proj": (hidden, hidden)}
-        norms += [f"{layer}norm1", f"{layer}norm2"]
-        if number % 2:
-            shapes |= {f"{layer}mlp.experts.mlp.w{part}": (8 * inner, hidden) for part in (1, 2)}
-            shapes |= {f"{layer}mlp.router.layer.weight": (8, hidden), f"{layer}mlp.experts.bias": (hidden,)}
-        else:
-            linears |= {f"{layer}mlp.fc1": (inner, hidden), f"{layer}mlp.fc2": (hidden, inner)}
-    return write_encoder(directory, NOMIC_V2, shapes, linears, norms)
-
-
-def write_encoder(
-    directory: Path,
-    config: dict[str, Any],
-    shapes: dict[str, tuple[int, ...]],
-    linears: dict[str, tuple[int, int]],
-    norms: list[str],
-) -> dict[str, torch.Tensor]:
-    """Write random weights: `linears` and `norms` have biases."""
-    generator = torch.Generator().manual_seed(2)
-    shapes = shapes | {f"{name}.weight": shape for name, shape in linears.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
-    shapes |= {f"{name}.{part}": (48,) for name in norms for part in ("weight", "bias")}
-    weights = {n: torch.randn(s, generator=generator) * s[-1] ** -0.5 for n, s in shapes.items()}
-    weights |= {f"{name}.weight": 1 + weights[f"{name}.weight"] for name in norms}
-    save_file(weights, directory / "model.safetensors")
-    write_json(directory / "config.json", config)
-    return weights
 
 
 class PlainEncoder:
@@ -367,6 +303,23 @@ def test_jina_v2(tmp_path: Path) -> None:
     for name, ids in texts.items():
         torch.testing.assert_close(found[name], jina_states(weights, ids).mean(0), rtol=1e-5, atol=1e-5)
         assert torch.equal(found[name], vectors(engine, [ask(name, ids)])[name])
+
+
+def test_jina_v3_as_its_repository_has_it(tmp_path: Path) -> None:
+    """Stacked tensors under other names, and adapters of tasks, which no text passes."""
+    model, engine = make_jina_v3(tmp_path), load(tmp_path)
+    tensors = list_tensors(tmp_path)
+    assert any(name.endswith("mixer.Wqkv.parametrizations.weight.0.lora_A") for name in tensors)
+    facts, pooler = local_facts(directory(tmp_path)), 64 * 65
+    assert facts.stored_params == facts.config.num_parameters + pooler
+    found = vectors(engine, [ask(name, ids) for name, ids in TEXTS.items()])
+    for name, ids in TEXTS.items():
+        torch.testing.assert_close(found[name], states(model, ids).mean(0), rtol=1e-5, atol=1e-5)
+    change_config(tmp_path, position_embedding_type="absolute")
+    with pytest.raises(
+        ModelError, match="position_embedding_type is not supported of this encoder, only 'rot"
+    ):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from llmbox.app.text.tokenizer.gguf_tokenizer import SPACE, write_tokenizer
 from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.tokenizer_safety import find_unsafe_step
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.reader import read_gguf
 from support.gguf_models import write_gguf
@@ -80,7 +81,7 @@ def of_bytes(folder: Path, pre: str, **values: Any) -> Tokenizer:
         "merges": ["a b"],
         "bos_token_id": 0,
     }
-    return tokenizer_of(folder, **base, **values)
+    return tokenizer_of(folder, **base | values)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,11 @@ def of_bytes(folder: Path, pre: str, **values: Any) -> Tokenizer:
         ("glm4", ["It", "'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
         ("deepseek-v3", ["It", "'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
         ("seed-coder", ["It", "'S", "Ġ", "1", "2", "3", "4", "Ġé", "!!", "Ċ", "Ġx"]),
+        ("lfm2", ["It", "'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("kimi-k2", ["It'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("youtu", ["It'S", "Ġ", "1", "2", "3", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("deepseek-coder", ["It", "'", "S", "Ġ", "1", "2", "3", "4", "Ġé", "!!", "Ċ", "Ġx"]),
+        ("deepseek-llm", ["It", "'", "S", "Ġ", "1", "2", "3", "4", "Ġé", "!!", "Ċ", "Ġx"]),
         ("smollm", ["It", "'", "S", "Ġ", "1", "2", "3", "4", "Ġé", "!!", "Ċ", "Ġx"]),
         ("gpt-2", ["It", "'", "S", "Ġ1234", "Ġé", "!!", "Ċ", "Ġx"]),
     ],
@@ -101,6 +107,35 @@ def of_bytes(folder: Path, pre: str, **values: Any) -> Tokenizer:
 def test_how_texts_are_cut(tmp_path: Path, pre: str, pieces: list[str]) -> None:
     found = of_bytes(tmp_path, pre).pre_tokenizer.pre_tokenize_str("It'S 1234 é!!\n x")
     assert [piece.replace("Ã©", "é") for piece, _ in found] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("kimi-k2", ["Ab", "漢字", "かなc", "\uff0c", "中", "Д"]),
+        ("youtu", ["Ab", "漢字かな", "c", "\uff0c", "中", "Д"]),
+        ("deepseek-coder", ["Ab", "漢字かな", "c", "\uff0c", "中", "Д"]),
+        ("deepseek-llm", ["Ab", "漢字かな", "c", "\uff0c", "中", "Д"]),
+        ("deepseek-v3", ["Ab", "漢字かな", "c", "\uff0c", "中", "Д"]),
+    ],
+)
+def test_how_scripts_are_cut(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    letters = {each: byte for byte, each in _bytes_of_letters().items()}
+    found = of_bytes(tmp_path, pre).pre_tokenizer.pre_tokenize_str("Ab漢字かなc\uff0c中Д")
+    assert [bytes(letters[each] for each in piece).decode() for piece, _ in found] == pieces
+
+
+def _bytes_of_letters() -> dict[int, str]:
+    """The letter of each byte, as GPT-2 has them."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+@pytest.mark.parametrize("pre", ["kimi-k2", "youtu", "deepseek-coder", "deepseek-llm"])
+def test_they_are_cut_in_the_daemon(tmp_path: Path, pre: str) -> None:
+    of_bytes(tmp_path, pre)
+    assert find_unsafe_step((tmp_path / "tokenizer.json").read_bytes()) == ""
 
 
 def test_special_words_stay_whole_and_unused_ones_are_left_out(tmp_path: Path) -> None:
@@ -124,7 +159,7 @@ def of_pieces(folder: Path, **values: Any) -> Tokenizer:
         "bos_token_id": 1,
         "unknown_token_id": 0,
     }
-    return tokenizer_of(folder, **base, **values)
+    return tokenizer_of(folder, **base | values)
 
 
 def sentencepiece(text: str) -> list[str]:
@@ -204,6 +239,18 @@ def encoder_metadata(kind: str, words: list[str], **values: Any) -> dict[str, An
     return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
 
 
+@pytest.mark.parametrize("begin", [True, False])
+def test_the_end_token_of_models_for_embeddings(tmp_path: Path, begin: bool) -> None:
+    ends = {"eos_token_id": 6, "add_bos_token": begin, "add_eos_token": True}
+    found = of_bytes(tmp_path, "default", **ends)
+    start = [0] if begin else []
+    assert found.encode("ab").ids == [*start, 2, 6]
+    assert found.encode("ab", "b").ids == [*start, 2, 6, *start, 3, 6]
+    assert found.encode("ab", add_special_tokens=False).ids == [2]
+    with pytest.raises(ModelError, match="around a text"):
+        of_bytes(tmp_path, "default", **ends, tokens=["<s>", "a", "ab", "b", "Ġ", "1", "a:b", "[PAD7]"])
+
+
 @pytest.mark.parametrize("is_cased", [False, True])
 def test_words_of_bert_as_the_original(tmp_path: Path, is_cased: bool) -> None:
     """A file marks beginnings of words, and does not say whether capitals matter."""
@@ -258,6 +305,13 @@ def test_unigrams_of_xlm_r(tmp_path: Path) -> None:
     assert [words[i] for i in found.encode("ab", "ba").ids] == [
         "<s>", f"{SPACE}ab", "</s>", "</s>", SPACE, "ba", "</s>",
     ]  # fmt: skip
+
+
+def test_byte_pairs_of_roberta(tmp_path: Path) -> None:
+    ends = {"add_bos_token": True, "add_eos_token": True, "add_sep_token": True}
+    found = of_bytes(tmp_path, "roberta-bpe", eos_token_id=6, **ends)
+    assert found.encode("ab").ids == [0, 2, 6]
+    assert found.encode("ab", "b").ids == [0, 2, 6, 6, 3, 6]
 
 
 def test_byte_pairs_of_modernbert(tmp_path: Path) -> None:

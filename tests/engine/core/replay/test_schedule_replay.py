@@ -11,7 +11,13 @@ from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.replay.replayed_engine import percentiles
 from llmbox.engine.core.replay.schedule_replay import LinearStepCost, ScheduleReplay, WhatIf
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.ipc.sequence_times import DRAFTED, MOST_BYTES, EngineFacts, decode_schedule
+from llmbox.engine.ipc.sequence_times import (
+    DRAFTED,
+    LENGTHENED,
+    MOST_BYTES,
+    EngineFacts,
+    decode_schedule,
+)
 from llmbox.engine.sampling_params import SamplingParams
 from support.clock import Clock
 from support.fake_runner import FakeOverlappingRunner, FakeRunner
@@ -177,6 +183,47 @@ def test_same_steps_with_drafts(config, seed):
     again = [decode_schedule(encode_schedule(record)) for record in records]
     assert replayed(again)[0] == plans
     assert replay.simulate(COST).output_tokens == scheduler.output_tokens
+
+
+LONG = {"plain": {}, "few blocks": {"num_blocks": 26}, "no cache": {"cache": False}}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_same_steps_across_the_original_context_of_longrope(name, depth, seed):
+    """Sequences that outgrow it lose their blocks and are computed again; only blocks of one set of factors
+    are shared.
+    """
+    engine = RecordedEngine({"short_context": 38, **LONG[name]}, depth)
+    records = play(engine, seed, priorities=(-1, 0, 3), tenants=("a", "b"), longest=36, aborts=0.05)
+    grown = [record for record in records if record.flags & LENGTHENED]
+    assert len(grown) > 5
+    assert sum(record.prompt > 38 for record in records) > 3
+    if name != "no cache":
+        assert any(record.short_shared for record in grown), "some began as earlier ones"
+        assert any(record.shared for record in records if record.prompt > 38)
+    again = [decode_schedule(encode_schedule(record)) for record in records]
+    plans, followed, _ = replayed(again)
+    assert plans == engine.plans
+    outcome, scheduler = followed.outcome, engine.scheduler
+    assert outcome.evictions == scheduler.pool.evictions
+    assert outcome.preemptions == scheduler.active.preemptions
+    assert outcome.prefix_hits == scheduler.kv_cache.prefix_hits
+    assert outcome.output_tokens == scheduler.output_tokens
+    assert followed.same_ends == followed.ends > 0
+
+
+def test_one_set_of_factors_computes_less():
+    """A replay without the original context has no second computation of these sequences."""
+    engine = RecordedEngine({"short_context": 46, "num_blocks": 200})
+    for number in range(4):
+        engine.add(f"s{number}", list(range(100 * number, 100 * number + 40)), max_tokens=20)
+    records = engine.finish()
+    plans, followed, _ = replayed(records)
+    assert plans == engine.plans
+    other = [each._replace(facts=each.facts._replace(short_context=0)) for each in records]
+    assert followed.outcome.tokens == replayed(other)[1].outcome.tokens + 4 * 46
 
 
 def test_the_traffic_of_these_tests_evicts_preempts_and_shares():
