@@ -22,7 +22,7 @@ from llmbox.app.errors import ApiError
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware import proc
 from llmbox.engine.ipc import spawn as spawning
-from llmbox.engine.ipc.engine_channel import DaemonGone
+from llmbox.engine.ipc.channel import DaemonGone
 from llmbox.engine.ipc.spawn import ForkedProcess, ForkServer, Launch, SpawnedProcess, spawn
 from llmbox.engine.process import engine_main
 from llmbox.engine.process.engine_main import serve_forks

@@ -17,7 +17,7 @@ from llmbox.engine.core.speculation.proposer import Proposals
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import ModelShape, SlidingShape
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
-from llmbox.engine.planning.parallel_cost import rank_shape
+from llmbox.engine.planning.performance_model import rank_shape
 from support.device_ranks import device_ranks
 from support.families import FAMILIES, make_family
 from support.late_device import FakeCapture, device_engine
