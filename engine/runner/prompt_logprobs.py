@@ -1,8 +1,8 @@
-"""Prompt log-probabilities on a GPU, asynchronously: the device computes numbers that are copied to the host
-like a step's tokens; entries are built from them when the step is collected.
+"""Prompt log-probabilities and pooling on a GPU, asynchronously: the device computes numbers that are copied
+to the host like a step's tokens; entries are built from them when the step is collected.
 
-P rows of a step's prompts, G of them at once, M of those on this rank, E hidden, V this rank's vocabulary
-shard, C columns of `rank_columns`.
+P rows of a step's prompts, then pooled rows, G of them at once, M of those on this rank, E hidden, V this
+rank's vocabulary shard, C columns of `rank_columns`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,16 @@ from torch import Tensor
 from llmbox.kernels.lora import LoraTiles
 from llmbox.kernels.reference.sampling import rank_tokens
 
+from ..core.request import Request
 from ..core.step import StepResult
+from ..device.device import Device, to_host
 from ..ipc.messages import TokenLogprobs
 from ..model.decoder import Decoder
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling.sampler import logprobs_of, rank_column_count, rank_columns
+from .gpu_inputs import MixedStep
 from .input_batch import PromptRows
-from .pooling import PooledRows, read_sums
+from .pooling import PooledRows, read_sums, sum_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,32 @@ class StepExtras:
             result.pooled.update(sums)
             result.failed.update(failed)
         return result
+
+
+def queue_extras(
+    step: MixedStep,
+    hidden_PE: Tensor,
+    model: Decoder,
+    device: Device,
+    of_logits: Callable[[Sequence[Request]], LoraTiles | None],
+) -> StepExtras | None:
+    """Queue prompt log-probabilities and pooling; None where a step has none. `of_logits`: tiles of rows of
+    logits of these requests.
+    """
+    if not (step.prompts or step.pooled) or not model.is_last:
+        return None
+    prompts, sums_KE, count = None, None, len(step.next_P)
+    if step.prompts:
+        vocab_size = model.config.vocab_size
+        top = min(max(prompt.top for prompt in step.prompts), vocab_size)
+        adapted = [request for prompt in step.prompts for request in [prompt.request] * len(prompt.next_ids)]
+        numbers_PC = prompt_numbers(
+            model, hidden_PE[:count], step.next_P, top, vocab_size, lambda part: of_logits(adapted[part])
+        )
+        prompts = PromptNumbers(step.prompts, to_host(numbers_PC, device), top)
+    if step.pooled:
+        sums_KE = to_host(sum_states(hidden_PE[count:], step.pooled), device)
+    return StepExtras(prompts, step.pooled, sums_KE)
 
 
 def prompt_numbers(

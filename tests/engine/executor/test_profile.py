@@ -9,16 +9,8 @@ import torch
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.executor.profile import (
-    DRAWS,
-    CudaMeter,
-    MemoryProfile,
-    largest_step,
-    profile_kv_blocks,
-    run_warmup,
-    select_gpu,
-    warmup_steps,
-)
+from llmbox.engine.executor.profile import CudaMeter, MemoryProfile, profile_kv_blocks, select_gpu
+from llmbox.engine.executor.warmup import DRAWS, largest_step, run_warmup, warmup_steps
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.planning.memory_model import CUDA_CONTEXT, graphs_reserve
 from support.fake_nvml import FakeGpu, FakeNvml
