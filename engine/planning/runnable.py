@@ -110,7 +110,7 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
     wanted = "a draft model" if config.draft_path is not None else ""
     wanted = "the MTP layer" if config.mtp == "on" else wanted
-    is_head = plan.draft_method not in {None, "draft_model"}
+    is_head = config.mtp == "on" or plan.draft_method not in {None, "draft_model"}
     if wanted == "a draft model" and is_head:
         wanted = "a draft head"
     if wanted and config.speculate == "off":

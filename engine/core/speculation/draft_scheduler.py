@@ -155,11 +155,12 @@ class DraftScheduler:
         # A model's drafts follow the unknown token.
         limits = [each.most - each.request.num_pending for each in candidates]
         choice = self._choose_model(candidates, limits, lengths, prices)
-        if choice is not None:
-            self._model_waits.begin()
-            if choice.explores:
-                choice.model.charge(LOST_OVERLAP + prices[1] - 1)
-        return choice is not None
+        if choice is None:
+            return False
+        self._model_waits.begin()
+        if choice.explores:  # neither the step with drafts nor the one after it is launched ahead
+            choice.model.charge(2 * max(LOST_OVERLAP, prices[1] - 1))
+        return True
 
     def extend(self, plan: StepPlan, running: int, pipeline: PipelineDepth = ONE_STAGE) -> None:
         """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""

@@ -42,6 +42,7 @@ class FakeMeter:
 
 
 class FakeRunner:
+    proposers = ()
     images = None
 
     def __init__(self, meter: FakeMeter, plan: MemoryPlan) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,17 @@ import pytest
 
 from engine.core.speculation.test_speculation import told
 from engine.runner.test_draft_model import choose_five, mixed, near_model
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.speculation.model_drafting import ModelDrafting
+from llmbox.engine.errors import DeviceError
+from llmbox.engine.executor import profile
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.estimator import MemoryBudget, estimate
+from llmbox.engine.planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
+from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
+from llmbox.kernels.support import KernelSite
+from support.fake_cuda import Card, fake_cuda
 from support.families import make_family
 from support.grammars import learned
 from support.lanes import first_in_the_suite
@@ -184,3 +194,58 @@ def test_other_targets(tmp_path: Path, near: Path, arch: str) -> None:
     assert {name: told(each) for name, each in seen.items()} == {n: told(o) for n, o in expected.items()}
     assert engine.stats().draft_methods["draft_model"].draft_tokens > 0
     engine._scheduler.check()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+def test_a_whole_load_and_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the stand-in for CUDA: both models are measured, both have graphs, and the host waits for nothing
+    but the event of each step and of each pass.
+    """
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setattr(profile, "DRAFT_MODEL_ROWS", 8)
+    small = make_tiny_model(tmp_path, num_hidden_layers=1, vocab_size=99)
+    sizes = {"dtype": "float32", "max_running": 1, "token_budget": 8, "context": 48, "deterministic": True}
+    options = {**sizes, "device": "cuda", "memory_bytes": None, "kv_tokens": 96}
+    requests = [ask("a", [20, 21, 22], 10, temperature=1.0, seed=3, logprobs=1, repetition_penalty=1.1)]
+    with fake_cuda(Card(multiprocessors=2)):
+        alone = load(small, speculate="off", cuda_graphs=False, **options)
+        expected = run(alone, requests)
+    with fake_cuda(Card(multiprocessors=2)) as cuda:
+        engine = load(small, draft_path=str(small), **options)
+        (proposer,) = engine._runner.proposers
+        assert engine.info.kv_bytes_per_token == 2 * alone.info.kv_bytes_per_token
+        assert engine.info.weights_bytes == 2 * alone.info.weights_bytes
+        while engine.prepare():
+            pass
+        assert proposer.executor.graphs.has(1)
+        passes, launch = list[int](), proposer.executor.launch
+        proposer.executor.launch = lambda plan: passes.append(plan.num_tokens) or launch(plan)
+        waited, events = len(cuda.queue.waits), cuda.queue.event_waits
+        seen = run(engine, requests)
+        assert cuda.queue.waits[waited:] == []
+        assert cuda.queue.event_waits - events == engine.stats().steps + len(passes)
+    assert told(seen["a"]) == told(expected["a"])
+    counts = engine.stats().draft_methods["draft_model"]
+    assert counts.draft_tokens == counts.accepted_tokens > 4
+
+
+def test_fit_plans_it_on_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, KV cache, a pass's workspace and graphs, but no second CUDA context."""
+    monkeypatch.delenv("LLMBOX_KERNELS")
+    budget = MemoryBudget(device="cuda", available=40 << 30, cores=8)
+    site = KernelSite(device="cuda", has_native=False, capability=(9, 0))
+    target = parse_config(model)
+    config = EngineConfig(model_path=str(model), name="m", draft_path=str(model), deterministic=True)
+    alone = estimate(target.shape(), budget, replace(config, draft_path=None))
+    both = estimate(target.shape(), budget, config)
+    assert both.weights_bytes == 2 * alone.weights_bytes
+    assert both.kv_bytes_per_token == 2 * alone.kv_bytes_per_token
+    graphs = graphs_reserve(len(capture_sizes(both.max_running)))
+    assert graphs < both.workspace_bytes - alone.workspace_bytes < graphs + CUDA_CONTEXT
+    require_runnable(RunnablePlan.of(both, target), site, config)
+    with pytest.raises(DeviceError, match=r"a draft model was asked for, but the kernels.*--deterministic"):
+        require_runnable(RunnablePlan.of(both, target), site, replace(config, deterministic=False))
+    head = replace(RunnablePlan.of(both, target), draft_method="eagle3")
+    with pytest.raises(DeviceError, match="a draft head was asked for, but steps overlap, as on GPUs"):
+        require_runnable(head, site, config)
