@@ -312,9 +312,8 @@ class Planner:
         drafting = 0
         if self.draft is not None:  # a head has no vocabulary of its own, and keeps rows of the step
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
-            graphs = self._graphs() if self.draft.method == "draft_model" else 0
-            draft_shape = replace(self.draft.shape, vocab=vocab)
-            drafting = need(draft_shape, rows=DRAFT_MODEL_ROWS, graphs=graphs, is_alone=False)
+            own, graphs = replace(self.draft.shape, vocab=vocab), self._graphs() * self.draft.is_model
+            drafting = need(own, rows=DRAFT_MODEL_ROWS, graphs=graphs, is_alone=False)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
         adapters = 0
         if self.config.plans_adapters:

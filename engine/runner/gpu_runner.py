@@ -39,7 +39,7 @@ from .gpu_inputs import DeviceAdapters, MixedStep, decode_inputs, decoding_numbe
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
 from .pipeline_feedback import SampledTokenFeedback
-from .prompt_logprobs import StepExtras, queue_extras
+from .prompt_results import StepExtras, queue_extras
 
 
 @dataclass(frozen=True, slots=True)

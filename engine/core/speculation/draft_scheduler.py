@@ -32,7 +32,7 @@ from .draft_choice import (
     choose_lengths,
     expected_gain,
 )
-from .model_drafting import ModelChoice, ModelDrafting, ModelWaits
+from .model_drafting import ModelDrafting, ModelWaits, choose_model
 from .ngram_proposer import LONGER, NgramProposer
 from .proposer import DraftMethod, DraftStatistics, DraftStats, Proposer
 from .suffix_proposer import SuffixProposer
@@ -153,8 +153,8 @@ class DraftScheduler:
         if self._awaited or not self._models or not self._model_waits.may_begin():
             return bool(self._awaited)
         # A model's drafts follow the unknown token.
-        limits = [each.most - each.request.num_pending for each in candidates]
-        choice = self._choose_model(candidates, limits, lengths, prices)
+        wanted = [(each.request, each.most - each.request.num_pending) for each in candidates]
+        choice = choose_model(self._models, wanted, chances, lengths, prices)
         if choice is None:
             return False
         self._model_waits.begin()
@@ -311,33 +311,11 @@ class DraftScheduler:
         if added:
             self._charge = self._prices.charge(prices, size, added)
 
-    def _choose_model(
-        self,
-        candidates: Sequence[DraftCandidate],
-        limits: Sequence[int],
-        found: Sequence[int],
-        prices: Sequence[float],
-    ) -> ModelChoice | None:
-        """Choose the model that is expected to gain most, or one to try where none is; None where none is to
-        be asked. `limits`: most drafts of each request. `found`: how many lookups have for it.
-        """
-        requests = [(each.request, most) for each, most in zip(candidates, limits, strict=True)]
-        chances = [each.chance for each in candidates]
-        choices = [(model, *model.choose(requests, chances, found, prices)) for model in self._models]
-        best, lengths, _ = max(choices, key=lambda choice: any(choice[1]) * choice[2])
-        if any(lengths):
-            return ModelChoice(best, lengths)
-        free = [place for place, most in enumerate(limits) if not candidates[place].drafts and most > 0]
-        for model in self._models:
-            tried = model.explore([requests[place] for place in free])
-            if tried is not None:
-                return ModelChoice(model, [int(place == free[tried]) for place in range(len(requests))], True)
-        return None
-
     def _ask_model(self, candidates: Sequence[DraftCandidate], prices: Sequence[float], running: int) -> None:
         """Replace drafts by those of the model that is expected to gain most, or try one where none is."""
-        limits, found = [each.most for each in candidates], [len(each.drafts) for each in candidates]
-        choice = self._choose_model(candidates, limits, found, prices)
+        requests = [(each.request, each.most) for each in candidates]
+        chances, found = [each.chance for each in candidates], [len(each.drafts) for each in candidates]
+        choice = choose_model(self._models, requests, chances, found, prices)
         if choice is None:
             return
         asked = [

@@ -82,7 +82,7 @@ class ModelWaits:
             self._pause = min(2**self._in_vain, LONGEST_PAUSE)
 
 
-class ModelChoice(NamedTuple):
+class DraftingChoice(NamedTuple):
     """Model to ask in a step."""
 
     model: "ModelDrafting"
@@ -216,3 +216,27 @@ class ModelDrafting:
             share = self._all[request.params.temperature > 0].share
             found = self._requests[request] = ModelHistory(share)
         return found
+
+
+def choose_model(
+    models: Sequence[ModelDrafting],
+    requests: Sequence[tuple[Request, int]],
+    chances: Sequence[float],
+    found: Sequence[int],
+    prices: Sequence[float],
+) -> DraftingChoice | None:
+    """Choose the model that is expected to gain most, or one to try where none is; None where none is to be
+    asked. `requests`: with the most drafts of each. `chances`, `found`: acceptance and number of those that
+    lookups have for it.
+    """
+    choices = [(model, *model.choose(requests, chances, found, prices)) for model in models]
+    best, lengths, _ = max(choices, key=lambda choice: any(choice[1]) * choice[2])
+    if any(lengths):
+        return DraftingChoice(best, lengths)
+    free = [place for place, (_, most) in enumerate(requests) if not found[place] and most > 0]
+    for model in models:
+        tried = model.explore([requests[place] for place in free])
+        if tried is not None:
+            lengths = [int(place == free[tried]) for place in range(len(requests))]
+            return DraftingChoice(model, lengths, explores=True)
+    return None

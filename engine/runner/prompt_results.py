@@ -1,13 +1,21 @@
-"""Prompt log-probabilities and pooling on a GPU, asynchronously: the device computes numbers that are copied
-to the host like a step's tokens; entries are built from them when the step is collected.
+"""Results of prompts besides tokens: log-probabilities, and pooled states for embeddings.
 
-P rows of a step's prompts, then pooled rows, G of them at once, M of those on this rank, E hidden, V this
-rank's vocabulary shard, C columns of `rank_columns`.
+On a GPU they are asynchronous: the device computes numbers that are copied to the host like a step's tokens,
+and read when the step is collected.
+
+A vector of a text is the mean of the final hidden states of some of its rows. States are summed as integers,
+in units of `UNIT`, so that the sum does not depend on its order: a text has the same vector alone and in a
+batch, in one step and in chunks. The unit is far below float32's resolution of a vector of length 1.
+
+P rows of a step's prompts, then pooled rows, G of them at once, M of those on this rank, K pooling requests,
+E hidden, V this rank's vocabulary shard, C columns of `rank_columns`.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,15 +24,19 @@ from llmbox.kernels.lora import LoraTiles
 from llmbox.kernels.reference.sampling import rank_tokens
 
 from ..core.request import Request
-from ..core.step import StepResult
+from ..core.step import UNIT, StepResult
 from ..device.device import Device, to_host
 from ..ipc.messages import TokenLogprobs
 from ..model.decoder import Decoder
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling.sampler import logprobs_of, rank_column_count, rank_columns
 from .gpu_inputs import MixedStep
-from .input_batch import PromptRows
-from .pooling import PooledRows, read_sums, sum_states
+from .input_batch import PooledRows, PromptRows
+
+_BOUND: Final = 2.0**16
+"""Upper bound of hidden states, above those of any sound model. The int64 sum holds 2^17 rows below it."""
+_AT_ONCE: Final = 256
+"""Rows converted to integers at once, to bound memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +128,38 @@ def prompt_numbers(
             for hidden_GE, next_G, start in parts
         ]
     )
+
+
+def sum_states(hidden_PE: Tensor, pooled: Sequence[PooledRows]) -> Tensor:
+    """Sum hidden states per request, on the device: int64 [K, E + 1], in units; the last column counts NaN,
+    infinite and too large states.
+    """
+    sums = []
+    for states_E in torch.split(hidden_PE, [rows.count for rows in pooled]):
+        parts = torch.split(states_E, _AT_ONCE)
+        sums.append(torch.stack([_sum(part) for part in parts]).sum(0))
+    return torch.stack(sums)
+
+
+def _sum(states_PE: Tensor) -> Tensor:
+    wide_PE = states_PE.double()
+    sound_PE = wide_PE.abs() < _BOUND
+    units_PE = torch.where(sound_PE, wide_PE / UNIT, 0.0).round().long()
+    return torch.cat((units_PE.sum(0), (~sound_PE).sum().view(1)))
+
+
+def read_sums(
+    sums_KE: Tensor, pooled: Sequence[PooledRows]
+) -> tuple[dict[str, "array[int]"], dict[str, str]]:
+    """Read a result of `sum_states` on the host: sums by request id, and errors by request id."""
+    sums: dict[str, array[int]] = {}
+    failed: dict[str, str] = {}
+    for rows, (*units, wrong) in zip(pooled, sums_KE.tolist(), strict=True):
+        if wrong:
+            failed[rows.request.request_id] = (
+                f"{wrong} of the model's states are no numbers (NaN or infinite): its weights may "
+                "be damaged, or its numbers too large for the format"
+            )
+        else:
+            sums[rows.request.request_id] = array("q", units)
+    return sums, failed
