@@ -205,7 +205,9 @@ def profile_kv_blocks(
     tried = plan
     if not config.chunked_prefill:  # a whole prompt comes on top of a step that has room for one token
         tried = replace(plan, token_budget=plan.token_budget + plan.pp * plan.context)
-    needed = num_warmup_blocks(tried)
+    needed, drafting = num_warmup_blocks(tried), replace(plan, token_budget=DRAFT_MODEL_ROWS)
+    if plan.draft_method is not None:
+        needed = max(needed, num_warmup_blocks(drafting))
     meter.reset_peak()
     started = time.monotonic()
     # Requests of these steps have one block table for all layers.
@@ -213,7 +215,7 @@ def profile_kv_blocks(
     steps = run_warmup(runner, tried, row_counts)
     for proposer in runner.proposers:
         assert isinstance(proposer.executor, GPUModelRunner)
-        steps += run_warmup(proposer.executor, replace(plan, token_budget=DRAFT_MODEL_ROWS), row_counts)
+        steps += run_warmup(proposer.executor, drafting, row_counts)
     log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     window_bytes = plan.block_size * plan.window_bytes_per_token
