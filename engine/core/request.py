@@ -101,8 +101,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Prompt log-probabilities, collected over the chunks of the prompt until the first output."""
     pooled: list[int] = field(default_factory=list)
-    """Fixed-point sums of hidden states over the chunks of the prompt (`runner/pooling.py`), for pooling
-    requests."""
+    """Fixed-point sums of hidden states over the chunks of the prompt (`runner/prompt_results.py`), for
+    pooling requests."""
     constraint: OutputConstraint | None = None
     """Position in its thoughts and its grammar, if one of them limits its tokens."""
     mask: bytes | None = None

@@ -104,7 +104,7 @@ class StepResult:
     failed: dict[str, str] = field(default_factory=dict)
     """Error messages of rows that cannot be sampled or pooled (NaN)."""
     pooled: dict[str, "array[int]"] = field(default_factory=dict)
-    """Fixed-point sums of the hidden states of this step's rows (`runner/pooling.py`), of pooling
+    """Fixed-point sums of the hidden states of this step's rows (`runner/prompt_results.py`), of pooling
     requests."""
     accepted: dict[str, list[SampledToken]] = field(default_factory=dict)
     """Tokens before the last one: accepted drafts."""

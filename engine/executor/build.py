@@ -56,7 +56,7 @@ from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages, load_images
 from ..sampling import Sampler
-from .drafting import DraftTarget, draft_rows, load_proposers
+from .drafting import DraftTarget, draft_rows, load_draft_parts, load_proposers
 from .expert_load import count_experts, place_hot_experts
 from .kv_tiers import make_segment, open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
@@ -135,7 +135,7 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
         share = load_rank(config, plan, TensorParallel(layout), weights_progress(progress))
         local, plan = share.finish()
         if isinstance(local, GPUModelRunner):
-            runner = local
+            runner, share = local, replace(share, proposers=local.proposers)
         else:
             runner = SyncExecutor(local, local.prepare if isinstance(local, CPUModelRunner) else bool)
         measured = share.measured
@@ -224,10 +224,11 @@ def load_rank(
         count = model_config.layers_with(layout.layers(model_config.num_layers), state=True)
         states = state_shape(model_config.recurrent, count, plan, layout.tp)
     images = None if plan.image_problem else load_images(model_config, directory, ops, dtype, device, layout)
+    target = DraftTarget(config, plan, model, ops, threads, kv_dtype, progress, device)
     if overlaps:
         # Recurrent layers verify drafts as they compute prompts.
-        drafts = rows[0] if states is None else 0
-        parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states, images, drafts)
+        drafts, draft = rows[0] if states is None else 0, load_draft_parts(target)
+        parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states, images, drafts, draft)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         takes = model.adapters is not None and model.adapters.takes_tiles
         return RankEngine(
@@ -251,8 +252,7 @@ def load_rank(
     )
     if config.plans_adapters:
         runner.adapters.prepare()
-    target = DraftTarget(config, plan, model, ops, runner, threads, kv_dtype, progress)
-    proposers, head = load_proposers(target) if rows else ([], "")
+    proposers, head = load_proposers(replace(target, runner=runner))
     kernels += (head,) if head else ()
     takes = model.adapters is not None
     return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, proposers, images, takes)

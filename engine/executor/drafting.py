@@ -9,9 +9,10 @@ from typing import Final
 
 import torch
 
-from llmbox.kernels.cpu.isa import usable_levels
+from llmbox.kernels.cpu.isa import core_flops
 from llmbox.kernels.dispatch import QuantUnavailable, select_ops
-from llmbox.kernels.ops import KVCache, Ops
+from llmbox.kernels.op_types import KVShape
+from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..checkpoint.index import weight_files
@@ -30,14 +31,14 @@ from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import why_no_drafts
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.draft_head import HeadProposer, MedusaProposer
-from ..runner.draft_model import DraftModel, DraftSampler
+from ..runner.draft_model import DraftModel, DraftSampler, SyncDraftExecutor
 from ..weights.checkpoint import Checkpoint
 from ..weights.packed_cache.cache import identity
 from .load_model import WeightsWanted, cache_shapes, load_part, load_weights
+from .profile import GPUEngineParts
 
 log = logging.getLogger("llmbox.engine")
 
-_CPU: Final = torch.device("cpu")
 _READ: Final = 12e9
 """Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
 operations per row, so `flops / _READ` rows are computed in the time that reading the weights takes."""
@@ -66,7 +67,7 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
         most = min(MOST_DRAFT_ROWS, plan.token_budget, plan.max_running + PROMPT_LOGPROB_ROWS)
         if plan.device != "cpu":
             return most, _GPU_PRICE
-        free = usable_levels()[0].flops / _READ
+        free = core_flops() / _READ
         return min(int(_ROWS_TRIED * free), most) if free >= 1 else 0, _PRICE / free
     if config.speculate == "on":
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
@@ -81,34 +82,43 @@ class DraftTarget:
     plan: MemoryPlan
     model: Decoder
     ops: Ops
-    runner: CPUModelRunner
     threads: int
     kv_dtype: torch.dtype
     progress: Callable[[int, int], None]
+    device: torch.device
+    runner: CPUModelRunner | None = None
+    """Runner of the target; None: a GPU's, which is made later."""
 
     def select_ops(self) -> Ops:
         """Select kernels for weights in another format than the target's. Raises DeviceError."""
         quant = QUANTS.get(self.plan.draft_quant)
         try:
-            return select_ops(_CPU, self.model.dtype, self.kv_dtype, self.threads, quant)
+            return select_ops(
+                self.device,
+                self.model.dtype,
+                self.kv_dtype,
+                self.threads,
+                quant,
+                deterministic=self.config.deterministic,
+            )
         except QuantUnavailable as error:
             raise DeviceError(f"draft model: {error}") from None
 
-    def make_cache(self, model: ModelConfig, ops: Ops) -> KVCache:
-        """Make a KV cache with as many blocks as the target's."""
+    def cache_shape(self, model: ModelConfig) -> KVShape:
+        """Return the shape of a KV cache with as many blocks as the target's."""
         plan, dtypes = self.plan, (self.kv_dtype, self.model.dtype)
         shape, _ = cache_shapes(model, replace(plan, window=0), ParallelLayout(), *dtypes)
-        return ops.make_kv_cache(shape, _CPU)
+        return shape
 
     def rotary(self, model: ModelConfig) -> Rotary:
         """Return the RoPE of a draft model or head. Where its factors would change at another length than
         those of the target, they do not change.
         """
         is_fixed = model.short_context != self.model.config.short_context
-        return Rotary(model, self.plan.context, _CPU, is_fixed=is_fixed)
+        return Rotary(model, self.plan.context, self.device, self.ops.cos_sin, is_fixed=is_fixed)
 
     def sampler(self, ops: Ops) -> DraftSampler:
-        return DraftSampler(self.model.config.vocab_size, _CPU, ops)
+        return DraftSampler(self.model.config.vocab_size, self.device, ops)
 
 
 def load_proposers(target: DraftTarget) -> tuple[list[Proposer], str]:
@@ -137,31 +147,47 @@ def load_proposers(target: DraftTarget) -> tuple[list[Proposer], str]:
     return [proposer], "\0".join(identity(file.resolve()) for file in weight_files(head.directory))
 
 
-def _load_draft_model(target: DraftTarget) -> DraftModel:
+def load_draft_parts(target: DraftTarget) -> GPUEngineParts | None:
+    """Load the draft model of a target on a GPU, whose runner comes with the target's; None where none is
+    asked for. Raises ModelError and DeviceError.
+    """
+    if target.plan.draft_method is None:
+        return None
+    model = _load_draft_weights(target)
+    return GPUEngineParts(model, target.rotary(model.config), target.cache_shape(model.config), None, None)
+
+
+def _load_draft_weights(target: DraftTarget) -> Decoder:
     config, plan, ops = target.config, target.plan, target.select_ops()
     assert config.draft_path is not None
     directory = Path(config.draft_path)
     model_config = parse_config(directory)
-    wanted = WeightsWanted(directory, ops, target.model.dtype, _CPU, plan.draft_quant)
+    wanted = WeightsWanted(directory, ops, target.model.dtype, target.device, plan.draft_quant)
     model, _ = load_weights(model_config, wanted, target.progress)
     assert isinstance(model, Decoder)
+    model.clamps_ids = model_config.vocab_size < target.model.config.vocab_size
+    log.info("draft model: %s, %s", directory, plan.draft_quant)
+    return model
+
+
+def _load_draft_model(target: DraftTarget) -> DraftModel:
+    model, plan, device = _load_draft_weights(target), target.plan, target.device
     runner = CPUModelRunner(
         model,
-        target.rotary(model_config),
-        target.make_cache(model_config, ops),
-        target.sampler(ops),
+        target.rotary(model.config),
+        model.ops.make_kv_cache(target.cache_shape(model.config), device),
+        target.sampler(model.ops),
         block_size=plan.block_size,
-        device=_CPU,
+        device=device,
     )
-    log.info("draft model: %s, %s", directory, plan.draft_quant)
-    return DraftModel(runner, plan.num_blocks, plan.block_size)
+    return DraftModel(SyncDraftExecutor(runner), plan.num_blocks, plan.block_size)
 
 
 def _load_mtp(target: DraftTarget) -> HeadProposer:
     """Load the MTP layer of the target's checkpoint, with its kernels."""
     model, plan = target.model, target.plan
     directory = Path(target.config.model_path)
-    wanted = WeightsWanted(directory, target.ops, model.dtype, _CPU, plan.quant, part=" mtp")
+    wanted = WeightsWanted(directory, target.ops, model.dtype, target.device, plan.quant, part=" mtp")
     head, _ = load_part(model.config, wanted, target.progress, partial(MTPHead, model))
     log.info("MTP layer: %s", head.names.layer)
     return _follow(target, "mtp", head)
@@ -184,19 +210,22 @@ def _load_medusa(target: DraftTarget, config: MedusaConfig) -> MedusaProposer:
     ops = target.select_ops()
     heads = MedusaHeads(config, _open_head(target, ops, config.directory, config.rename))
     proposer = MedusaProposer(heads, target.sampler(ops))
+    assert target.runner is not None
     target.runner.attach(proposer)
     return proposer
 
 
 def _open_head(target: DraftTarget, ops: Ops, directory: Path, rename: Callable[[str], str]) -> Checkpoint:
-    return Checkpoint(directory, ops, target.model.dtype, _CPU, target.progress, rename=rename)
+    return Checkpoint(directory, ops, target.model.dtype, target.device, target.progress, rename=rename)
 
 
 def _follow(
     target: DraftTarget, method: DraftMethod, head: RecurringHead, taps: Sequence[int] = ()
 ) -> HeadProposer:
     """Make the proposer of a head and have it follow the target's steps."""
-    rotary, cache = target.rotary(head.layer), target.make_cache(head.layer, head.ops)
-    proposer = HeadProposer(method, head, rotary, cache, target.sampler(head.ops), target.plan.block_size)
+    assert target.runner is not None
+    cache = head.ops.make_kv_cache(target.cache_shape(head.layer), target.device)
+    rotary, sampler = target.rotary(head.layer), target.sampler(head.ops)
+    proposer = HeadProposer(method, head, rotary, cache, sampler, target.plan.block_size)
     target.runner.attach(proposer, taps)
     return proposer

@@ -3,123 +3,30 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 import torch
 
 from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.recurrent import StateShape, make_state
 
-from ..config import EngineConfig
-from ..core.request import Request
-from ..core.step import ScheduledRequest, StepPlan
+from ..config import DRAFT_MODEL_ROWS, EngineConfig
 from ..device.device import CudaDevice, Device, HostDevice, cuda_machine
 from ..errors import DoesNotFit
-from ..ipc.messages import PreparedImage
 from ..model.decoder import Decoder
 from ..model.rotary import Rotary
-from ..model_config.vision.config import VisionConfig
-from ..model_config.vision.shape import PICTURE_ROWS, lay_out_image
+from ..model_config.vision.shape import PICTURE_ROWS
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
 from ..runner.cuda_graphs import CudaCapture, GraphCapture
+from ..runner.draft_model import DraftModel
 from ..runner.gpu_runner import DeviceSizes, GPUModelRunner
 from ..runner.image_rows import EncodedImages
-from ..sampling_params import SamplingParams
 from ..units import show_bytes
-
-SHORT = 20
-"""Tokens of a context that no attention kernel splits into chunks, as it does with long ones."""
-MEDIUM: Final = 300
-"""Tokens of a context that is split into a few chunks."""
-DRAWS: Final[tuple[dict[str, Any], ...]] = ({}, {"top_k": 20}, {"top_p": 0.9})
-"""Sampling parameters that take different code paths where ranks share the logits."""
-RULED: Final[dict[str, Any]] = {"top_p": 0.9, "repetition_penalty": 1.1}
-"""Penalties use other sampling kernels."""
-TOLD: Final[dict[str, Any]] = {"prompt_logprobs": 20}
-"""Parameters of a prompt with as many alternatives as a request may ask for over HTTP."""
-
-
-def warmup_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
-    """Yield the warm-up steps; the largest come last, when all kernels are compiled.
-
-    `row_counts`: `Ops.warmup_batch_sizes`.
-    """
-    for count in counts_up_to(_most_sequences(plan), row_counts):
-        yield decoding(plan, count)
-    if row_counts:
-        yield from (decoding(plan, 1, **draws) for draws in DRAWS)
-    for count in counts_up_to(plan.step_tokens, [count for count in row_counts if count > 1]):
-        yield StepPlan(prompts(plan, count))
-    if row_counts and plan.max_running > 1:
-        # Contexts of a step with prompts in it are as long as the longest one there.
-        for context in (SHORT, MEDIUM, plan.context):
-            decoding_one = sequence(plan, min(context, plan.context - 1), 1, "decodes")
-            yield StepPlan([decoding_one, *prompts(plan, 2)], [(0, 1)])
-    yield long_prompt(plan)
-    yield largest_step(plan)
-
-
-def num_warmup_blocks(plan: MemoryPlan) -> int:
-    """Return how many KV blocks the sequences share: at least two, as one is copied to another."""
-    return max(2, -(-_sequence_length(plan) // plan.block_size))
-
-
-def counts_up_to(most: int, row_counts: Sequence[int]) -> list[int]:
-    return [*(count for count in row_counts if count < most), most] if row_counts else []
-
-
-def largest_step(plan: MemoryPlan) -> StepPlan:
-    """Build the largest step: the most tokens in the most sequences, sampled with top-p and penalties."""
-    length = _sequence_length(plan)
-    return StepPlan([sequence(plan, length, length, str(n), **RULED) for n in range(_most_sequences(plan))])
-
-
-def _most_sequences(plan: MemoryPlan) -> int:
-    return min(plan.max_running, plan.step_tokens)
-
-
-def _sequence_length(plan: MemoryPlan) -> int:
-    """Return the length of the equal sequences that fill a step."""
-    return min(-(-plan.step_tokens // _most_sequences(plan)), plan.context - 1)
-
-
-def long_prompt(plan: MemoryPlan) -> StepPlan:
-    """Build a step with the end of the longest prompt: attention may take memory for its whole context.
-
-    It asks for log-probabilities of all its tokens, for which their final hidden states are kept.
-    """
-    end = plan.context - 1
-    return StepPlan([sequence(plan, end, min(end, plan.step_tokens), "long", **TOLD)])
-
-
-def decoding(plan: MemoryPlan, count: int, **draws: Any) -> StepPlan:
-    end = min(SHORT, plan.context - 1)
-    return StepPlan([sequence(plan, end, 1, str(number), **draws) for number in range(count)])
-
-
-def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
-    """Build rows of `tokens` tokens in as few prompts as the context allows."""
-    rows: list[ScheduledRequest] = []
-    while tokens > 0:
-        length = min(tokens, plan.context - 1)
-        rows.append(sequence(plan, length, length, f"prompt {len(rows)}"))
-        tokens -= length
-    return rows
-
-
-def sequence(plan: MemoryPlan, end: int, tokens: int, name: str, **draws: Any) -> ScheduledRequest:
-    """Build the row of the last `tokens` of a context that ends at `end`."""
-    params = SamplingParams(max_tokens=1, temperature=0.9, **draws)
-    request = Request(request_id=f"trial {name}", prompt_ids=[0] * end, params=params)
-    shared = num_warmup_blocks(plan)
-    request.block_table = [number % shared for number in range(-(-end // plan.block_size))]
-    return ScheduledRequest(request, end - tokens, tokens, samples=True)
-
+from .warmup import num_warmup_blocks, run_warmup, trial_picture
 
 log = logging.getLogger("llmbox.engine")
 
@@ -211,6 +118,8 @@ class GPUEngineParts:
     """For a model with a vision tower."""
     draft_rows: int = 0
     """See `DeviceSizes`."""
+    draft: "GPUEngineParts | None" = None
+    """Draft model beside it."""
 
 
 def make_device_runner(
@@ -230,17 +139,26 @@ def make_device_runner(
     sizes = len(capture_sizes(max(plan.step_rows, parts.draft_rows)))
     graphs = graphs_reserve(kinds * sizes) if config.cuda_graphs else 0
     row_counts = parts.model.ops.warmup_batch_sizes
-    make = partial(build, parts, device=on_device, capture=None, graphs_bytes=0)
-    plan = profile_kv_blocks(config, plan, meter, graphs, make, row_counts, agree)
-    capture = CudaCapture(device) if config.cuda_graphs else None
-    runner = build(parts, plan, on_device, capture, graphs)
+    make = partial(build, parts, device=on_device, make_capture=None, graphs_bytes=0)
+    models = 1 if parts.draft is None else 2
+    plan = profile_kv_blocks(config, plan, meter, models * graphs, make, row_counts, agree)
+    make_capture = partial(CudaCapture, device) if config.cuda_graphs else None
+    runner = build(parts, plan, on_device, make_capture, graphs)
     runner.prepare()  # captures the largest graph; the others follow between requests
     return runner, plan
 
 
 def build(
-    parts: GPUEngineParts, plan: MemoryPlan, device: Device, capture: GraphCapture | None, graphs_bytes: int
+    parts: GPUEngineParts,
+    plan: MemoryPlan,
+    device: Device,
+    make_capture: Callable[[], GraphCapture] | None,
+    graphs_bytes: int,
+    vocab_size: int = 0,
 ) -> GPUModelRunner:
+    """Build the runner, with that of the draft model. `graphs_bytes`: of each. `vocab_size`: see
+    `DeviceSizes`.
+    """
     shape = replace(parts.kv_shape, num_blocks=plan.num_blocks + 1)
     ops, where = parts.model.ops, device.torch_device
     window_cache = None
@@ -248,18 +166,24 @@ def build(
         blocks = plan.window_blocks if plan.window else plan.num_blocks
         window_cache = ops.make_kv_cache(replace(parts.window_shape, num_blocks=blocks + 1), where)
     counts = plan.block_size, plan.num_blocks, plan.context, plan.max_running
-    return GPUModelRunner(
+    runner = GPUModelRunner(
         parts.model,
         parts.rotary,
         ops.make_kv_cache(shape, where),
         device,
-        DeviceSizes(*counts, plan.window_blocks, parts.draft_rows),
-        capture,
+        DeviceSizes(*counts, plan.window_blocks, parts.draft_rows, vocab_size),
+        None if make_capture is None else make_capture(),
         graphs_bytes,
         window_cache=window_cache,
         states=None if parts.state_shape is None else make_state(parts.state_shape, where),
         images=parts.images,
     )
+    if parts.draft is not None:
+        whole = replace(plan, window=0, window_blocks=0)
+        sampled = parts.model.config.vocab_size
+        beside = build(parts.draft, whole, device, make_capture, graphs_bytes, sampled)
+        runner.proposers.append(DraftModel(beside, plan.num_blocks, plan.block_size))
+    return runner
 
 
 def profile_kv_blocks(
@@ -281,12 +205,17 @@ def profile_kv_blocks(
     tried = plan
     if not config.chunked_prefill:  # a whole prompt comes on top of a step that has room for one token
         tried = replace(plan, token_budget=plan.token_budget + plan.pp * plan.context)
-    needed = num_warmup_blocks(tried)
+    needed, drafting = num_warmup_blocks(tried), replace(plan, token_budget=DRAFT_MODEL_ROWS)
+    if plan.draft_method is not None:
+        needed = max(needed, num_warmup_blocks(drafting))
     meter.reset_peak()
     started = time.monotonic()
     # Requests of these steps have one block table for all layers.
     runner = make(replace(plan, num_blocks=needed, window_blocks=needed if plan.window else 0))
     steps = run_warmup(runner, tried, row_counts)
+    for proposer in runner.proposers:
+        assert isinstance(proposer.executor, GPUModelRunner)
+        steps += run_warmup(proposer.executor, drafting, row_counts)
     log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     window_bytes = plan.block_size * plan.window_bytes_per_token
@@ -316,30 +245,6 @@ def profile_kv_blocks(
     return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights - measured.states)
 
 
-def run_warmup(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[int]) -> int:
-    """Run the warm-up steps and return their number. Requests end after each: no runner row stays taken."""
-    count = 0
-    steps = warmup_steps(plan, row_counts)
-    if runner.images is not None:
-        steps = chain(steps, picture_steps(plan, runner.images))
-    for step in steps:
-        runner.collect(runner.launch(step))
-        for row in step.rows:
-            row.request.admissions += 1
-        count += 1
-    return count
-
-
-def picture_steps(plan: MemoryPlan, images: EncodedImages) -> Iterator[StepPlan]:
-    """Yield a step with a small picture, whose embeddings are zeros."""
-    image = trial_picture(images.config, 1)
-    if image.num_rows + 1 < plan.context:
-        row = sequence(plan, image.num_rows + 1, image.num_rows + 1, "picture")
-        row.request.images = [image]
-        piece = image.content_hash, 0, image.num_rows
-        yield StepPlan([row], embeddings={piece: bytes(image.num_rows * images.row_bytes)})
-
-
 def measure_pictures(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMeter) -> int:
     """Return the bytes that it takes to encode the largest picture that memory is planned for, and to keep
     embeddings. A small one is encoded too, so that its kernels are compiled.
@@ -351,19 +256,6 @@ def measure_pictures(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMete
     for side in (1, math.isqrt(PICTURE_ROWS)):
         runner.images.try_out(trial_picture(runner.images.config, side))
     return plan.image_cache_bytes + max(0, meter.peak() - before)
-
-
-def trial_picture(vision: VisionConfig, side: int) -> PreparedImage:
-    """Return a black picture of `side` x `side` embeddings, or of the nearest size that the model takes."""
-    layout = lay_out_image(vision, side * vision.processor.unit, side * vision.processor.unit)
-    return PreparedImage(
-        content_hash=b"trial",
-        tiles=list(layout.tiles),
-        pixels=bytes(3 * sum(height * width for height, width in layout.tiles)),
-        grid=layout.grid,
-        num_tokens=layout.num_rows,
-        num_rows=layout.num_rows,
-    )
 
 
 def _show_states(measured: MemoryProfile) -> str:

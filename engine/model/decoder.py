@@ -112,6 +112,8 @@ class Decoder:
             self._norm = partial(ops.layer_norm, bias_E=self._norm_bias(weights))
         source.finish()
         self.mixtures = weights.mixtures
+        self.clamps_ids = False
+        """Read the last row of the table for ids beyond it, as texts of a draft model's target may have."""
         self._tapped: tuple[int, ...] = ()
         self._taps: dict[int, list[Tensor]] = {}
         self._run_layers = self._layers if config.is_bidirectional else ops.graph(self._layers)
@@ -173,6 +175,8 @@ class Decoder:
         """
         if self.is_first:
             assert self.embedding is not None
+            if self.clamps_ids:
+                forward = replace(forward, ids_T=forward.ids_T.clamp(max=self.config.vocab_size - 1))
             forward = self.embedding.localize_ids(forward)
         run_layers = self._layers if forward.images is not None else self._run_layers
         if forward.layout is None or forward.layout.adapters is None:

@@ -89,8 +89,10 @@ def workspace_bytes(
     max_running: int,
     native_threads: int | None = None,
     graphs: int = 0,
+    is_alone: bool = True,
 ) -> int:
-    """Return the peak bytes of a step of `rows` tokens, without weights and KV cache.
+    """Return the peak bytes of a step of `rows` tokens, without weights and KV cache. `is_alone`: False
+    beside another model on the same GPU, whose CUDA context serves both.
 
     activations  rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b + 2 · hidden · 4)
                  residual, normed input and output; the larger of attention's and the MLP's inner rows;
@@ -126,7 +128,9 @@ def workspace_bytes(
     sampled = max_running + PROMPT_LOGPROB_ROWS
     at_once = PROMPT_LOGPROB_ROWS if device == "cuda" else 1
     logits = 0 if shape.is_bidirectional else shape.vocab * (sampled * (4 + size) + at_once * 32)
-    runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if device == "cuda" else _CPU_RUNTIME
+    runtime = _CPU_RUNTIME
+    if device == "cuda":
+        runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if is_alone else 0
     pictures = 0
     if shape.vision is not None:
         numbers = PICTURE_ROWS * shape.vision.patch_numbers + shape.vision.slice_numbers

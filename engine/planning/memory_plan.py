@@ -121,6 +121,11 @@ class DraftModelSizes:
     features: int = 0
     """Numbers that a head keeps of each row of a step."""
 
+    @property
+    def is_model(self) -> bool:
+        """True for a draft model, which has CUDA graphs; False for a head."""
+        return self.method == "draft_model"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:

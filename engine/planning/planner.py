@@ -313,7 +313,8 @@ class Planner:
         drafting = 0
         if self.draft is not None:  # a head has no vocabulary of its own, and keeps rows of the step
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
-            drafting = need(replace(self.draft.shape, vocab=vocab), rows=DRAFT_MODEL_ROWS)
+            own, graphs = replace(self.draft.shape, vocab=vocab), self._graphs() * self.draft.is_model
+            drafting = need(own, rows=DRAFT_MODEL_ROWS, graphs=graphs, is_alone=False)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
         adapters = 0
         if self.config.plans_adapters:

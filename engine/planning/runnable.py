@@ -18,6 +18,7 @@ from llmbox.kernels.support import (
 from ..checkpoint.files import MAX_BYTES, read_json, read_regular
 from ..checkpoint.index import list_tensors
 from ..config import EngineConfig
+from ..core.speculation.proposer import DraftMethod
 from ..errors import DeviceError, ModelError
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.draft_heads import DraftHeadConfig, Eagle3Config, read_draft_head
@@ -175,6 +176,8 @@ class RunnablePlan:
     """True if the CPU computes the experts, beside a GPU."""
     has_latent: bool = False
     """True for attention over a compressed latent (MLA)."""
+    draft_method: DraftMethod | None = None
+    """Proposer of draft tokens that runs a model; None: there is none."""
 
     @classmethod
     def of(cls, plan: MemoryPlan, model: ModelConfig) -> "RunnablePlan":
@@ -190,6 +193,7 @@ class RunnablePlan:
             has_experts=model.experts is not None,
             has_host_experts=plan.expert_bytes > 0,
             has_latent=model.latent is not None,
+            draft_method=plan.draft_method,
         )
 
 
@@ -241,16 +245,20 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
     wanted = "a draft model" if config.draft_path is not None else ""
     wanted = "the MTP layer" if config.mtp == "on" else wanted
+    is_head = config.mtp == "on" or plan.draft_method not in {None, "draft_model"}
+    if wanted == "a draft model" and is_head:
+        wanted = "a draft head"
     if wanted and config.speculate == "off":
         raise DeviceError(f"{wanted} was asked for with --speculate off: leave one of them out")
-    if wanted and (reason := why_no_draft_model(plan.ranks, overlaps=overlaps) or reason):
+    reason = why_no_draft_model(plan.ranks, overlaps=overlaps, is_head=is_head) or reason
+    if wanted and reason:
         raise DeviceError(f"{wanted} was asked for, but {reason}: load without --draft")
 
 
-def why_no_draft_model(ranks: int, *, overlaps: bool) -> str:
-    """Return the reason why draft models and heads cannot run beside a model; empty if they can."""
-    if overlaps:
-        return "steps overlap, as on GPUs, where drafts come from lookups only"
+def why_no_draft_model(ranks: int, *, overlaps: bool, is_head: bool) -> str:
+    """Return the reason why a draft model, or a head, cannot run beside a model; empty if it can."""
+    if overlaps and is_head:
+        return "steps overlap, as on GPUs, where heads propose no drafts, only lookups and draft models do"
     return f"the model runs on {ranks} ranks, which verify drafts of lookups only" if ranks > 1 else ""
 
 

@@ -6,7 +6,8 @@
     cuda_graphs.py           which decoding sizes are captured as CUDA graphs, and their capture
     pipeline_feedback.py     sampled tokens from the last pipeline stage to the first
     draft_verification.py    sampling of steps with draft tokens
-    prompt_logprobs.py, pooling.py: log-probabilities of prompts, embeddings
+    draft_model.py, draft_head.py: models that propose draft tokens
+    prompt_results.py        log-probabilities of prompts, pooled states for embeddings
 
 docs/gpu-engine.md describes how a step flows through the GPU runner.
 """

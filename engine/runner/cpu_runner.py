@@ -30,7 +30,7 @@ from .draft_head import FollowingProposer, HeadProposer
 from .draft_verification import requests_with_nan, verify_drafts
 from .image_rows import EncodedImages
 from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, rope_rows, sliding_table
-from .pooling import read_sums, sum_states
+from .prompt_results import read_sums, sum_states
 
 POPULATED_AHEAD: Final = 128 << 20
 """Bytes of KV memory that are made ready while nothing runs: about a thousand tokens of a small model."""

@@ -7,22 +7,29 @@ of its tokens.
 
 A draft token is sampled as the target samples: same noise of (seed, position), same logits processors. So a
 draft model whose logits are close proposes the target's token in sampled answers too.
+
+On a GPU the passes are launched on the stream of the target's steps, each before the host knows the token of
+the one before, which stays on the device:
+
+    host     launch 1 | launch 2 | read 1 | launch 3 | read 2 | read 3 | launch the verification
+    device            |- pass 1 -|-- pass 2 --|-- pass 3 --|
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..config import DRAFT_MODEL_ROWS
+from ..core.executor_interface import Executor, SyncExecutor
 from ..core.request import Request
 from ..core.speculation.proposer import DraftMethod, Proposals
 from ..core.step import SampledToken, ScheduledRequest, StepPlan
 from ..sampling import Sampler
-from ..sampling.logits_processors import FORBIDDEN
-from .cpu_runner import CPUModelRunner
+from ..sampling.logits_processors import pad_vocabulary
 from .draft_verification import drafting
 
 
@@ -32,10 +39,22 @@ class DraftSampler(Sampler):
     def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]:
         """Return one result per row. Ids that only the target has are never proposed."""
         self._rules.clear()  # counts of a penalty include drafts that were rejected since
-        missing = self._vocab_size - logits_RV.shape[1]
-        if missing > 0:
-            logits_RV = pad(logits_RV, (0, missing), value=FORBIDDEN)
-        return super().sample(logits_RV, requests)
+        return super().sample(pad_vocabulary(logits_RV, self._vocab_size), requests)
+
+
+class DraftExecutor(Executor, Protocol):
+    """Executor of a draft model."""
+
+    def take_back(self, requests: Sequence[Request]) -> None:
+        """Forget the tokens that were sampled for these requests: they were drafts."""
+        ...
+
+
+class SyncDraftExecutor(SyncExecutor):
+    """Executor of a draft model on a CPU, whose runner reads all tokens from the requests."""
+
+    def take_back(self, requests: Sequence[Request]) -> None:
+        """Do nothing: no token is kept anywhere else."""
 
 
 @dataclass(slots=True)
@@ -52,14 +71,28 @@ class DraftProgress:
     """Number of blocks whose hashes are noted."""
 
 
+@dataclass(slots=True)
+class DraftedRequest:
+    """Request that gets drafts."""
+
+    known: int
+    """Number of its tokens."""
+    most: int
+    drafts: list[int] = field(default_factory=list)
+    is_broken: bool = False
+    """A pass gave no token for it."""
+
+
 class DraftModel:
-    """Proposes tokens of a whole batch. Owns the draft model's KV cache by its runner."""
+    """Proposes tokens of a whole batch. Owns the draft model's KV cache by its executor."""
 
     method: DraftMethod = "draft_model"
 
-    def __init__(self, runner: CPUModelRunner, num_blocks: int, block_size: int) -> None:
-        """`runner`: of the draft model, with a `DraftSampler` and as many blocks as the target has."""
-        self._runner = runner
+    def __init__(self, executor: DraftExecutor, num_blocks: int, block_size: int) -> None:
+        """`executor`: of the draft model. It samples ids of the target, may launch a pass ahead of the host's
+        tokens, and has as many blocks as the target.
+        """
+        self.executor = executor
         self._block_size = block_size
         self._held: list[bytes | None] = [None] * num_blocks
         """Chain hash of the tokens whose KV each block holds; None: unknown."""
@@ -71,16 +104,24 @@ class DraftModel:
         A request whose tokens take more than `DRAFT_MODEL_ROWS` rows to catch up gets none, and is closer by
         as many tokens next time.
         """
-        drafts: list[list[int]] = [[] for _ in wanted]
-        with drafting(wanted) as sizes:
-            rows, passes, num_rows = self._catch_up(wanted), 0, 0
-            while rows:
-                passes, num_rows = passes + 1, num_rows + sum(row.num_tokens for row in rows)
-                self._sample(rows, wanted, drafts)
-                if passes == 1:
-                    self._confirm(rows)
-                rows = self._next_rows(wanted, drafts, sizes)
-        return Proposals(drafts, passes, num_rows)
+        going = {request: DraftedRequest(request.num_tokens, most) for request, most in wanted}
+        executor, passes, num_rows = self.executor, 0, 0
+        launched = deque[tuple[list[ScheduledRequest], Any]]()
+        with drafting(wanted):
+            executor.take_back(list(going))
+            rows = self._catch_up(wanted)
+            while rows or launched:
+                if rows:
+                    passes, num_rows = passes + 1, num_rows + sum(row.num_tokens for row in rows)
+                    launched.append((rows, executor.launch(StepPlan(rows=rows))))
+                if len(launched) > executor.depth or not rows:
+                    self._collect(*launched.popleft(), going)
+                rows = self._next_rows(rows, going)
+        return Proposals([each.drafts for each in going.values()], passes, num_rows)
+
+    def prepare(self) -> bool:
+        """Do one piece of idle-time work that makes later passes faster; False when nothing is left."""
+        return self.executor.prepare()
 
     def _catch_up(self, wanted: Sequence[tuple[Request, int]]) -> list[ScheduledRequest]:
         """Return rows of the tokens without draft KV, up to the limit of one pass."""
@@ -91,8 +132,7 @@ class DraftModel:
             count = min(size - start, room)
             if count > 0:
                 room -= count
-                rows.append(ScheduledRequest(request, start, count, samples=start + count == size))
-                self._write(progress, request, start, start + count)
+                rows.append(self._row(request, start, count, samples=start + count == size))
         return rows
 
     def _valid_progress(self, request: Request) -> DraftProgress:
@@ -114,13 +154,6 @@ class DraftModel:
         self._note_blocks(progress, request)
         return progress
 
-    def _confirm(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Record that the pass of known tokens is done."""
-        for row in rows:
-            progress = self._progress[row.request]
-            progress.confirmed = len(progress.ids)
-            self._note_blocks(progress, row.request)
-
     def _known(self, request: Request) -> int:
         """Return how many of its first tokens have draft KV, computed by other requests."""
         blocks = zip(request.block_table, request.block_hashes, strict=False)
@@ -138,33 +171,41 @@ class DraftModel:
             self._held[request.block_table[place]] = request.block_hashes[place]
         progress.named = max(progress.named, end)
 
-    def _write(self, progress: DraftProgress, request: Request, start: int, end: int) -> None:
-        """Record that a pass writes the KV of tokens `start` to `end`."""
-        for place in range(start // self._block_size, -(-end // self._block_size)):
+    def _row(self, request: Request, start: int, count: int, *, samples: bool) -> ScheduledRequest:
+        """Return a row of a pass, which overwrites the KV of its tokens."""
+        for place in range(start // self._block_size, -(-(start + count) // self._block_size)):
             self._held[request.block_table[place]] = None
-        progress.ids += request.token_ids[start:end]
+        return ScheduledRequest(request, start, count, samples, request.admissions)
 
     def _next_rows(
-        self, wanted: Sequence[tuple[Request, int]], drafts: Sequence[list[int]], sizes: Sequence[int]
+        self, rows: Sequence[ScheduledRequest], going: Mapping[Request, DraftedRequest]
     ) -> list[ScheduledRequest]:
-        """Return a row of each request whose last pass gave a draft and that may have one more."""
-        rows = []
-        for (request, most), found, size in zip(wanted, drafts, sizes, strict=True):
-            if request.num_tokens == size + len(found) - 1 and len(found) < most:
-                request.token_ids.append(found[-1])
-                end = request.num_tokens
-                rows.append(ScheduledRequest(request, end - 1, 1, samples=True))
-                self._write(self._progress[request], request, end - 1, end)
-        return rows
+        """Return a row of each request for which these ones sample a draft and that may have one more."""
+        following = []
+        for row in rows:
+            request, drafted = row.request, going[row.request]
+            if row.samples and row.end + 1 < drafted.known + drafted.most and not drafted.is_broken:
+                request.num_pending += 1
+                following.append(self._row(request, row.end, 1, samples=True))
+        return following
 
-    def _sample(
-        self,
-        rows: list[ScheduledRequest],
-        wanted: Sequence[tuple[Request, int]],
-        drafts: Sequence[list[int]],
+    def _collect(
+        self, rows: Sequence[ScheduledRequest], handle: Any, going: Mapping[Request, DraftedRequest]
     ) -> None:
-        result = self._runner.execute(StepPlan(rows=rows))
-        for (request, _), found in zip(wanted, drafts, strict=True):
+        """Take the tokens of a launched pass."""
+        result = self.executor.collect(handle)
+        for row in rows:
+            request, drafted = row.request, going[row.request]
+            if drafted.is_broken:  # this pass was launched before that was known
+                continue
+            progress = self._progress[request]
+            progress.ids += request.token_ids[row.start : row.end]
+            if row.end <= drafted.known:
+                progress.confirmed = len(progress.ids)
+                self._note_blocks(progress, request)
             token = result.tokens.get(request.request_id)
             if token is not None:
-                found.append(token.token_id)
+                drafted.drafts.append(token.token_id)
+                request.append([token.token_id])
+            elif row.samples:
+                drafted.is_broken = True

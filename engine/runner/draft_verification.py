@@ -142,19 +142,18 @@ def _restoring_token_ids(rows: Sequence[ScheduledRequest]) -> Iterator[None]:
 
 
 @contextmanager
-def drafting(wanted: Sequence[tuple[Request, int]]) -> Iterator[list[int]]:
+def drafting(wanted: Sequence[tuple[Request, int]]) -> Iterator[None]:
     """Take the grammars' masks, which are of the token before, from these requests; give these back and take
-    back the drafts that were appended meanwhile. Yields the numbers of known tokens.
+    back the drafts that were appended meanwhile.
     """
-    masks = [request.mask for request, _ in wanted]
-    sizes = [request.num_tokens for request, _ in wanted]
+    kept = [(request, request.mask, request.num_tokens, request.num_pending) for request, _ in wanted]
     try:
         for request, _ in wanted:
             request.mask = None
-        yield sizes
+        yield
     finally:
-        for (request, _), mask, size in zip(wanted, masks, sizes, strict=True):
-            request.mask = mask
+        for request, mask, size, pending in kept:
+            request.mask, request.num_pending = mask, pending
             del request.token_ids[size:]
 
 

@@ -28,8 +28,8 @@ from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..model_config.encoders.pooling import DenseActivation, DenseLayer, EncoderPooling, EncoderVectors
 from ..sampling_params import SamplingParams
-from .input_batch import StepBatch, build_batch
-from .pooling import PooledRows, read_sums, sum_states
+from .input_batch import PooledRows, StepBatch, build_batch
+from .prompt_results import read_sums, sum_states
 
 _FUNCTIONS: dict[DenseActivation, torch.nn.Module] = {
     "Identity": torch.nn.Identity(),

@@ -24,8 +24,7 @@ from ..device.device import Uploader
 from ..model.decoder import Decoder
 from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
 from ..weights.loaded_adapters import LoadedAdapters
-from .input_batch import PromptRows, long_rows, saves_of
-from .pooling import PooledRows, pooled_rows
+from .input_batch import PooledRows, PromptRows, long_rows, pooled_rows, saves_of
 
 NO_DRAFT: Final = -1
 """In place of a draft token: the request's last token, which the device may know alone."""

@@ -23,6 +23,7 @@ from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..core.executor_interface import ceil_div
+from ..core.request import Request
 from ..core.step import ScheduledRequest, StepPlan, StepResult
 from ..device.device import Device, DeviceEvent, Uploader, to_host
 from ..model.decoder import Decoder
@@ -32,13 +33,13 @@ from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
 from ..sampling.device_state import DeviceRequestState
 from .block_memory import DeviceBlockMemory, block_memory
 from .cuda_graphs import DecodeGraphs, GraphCapture
+from .draft_model import DraftModel
 from .draft_verification import accept_drafts, is_decoding
 from .gpu_inputs import DeviceAdapters, MixedStep, decode_inputs, decoding_numbers, mixed_inputs
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
 from .pipeline_feedback import SampledTokenFeedback
-from .pooling import sum_states
-from .prompt_logprobs import PromptNumbers, StepExtras, prompt_numbers
+from .prompt_results import StepExtras, queue_extras
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class DeviceSizes:
     """Blocks of sliding-window layers, where they have blocks of their own; the cache has one more too."""
     draft_rows: int = 0
     """Most rows of a decoding step with draft tokens; 0: none has any."""
+    vocab_size: int = 0
+    """Number of ids to sample from, of a draft model those of its target; 0: the model's."""
 
     @property
     def rows(self) -> int:
@@ -106,7 +109,7 @@ class GPUModelRunner:
         self._ops, self._device, self._sizes = model.ops, device, sizes
         self._windows = set(model.config.windows)
         width = -(-sizes.context // sizes.block_size)
-        vocab_size, where = model.config.vocab_size, device.torch_device
+        vocab_size, where = sizes.vocab_size or model.config.vocab_size, device.torch_device
         self._window_cache, spare = window_cache, sizes.window_blocks or None
         self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where, spare)
         self._caches = [cache]
@@ -132,6 +135,8 @@ class GPUModelRunner:
         if sizes.window_blocks:
             self._ops.clear_blocks(window_cache, [sizes.window_blocks])
         self._adapters = DeviceAdapters(model, sizes.rows, self._uploader, where)
+        self.proposers: list[DraftModel] = []
+        """Draft model beside this one, on the same stream."""
         self.graphs: DecodeGraphs | None = None
         self.adapted_graphs: DecodeGraphs | None = None
         """Graphs of steps in which rows have an adapter; None until there is one."""
@@ -230,11 +235,17 @@ class GPUModelRunner:
         return size
 
     def prepare(self) -> bool:
-        """Capture one more graph; False if none was left. Called while the engine is idle."""
+        """Capture one more graph, also of a draft model; False if none was left. Called while the engine is
+        idle.
+        """
         size = self.next_capture
         if size is not None:
             self.capture(size)
-        return size is not None
+        return size is not None or any(proposer.prepare() for proposer in self.proposers)
+
+    def take_back(self, requests: Sequence[Request]) -> None:
+        """Forget the tokens that were sampled for these requests: they were drafts."""
+        self._sampler.take_back(requests)
 
     @torch.inference_mode()
     def capture(self, size: int) -> None:
@@ -282,34 +293,11 @@ class GPUModelRunner:
             forward = self._forward(step.ids_T, step.ragged, None, step.is_long)
         hidden_WE = self._model.hidden(forward, step.wanted_W)
         count = len(step.row_S)
-        extras = self._queue_extras(hidden_WE[count:], step)
+        of_logits = self._adapters.of_logits
+        extras = queue_extras(step, hidden_WE[count:], self._model, self._device, of_logits)
         if not count:
             return LaunchedStep(self._device.record(), None, None, extras=extras)
         return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, extras)
-
-    def _queue_extras(self, hidden_PE: Tensor, step: MixedStep) -> StepExtras | None:
-        """Queue prompt log-probabilities and pooling. P: rows of prompts, then pooled rows."""
-        if not (step.prompts or step.pooled) or not self._rank.layout.is_last:
-            return None
-        prompts, sums_KE, count = None, None, len(step.next_P)
-        if step.prompts:
-            vocab_size = self._model.config.vocab_size
-            top = min(max(prompt.top for prompt in step.prompts), vocab_size)
-            adapted = [
-                request for prompt in step.prompts for request in [prompt.request] * len(prompt.next_ids)
-            ]
-            numbers_PC = prompt_numbers(
-                self._model,
-                hidden_PE[:count],
-                step.next_P,
-                top,
-                vocab_size,
-                lambda part: self._adapters.of_logits(adapted[part]),
-            )
-            prompts = PromptNumbers(step.prompts, to_host(numbers_PC, self._device), top)
-        if step.pooled:
-            sums_KE = to_host(sum_states(hidden_PE[count:], step.pooled), self._device)
-        return StepExtras(prompts, step.pooled, sums_KE)
 
     def _finish(
         self,

@@ -19,7 +19,6 @@ from ..device.device import from_array, move, to_device
 from ..model.rotary import Rotary
 from ..weights.adapters import AdapterLayers
 from .draft_verification import group_by_draft_position
-from .pooling import PooledRows, pooled_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,27 @@ class PromptRows:
     def top(self) -> int:
         """Number of alternatives that the request wants."""
         return self.request.params.prompt_logprobs or 0
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Contiguous pooled rows of one request."""
+
+    request: Request
+    count: int
+
+
+def pooled_rows(row: ScheduledRequest) -> range:
+    """Return the rows of this step that are pooled, counted from `row.start`."""
+    match row.request.params.pooling:
+        case "mean":
+            return range(row.num_tokens)
+        case "last" if row.end == row.request.num_tokens:
+            return range(row.num_tokens - 1, row.num_tokens)
+        case "cls" if row.start == 0:
+            return range(1)
+        case _:
+            return range(0)
 
 
 @dataclass(frozen=True, slots=True)

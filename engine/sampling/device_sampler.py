@@ -20,7 +20,7 @@ from ..device.device import move
 from ..distributed.communicator import SINGLE, TensorParallel
 from .device_penalties import DevicePenalties
 from .device_state import DeviceRequestState
-from .logits_processors import FORBIDDEN, LogitsProcessorCache, mask_bits
+from .logits_processors import FORBIDDEN, LogitsProcessorCache, mask_bits, pad_vocabulary
 from .sampler import LogprobsRequest, rank_columns, read_samples, sample_by_reference
 
 _MASKED_AT_ONCE = 16
@@ -60,7 +60,7 @@ class DeviceSampler:
     ) -> DeviceSamplerOutput:
         """Sample, and store the tokens in the request state.
 
-        Logit columns beyond the vocabulary are padding.
+        Logit columns beyond the vocabulary are padding; ids beyond the logits are not sampled.
         """
         wanted = LogprobsRequest.of(requests, self._vocab_size)
         numbers_SC = self._draw_numbers(logits_SV, requests, row_S, position_S, wanted)
@@ -115,6 +115,12 @@ class DeviceSampler:
         self._rules.forget([row.request for _, row in chains])
         return DeviceSamplerOutput(numbers_SC, numbers_SC[:, 0].long(), requests, wanted.top)
 
+    def take_back(self, requests: Sequence[Request]) -> None:
+        """Forget the tokens that were sampled for these requests and that the host has not taken."""
+        self._rules.forget(requests)
+        for request in requests:
+            self._rows.take_back(request)
+
     def _draw_numbers(
         self,
         logits_SV: Tensor,
@@ -129,7 +135,7 @@ class DeviceSampler:
             self._ops.count_last_tokens(position_S, rules)  # also of rows that other ranks sample
 
         def sample(whole_MV: Tensor, mine: slice) -> Tensor:
-            whole_MV = whole_MV[:, : self._vocab_size]
+            whole_MV = pad_vocabulary(whole_MV, self._vocab_size)[:, : self._vocab_size]
             return self._numbers(whole_MV, requests[mine], row_S[mine], position_S[mine], wanted)
 
         numbers_SC = self._rank.map_whole_rows(logits_SV, wanted.columns, sample)

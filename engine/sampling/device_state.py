@@ -133,6 +133,14 @@ class DeviceRequestState:
             self.rules.flush(uploader)
         self._forget_changes()
 
+    def take_back(self, request: Request) -> None:
+        """Forget the tokens that were sampled for a request and that the host has not taken."""
+        held = self._held.get(request)
+        if held is not None and held.admission == request.admissions:
+            held.position = -1
+            if self.rules is not None:
+                self.rules.take(held.row, request)
+
     def store_sampled(self, row_S: Tensor, ids_S: Tensor) -> None:
         self.last_R.index_copy_(0, row_S, ids_S)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from llmbox.kernels.sampling_types import LogitEdits
 
@@ -198,6 +199,12 @@ class LogitsProcessorCache:
         rules = [active[requests[row].request_id] for row in places]
         apply_rules(part_EV, rules, None if last_R is None else last_R[place_E])
         return edited_RV.index_copy_(0, place_E, part_EV)
+
+
+def pad_vocabulary(logits_RV: Tensor, vocab_size: int) -> Tensor:
+    """Return logits of at least so many ids; those that were missing are forbidden."""
+    missing = vocab_size - logits_RV.shape[1]
+    return pad(logits_RV, (0, missing), value=FORBIDDEN) if missing > 0 else logits_RV
 
 
 def mask_bits(masks: Sequence[bytes]) -> Tensor:

@@ -190,5 +190,9 @@ def make_rank(
     rank.join(collective)
     device = LateDevice()
     return OneRank(
-        build(share.runner.args[0], plan, device, capture, 1 << 30), device, collective, capture, share
+        build(share.runner.args[0], plan, device, capture and (lambda: capture), 1 << 30),
+        device,
+        collective,
+        capture,
+        share,
     )

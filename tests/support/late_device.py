@@ -12,6 +12,7 @@ from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.device.device import Device
 from llmbox.engine.runner.cuda_graphs import GraphCapture
+from llmbox.engine.runner.draft_model import DraftModel
 from llmbox.engine.runner.gpu_runner import GPUModelRunner
 from support.real_engines import load, runner_of
 
@@ -108,22 +109,29 @@ def device_engine(
     graphs_bytes: int = 1 << 30,
     **options: Any,
 ) -> Engine:
-    """As `load` with a runner that launches steps ahead, on this device."""
+    """As `load` with a runner that launches steps ahead, on this device; so does that of a draft model."""
     plain = load(directory, **{"speculate": "off", "overlap": True, **options})
-    local, pool = runner_of(plain), plain._scheduler.pool
-    runner = GPUModelRunner(
-        local._model,
-        local._rotary,
-        local._cache,
-        device or LateDevice(),
-        local._sizes,
-        capture,
-        graphs_bytes,
-        window_cache=local._window_cache,
-        states=local._states,
-        images=local.images,
-    )
+    local, scheduler = runner_of(plain), plain._scheduler
+    device = device or LateDevice()
+
+    def remake(local: Any, capture: GraphCapture | None) -> GPUModelRunner:
+        return GPUModelRunner(
+            local._model,
+            local._rotary,
+            local._cache,
+            device,
+            local._sizes,
+            capture,
+            graphs_bytes,
+            window_cache=local._window_cache,
+            states=local._states,
+            images=local.images,
+        )
+
+    runner, pool = remake(local, capture), scheduler.pool
+    for each in local.proposers:
+        beside = remake(each.executor, None if capture is None else FakeCapture())
+        runner.proposers.append(DraftModel(beside, pool.num_blocks, pool.block_size))
     fresh = BlockPool(pool.num_blocks, pool.block_size, enable_prefix_cache=pool.caching)
-    return Engine(
-        Scheduler(plain._scheduler.config, fresh, images=plain._scheduler.images), runner, plain.info
-    )
+    config, images = scheduler.config, scheduler.images
+    return Engine(Scheduler(config, fresh, images=images, proposers=runner.proposers), runner, plain.info)

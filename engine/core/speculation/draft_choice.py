@@ -15,7 +15,6 @@ from math import exp, inf, log
 from statistics import median
 from typing import Final
 
-from ...ipc.messages import DraftCounts
 from .proposer import DraftMethod
 
 MOST_DRAFTS: Final = 15
@@ -75,26 +74,6 @@ class Acceptance:
     def record(self, drafted: int, accepted: int) -> None:
         self._accepted = self._accepted * self._memory + accepted
         self._tried = self._tried * self._memory + accepted + (accepted < drafted)
-
-
-class AcceptanceCounts:
-    """Drafts of one method that were verified."""
-
-    def __init__(self) -> None:
-        self.drafts = 0
-        """Number of drafts: one request in one step."""
-        self.draft_tokens = 0
-        self.accepted_tokens = 0
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-
-    def read(self) -> DraftCounts:
-        return DraftCounts(
-            drafts=self.drafts, draft_tokens=self.draft_tokens, accepted_tokens=self.accepted_tokens
-        )
 
 
 class RowPrice:

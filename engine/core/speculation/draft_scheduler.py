@@ -12,53 +12,37 @@ Where steps are launched ahead, as on GPUs, drafts follow only a token that the 
 expected to gain more than the overlap does, each step waits for the tokens of the one before.
 """
 
-import logging
 import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypedDict
+from typing import Final
 
 from ...config import SchedulerConfig
-from ...ipc.messages import DraftCounts
 from ..executor_interface import ONE_STAGE, PipelineDepth
 from ..kv_cache.manager import KVCacheManager
 from ..request import Request
 from ..step import SampledToken, ScheduledRequest, StepPlan, count_accepted
 from .draft_choice import (
     MOST_DRAFTS,
-    AcceptanceCounts,
     CallerDrafts,
     RequestDrafts,
     RowPrices,
     choose_lengths,
     expected_gain,
 )
-from .model_drafting import ModelDrafting
+from .model_drafting import ModelDrafting, ModelWaits, choose_model
 from .ngram_proposer import LONGER, NgramProposer
-from .proposer import DraftMethod, Proposer
+from .proposer import DraftMethod, DraftStatistics, DraftStats, Proposer
 from .suffix_proposer import SuffixProposer
 
-log = logging.getLogger("llmbox.engine")
-
-LOG_SECONDS: Final = 60.0
-"""Time between two lines of the log about drafts."""
 FIRST_CHARGE: Final = 0.03
 """Tokens that a wrong draft is expected to cost before there was one."""
 LOST_OVERLAP: Final = 0.1
 """Tokens of each request of a step that a wait for drafts costs where none follow."""
 CALLERS: Final = 64
 """Callers whose success with lookups is known, the last ones."""
-
-
-class DraftStats(TypedDict):
-    """Fields of `EngineStats` about drafts."""
-
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    draft_methods: dict[str, DraftCounts]
 
 
 @dataclass(slots=True)
@@ -79,6 +63,18 @@ class DraftCandidate:
     """Number of tokens that they rest on."""
     model: ModelDrafting | None = None
     """Model that proposed them."""
+    known: int = 0
+    """Number of tokens of the request when it was looked up."""
+
+    def shift(self) -> bool:
+        """Take the tokens that the request has got since then off the drafts; False if these were wrong, or
+        nothing is left.
+        """
+        tokens, self.known = self.request.token_ids[self.known :], self.request.num_tokens
+        is_right = self.drafts[: len(tokens)] == tokens
+        del self.drafts[: len(tokens)]
+        self.match += len(tokens)
+        return is_right and bool(self.drafts)
 
 
 @dataclass(slots=True)
@@ -117,28 +113,19 @@ class DraftScheduler:
         """When it did."""
         self._overlaps = False
         """Steps are launched ahead of the results of older ones."""
-        self._awaited: list[RequestDrafts] = []
-        """Requests for whose drafts a step has waited."""
+        self._awaited: dict[Request, DraftCandidate] = {}
+        """Requests for whose drafts a step has waited, with what lookups had for them before."""
+        self._model_waits = ModelWaits()
         self._callers: OrderedDict[tuple[str, str], CallerDrafts] = OrderedDict()
         self._charge = 0.0
         """Tokens that a wrong draft of the last step with drafts costs; 0: there was none."""
         methods: list[DraftMethod] = ["ngram", "suffix", *(each.proposer.method for each in self._models)]
-        self.counts = {method: AcceptanceCounts() for method in methods}
-        self._stats: DraftStats | None = None
-        self._logged = clock(), 0
-        """Time and number of drafts when the log had the counts last."""
+        self._statistics = DraftStatistics(methods, clock())
+        self.counts = self._statistics.counts
 
     def stats(self) -> DraftStats:
         """Return the fields of `EngineStats` about drafts."""
-        if self._stats is None:
-            counts = {str(method): each.read() for method, each in self.counts.items() if each.drafts}
-            self._stats = DraftStats(
-                drafts=sum(each.drafts for each in counts.values()),
-                draft_tokens=sum(each.draft_tokens for each in counts.values()),
-                accepted_tokens=sum(each.accepted_tokens for each in counts.values()),
-                draft_methods=counts,
-            )
-        return self._stats
+        return self._statistics.read()
 
     def awaits_tokens(self, requests: Iterable[Request]) -> bool:
         """Return True if the next step is to be scheduled when the tokens of launched ones are known: drafts
@@ -156,12 +143,24 @@ class DraftScheduler:
         candidates = self._look_up(decoding, self._rows - size)
         # The unknown token is expected to be the first of what is found.
         lengths = [max(0, len(each.drafts) - each.request.num_pending) for each in candidates]
-        if not any(lengths):
+        if not any(lengths) and not self._models:
             return False
-        chances = [each.chance for each in candidates]
-        chosen, _ = choose_lengths(chances, lengths, self._table(size), others=size - len(candidates))
-        self._awaited = [each.history for each, length in zip(candidates, chosen, strict=True) if length]
-        return bool(self._awaited)
+        prices, chances = self._table(size), [each.chance for each in candidates]
+        chosen, _ = choose_lengths(chances, lengths, prices, others=size - len(candidates))
+        self._awaited = {
+            each.request: each for each, length in zip(candidates, chosen, strict=True) if length
+        }
+        if self._awaited or not self._models or not self._model_waits.may_begin():
+            return bool(self._awaited)
+        # A model's drafts follow the unknown token.
+        wanted = [(each.request, each.most - each.request.num_pending) for each in candidates]
+        choice = choose_model(self._models, wanted, chances, lengths, prices)
+        if choice is None:
+            return False
+        self._model_waits.begin()
+        if choice.explores:  # neither the step with drafts nor the one after it is launched ahead
+            choice.model.charge(2 * max(LOST_OVERLAP, prices[1] - 1))
+        return True
 
     def extend(self, plan: StepPlan, running: int, pipeline: PipelineDepth = ONE_STAGE) -> None:
         """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""
@@ -175,11 +174,12 @@ class DraftScheduler:
             candidates = self._look_up([row.request for row in plan.rows], self._rows - size)
             if candidates and (self._models or any(each.drafts for each in candidates)):
                 self._fill(step, candidates, running)
+        self._model_waits.end()
         if self._awaited:
             if not step.drafted:
-                for history in self._awaited:
-                    history.record_gain(-LOST_OVERLAP * size / len(self._awaited))
-            self._awaited = []
+                for each in self._awaited.values():
+                    each.history.record_gain(-LOST_OVERLAP * size / len(self._awaited))
+            self._awaited = {}
         step.began = self._clock()
 
     def record_step(self, plan: StepPlan) -> None:
@@ -210,8 +210,7 @@ class DraftScheduler:
         request, drafted = row.request, len(row.drafts)
         accepted = count_accepted([each.token_id for each in taken], row.drafts)
         candidate = self._drafted[request]
-        self.counts[candidate.method].add(drafted, accepted)
-        self._stats = None
+        self._statistics.add(candidate.method, drafted, accepted)
         history = candidate.history
         if candidate.model is not None:
             candidate.model.record_verification(request, drafted, accepted)
@@ -224,21 +223,7 @@ class DraftScheduler:
         """Keep the answer of a request that has ended, for drafts of later ones."""
         if self._rows and not request.pools:
             self.answers.remember(request)
-            self._log_counts()
-
-    def _log_counts(self) -> None:
-        """Write the acceptance of each method into the log, while there are drafts."""
-        now, drafts = self._clock(), self.stats()["drafts"]
-        if now - self._logged[0] < LOG_SECONDS or drafts == self._logged[1]:
-            return
-        self._logged = now, drafts
-        log.info(
-            "draft tokens accepted so far: %s",
-            ", ".join(
-                f"{method} {each.accepted_tokens} of {each.draft_tokens}"
-                for method, each in self.stats()["draft_methods"].items()
-            ),
-        )
+            self._statistics.log(self._clock())
 
     def close(self, seconds: float) -> None:
         """Write the answers that are not on disk yet, for `seconds` at most. No step follows."""
@@ -255,9 +240,16 @@ class DraftScheduler:
             if request.num_unknown or (request.constraint is not None and not self._constrained):
                 continue
             history = request.drafts or self._history(request)
+            awaited = self._awaited.get(request)
+            if awaited is not None and awaited.shift():
+                most = self._most(request, history, room)
+                awaited.place, awaited.most, awaited.drafts = place, most, awaited.drafts[: max(0, most)]
+                candidates.append(awaited)
+                continue
             may_lose = history.may_lose(request.num_output)
             if may_lose or has_models:
-                candidate = DraftCandidate(place, request, history, self._most(request, history, room))
+                most = self._most(request, history, room)
+                candidate = DraftCandidate(place, request, history, most, known=request.num_tokens)
                 candidates.append(candidate)
                 if may_lose and candidate.most > 0:
                     wanted.append(candidate)
@@ -301,7 +293,8 @@ class DraftScheduler:
         """Add the drafts that are expected to pay."""
         size = len(step.plan.rows)
         prices = self._table(size)
-        if self._models:
+        # A model's passes would wait for the steps under way.
+        if self._models and not any(row.request.num_unknown for row in step.plan.rows):
             self._ask_model(candidates, prices, running)
         lengths, _ = choose_lengths(
             [each.chance for each in candidates],
@@ -322,30 +315,23 @@ class DraftScheduler:
         """Replace drafts by those of the model that is expected to gain most, or try one where none is."""
         requests = [(each.request, each.most) for each in candidates]
         chances, found = [each.chance for each in candidates], [len(each.drafts) for each in candidates]
-        choices = [(model, *model.choose(requests, chances, found, prices)) for model in self._models]
-        best, lengths, _ = max(choices, key=lambda choice: any(choice[1]) * choice[2])
-        explores = not any(lengths)
-        if explores:
-            free = [each for each in candidates if not each.drafts and each.most > 0]
-            tried = (
-                (model, model.explore([(each.request, each.most) for each in free])) for model in self._models
-            )
-            best, place = next(((model, place) for model, place in tried if place is not None), (best, None))
-            if place is None:
-                return
-            lengths = [int(each is free[place]) for each in candidates]
+        choice = choose_model(self._models, requests, chances, found, prices)
+        if choice is None:
+            return
         asked = [
             (each, self._slots(each.request, length, running))
-            for each, length in zip(candidates, lengths, strict=True)
+            for each, length in zip(candidates, choice.lengths, strict=True)
         ]
         asked = [(each, length) for each, length in asked if length]
         if not asked:
             return
-        drafts = best.propose([(each.request, length) for each, length in asked], explores=explores)
+        self._model_waits.note_asked()
+        wanted, model = [(each.request, length) for each, length in asked], choice.model
+        drafts = model.propose(wanted, explores=choice.explores)
         for (each, _), proposed in zip(asked, drafts, strict=True):
             if proposed:
-                each.drafts, each.model, each.method = proposed, best, best.proposer.method
-                each.chance = best.chance(each.request)
+                each.drafts, each.model, each.method = proposed, model, model.proposer.method
+                each.chance = model.chance(each.request)
 
     def add(self, plan: StepPlan, place: int, drafts: list[int], running: int) -> int:
         """Add the drafts that have KV slots to a row of the plan; return their number."""

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..request import Request
@@ -33,6 +33,8 @@ TRIED_SHARE: Final = 0.005
 """Share of the time of steps that may be spent on tries."""
 START_STEPS: Final = 3.0
 """Steps whose time may be spent on tries at the begin, and saved for later ones at most."""
+LONGEST_PAUSE: Final = 8
+"""Most steps from one that waited in vain for a model's drafts to the next."""
 CAUGHT_UP_ROWS: Final = 2
 """Most rows of a request in a pass whose time tells what a draft costs."""
 
@@ -49,6 +51,45 @@ class MovingMedian:
     @property
     def value(self) -> float | None:
         return median(self._last) if self._last else None
+
+
+class ModelWaits:
+    """Steps that wait for the tokens of launched ones because a model is to propose what follows. Where none
+    is asked in the end, as without a KV slot for a draft, later steps wait less often.
+    """
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._in_vain = self._pause = 0
+
+    def may_begin(self) -> bool:
+        """Return True if the next step may wait; called once a step."""
+        if self._pause:
+            self._pause -= 1
+        return not self._pause
+
+    def begin(self) -> None:
+        self._is_open = True
+
+    def note_asked(self) -> None:
+        """Record that a model was asked."""
+        self._is_open, self._in_vain = False, 0
+
+    def end(self) -> None:
+        """Record that the step is scheduled."""
+        if self._is_open:
+            self._is_open, self._in_vain = False, self._in_vain + 1
+            self._pause = min(2**self._in_vain, LONGEST_PAUSE)
+
+
+class DraftingChoice(NamedTuple):
+    """Model to ask in a step."""
+
+    model: "ModelDrafting"
+    lengths: list[int]
+    """Most drafts of each request."""
+    explores: bool = False
+    """They are not expected to pay."""
 
 
 class ModelHistory:
@@ -150,6 +191,10 @@ class ModelDrafting:
             self._budget -= seconds / step if step else PRIOR_COST * max(1, proposed.passes)
         return proposed.drafts
 
+    def charge(self, steps: float) -> None:
+        """Take the time of so many steps from what may be spent on tries."""
+        self._budget -= steps
+
     def chance(self, request: Request) -> float:
         """Return the expected acceptance of its drafts for a request."""
         return self._history(request).acceptance.share
@@ -171,3 +216,27 @@ class ModelDrafting:
             share = self._all[request.params.temperature > 0].share
             found = self._requests[request] = ModelHistory(share)
         return found
+
+
+def choose_model(
+    models: Sequence[ModelDrafting],
+    requests: Sequence[tuple[Request, int]],
+    chances: Sequence[float],
+    found: Sequence[int],
+    prices: Sequence[float],
+) -> DraftingChoice | None:
+    """Choose the model that is expected to gain most, or one to try where none is; None where none is to be
+    asked. `requests`: with the most drafts of each. `chances`, `found`: acceptance and number of those that
+    lookups have for it.
+    """
+    choices = [(model, *model.choose(requests, chances, found, prices)) for model in models]
+    best, lengths, _ = max(choices, key=lambda choice: any(choice[1]) * choice[2])
+    if any(lengths):
+        return DraftingChoice(best, lengths)
+    free = [place for place, (_, most) in enumerate(requests) if not found[place] and most > 0]
+    for model in models:
+        tried = model.explore([requests[place] for place in free])
+        if tried is not None:
+            lengths = [int(place == free[tried]) for place in range(len(requests))]
+            return DraftingChoice(model, lengths, explores=True)
+    return None

@@ -144,3 +144,25 @@ def test_prompts_wait_for_no_drafts():
     assert launched(engine)[-1] == {"b": 10}
     engine.run()
     engine.scheduler.check()
+
+
+def test_a_step_that_waits_for_drafts_looks_them_up_once(monkeypatch):
+    """What was found before the token was known follows it, where the token is the one that was found."""
+    engine, asked, found = overlapping(draft_rows=16), [], []
+    drafting = engine.scheduler.drafting
+    propose = drafting._ngrams.propose
+
+    def noting(wanted):
+        proposed = propose(wanted)
+        asked.extend(request.num_tokens for request, _ in wanted)
+        found.extend(map(bool, proposed.drafts))
+        return proposed
+
+    monkeypatch.setattr(drafting._ngrams, "propose", noting)
+    request = make_request("a", [0, 1, 2, 3, 4, 5] * 3, max_tokens=40, temperature=0.0)
+    engine.add(request)
+    engine.run()
+    assert engine.answers["a"].token_ids == expected(request)
+    first = next(row for plan in engine.runner.plans for row in plan.rows if row.drafts)
+    assert first.start in asked, "before its last token was known"
+    assert first.start + 1 not in asked

@@ -7,18 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmbox.engine.config import EngineConfig
+from llmbox.engine.config import DRAFT_MODEL_ROWS, EngineConfig
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.executor.profile import (
-    DRAWS,
-    CudaMeter,
-    MemoryProfile,
-    largest_step,
-    profile_kv_blocks,
-    run_warmup,
-    select_gpu,
-    warmup_steps,
-)
+from llmbox.engine.executor.profile import CudaMeter, MemoryProfile, profile_kv_blocks, select_gpu
+from llmbox.engine.executor.warmup import DRAWS, largest_step, run_warmup, warmup_steps
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.planning.memory_model import CUDA_CONTEXT, graphs_reserve
 from support.fake_nvml import FakeGpu, FakeNvml
@@ -50,6 +42,7 @@ class FakeMeter:
 
 
 class FakeRunner:
+    proposers = ()
     images = None
 
     def __init__(self, meter: FakeMeter, plan: MemoryPlan) -> None:
@@ -134,6 +127,23 @@ def test_whole_prompts_are_tried_where_they_are_not_cut():
     options = EngineConfig(model_path="m", name="m", chunked_prefill=False)
     profile_kv_blocks(options, replace(PLAN, pp=2), meter, 100, lambda plan: Noting(meter, plan))
     assert max(seen) >= PLAN.token_budget // 2 + PLAN.context
+
+
+def test_trial_steps_of_a_draft_model_have_blocks_too():
+    """Its passes may have more rows than a step of the target."""
+    meter, blocks = FakeMeter(700), []
+
+    def make(plan):
+        blocks.append(plan.num_blocks)
+        return FakeRunner(meter, plan)
+
+    plan = replace(PLAN, max_running=1, budget_bytes=9000)
+    for method in (None, "draft_model"):
+        profile_kv_blocks(
+            EngineConfig(model_path="m", name="m"), replace(plan, draft_method=method), meter, 100, make
+        )
+    rows = min(DRAFT_MODEL_ROWS, PLAN.context - 1)
+    assert blocks == [7, -(-rows // PLAN.block_size)]
 
 
 def test_graphs_off_reserve_nothing():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.executor.profile import num_warmup_blocks, run_warmup
+from llmbox.engine.executor.warmup import num_warmup_blocks, run_warmup
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.kernels.triton.backend import triton_ops
 from support.fp8_checkpoint import round_by_output

@@ -4,8 +4,14 @@ import random
 
 import pytest
 
-from llmbox.engine.core.speculation.model_drafting import START_STEPS, TRIED_SHARE, ModelDrafting
-from support.played_drafts import GuessingModel, PlayedRequests, time_without_drafts
+from llmbox.engine.core.speculation.model_drafting import (
+    LONGEST_PAUSE,
+    START_STEPS,
+    TRIED_SHARE,
+    ModelDrafting,
+    ModelWaits,
+)
+from support.played_drafts import GuessingModel, PlayedAhead, PlayedRequests, time_without_drafts
 from support.scheduling import make_request
 
 
@@ -104,3 +110,45 @@ def test_a_slow_first_step_counts_for_little():
         drafting.record_step(seconds)
         drafting.propose([(request, 1)])
     assert drafting.cost(1) == pytest.approx(0.05)
+
+
+def ahead(texts, proposers, rows=40):
+    """Time of all but the first of these answers, one after another, on a device that launches ahead."""
+    played = PlayedAhead(lambda running, rows: 1 + 0.02 * (rows - running), rows, proposers)
+    _, *took = [played.run([text], temperature=0.0) for text in texts]
+    return sum(took), played
+
+
+def test_a_model_that_is_often_right_is_worth_waiting_for():
+    rng = random.Random(3)
+    texts = [unlike(rng) for _ in range(5)]
+    without, _ = ahead(texts, [], rows=0)
+    took, played = ahead(texts, [GuessingModel(0.9, 0.1)])
+    assert took < without / 1.8
+    assert played.scheduler.drafting.counts["draft_model"].accepted_tokens > 300
+
+
+@pytest.mark.parametrize(("share", "cost"), [(0.0, 0.1), (0.3, 0.6)])
+def test_waits_for_a_model_that_does_not_pay_cost_a_hundredth(share, cost):
+    rng = random.Random(4)
+    texts = [unlike(rng, 400) for _ in range(7)]
+    without, _ = ahead(texts, [], rows=0)
+    model = GuessingModel(share, cost)
+    took, _ = ahead(texts, [model])
+    assert model.asked > 0
+    assert took <= 1.01 * without
+
+
+def test_steps_that_waited_for_a_model_in_vain_are_followed_by_pauses():
+    waits, waited = ModelWaits(), []
+    for step in range(60):
+        if waits.may_begin():
+            waited.append(step)
+            waits.begin()
+        waits.end()
+    assert waited[:3] == [0, 2, 6]
+    assert waited[-1] - waited[-2] == LONGEST_PAUSE
+    waits.begin()
+    waits.note_asked()
+    waits.end()
+    assert [waits.may_begin() for _ in range(10)][-1]
