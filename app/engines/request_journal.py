@@ -124,14 +124,9 @@ class TokenStream:
         self.on_times(self)
 
     def fail(self, code: str, message: str) -> None:
-        self.push(
-            RequestOutput(
-                request_id=self.request.request_id,
-                finish_reason="error",
-                error_code=code,
-                error_message=message,
-            )
-        )
+        name = self.request.request_id
+        output = RequestOutput(request_id=name, finish_reason="error", error_code=code, error_message=message)
+        self.push(output)
 
     def message(self, in_engine: Collection[str]) -> AddRequest:
         """Message to send to an engine that already has the requests `in_engine`."""
@@ -270,11 +265,10 @@ class RequestJournal:
                 self.note_times(name, times)
         is_trial = self._detector.on_trial is not None  # begins with an engine, never within a step
         for output in step.outputs:
-            if output.finish_reason is None and output.cached_tokens is None and not is_trial:
-                if (stream := self._open.get(output.request_id)) is not None:
-                    stream.push(output)
-            else:
+            if is_trial or output.finish_reason is not None or output.cached_tokens is not None:
                 self.deliver(output)
+            elif (stream := self._open.get(output.request_id)) is not None:
+                stream.push(output)
 
     def note_times(self, request_id: str, times: SequenceTimes) -> None:
         """Take the times of a request whose last output comes with them."""

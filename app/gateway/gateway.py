@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -264,7 +263,7 @@ class Gateway:
 
 
 def _reserve_tokens(
-    generation: Generation, messages: list[AddRequest], prices: Sequence[str]
+    generation: Generation, messages: list[AddRequest], prices: tuple[str, ...]
 ) -> TokenReservation | None:
     """Reserve the request's tokens in its key's rate limit and quotas. Raises ApiError 429."""
     if generation.meter is None:
