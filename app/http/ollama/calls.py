@@ -22,6 +22,7 @@ from ..openai.sampling import invalid
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from .request_types import (
     ChatRequest,
+    CreateRequest,
     GenerateRequest,
     OllamaGenerateFields,
     OllamaMessage,
@@ -146,7 +147,7 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     return made
 
 
-_WITHOUT_EFFECT = [name for name, hint in OllamaOptions.__annotations__.items() if hint is NoEffect]
+WITHOUT_EFFECT = [name for name, hint in OllamaOptions.__annotations__.items() if hint is NoEffect]
 
 _REASONS = {
     "num_ctx": ": the context window is set at load",
@@ -215,7 +216,7 @@ def find_warnings(call: RequestContext, data: OllamaGenerateFields) -> list[str]
     found = unknown_fields(type(data), call.plain)
     options = data.options or OllamaOptions()
     found += unknown_fields(OllamaOptions, call.plain.get("options") or {}, "options.")
-    for name in _WITHOUT_EFFECT:
+    for name in WITHOUT_EFFECT:
         if getattr(options, name) is not None and (name, getattr(options, name)) != _WHOLE_CONTEXT:
             found.append(f"'options.{name}' has no effect{_REASONS.get(name, '')}.")
     if data.truncate:
@@ -223,6 +224,33 @@ def find_warnings(call: RequestContext, data: OllamaGenerateFields) -> list[str]
     if data.shift:
         found.append("'shift' has no effect: an answer ends with the context.")
     return found
+
+
+_ALIAS_PARAMETERS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
+    "repeat_penalty": "repetition_penalty",
+    "num_ctx": "ctx",
+}
+"""Parameters of an alias by Ollama's names."""
+
+
+def alias_parameters(call: RequestContext, data: CreateRequest) -> tuple[dict[str, Any], list[str]]:
+    """Return the alias's parameters, and warnings for those without effect. Raises ApiError 400."""
+    warnings = unknown_fields(CreateRequest, call.plain)
+    found: dict[str, Any] = {}
+    given = msgspec.to_builtins(data.parameters or OllamaOptions())
+    warnings += unknown_fields(OllamaOptions, call.plain.get("parameters") or {}, "parameters.")
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in _ALIAS_PARAMETERS:
+            found[_ALIAS_PARAMETERS[name]] = value
+        elif name in WITHOUT_EFFECT:
+            warnings.append(f"'parameters.{name}' has no effect.")
+        else:
+            keeps = ", ".join(_ALIAS_PARAMETERS)
+            raise invalid(f"parameters.{name}", f"a name keeps {keeps}; send this with each request")
+    return found, warnings
 
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

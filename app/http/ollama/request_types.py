@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from ...errors import ApiError
 from ..openai.request_types import (
@@ -169,6 +169,24 @@ class ShowRequest(OllamaModelName, kw_only=True):
 class CopyRequest(Struct, kw_only=True):
     source: Name
     destination: Name
+
+
+class CreateRequest(OllamaModelName, kw_only=True):
+    """Request for a name with parameters and a system prompt of its own: an alias of `from`."""
+
+    from_: Name | None = field(default=None, name="from")
+    system: str | None = None
+    parameters: OllamaOptions | None = None
+    """Those of an alias: `temperature`, `top_p`, `top_k`, `min_p`, `repeat_penalty` and `num_ctx`."""
+    stream: bool | None = None
+    """Absent: true, as with Ollama."""
+    license: NoEffect = None
+    template: Never = None
+    messages: Never = None
+    adapters: Never = None
+    files: Never = None
+    quantize: Never = None
+    modelfile: Never = None
 
 
 class DeleteRequest(OllamaModelName, kw_only=True):
