@@ -21,6 +21,7 @@ from ..openai.request_types import NoEffect
 from ..openai.sampling import invalid
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from .request_types import (
+    AliasParameters,
     ChatRequest,
     CreateRequest,
     GenerateRequest,
@@ -147,7 +148,7 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     return made
 
 
-WITHOUT_EFFECT = [name for name, hint in OllamaOptions.__annotations__.items() if hint is NoEffect]
+_WITHOUT_EFFECT = [name for name, hint in OllamaOptions.__annotations__.items() if hint is NoEffect]
 
 _REASONS = {
     "num_ctx": ": the context window is set at load",
@@ -216,7 +217,7 @@ def find_warnings(call: RequestContext, data: OllamaGenerateFields) -> list[str]
     found = unknown_fields(type(data), call.plain)
     options = data.options or OllamaOptions()
     found += unknown_fields(OllamaOptions, call.plain.get("options") or {}, "options.")
-    for name in WITHOUT_EFFECT:
+    for name in _WITHOUT_EFFECT:
         if getattr(options, name) is not None and (name, getattr(options, name)) != _WHOLE_CONTEXT:
             found.append(f"'options.{name}' has no effect{_REASONS.get(name, '')}.")
     if data.truncate:
@@ -237,20 +238,18 @@ _ALIAS_PARAMETERS = {
 def alias_parameters(call: RequestContext, data: CreateRequest) -> tuple[dict[str, Any], list[str]]:
     """Return the alias's parameters, and warnings for those without effect. Raises ApiError 400."""
     warnings = unknown_fields(CreateRequest, call.plain)
-    found: dict[str, Any] = {}
-    given = msgspec.to_builtins(data.parameters or OllamaOptions())
-    warnings += unknown_fields(OllamaOptions, call.plain.get("parameters") or {}, "parameters.")
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name in _ALIAS_PARAMETERS:
-            found[_ALIAS_PARAMETERS[name]] = value
-        elif name in WITHOUT_EFFECT:
-            warnings.append(f"'parameters.{name}' has no effect.")
-        else:
-            keeps = ", ".join(_ALIAS_PARAMETERS)
-            raise invalid(f"parameters.{name}", f"a name keeps {keeps}; send this with each request")
-    return found, warnings
+    if data.parameters is None:
+        return {}, warnings
+    refuse_unsupported(data.parameters, "parameters.")
+    warnings += unknown_fields(AliasParameters, call.plain["parameters"], "parameters.")
+    given = {name: getattr(data.parameters, name) for name in AliasParameters.__struct_fields__}
+    found = {_ALIAS_PARAMETERS[name]: value for name, value in given.items() if name in _ALIAS_PARAMETERS}
+    warnings += [
+        f"'parameters.{name}' has no effect."
+        for name in _WITHOUT_EFFECT
+        if given[name] is not None and name not in _ALIAS_PARAMETERS
+    ]
+    return {name: value for name, value in found.items() if value is not None}, warnings
 
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -165,7 +165,7 @@ async def _set_alias(
                 "llmbox lora add gives it another",
                 Exit.CONFLICT,
             )
-        kept = dict(known.parameters if known else {}) | parameters
+        kept = {**(known.parameters if known else {}), **parameters}
         target = known.model if known else source
         words = [f"{key}={value}" for key, value in kept.items()]
         set_alias(registry, os.environ, name, target, words, control.in_memory())

@@ -171,13 +171,23 @@ class CopyRequest(Struct, kw_only=True):
     destination: Name
 
 
+class AliasParameters(OllamaOptions, kw_only=True):
+    """Options that a name can keep."""
+
+    num_ctx: Count | None = None
+    presence_penalty: Never = None
+    frequency_penalty: Never = None
+    seed: Never = None
+    stop: Never = None
+    num_predict: Never = None
+
+
 class CreateRequest(OllamaModelName, kw_only=True):
     """Request for a name with parameters and a system prompt of its own: an alias of `from`."""
 
     from_: Name | None = field(default=None, name="from")
     system: str | None = None
-    parameters: OllamaOptions | None = None
-    """Those of an alias: `temperature`, `top_p`, `top_k`, `min_p`, `repeat_penalty` and `num_ctx`."""
+    parameters: AliasParameters | None = None
     stream: bool | None = None
     """Absent: true, as with Ollama."""
     license: NoEffect = None

@@ -43,6 +43,10 @@ _REASONS = {
     "modalities": "Only text is generated.",
     "max_chunks_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "template": "Only the model's own chat template is used.",
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty", "seed", "stop", "num_predict"),
+        "A name cannot keep it: send it with each request.",
+    ),
     "adapters": "An adapter gets its name by llmbox lora add.",
     "files": "No model files are accepted over this API. llmbox adopt takes a folder of safetensors.",
     "quantize": "Weights are quantized on the box: llmbox quantize, or --quant at load.",
