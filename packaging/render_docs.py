@@ -110,7 +110,8 @@ def is_refused(hint: Any) -> bool:
 
 def hints_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
-    return {name: hints[name] for name in kind.__struct_fields__}
+    names = zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True)
+    return {encoded: hints[name] for encoded, name in names}
 
 
 def fields_of(kind: type[msgspec.Struct]) -> str:

@@ -84,6 +84,7 @@ WRITING = [
     ("POST", "/api/pull"),
     ("DELETE", "/api/delete"),
     ("POST", "/api/copy"),
+    ("POST", "/api/create"),
     ("POST", "/v1/load"),
     ("POST", "/v1/unload"),
     ("POST", "/v1/load_lora_adapter"),

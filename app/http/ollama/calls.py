@@ -21,7 +21,9 @@ from ..openai.request_types import NoEffect
 from ..openai.sampling import invalid
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from .request_types import (
+    AliasParameters,
     ChatRequest,
+    CreateRequest,
     GenerateRequest,
     OllamaGenerateFields,
     OllamaMessage,
@@ -223,6 +225,31 @@ def find_warnings(call: RequestContext, data: OllamaGenerateFields) -> list[str]
     if data.shift:
         found.append("'shift' has no effect: an answer ends with the context.")
     return found
+
+
+_ALIAS_PARAMETERS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
+    "repeat_penalty": "repetition_penalty",
+    "num_ctx": "ctx",
+}
+"""Parameters of an alias by Ollama's names."""
+
+
+def alias_parameters(call: RequestContext, data: CreateRequest) -> tuple[dict[str, Any], list[str]]:
+    """Return the alias's parameters, and warnings for those without effect. Raises ApiError 400."""
+    warnings = unknown_fields(CreateRequest, call.plain)
+    if data.parameters is None:
+        return {}, warnings
+    refuse_unsupported(data.parameters, "parameters.")
+    warnings += unknown_fields(AliasParameters, call.plain["parameters"], "parameters.")
+    given = {name: getattr(data.parameters, name) for name in AliasParameters.__struct_fields__}
+    found = {_ALIAS_PARAMETERS[name]: value for name, value in given.items() if name in _ALIAS_PARAMETERS}
+    warnings += [
+        f"'parameters.{name}' has no effect."
+        for name in _WITHOUT_EFFECT
+        if given[name] is not None and name not in _ALIAS_PARAMETERS
+    ]
+    return {name: value for name, value in found.items() if value is not None}, warnings
 
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

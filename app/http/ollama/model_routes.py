@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,10 +24,18 @@ from ...models.catalog import HUB_ID, hub_cache
 from ..auth.guard import Access, identity_of
 from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.routes import listed_models
-from ..openai.unsupported import unknown_fields
+from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..server.errors import error_type
 from ..server.sse import EventStreamResponse, while_connected
-from .request_types import CopyRequest, DeleteRequest, OllamaPullRequest, ShowRequest, normalize_name
+from .calls import alias_parameters
+from .request_types import (
+    CopyRequest,
+    CreateRequest,
+    DeleteRequest,
+    OllamaPullRequest,
+    ShowRequest,
+    normalize_name,
+)
 from .responder import (
     LINES,
     OllamaModelEntry,
@@ -49,10 +57,6 @@ _STATUS_OF = {"repo_not_found": 404, "no_weights": 404, "repo_gated": 403, "bad_
 _OURS = {"does_not_fit", "unsupported_model", "disk_full"}
 INSTEAD = {
     "blobs": "llmbox accepts no model files over its API. Use llmbox adopt for a folder of safetensors.",
-    "create": (
-        "llmbox builds no models from Modelfiles. An alias has parameters and a system prompt of its own: "
-        "llmbox alias set NAME MODEL temperature=0.2; llmbox adopt registers a folder of safetensors."
-    ),
     "push": "llmbox publishes nothing. Models are uploaded with the tools of the Hugging Face hub.",
 }
 
@@ -108,29 +112,74 @@ async def ollama_copy(request: HttpRequest, data: Annotated[CopyRequest, Body()]
     source, destination = normalize_name(data.source), normalize_name(data.destination)
     for name in (source, destination):
         call.caller.require_model(name)
-    try:
-        await asyncio.to_thread(_set_alias, control, source, destination)
-    except CliError as error:
-        status = STATUS_OF_EXIT.get(error.exit, 400)
-        code, param = ("model_not_found", "source") if status == 404 else ("bad_alias", "destination")
-        raise ApiError(status, f"{error.what}: {error.why}.", code, param) from error
-
-
-def _set_alias(control: DaemonController, source: str, destination: str) -> None:
-    """Create the alias. A copy of an alias has its parameters. Raises CliError."""
-    registry = control.library.registry
-    known = registry.read().aliases.get(source)
-    if known is not None and known.adapter:
-        raise CliError(
-            f"{source} is an adapter", "it has one name", "llmbox lora add gives it another", Exit.CONFLICT
-        )
-    parameters = [] if known is None else [f"{key}={value}" for key, value in known.parameters.items()]
-    target = source if known is None else known.model
-    set_alias(registry, os.environ, destination, target, parameters, control.in_memory())
+    await _set_alias(control, source, destination, ("source", "destination"), {})
 
 
 @post(
-    ["/api/create", "/api/push", "/api/blobs/{digest:str}"],
+    "/api/create",
+    status_code=200,
+    opt={"access": Access.ADMIN},
+    name="ollama_create",
+    operation_id="ollamaCreate",
+)
+async def ollama_create(
+    request: HttpRequest, data: Annotated[CreateRequest, Body()]
+) -> Response[dict[str, Any]]:
+    """Create a name for a model with parameters and a system prompt of its own: an alias."""
+    call = await RequestContext.of(request)
+    refuse_unsupported(data)
+    if data.from_ is None:
+        raise ApiError(400, "Missing required parameter: 'from'.", "missing_required_parameter", "from")
+    source, name = normalize_name(data.from_), normalize_name(data.requested_name)
+    for each in (source, name):
+        call.caller.require_model(each)
+    parameters, warnings = alias_parameters(call, data)
+    if data.system:
+        parameters["system"] = data.system
+    await _set_alias(request.app.state.control, source, name, ("from", "model"), parameters)
+    done = {"status": "success"} | ({"warnings": warnings} if warnings else {})
+    if data.stream is not False:
+        return EventStreamResponse((line(step) async for step in _at_once(done)), LINES)
+    return Response(done)
+
+
+async def _set_alias(
+    control: DaemonController,
+    source: str,
+    name: str,
+    fields: tuple[str, str],
+    parameters: Mapping[str, Any],
+) -> None:
+    """Create the alias `name`. That of an alias has its parameters too.
+
+    Raises ApiError for a name that is invalid; `fields` are those that gave `source` and `name`.
+    """
+
+    def change() -> None:
+        registry = control.library.registry
+        known = registry.read().aliases.get(source)
+        if known is not None and known.adapter:
+            raise CliError(
+                f"{source} is an adapter",
+                "it has one name",
+                "llmbox lora add gives it another",
+                Exit.CONFLICT,
+            )
+        kept = {**(known.parameters if known else {}), **parameters}
+        target = known.model if known else source
+        words = [f"{key}={value}" for key, value in kept.items()]
+        set_alias(registry, os.environ, name, target, words, control.in_memory())
+
+    try:
+        await asyncio.to_thread(change)
+    except CliError as error:
+        status = STATUS_OF_EXIT.get(error.exit, 400)
+        code, param = ("model_not_found", fields[0]) if status == 404 else ("bad_alias", fields[1])
+        raise ApiError(status, f"{error.what}: {error.why}.", code, param) from error
+
+
+@post(
+    ["/api/push", "/api/blobs/{digest:str}"],
     opt={"access": Access.KNOWN},
     name="ollama_not_here",
     include_in_schema=False,
@@ -215,7 +264,13 @@ def _warnings(call: RequestContext, data: OllamaPullRequest) -> list[str]:
     return found
 
 
-library_routes: list[ControllerRouterHandler] = [ollama_pull, ollama_delete, ollama_copy, ollama_not_here]
+library_routes: list[ControllerRouterHandler] = [
+    ollama_pull,
+    ollama_delete,
+    ollama_copy,
+    ollama_create,
+    ollama_not_here,
+]
 
 
 _FOREVER = 292 * 365 * 86_400.0

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from ...errors import ApiError
 from ..openai.request_types import (
@@ -169,6 +169,34 @@ class ShowRequest(OllamaModelName, kw_only=True):
 class CopyRequest(Struct, kw_only=True):
     source: Name
     destination: Name
+
+
+class AliasParameters(OllamaOptions, kw_only=True):
+    """Options that a name can keep."""
+
+    num_ctx: Count | None = None
+    presence_penalty: Never = None
+    frequency_penalty: Never = None
+    seed: Never = None
+    stop: Never = None
+    num_predict: Never = None
+
+
+class CreateRequest(OllamaModelName, kw_only=True):
+    """Request for a name with parameters and a system prompt of its own: an alias of `from`."""
+
+    from_: Name | None = field(default=None, name="from")
+    system: str | None = None
+    parameters: AliasParameters | None = None
+    stream: bool | None = None
+    """Absent: true, as with Ollama."""
+    license: NoEffect = None
+    template: Never = None
+    messages: Never = None
+    adapters: Never = None
+    files: Never = None
+    quantize: Never = None
+    modelfile: Never = None
 
 
 class DeleteRequest(OllamaModelName, kw_only=True):

@@ -43,6 +43,14 @@ _REASONS = {
     "modalities": "Only text is generated.",
     "max_chunks_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "template": "Only the model's own chat template is used.",
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty", "seed", "stop", "num_predict"),
+        "A name cannot keep it: send it with each request.",
+    ),
+    "adapters": "An adapter gets its name by llmbox lora add.",
+    "files": "No model files are accepted over this API. llmbox adopt takes a folder of safetensors.",
+    "quantize": "Weights are quantized on the box: llmbox quantize, or --quant at load.",
+    "modelfile": "Its instructions have fields of their own: 'from', 'system' and 'parameters'.",
     "context": "Send the conversation to /api/chat.",
     "width": "Only text is generated.",
     "height": "Only text is generated.",
@@ -83,7 +91,9 @@ def refuse_unsupported(request: msgspec.Struct, inside: str = "") -> None:
 def unknown_fields(kind: type[msgspec.Struct], plain: dict[str, Any], inside: str = "") -> list[str]:
     """Return warnings for fields that `kind` does not have."""
     return [
-        f"Unknown field '{inside}{name}' was ignored." for name in plain if name not in kind.__struct_fields__
+        f"Unknown field '{inside}{name}' was ignored."
+        for name in plain
+        if name not in kind.__struct_encode_fields__
     ]
 
 

@@ -61,6 +61,35 @@ def copy_and_delete(client: ollama.Client) -> None:
     assert client.delete("other").status == "success"
 
 
+def create_and_delete(client: ollama.Client) -> None:
+    parameters = {"temperature": 0.5, "repeat_penalty": 1.1, "num_ctx": 512, "num_gpu": 1}
+    lines = list(client.create("terse", from_=MODEL, system="Be terse.", parameters=parameters, stream=True))
+    assert [each.status for each in lines] == ["success"]
+    shown = client.show("terse")
+    assert shown.parameters is not None
+    assert "temperature" in shown.parameters
+    assert client.create("terser", from_="terse", parameters={"temperature": 0}).status == "success"
+    client.chat("terser", [{"role": "user", "content": "hello"}], options={"num_predict": 1})
+    refused: dict[str, dict[str, Any]] = {
+        "llmbox lora add": {"adapters": {"a": "sha256:0"}},
+        "llmbox adopt": {"files": {"a": "sha256:0"}},
+        "llmbox quantize": {"quantize": "q4_K_M"},
+        "chat template": {"template": "{{ .Prompt }}"},
+        "with each request": {"parameters": {"stop": ["x"]}},
+        "does not name a model": {"from_": "nowhere"},
+    }
+    for words, values in refused.items():
+        with pytest.raises(ollama.ResponseError, match=words):
+            client.create("never", **{"from_": MODEL, **values})
+    with pytest.raises(ollama.ResponseError, match="'from'"):
+        client.create("never", system="Be terse.")
+    names = [each.model for each in client.list().models]
+    assert "terser" in names
+    assert "never" not in names
+    for name in ("terse", "terser"):
+        client.delete(name)
+
+
 def embed(client: ollama.Client) -> None:
     vectors = client.embed(
         MODEL, ["a", "b"], dimensions=4, truncate=True, options={}, keep_alive="1m"
@@ -78,10 +107,10 @@ DRIVEN: dict[str, Callable[[ollama.Client], object]] = {
     "show": lambda client: client.show(MODEL).modelinfo,
     "pull": lambda client: list(client.pull(MODEL, stream=True))[-1].status == "success",
     "copy": copy_and_delete,
+    "create": create_and_delete,
     "delete": copy_and_delete,
 }
 REFUSED: dict[str, tuple[Callable[[ollama.Client], object], str]] = {
-    "create": (lambda client: client.create("x", from_=MODEL), "llmbox alias set"),
     "create_blob": (lambda client: client.create_blob(__file__), "llmbox adopt"),
     "push": (lambda client: client.push(MODEL), "Hugging Face"),
     "systemone": (lambda client: client.systemone(MODEL, "x", {}), "no such route"),
@@ -95,6 +124,7 @@ TYPES: dict[str, type[Struct]] = {
     "show": fields.ShowRequest,
     "pull": fields.OllamaPullRequest,
     "copy": fields.CopyRequest,
+    "create": fields.CreateRequest,
     "delete": fields.DeleteRequest,
 }
 

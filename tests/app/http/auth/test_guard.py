@@ -60,6 +60,7 @@ CHANGES = {
     ("/api/pull", "POST"),
     ("/api/delete", "DELETE"),
     ("/api/copy", "POST"),
+    ("/api/create", "POST"),
     ("/v1/load", "POST"),
     ("/v1/unload", "POST"),
     ("/v1/models/{model_id}", "DELETE"),
