@@ -29,7 +29,8 @@ def answer(message: dict[str, Any]) -> dict[str, str]:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MB of memory"}
     except RecursionError:
         return {"error": "it nests too deeply"}
-    except Exception as problem:  # noqa: BLE001 - whatever a grammar does wrong is an answer, not a crash
+    # Whatever a grammar does wrong is an answer, not a crash. A panic of the library is no Exception.
+    except BaseException as problem:  # noqa: BLE001
         error = str(problem) or type(problem).__name__
     if error and not error.startswith("WARNING"):
         return {"error": error[:500]}

@@ -109,8 +109,7 @@ class Planner:
         have -= prefill
         spare = have - self._own_need(context)
         slots = self._slots(spare, context)
-        spare -= (slots - self.least_slots) * self.shape.slot_bytes
-        window_blocks = self._shared_window_blocks(spare)
+        window_blocks = self._shared_window_blocks(spare - (slots - self.least_slots) * self.shape.slot_bytes)
         workspace = self._workspace(context)
         beside = slots * self.shape.slot_bytes + self._window_bytes(window_blocks)
         wanted = self._pool_blocks(context)

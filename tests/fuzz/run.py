@@ -1,9 +1,10 @@
 """`make fuzz`: inputs nobody thought of, for every parser, as long as told.
 
-    python -P -m fuzz.run [--seconds 300] [--only NAME] [--seed N] [--write]
+    python -P -m fuzz.run [--seconds 300] [--inputs N] [--only NAME] [--seed N] [--write]
 
-The time is shared out evenly. One line a parser; a failure prints the smallest input that shows it and its
-seed, and the exit code is 1. `--write` puts the result into docs/reliability.md.
+The time is shared out evenly. With `--inputs` each parser ends after so many, and those after it get the time
+that it leaves. One line a parser; a failure prints the smallest input that shows it and its seed, and the
+exit code is 1. `--write` puts the result into docs/reliability.md.
 """
 
 import argparse
@@ -25,26 +26,32 @@ BATCH = 200
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--inputs", type=int, default=sys.maxsize, help="most of each parser")
     parser.add_argument("--only", choices=sorted(TARGETS))
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--write", action="store_true", help="put the result into docs/reliability.md")
     options = parser.parse_args()
     names = [options.only] if options.only else list(TARGETS)
-    lines = [fuzz(name, options.seconds / len(names), options.seed) for name in names]
+    until = time.monotonic() + options.seconds
+    lines = []
+    for place, name in enumerate(names):
+        share = (until - time.monotonic()) / (len(names) - place)
+        lines.append(fuzz(name, share, options.inputs, options.seed))
     if options.write:
-        command = f"python -P -m fuzz.run --seconds {options.seconds:g} --seed {options.seed}"
+        bound = "" if options.inputs == sys.maxsize else f" --inputs {options.inputs}"
+        command = f"python -P -m fuzz.run --seconds {options.seconds:g}{bound} --seed {options.seed}"
         told = f"{time.strftime('%Y-%m-%d', time.gmtime())}: `{command}`"
         renew("fuzz", "\n".join([told, "", "```text", *lines, "```"]))
     return 1 if any("FAILED" in line for line in lines) else 0
 
 
-def fuzz(name: str, seconds: float, first_seed: int) -> str:
-    """Batches of inputs until the time is over or one fails; the line that tells it."""
+def fuzz(name: str, seconds: float, most: int, first_seed: int) -> str:
+    """Try batches of inputs until the time is over, there were enough, or one fails. Return its line."""
     began, count = time.monotonic(), 0
     for number in range(first_seed, sys.maxsize):
         found, tried = _batch(TARGETS[name], number)
         count += tried
-        if found or time.monotonic() - began > seconds:
+        if found or count >= most or time.monotonic() - began > seconds:
             break
     spent = time.monotonic() - began
     verdict = f"FAILED with seed {number}: {found}" if found else "nothing found"
@@ -70,7 +77,9 @@ def _batch(target: Target, number: int) -> tuple[str, int]:
 
     try:
         check()
-    except Exception as error:  # noqa: BLE001 - whatever a parser raises is what is looked for
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever a parser raises; a panic is no Exception
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"[:200], tried
     return "", tried

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuzz.targets import TARGETS, Target, check_calls, check_settings
+from fuzz.targets import TARGETS, Target, check_calls, check_grammar, check_settings
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
@@ -31,3 +31,14 @@ def test_calls_are_json_that_can_be_sent(call: str, value: str) -> None:
 
 def test_a_name_that_cannot_be_sent_is_no_call() -> None:
     check_calls('{"name": "\\ud800", "arguments": {}}')
+
+
+def test_calls_that_python_warns_of_print_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    check_calls("[f(a=1if 2 else 3)]")
+    assert list(recwarn) == []
+
+
+@pytest.mark.parametrize("field", ["pattern", "maxLength", "$ref"])
+def test_schemas_over_which_the_library_panics_are_refused(field: str) -> None:
+    """It cuts what it complains of at a number of bytes, in the middle of a letter."""
+    check_grammar({"json_schema": {field: ["x" + "\u00e9" * 70]}})

@@ -22,6 +22,7 @@ from llmbox.app.lifecycle.drain import Drain
 from llmbox.app.security.security import Identity
 from support.http_app import security_in
 
+from .dialects import DIALECTS_BY_NAME, AnswerPart, request_of
 from .engine import BrokenRuleError
 from .rules import expected_answer
 
@@ -30,25 +31,10 @@ if TYPE_CHECKING:
     from .scenario import RequestSetup
     from .world import World
 
-ROUTES = {
-    "completions": "/v1/completions",
-    "chat": "/v1/chat/completions",
-    "messages": "/v1/messages",
-}
-"""Route of a dialect."""
-PREFIXES = {"completions": "cmpl-", "chat": "chatcmpl-", "messages": "msg_"}
-"""Beginning of the ids of its answers."""
 _WINDOW = 600
 """Bytes on their way to a reader; more wait in the daemon."""
 _NOTICE_S = 1.0
 """Seconds within which a request ends whose client has left."""
-_ENDS = {
-    "stop": "stop",
-    "end_turn": "stop",
-    "length": "length",
-    "max_tokens": "length",
-    "model_context_window_exceeded": "length",
-}
 
 
 class SimulatedCaller(Identity):
@@ -131,16 +117,19 @@ class HttpClient:
 
     def __init__(self, world: "World", request: "RequestSetup", outcome: "Outcome") -> None:
         self._world, self._request, self._outcome = world, request, outcome
-        self._dialect = request.dialect
+        self._dialect = DIALECTS_BY_NAME[request.dialect]
         self._is_marked = False
         """The last event has come."""
+        self._numbered = 0
+        """Events that have a number."""
         self._error: ApiError | None = None
         """Error that came inside the stream."""
 
     async def ask(self) -> None:
         """Return when the answer has ended or the client has left. Raises ApiError for an error."""
         request, world = self._request, self._world
-        body = json.dumps(self._body()).encode()
+        sent = self._dialect.body(request)
+        body = json.dumps({name: value for name, value in sent.items() if value is not None}).encode()
         exchange = Exchange(world.chance, body, request.preparing)
         served = asyncio.create_task(self._serve(exchange, len(body)))
         timer = None
@@ -167,8 +156,8 @@ class HttpClient:
             "http_version": "1.1",
             "method": "POST",
             "scheme": "http",
-            "path": ROUTES[self._dialect],
-            "raw_path": ROUTES[self._dialect].encode(),
+            "path": self._dialect.route,
+            "raw_path": self._dialect.route.encode(),
             "query_string": b"",
             "root_path": "",
             "headers": [
@@ -189,35 +178,6 @@ class HttpClient:
                 exchange.leave()
                 self._world.loop.failures.append(f"{self._request.id}: the answer has no end")
 
-    def _body(self) -> dict[str, Any]:
-        request = self._request
-        text = "".join(chr(48 + token) for token in request.prompt)
-        params = request.params
-        body: dict[str, Any] = {
-            "model": request.model,
-            "temperature": params.temperature,
-            "stream": request.streams,
-        }
-        if request.max_tokens is not None:
-            body["max_tokens"] = request.max_tokens
-        if self._dialect == "completions":
-            body |= {"prompt": request.prompt, "return_token_ids": True}
-        else:
-            body["messages"] = [{"role": "user", "content": text}]
-        if self._dialect != "messages":
-            body |= {
-                "request_id": request.id,
-                "seed": params.seed,
-                "n": request.n,
-                "min_tokens": params.min_tokens,
-                "stop_token_ids": list(params.stop_token_ids),
-                "priority": request.priority,
-                "cache_salt": request.salt or None,
-                "timeout": request.finish_after,
-                "first_token_timeout": request.first_token_after,
-            }
-        return {name: value for name, value in body.items() if value is not None}
-
     # ------------------------------------------------------------------ the answer
 
     async def _read_whole(self, exchange: Exchange) -> None:
@@ -226,13 +186,9 @@ class HttpClient:
             return
         answer = json.loads(data)
         if exchange.status != 200:
-            raise _error(exchange.status, answer)
-        if self._dialect == "messages":
-            self._take(0, answer["content"][0]["text"] if answer["content"] else "", answer["stop_reason"])
-            return
-        for choice in answer["choices"]:
-            text = choice["text"] if self._dialect == "completions" else choice["message"]["content"]
-            self._take(choice["index"], text, choice["finish_reason"], choice.get("token_ids"))
+            raise self._to_error(exchange.status, answer)
+        for part in self._dialect.whole(answer):
+            self._take(part)
 
     async def _read_stream(self, exchange: Exchange) -> None:
         buffer, count = b"", 0
@@ -240,7 +196,7 @@ class HttpClient:
             buffer += piece
             if exchange.status != 200:
                 continue
-            *events, buffer = buffer.split(b"\n\n")
+            *events, buffer = buffer.split(self._dialect.separator)
             for event in events:
                 if not self._take_event(event):
                     continue
@@ -253,67 +209,59 @@ class HttpClient:
         if exchange.is_left:
             return
         if exchange.status != 200:
-            raise _error(exchange.status, json.loads(buffer))
+            raise self._to_error(exchange.status, json.loads(buffer))
         if buffer or not self._is_marked:
             raise BrokenRuleError(f"{self._request.id}: its stream ends with {buffer!r}, and no last event")
         if self._error is not None:
             raise self._error
 
-    def _take_event(self, event: bytes) -> bool:
+    def _take_event(self, data: bytes) -> bool:
         """Take an event. Returns whether it has a part of the answer."""
+        name, outcome = self._request.id, self._outcome
         if self._is_marked:
-            raise BrokenRuleError(f"{self._request.id}: {event!r} follows the last event")
-        data = [line[6:] for line in event.split(b"\n") if line.startswith(b"data: ")]
-        if not data:
+            raise BrokenRuleError(f"{name}: {data!r} follows the last event")
+        event = self._dialect.event(data)
+        self._is_marked = event.is_last
+        if event.number is not None:
+            if event.number != self._numbered:
+                raise BrokenRuleError(f"{name}: event {event.number} comes as number {self._numbered}")
+            self._numbered += 1
+        if event.error is not None:
+            outcome.is_cut = True
+            self._error = self._to_error(0, event.error)
             return False
-        if data == [b"[DONE]"]:
-            self._is_marked = True
-            return False
-        (told,) = map(json.loads, data)
-        if told.get("error"):
-            self._outcome.is_cut = True
-            self._error = _error(0, told)
-            self._is_marked = self._dialect == "messages"
-            return False
-        if self._dialect == "messages":
-            return self._take_message(told)
-        for choice in told["choices"]:
-            text = choice["text"] if self._dialect == "completions" else choice["delta"].get("content") or ""
-            self._take(choice["index"], text, choice["finish_reason"], choice.get("token_ids"))
-        return bool(told["choices"])
+        for part in event.parts:
+            self._take(part)
+        if event.whole is not None and event.whole != outcome.text[0]:
+            raise BrokenRuleError(f"{name}: told at the end is {event.whole!r}, came has {outcome.text[0]!r}")
+        if event.count is not None and event.count != len(outcome.tokens[0]):
+            raise BrokenRuleError(f"{name}: {event.count} tokens are told, {len(outcome.tokens[0])} came")
+        return bool(event.parts)
 
-    def _take_message(self, told: dict[str, Any]) -> bool:
-        match told["type"]:
-            case "content_block_delta":
-                self._take(0, told["delta"]["text"], None)
-                return True
-            case "message_delta":
-                self._take(0, "", told["delta"]["stop_reason"])
-                return True
-            case "message_stop":
-                self._is_marked = True
-        return False
-
-    def _take(self, index: int, text: str, reason: str | None, tokens: list[int] | None = None) -> None:
-        outcome = self._outcome
+    def _take(self, part: AnswerPart) -> None:
+        outcome, index, tokens = self._outcome, part.index, part.tokens
         if index in outcome.reasons:
             raise BrokenRuleError(f"{self._request.id}: a part after the last one of choice {index}")
         if tokens is None:
-            tokens = [ord(letter) - 48 for letter in text]
-            if _ENDS.get(reason or "") == "stop":  # the token that stops has no letter
+            tokens = [ord(letter) - 48 for letter in part.text]
+            if part.reason == "stop":  # the token that stops has no letter
                 tokens += expected_answer(self._world, outcome, index)[0][-1:]
         outcome.tokens.setdefault(index, []).extend(tokens)
-        outcome.text[index] = outcome.text.get(index, "") + text
+        outcome.text[index] = outcome.text.get(index, "") + part.text
         if tokens:
             outcome.token_times.append(self._world.loop.time())
-        if reason is not None:
-            outcome.reasons[index] = _ENDS[reason]
-        self._world.note(f"{self._request.id} {index} {tokens} {reason}")
+        if part.reason is not None:
+            outcome.reasons[index] = part.reason
+        self._world.note(f"{self._request.id} {index} {tokens} {part.reason}")
 
-
-def _error(status: int, answer: dict[str, Any]) -> ApiError:
-    told = answer["error"]
-    return ApiError(status, told["message"], code=told["code"])
+    def _to_error(self, status: int, answer: dict[str, Any]) -> ApiError:
+        """Read an error. Ollama's have a text alone: it must be one that the daemon made."""
+        told = answer["error"]
+        if isinstance(told, str):
+            if (made := self._world.told_errors.get(told)) is None:
+                raise BrokenRuleError(f"{self._request.id}: an error of nobody: {told}")
+            return ApiError(status, told, code=made.code)
+        return ApiError(status, told["message"], code=told["code"])
 
 
 # ---------------------------------------------------------------------- the application
@@ -341,15 +289,15 @@ def begin_http(world: "World", settings: Settings) -> None:
         real_name=str,
         version="0",
     )
+    engines = SimpleNamespace(engines=world.engines)
+    app.state["control"] = SimpleNamespace(services=engines, residency=world.residency)
     app.state["stream_buffer_bytes"] = 2000
     app.shell._pacer = RequestPacer()
     gateway = world.gateway
     open_request, record_refusal = gateway.open, gateway.record_refusal
 
     def find(name: str) -> "Outcome":
-        for prefix in PREFIXES.values():
-            name = name.removeprefix(prefix)
-        return world.clients.outcomes[name]
+        return world.clients.outcomes[request_of(name)]
 
     def refuse_watched(name: str, *fields: Any, **more: Any) -> None:
         world.clients.note_refusal(find(name))
@@ -357,11 +305,14 @@ def begin_http(world: "World", settings: Settings) -> None:
 
     def open_watched(generation: Any) -> Any:
         outcome = find(generation.id)
-        if outcome.request.dialect == "messages":  # it sends no seed, and may ask for more than there is room
-            request = outcome.request
+        request = outcome.request
+        if (dialect := DIALECTS_BY_NAME.get(request.dialect)) is None:
+            return world.clients.open_watched(outcome, generation, open_request)
+        if not dialect.has_seed:
             request.params = replace(request.params, seed=generation.params.seed)
+        if dialect.is_clamped and request.max_tokens is not None:
             room = world.setups[request.model].most_tokens - len(request.prompt)
-            request.max_tokens = max(1, min(request.max_tokens or 1, room))
+            request.max_tokens = max(1, min(request.max_tokens, room))
         return world.clients.open_watched(outcome, generation, open_request)
 
     gateway.open, gateway.record_refusal = open_watched, refuse_watched  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmbox.app.gateway.generation import choice_seed
 from support.fake_runner import expected_output
 
+from .dialects import DIALECTS_BY_NAME
 from .engine import BrokenRuleError
 
 if TYPE_CHECKING:
@@ -80,10 +81,13 @@ def refusal_problem(world: "World", outcome: "Outcome") -> str:
     request, error, scenario = outcome.request, outcome.error, world.scenario
     passed = outcome.ended - outcome.arrived + EPSILON
     setup = world.setups[request.model]
-    loads = scenario.weather == "models" or scenario.ttl is not None or world.unloads > 0
+    is_short_lived = any(each.keep_alive is not None for each in scenario.requests)
+    loads = scenario.weather == "models" or scenario.ttl is not None or world.unloads > 0 or is_short_lived
     match error.code:
         case "context_length_exceeded":
-            is_right = len(request.prompt) + max(request.max_tokens or 1, 1) > setup.most_tokens
+            dialect = DIALECTS_BY_NAME.get(request.dialect)
+            asked = 1 if dialect is not None and dialect.is_clamped else max(request.max_tokens or 1, 1)
+            is_right = len(request.prompt) + asked > setup.most_tokens
         case "queue_full":
             room = setup.sizes["max_running"] + scenario.queue_limit
             is_right = outcome.open_choices + request.n > room

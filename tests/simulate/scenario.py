@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from llmbox.engine.sampling_params import SamplingParams
 
+from .dialects import DIALECTS_BY_NAME, OllamaChat
 from .disks import LOG_FAULTS, READ_FAULTS, WRITE_FAULTS
 from .engine import LOAD_ALLOCATIONS, POISON, ModelSetup
 
@@ -46,7 +47,9 @@ class RequestSetup:
     first_token_after: float | None = None
     is_revoked_at: float | None = None
     dialect: str = ""
-    """Dialect of HTTP in which it asks: a key of `ROUTES`. Empty: it stands for a route itself."""
+    """Dialect of HTTP in which it asks: a key of `DIALECTS_BY_NAME`. Empty: it stands for a route itself."""
+    keep_alive: float | None = None
+    """Seconds that its model stays unused from now on. In Ollama's dialects alone."""
     streams: bool = True
     """It reads the answer as a stream. Over HTTP alone; else it always does."""
 
@@ -159,17 +162,21 @@ def _draw_dialects(chance: Random, requests: list[RequestSetup]) -> None:
     if chance.random() > HTTP_SHARE:
         return
     for request in requests:
-        dialect = chance.choice(["", "completions", "chat", "messages"])
-        if not dialect or request.is_revoked_at is not None or request.params.prompt_logprobs is not None:
+        name = chance.choice(["", "", *DIALECTS_BY_NAME])
+        if not name or request.is_revoked_at is not None or request.params.prompt_logprobs is not None:
             continue
-        request.dialect, request.streams = dialect, chance.random() < 0.8
+        dialect = DIALECTS_BY_NAME[name]
+        request.dialect, request.streams = name, chance.random() < 0.8
         least = min(request.params.min_tokens, request.max_tokens or 2)  # more is refused
         request.params = replace(request.params, min_tokens=least)
-        if dialect == "messages":  # which has no fields for these
+        if not dialect.has_fields:
             request.params = replace(request.params, min_tokens=0, stop_token_ids=())
             request.n, request.priority, request.salt = 1, 0, ""
             request.finish_after = request.first_token_after = None
+        if dialect.needs_limit:
             request.max_tokens = request.max_tokens or 12
+        if isinstance(dialect, OllamaChat) and chance.random() < 0.2:
+            request.keep_alive = chance.choice([0.0, 0.5, 5.0])
 
 
 def _draw_more_poison(chance: Random, requests: list[RequestSetup]) -> None:

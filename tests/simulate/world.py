@@ -28,7 +28,10 @@ from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
 from llmbox.app.gateway.gateway import Gateway
+from llmbox.app.http.ollama import responder
 from llmbox.app.http.openai import sampling
+from llmbox.app.http.server import errors as server_errors
+from llmbox.app.http.server.errors import encode_error
 from llmbox.app.metrics.metrics import Metrics
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Registry
@@ -74,6 +77,7 @@ class StubText:
 
     warnings = ()
     encoder = None
+    tokens = None
     vision = None
     chat_template = None
     output_format = OutputFormat(name="plain")
@@ -118,6 +122,8 @@ class World:
         self.log: list[tuple[float, int, str]] = []
         self.trace = sha256()
         self.clients = Clients(self)
+        self.told_errors: dict[str, ApiError] = {}
+        """Errors of answers over HTTP by their texts."""
         self.cancelled: set[str] = set()
         self.unloads = 0
         self.must_be_logged: list[tuple[str, Death, Supervisor]] = []
@@ -234,6 +240,8 @@ class World:
                 (restart_policy, "bytes_from_disk", lambda _: 0),
                 (restart_policy, "waits_for_file_lock", lambda _: False),
                 (channel, "select", machine.select),
+                (server_errors, "encode_error", self._note_error),
+                (responder, "encode_error", self._note_error),
                 (sampling, "draw_seed", lambda: self.chance.randrange(1000)),
                 (engine_main, "gc", nothing),
                 (engine_main, "setproctitle", lambda _: None),
@@ -387,6 +395,10 @@ class World:
             self.loop.failures.append(f"the daemon logged an exception: {text}: {record.exc_info[1]!r}")
         self.log.append((self.loop.time(), record.levelno, text))
         self.note(text)
+
+    def _note_error(self, error: ApiError, path: str = "") -> bytes:
+        self.told_errors[error.message] = error
+        return encode_error(error, path)
 
     def _note_state(self, supervisor: Supervisor) -> None:
         self.note(f"{supervisor.name} is {supervisor.state}")

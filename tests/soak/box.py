@@ -5,6 +5,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from llmbox.app.admin_client import Client
 from llmbox.app.config.paths import find_paths
 from llmbox.app.lifecycle.instance import read_pid_file
 
-from .traffic import Traffic, ask
+from .models import ADAPTERS, SETTINGS, make_adapters, make_models, picture_url
+from .traffic import SoakRequest, Traffic, ask, make_request, make_requests
 
 PATIENCE = 180.0
 """Seconds until something that should come in few counts as missed; other programs may have the cores."""
@@ -29,13 +31,29 @@ class SoakBox:
     def __init__(self, folder: Path, requests: int) -> None:
         self.paths = find_paths(folder / "data")
         self.url = ""
+        self.requests = make_requests(requests, picture_url())
         self.expected: list[str] = []
+        self.big: tuple[SoakRequest, str] | None = None
+        """Request of the model that pushes others out, and its answer."""
         self.traffic: Traffic | None = None
-        self._requests = requests
+        self.seen: Counter[str] = Counter()
+        """What the KV caches and the memory did."""
+        self._folder = folder
         self._port = "0"
         self._engines: set[int] = set()
         self._last_engine = 0
         self._descriptors = 0
+        self._from_disk: dict[int, int] = {}
+        """Tokens that each engine has read from the KV cache on disk, by its pid."""
+
+    def fill(self) -> None:
+        """Write the settings, and add models and adapters."""
+        self.paths.config_file.parent.mkdir(parents=True, exist_ok=True)
+        self.paths.config_file.write_text(SETTINGS)
+        for name, folder in make_models(self._folder / "models").items():
+            self._llmbox("adopt", str(folder), "--name", name)
+        for name, folder in make_adapters(self._folder / "adapters").items():
+            self._llmbox("lora", "add", name, str(folder), "--base", "tiny")
 
     def up(self) -> None:
         self._llmbox("up", "builtin", "--port", self._port)
@@ -48,15 +66,27 @@ class SoakBox:
         self._llmbox("down", "--now")
 
     def remember(self) -> None:
-        """The undisturbed answers, and what is open at rest."""
-        self.expected = [self._answer(number) for number in range(self._requests)]
+        """Note the undisturbed answers, and what is open at rest."""
+        self.expected = [self.answer(request) for request in self.requests]
+        for name in ADAPTERS:  # or they would prove nothing
+            plain = {self.answer(make_request(number, "tiny", "")) for number in range(3)}
+            if plain == {self.answer(make_request(number, name, "")) for number in range(3)}:
+                raise BrokenError(f"the adapter {name} changes no answer")
         self._descriptors = self._open_descriptors()
+        big = make_request(0, "big", "")
+        self.big = big, self.answer(big)
 
-    def _answer(self, number: int) -> str:
-        text = ask(self.url, number, stream=False)
-        if text is None:
-            raise BrokenError("a request at rest was refused")
-        return text
+    def answer(self, request: SoakRequest) -> str:
+        """Return the answer to a request while nobody else asks. Others may have to leave memory for it."""
+        answers: list[str] = []
+
+        def is_answered() -> bool:
+            text = ask(self.url, request, stream=False)
+            answers.extend([] if text is None else [text])
+            return text is not None
+
+        self.until(is_answered, f"an answer of {request.model} at rest")
+        return answers[0]
 
     # ---- what is there
 
@@ -66,17 +96,28 @@ class SoakBox:
         return running.pid
 
     def engine_pid(self) -> int:
-        self.until(lambda: self._engine() is not None, "an engine")
-        self._last_engine = self._engine() or 0
+        self.until(self._find_engine, "an engine")
+        self._last_engine = self._find_engine() or 0
         self._engines.add(self._last_engine)
         return self._last_engine
 
     def restarted_engine_pid(self) -> int | None:
-        return None if (pid := self._engine()) == self._last_engine else pid
+        return None if (pid := self._find_engine()) == self._last_engine else pid
 
-    def _engine(self) -> int | None:
-        here = self.daemon_pid()
-        return next((pid for pid, title in _children(here) if title == "llmbox: engine builtin"), None)
+    def engines(self) -> dict[str, int]:
+        """Return the engines that have a model, by its name."""
+        begin = "llmbox: engine "
+        found = {
+            title.removeprefix(begin): pid
+            for pid, title in _children(self.daemon_pid())
+            if title.startswith(begin)
+        }
+        known = {name: pid for name, pid in found.items() if name in {"builtin", "tiny", "eye", "big"}}
+        self._engines.update(known.values())
+        return known
+
+    def _find_engine(self) -> int | None:
+        return self.engines().get("builtin")
 
     def is_ready(self) -> bool:
         try:
@@ -109,13 +150,15 @@ class SoakBox:
         self.until(self.is_ready, "/ready")
         if self.traffic.wrong:
             raise BrokenError("; ".join(self.traffic.wrong[:3]))
-        for number, expected in enumerate(self.expected):
-            if self._answer(number) != expected:
-                raise BrokenError(f"control request {number} gives other tokens")
-        self.until(lambda: self._model()["stats"]["blocks_used"] == 0, "all blocks given back")
+        for request, expected in zip(self.requests, self.expected, strict=True):
+            if self.answer(request) != expected:
+                raise BrokenError(f"control request {request.number} of {request.model} gives other tokens")
+        if self.traffic.overtaken.most > self.traffic.fair:
+            raise BrokenError(f"a request was overtaken by {self.traffic.overtaken.most} of its model")
+        self.until(self._blocks_are_free, "all blocks given back")
         self.until(self._descriptors_are_few, f"at most {self._descriptors + DESCRIPTORS} descriptors")
-        now = self.engine_pid()
-        self.until(lambda: not any(map(self.is_alive, self._engines - {now})), "the end of old engines")
+        self.until(self._old_engines_have_ended, "the end of old engines")
+        self._count()
         with self.paths.log_file.open("rb") as log:
             log.seek(log_from if log_from <= self.log_size() else 0)
             if word.encode() not in log.read():
@@ -128,8 +171,24 @@ class SoakBox:
                 raise BrokenError(f"not within {PATIENCE:.0f} s: {what}")
             time.sleep(0.05)
 
-    def _model(self) -> Any:
-        return Client(self.paths).get("/admin/api/status")["models"][0]
+    def _models(self) -> list[Any]:
+        found: list[Any] = Client(self.paths).get("/admin/api/status")["models"]
+        return [model for model in found if model.get("stats")]
+
+    def _blocks_are_free(self) -> bool:
+        return all(model["stats"]["blocks_used"] == 0 for model in self._models())
+
+    def _old_engines_have_ended(self) -> bool:
+        now = set(self.engines().values())
+        return not any(map(self.is_alive, self._engines - now))
+
+    def _count(self) -> None:
+        """Note what engines have read from disk, as long as they live."""
+        engines = self.engines()
+        for model in self._models():
+            if (pid := engines.get(model["name"])) is not None:
+                self._from_disk[pid] = model["stats"]["disk_hits"]
+        self.seen["tokens read from the KV cache on disk"] = sum(self._from_disk.values())
 
     def _open_descriptors(self) -> int:
         return sum(1 for _ in Path(f"/proc/{self.daemon_pid()}/fd").iterdir())

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from .box import SoakBox
+from .box import BrokenError, SoakBox
 from .traffic import CutError, ask
 
 
@@ -18,6 +18,45 @@ def kill_engine(box: SoakBox, chance: random.Random) -> str:
     time.sleep(chance.uniform(0.2, 2))
     os.kill(pid := box.engine_pid(), signal.SIGKILL)
     return f"engine {pid} killed"
+
+
+def kill_all_engines(box: SoakBox, chance: random.Random) -> str:
+    """Those of adapters and pictures too, at once."""
+    time.sleep(chance.uniform(0.2, 2))
+    engines = box.engines()
+    for pid in engines.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return f"engines of {', '.join(sorted(engines))} killed"
+
+
+def swap_models(box: SoakBox, chance: random.Random) -> str:
+    """A model that needs the room of others is asked between them, then in their midst."""
+    assert box.big is not None
+    assert box.traffic is not None
+    request, expected = box.big
+    box.quiet()
+    for _ in range(2):
+        if box.answer(request) != expected:
+            raise BrokenError("a model that was loaded again gives other tokens")
+        for other in chance.sample(box.requests, 4):
+            if box.answer(other) != box.expected[other.number]:
+                raise BrokenError(f"{other.model} gives other tokens after it was loaded again")
+        box.seen["loads of a model beside which not all fit"] += 1
+    box.traffic.start()
+    refused = sum(ask(box.url, request, stream=bool(times % 2)) is None for times in range(4))
+    return f"big loaded between others twice, then asked in their midst, {refused} of 4 refused"
+
+
+def damage_kv_files(box: SoakBox, chance: random.Random) -> str:
+    """Change a byte of many blocks on disk, and have a new engine look for them."""
+    files = sorted(box.paths.kv_cache.glob("*/*/*"))
+    for file in (chosen := chance.sample(files, len(files) // 2)):
+        with contextlib.suppress(OSError), file.open("r+b") as stream:  # it may be evicted meanwhile
+            size = file.stat().st_size
+            stream.seek(chance.randrange(max(1, size)))
+            stream.write(chance.randbytes(1))
+    return f"{len(chosen)} of {len(files)} blocks on disk damaged, {kill_engine(box, chance)}"
 
 
 def kill_engine_twice(box: SoakBox, chance: random.Random) -> str:
@@ -80,27 +119,28 @@ def lock_database(box: SoakBox, chance: random.Random) -> str:
 def cancels(box: SoakBox, chance: random.Random) -> str:
     for _ in range(20):
         with contextlib.suppress(CutError):  # the traffic's own requests are those that must not be cut
-            ask(box.url, chance.randrange(len(box.expected)), stream=True, leave_after=chance.randrange(1, 9))
+            ask(box.url, chance.choice(box.requests), stream=True, leave_after=chance.randrange(1, 9))
     return "20 streams left at random tokens"
 
 
 def reload_settings(box: SoakBox, chance: random.Random) -> str:
     """A broken settings file, reloaded: the daemon says so and keeps what it has."""
+    kept = box.paths.config_file.read_text()
     box.paths.config_file.write_text("server = [broken\n")
     os.kill(box.daemon_pid(), signal.SIGHUP)
     time.sleep(1)
-    box.paths.config_file.unlink()
+    box.paths.config_file.write_text(kept)
     os.kill(box.daemon_pid(), signal.SIGHUP)
     return "settings reloaded, broken and mended"
 
 
 def kill_daemon(box: SoakBox, chance: random.Random) -> str:
-    engine, daemon = box.engine_pid(), box.daemon_pid()
+    engines, daemon = box.engines().values(), box.daemon_pid()
     with _excused(box):
         os.kill(daemon, signal.SIGKILL)
-        box.until(lambda: not box.is_alive(engine), "the end of the engine with its daemon")
+        box.until(lambda: not any(map(box.is_alive, engines)), "the end of the engines with their daemon")
         box.up()
-    return f"daemon {daemon} killed, engine {engine} followed, started again"
+    return f"daemon {daemon} killed, {len(engines)} engines followed, started again"
 
 
 @contextlib.contextmanager
@@ -124,7 +164,10 @@ def _address(box: SoakBox) -> tuple[str, int]:
 
 FAULTS: list[tuple[Callable[[SoakBox, random.Random], str], str]] = [
     (kill_engine, "died: killed by SIGKILL"),
+    (swap_models, "is unloaded"),
+    (damage_kv_files, "died: killed by SIGKILL"),
     (storm, ""),
+    (kill_all_engines, "died: killed by SIGKILL"),
     (lock_database, ""),
     (stop_engine, ""),
     (rubbish, ""),

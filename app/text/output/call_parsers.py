@@ -6,6 +6,7 @@ Everything here returns None for text that is not calls and nothing else: the ca
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -202,10 +203,12 @@ def _parse_python(_syntax: ToolSyntax, written: str, schemas: Schemas) -> list[P
     text = written.strip()
     for stand_in, name in hidden.items():
         text = text.replace(f"{name}(", f"{stand_in}(")
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        tree = ast.parse(text.replace("\n", "\\n"))  # line breaks inside strings
+    with warnings.catch_warnings():  # what a model writes is no line of the daemon's log
+        warnings.simplefilter("ignore", SyntaxWarning)
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            tree = ast.parse(text.replace("\n", "\\n"))  # line breaks inside strings
     calls: list[ParsedToolCall] = []
     for statement in tree.body:
         if not isinstance(statement, ast.Expr):
