@@ -311,7 +311,7 @@ def _write_part(cycle: RequestResponseCycle, body: bytes) -> bool:
     """Write a part of a begun stream at once, as uvicorn's `send` would. False: use `send`, which waits for a
     client that does not read.
     """
-    if cycle.disconnected:
+    if cycle.disconnected or not body:  # an empty chunk would end the answer
         return True
     if cycle.flow.write_paused or not cycle.chunked_encoding:
         return False
