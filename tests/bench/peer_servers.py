@@ -9,8 +9,6 @@ ALL = frozenset({"1", "8", "32", "512", "2048", "8192", "chat", "prefix"})
 SLOTS = 32
 SLOT_TOKENS = 320
 """Room of one private slot of llama.cpp: enough for the workloads with many streams."""
-CONTEXT = 9216
-"""Longest request, in tokens, of servers that take the long prompts."""
 FORMATS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "q4_k_m": "Q4_K_M"}
 """GGUF formats of the peers, by width."""
 
@@ -27,6 +25,8 @@ class Place:
     ik: Path | None
     threads: int
     scratch: Path
+    context: int = 4608
+    """Longest request, in tokens, of servers that take the long prompts."""
 
     def file(self, width: str) -> Path | None:
         """GGUF file of a width, if there is one."""
@@ -75,7 +75,7 @@ def llmbox(place: Place, width: str) -> list[Server]:
 def _llmbox(place: Place, width: str, name: str, model: Path, more: list[str]) -> Server:
     command = [
         sys.executable, "-P", "-m", "llmbox", "serve", str(model), "--alias", "bench", *more,
-        "--ctx", str(CONTEXT), "--threads", str(place.threads), "--port", "{port}",
+        "--ctx", str(place.context), "--threads", str(place.threads), "--port", "{port}",
         "--data-dir", str(place.scratch / ("file" if model.is_file() else "folder")), "--speculate", "off",
     ]  # fmt: skip
     return Server(name, width, command)
@@ -98,7 +98,7 @@ def vllm(place: Place, width: str) -> list[Server]:
     command = [
         str(place.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(place.model),
         "--served-model-name", "bench", "--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16",
-        "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS),
+        "--max-model-len", str(place.context), "--max-num-seqs", str(SLOTS),
     ]  # fmt: skip
     return [Server("vLLM bf16", width, command, env)]
 
@@ -132,8 +132,8 @@ def _slotted(
     label = name if place.model.is_file() else f"{name} {FORMATS[width]}"
     kinds = [
         ("", SLOTS, SLOTS * SLOT_TOKENS, {"8", "32"}),
-        (", one slot", 1, CONTEXT, {"1", "512", "2048", "8192", "chat"}),
-        (", eight slots", 8, CONTEXT, {"prefix"}),
+        (", one slot", 1, place.context, {"1", "512", "2048", "8192", "chat"}),
+        (", eight slots", 8, 9216, {"prefix"}),
     ]
     return [
         Server(

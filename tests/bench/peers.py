@@ -289,6 +289,7 @@ def main() -> None:
             options.ik,
             options.threads,
             scratch.resolve(),
+            9216 if "8192" in options.work else 4608,
         )
         probe = Probe(place.scratch, options.threads)
         print(heading(options.threads, options.rounds))
