@@ -160,6 +160,8 @@ def measure(width: str, options: argparse.Namespace, place: Place, probe: Probe)
                 if server.takes.intersection(options.work) and (one := start(server, place.scratch)):
                     started.append(one)
                     say(f"{server.name}: first token after {one.seconds:.1f} s")
+        if not started:
+            raise SystemExit(f"{width}: nothing to measure; GGUF files are given with --gguf")
         for number in range(options.rounds + 1):
             turned = started[number % len(started) :] + started[: number % len(started)]
             with alone(options, started):
