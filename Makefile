@@ -96,8 +96,8 @@ simulate: .venv/dev ## the daemon in virtual time, accidents by seed; ARGS="--se
 mutate: .venv/dev ## plant small mistakes; the simulator or a test must notice each
 	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m simulate.mutate $(ARGS)
 
-# PEERS says what is installed where: PEERS="--model DIR --vllm PYTHON --llama BIN --gguf DIR".
-bench-peers: .venv/dev ## the same load on vLLM and llama.cpp; PEERS says where they are
+# PEERS says what is installed where: PEERS="--model DIR --vllm PYTHON --llama BIN --ik BIN --gguf DIR".
+bench-peers: .venv/dev ## the same load on vLLM, llama.cpp and ik_llama.cpp; PEERS says where they are
 	$(BIN)/python -P tests/bench/peers.py $(PEERS)
 
 # Wherever torch and triton are: no environment is made. ARGS="--only correctness" and the like.

@@ -2,9 +2,10 @@
 
     python -P tests/bench/engine_speed.py MODEL_DIR VARIANT... [--threads N] [--rounds N] [--work d1,d8,p512]
 
-A VARIANT is a weight format (none, int8, int4, ...) on the C++ kernels, or `onednn` or `reference` for
-PyTorch's. Work: dN decodes N sequences at once, pN computes a prompt of N tokens. Beside them stands what a
-plain read of memory reached meanwhile. The best and the median of all rounds are shown, in tokens a second.
+A VARIANT is a weight format (none, int8, int4, ...) on the C++ kernels, the path of a quantized folder of the
+same shape, which is computed as it is, or `onednn` or `reference` for PyTorch's. Work: dN decodes N sequences
+at once, pN computes a prompt of N tokens. Beside them stands what a plain read of memory reached meanwhile.
+The best and the median of all rounds are shown, in tokens a second, and the median ratio to the first.
 """
 
 import argparse
@@ -45,18 +46,24 @@ def main() -> None:
                 speeds.setdefault((work, name), []).append(run(engine, work))
     print(f"memory read by one thread: {min(reads):.0f} to {max(reads):.0f} GB/s")
     for (work, name), values in speeds.items():
-        print(f"{work:6} {name:10} best {max(values):8.1f}  median {statistics.median(values):8.1f} tok/s")
+        first = speeds[work, options.variants[0]]
+        ratio = statistics.median(a / b for a, b in zip(values, first, strict=True))
+        print(
+            f"{work:6} {name.rpartition('/')[2]:10} best {max(values):8.1f}  "
+            f"median {statistics.median(values):8.1f} tok/s  {ratio:.2f}"
+        )
 
 
 def load(model: str, variant: str, threads: int) -> Engine:
     native = variant not in TORCH_BACKENDS
+    is_folder = "/" in variant
     os.environ["LLMBOX_KERNELS"] = "cpu" if native else variant
     config = EngineConfig(
-        model_path=model,
+        model_path=variant if is_folder else model,
         name=variant,
         device="cpu",
         dtype="bfloat16",
-        quant=variant if native else "none",
+        quant=variant if native and not is_folder else "none",
         threads=threads,
         context=4096,
         kv_tokens=8192,

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ALL = frozenset({"1", "8", "32", "512", "2048", "prefix"})
+ALL = frozenset({"1", "8", "32", "512", "2048", "8192", "chat", "prefix"})
 SLOTS = 32
 SLOT_TOKENS = 320
 """Room of one private slot of llama.cpp: enough for the workloads with many streams."""
+FORMATS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "q4_k_m": "Q4_K_M"}
+"""GGUF formats of the peers, by width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +18,21 @@ class Place:
     """Where things lie on this machine."""
 
     model: Path
+    """Folder, or a GGUF file that every server reads."""
     gguf: Path | None
     vllm: Path | None
     llama: Path | None
+    ik: Path | None
     threads: int
     scratch: Path
+    context: int = 4608
+    """Longest request, in tokens, of servers that take the long prompts."""
+
+    def file(self, width: str) -> Path | None:
+        """GGUF file of a width, if there is one."""
+        if self.model.is_file():
+            return self.model
+        return self.gguf / f"{self.model.name}-{FORMATS[width]}.gguf" if self.gguf else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +56,29 @@ class Server:
 
 def servers(place: Place, width: str) -> list[Server]:
     """llmbox first, then every peer of this width that is installed."""
-    return [*llmbox(place, width), *vllm(place, width), *llama(place, width)]
+    return [*llmbox(place, width), *vllm(place, width), *llama(place, width), *ik_llama(place, width)]
 
 
 def llmbox(place: Place, width: str) -> list[Server]:
-    quant = {"bf16": "none"}.get(width, width)
-    return [
-        Server(
-            name=f"llmbox {width}",
-            width=width,
-            command=[
-                sys.executable, "-P", "-m", "llmbox", "serve", str(place.model), "--alias", "bench",
-                "--quant", quant, "--ctx", "4096", "--threads", str(place.threads), "--port", "{port}",
-                "--data-dir", str(place.scratch / quant), "--speculate", "off",
-            ],
-        )
+    """The model quantized at load, and the peers' own file computed in its blocks."""
+    found = []
+    if width in {"bf16", "int8", "int4"} and not place.model.is_file():
+        quant = {"bf16": "none"}.get(width, width)
+        found.append(_llmbox(place, width, f"llmbox {width}", place.model, ["--quant", quant]))
+    file = place.file(width)
+    if file is not None and width not in {"bf16", "int4"}:
+        name = "llmbox" if place.model.is_file() else f"llmbox, {FORMATS[width]} file"
+        found.append(_llmbox(place, width, name, file, []))
+    return found
+
+
+def _llmbox(place: Place, width: str, name: str, model: Path, more: list[str]) -> Server:
+    command = [
+        sys.executable, "-P", "-m", "llmbox", "serve", str(model), "--alias", "bench", *more,
+        "--ctx", str(place.context), "--threads", str(place.threads), "--port", "{port}",
+        "--data-dir", str(place.scratch / ("file" if model.is_file() else "folder")), "--speculate", "off",
     ]  # fmt: skip
+    return Server(name, width, command)
 
 
 def vllm(place: Place, width: str) -> list[Server]:
@@ -79,34 +98,49 @@ def vllm(place: Place, width: str) -> list[Server]:
     command = [
         str(place.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(place.model),
         "--served-model-name", "bench", "--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16",
-        "--max-model-len", "4096", "--max-num-seqs", str(SLOTS),
+        "--max-model-len", str(place.context), "--max-num-seqs", str(SLOTS),
     ]  # fmt: skip
     return [Server("vLLM bf16", width, command, env)]
 
 
 def llama(place: Place, width: str) -> list[Server]:
-    """Two of each format: private slots for many streams, and a single slot for one long prompt at a time."""
-    if place.llama is None or place.gguf is None:
+    """Private slots for many streams; one slot for one request at a time; eight for shared beginnings."""
+    file = place.file(width)
+    if place.llama is None or file is None:
         return []
-    formats = {"bf16": ["BF16"], "int8": ["Q8_0"], "int4": ["Q4_0", "Q4_K_M"]}[width]
-    many = ["-np", str(SLOTS), "-c", str(SLOTS * SLOT_TOKENS), "--no-kv-unified"]
-    single = ["-np", "1", "-c", "4096"]
-    return [
-        Server(f"llama.cpp {name}{suffix}", width, _llama_command(place, name, options), takes=takes)
-        for name in formats
-        for suffix, options, takes in (
-            ("", many, frozenset({"1", "8", "32"})),
-            (", one slot", single, frozenset({"1", "512", "2048"})),
-        )
-    ]
+    own = ["--no-webui", "--cache-ram", "0", "--no-kv-unified"]
+    return _slotted(place, width, "llama.cpp", place.llama, own, [])
 
 
-def _llama_command(place: Place, name: str, options: list[str]) -> list[str]:
-    assert place.llama is not None
-    assert place.gguf is not None
-    threads = str(place.threads)
-    return [
-        str(place.llama / "llama-server"), "-m", str(place.gguf / f"{place.model.name}-{name}.gguf"),
-        "--alias", "bench", "--host", "127.0.0.1", "--port", "{port}", "-t", threads, "-tb", threads,
-        "--no-webui", "--cache-ram", "0", *options,
+def ik_llama(place: Place, width: str) -> list[Server]:
+    """The same of ik_llama.cpp, weights repacked. Its flash attention asserts on random weights where there
+    are several sequences, so it is off there.
+    """
+    if place.ik is None or place.file(width) is None:
+        return []
+    return _slotted(place, width, "ik_llama.cpp", place.ik, ["-rtr", "--cache-ram", "0"], ["-fa", "off"])
+
+
+def _slotted(
+    place: Place, width: str, name: str, folder: Path, own: list[str], together: list[str]
+) -> list[Server]:
+    threads, file = str(place.threads), str(place.file(width))
+    command = [
+        str(folder / "llama-server"), "-m", file, "--alias", "bench", "--host", "127.0.0.1",
+        "--port", "{port}", "-t", threads, "-tb", threads, *own,
     ]  # fmt: skip
+    label = name if place.model.is_file() else f"{name} {FORMATS[width]}"
+    kinds = [
+        ("", SLOTS, SLOTS * SLOT_TOKENS, {"8", "32"}),
+        (", one slot", 1, place.context, {"1", "512", "2048", "8192", "chat"}),
+        (", eight slots", 8, 9216, {"prefix"}),
+    ]
+    return [
+        Server(
+            label + suffix,
+            width,
+            [*command, "-np", str(slots), "-c", str(tokens), *(together if slots > 1 else [])],
+            takes=frozenset(takes),
+        )
+        for suffix, slots, tokens, takes in kinds
+    ]

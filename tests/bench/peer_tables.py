@@ -13,6 +13,8 @@ from llmbox.app.bench.measure import ratio
 
 Rates = dict[str, dict[str, list[float]]]
 """By server and work, one a round."""
+CHAT_TOKENS = 4096
+"""First prompt of the work `chat`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,11 @@ class Visit:
     work: str
     round: int
     rate: float
-    """Output tokens a second; of a prefill, prompt tokens a second until the first token."""
+    """Output tokens a second; of a prefill, and of a chat's second turn, prompt tokens a second until the
+    first token.
+    """
     ttft_p99: float
+    """Of a chat that of the first turn."""
     gap_p99: float | None
     bandwidth: tuple[float, float]
     """GB/s read just before and just after."""
@@ -37,6 +42,7 @@ def tables(result: dict[str, Any], works: list[str]) -> str:
     for visit in result["visits"]:
         rates[visit.server][visit.work].append(visit.rate)
     parts = [speeds(result["servers"], rates, works), latencies(result), bandwidths(result)]
+    parts += [chats(result)] if "chat" in works else []
     return "\n\n".join(parts)
 
 
@@ -68,8 +74,11 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def over_best_peer(rates: Rates, name: str, work: str) -> str:
     """Each round against whichever peer was best in it."""
-    peers = [by_work[work] for peer, by_work in rates.items() if by_work[work] and not is_ours(peer)]
-    if not peers or not rates[name][work]:
+    rounds = len(rates[name][work])
+    peers = [
+        by_work[work] for peer, by_work in rates.items() if len(by_work[work]) == rounds and not is_ours(peer)
+    ]
+    if not peers or not rounds:
         return "-"
     return str(ratio(rates[name][work], [max(of_round) for of_round in zip(*peers, strict=True)]))
 
@@ -86,6 +95,17 @@ def latencies(result: dict[str, Any]) -> str:
     head = ["p99 in ms, median of the rounds"]
     head += [f"{what}, {streams} streams" for streams in (8, 32) for what in ("TTFT", "between tokens")]
     return markdown(head, rows)
+
+
+def chats(result: dict[str, Any]) -> str:
+    """How much sooner the second turn answers than the first one."""
+    rows = []
+    for name in result["servers"]:
+        mine = [visit for visit in result["visits"] if (visit.server, visit.work) == (name, "chat")]
+        if mine:
+            firsts, seconds = [v.ttft_p99 for v in mine], [(CHAT_TOKENS + 64) / v.rate for v in mine]
+            rows.append([name, middle(firsts), middle(seconds), str(ratio(firsts, seconds))])
+    return markdown(["chat, ms to the first token", "first turn", "second turn", "first / second"], rows)
 
 
 def middle(seconds: list[float]) -> str:

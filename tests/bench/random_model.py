@@ -13,7 +13,9 @@ the ids and another one for the rest. Nothing is left out: each step reads all w
 
 With `--skew FACTOR` router rows of the first eighth of the experts are so much larger: they are chosen more.
 
-Every id decodes to some text, so that streams carry a piece a token: 256 bytes, then made-up words.
+With `--published STYLE` a checkpoint as AutoAWQ or AutoGPTQ would publish it (`awq-g128`, `gptq-4`).
+
+Every id decodes to some text, so that streams carry a piece a token: 256 bytes, `ab`, then made-up words.
 """
 
 import argparse
@@ -27,6 +29,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.format_styles import STYLES
+from support.published_formats import publish
 from support.tiny_models import CHATML, SPECIAL, tensor_shapes
 
 SHAPES = {
@@ -142,8 +146,14 @@ def main() -> None:
     parser.add_argument("--damping", type=float, default=0.1)
     parser.add_argument("--agreement", type=float, metavar="SHARE")
     parser.add_argument("--skew", type=float, metavar="FACTOR", default=1.0)
+    parser.add_argument("--published", choices=["awq-g128", "gptq-4"], metavar="STYLE")
     options = parser.parse_args()
     config = SHAPES[options.shape]
+    if options.published:
+        folder = write_model(options.out / f"{options.shape}-{options.published}", config)
+        style = STYLES[options.published]
+        publish(folder, style.entry, style.store)
+        return
     if "mtp_num_hidden_layers" in config:
         write_mtp_model(options.out / options.shape, config, options.damping)
         return
@@ -271,9 +281,10 @@ def write_cycle_pair(out: Path, config: dict, agreement: float) -> None:
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
     words += [f"Ġw{number}" for number in range(size - len(words))]
-    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b")]))  # llama.cpp wants one
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from bench.peer_servers import Place, servers
-from bench.peer_tables import Visit, tables
+from bench.peer_tables import CHAT_TOKENS, Visit, tables
+from bench.random_model import write_tokenizer
 
 HERE = Path(__file__).parent
 
@@ -36,10 +38,27 @@ def test_work_that_a_server_does_not_take_is_no_zero():
     assert "| llmbox int8 | 3 | - |" in tables(result, ["1", "8"])
 
 
-@pytest.mark.parametrize("width", ["bf16", "int8", "int4"])
+def test_a_peer_that_failed_in_a_round_is_not_compared():
+    rounds = {"llmbox int8": [30, 40], "whole": [10, 10], "failed": [90]}
+    result = {
+        "servers": {name: {"start_s": 1.0, "memory": 2e9} for name in rounds},
+        "visits": [visit(name, rate, i) for name, rates in rounds.items() for i, rate in enumerate(rates)],
+    }
+    assert "| **llmbox int8 / best peer** | 3.50 (3.00..4.00) |" in tables(result, ["8"])
+
+
+def test_a_chat_tells_both_turns_and_how_much_sooner_the_second_one_answers():
+    second = Visit("llmbox int8", "int8", "chat", 1, (CHAT_TOKENS + 64) / 0.25, 5.0, None, (20.0, 40.0))
+    result = {"servers": {"llmbox int8": {"start_s": 1.0, "memory": 1e9}}, "visits": [second]}
+    assert "| llmbox int8 | 5000 | 250 | 20.00 (20.00..20.00) |" in tables(result, ["chat"])
+
+
+@pytest.mark.parametrize("width", ["bf16", "int8", "int4", "q4_k_m"])
 def test_every_server_listens_on_loopback_with_the_threads_asked_for(width):
-    place = Place(Path("/m/shape"), Path("/g"), Path("/v/python"), Path("/l"), 3, Path("/tmp/x"))
+    peers = Path("/g"), Path("/v/python"), Path("/l"), Path("/ik")
+    place = Place(Path("/m/shape"), *peers, 3, Path("/tmp/x"))
     found = servers(place, width)
+    assert len({server.name.split()[0].strip(",") for server in found}) == (4 if width == "bf16" else 3)
     assert found[0].name.startswith("llmbox")
     assert len({server.name for server in found}) == len(found)
     for server in found:
@@ -50,8 +69,24 @@ def test_every_server_listens_on_loopback_with_the_threads_asked_for(width):
 
 
 def test_peers_that_are_not_installed_are_left_out():
-    place = Place(Path("/m/shape"), None, None, None, 2, Path("/tmp/x"))
+    place = Place(Path("/m/shape"), None, None, None, None, 2, Path("/tmp/x"))
     assert {server.name for server in servers(place, "bf16")} == {"llmbox bf16"}
+
+
+def test_of_one_gguf_file_all_servers_read_that_file(tmp_path):
+    file = tmp_path / "shape.gguf"
+    file.touch()
+    place = Place(file, None, None, Path("/l"), Path("/ik"), 2, tmp_path)
+    found = servers(place, file.stem)
+    assert {server.name.partition(",")[0] for server in found} == {"llmbox", "llama.cpp", "ik_llama.cpp"}
+    assert all(str(file) in server.command for server in found)
+
+
+def test_words_of_made_up_tokenizers_and_their_merge_are_of_one_vocabulary(tmp_path):
+    write_tokenizer(tmp_path, 400)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 400
+    assert len(tokenizer.encode("ab").ids) == 1
 
 
 def test_a_missing_model_folder_is_said_with_what_makes_one():

@@ -457,7 +457,7 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
-        writer.add_full_attention_interval(3)
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     elif arch == "LFM2MOE":
         is_full = [kind == "full_attention" for kind in config["layer_types"]]
         writer.add_head_count_kv([config["num_key_value_heads"] * full for full in is_full])

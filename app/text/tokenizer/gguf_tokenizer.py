@@ -367,6 +367,6 @@ def merges_of(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[
 
 def _unknown(why: str) -> ModelError:
     return ModelError(
-        f"the tokenizer cannot be read from the file: {why}; --tokenizer FOLDER takes that of a folder with "
-        "the original model's tokenizer.json"
+        f"the tokenizer cannot be read from the file: {why}; `llmbox import FILE --tokenizer FOLDER` takes "
+        "that of a folder with the original model's tokenizer.json"
     )
