@@ -270,7 +270,6 @@ def test_a_key_sees_its_models_alone(server: Server, pulled: None, anybody: olla
 
 def test_what_is_not_done_says_what_to_use_instead(owner: ollama.Client) -> None:
     for call, word in [
-        (lambda: owner.create("mine", from_=NAME), "llmbox alias set"),
         (lambda: owner.push(NAME), "Hugging Face"),
         (lambda: owner.create_blob(__file__), "llmbox adopt"),
     ]:

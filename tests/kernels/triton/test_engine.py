@@ -162,7 +162,7 @@ def test_a_machine_where_no_kernel_runs_is_told_why(monkeypatch: pytest.MonkeyPa
     def broken(_: torch.Tensor, _activation: str) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler\nmore")
 
-    monkeypatch.setattr(backend.gate_mul, "gate_mul", broken)
+    monkeypatch.setattr(backend.elementwise, "gate_mul", broken)
     with pytest.raises(UnknownBackend, match=r"failed: RuntimeError: Failed to find C compiler$"):
         select_ops(torch.device("cpu"), torch.float32)
 
