@@ -235,7 +235,7 @@ async def test_preemption_and_prefix_hits_change_nothing(tmp_path, monkeypatch, 
     monkeypatch.setenv("LLMBOX_RANKS", "gloo")
     make_tiny_model(tmp_path, arch="qwen3", tokenizer=False, torch_dtype="bfloat16", intermediate_size=128)
     async with supervised(
-        tmp_path, tp=2, quant="int8-g32", kv_tokens=288, context=256, max_running=5, overlap=overlap
+        tmp_path, tp=2, quant="int8-g32", kv_tokens=192, context=128, max_running=5, overlap=overlap
     ) as supervisor:
         apart = [(await answers(supervisor, [request]))[0] for request in asks("a", 70)]
         assert supervisor.stats.preemptions == 0
