@@ -89,7 +89,9 @@ def filter_of(request: PanelRequest) -> RequestFilter:
 async def requests_page(request: PanelRequest) -> Response[str]:
     panel = panel_of(request)
     chosen = filter_of(request)
-    models, keys = await known_names(panel.services.request_log)
+    history = await _history(panel, chosen)
+    # A read of a log that is locked waits for seconds: one of them is enough.
+    models, keys = ([], []) if history["problem"] else await known_names(panel.services.request_log)
     return page(
         request,
         "requests/requests.html",
@@ -99,7 +101,7 @@ async def requests_page(request: PanelRequest) -> Response[str]:
         ranges=SINCE,
         models=sorted({*models, chosen.model} - {""}),
         keys=sorted({*keys, chosen.key} - {""}),
-        **await _history(panel, chosen),
+        **history,
     )
 
 
@@ -137,12 +139,16 @@ async def _history(
     panel: PageContext, chosen: RequestFilter, totals: RecordTotals | None = None
 ) -> dict[str, Any]:
     rows, problem = await readable(panel.services, chosen.wanted(ROWS + 1))
+    if totals is None:
+        totals = (
+            RecordTotals() if problem else await totals_of(panel.services.request_log, chosen.wanted(ROWS))
+        )
     return {
         "rows": [record for _, record in rows[:ROWS]],
         "problem": problem,
         "chosen": chosen,
         "older": chosen.query(before=str(rows[ROWS - 1][0])) if len(rows) > ROWS and not chosen.sort else "",
-        "totals": totals or await totals_of(panel.services.request_log, chosen.wanted(ROWS)),
+        "totals": totals,
         "help": HELP,
         "dropped": panel.services.request_log.dropped,
     }
