@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.random_model import write_tokenizer
+from bench.random_model import QWEN35_SIZES, write_tokenizer
 from support.gguf_families import make_source, write_family
 from support.gguf_models import write_gguf
 from support.tiny_models import make_tiny_model
@@ -26,18 +26,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-0.8b": (
         "qwen35",
         {
-            "vocab_size": 248320,
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+            **QWEN35_SIZES,
             "max_position_embeddings": 32768,
             "tie_word_embeddings": True,
         },

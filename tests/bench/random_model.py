@@ -33,6 +33,21 @@ from support.format_styles import STYLES
 from support.published_formats import publish
 from support.tiny_models import CHATML, SPECIAL, tensor_shapes
 
+QWEN35_SIZES = {
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 6,
+}
+"""Sizes of Qwen3.5-0.8B."""
 SHAPES = {
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"],
@@ -102,19 +117,8 @@ SHAPES = {
     "qwen3.5-0.8b-mtp": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "vocab_size": 248320,
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
+        **QWEN35_SIZES,
         "linear_conv_kernel_dim": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 6,
         "max_position_embeddings": 262144,
         "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
         "rms_norm_eps": 1e-6,
