@@ -20,17 +20,16 @@ from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError
 from ..images.reader import ImageReader
-from ..metrics.metrics import Metrics
+from ..metrics import Metrics
 from ..sandbox.pool import GrammarPool, TemplatePool
 from ..security.rate_limit import TokenReservation
 from ..security.security import tier_of
 from ..store import RequestLog
-from ..store.record import ContentDraft, RequestRecord
+from ..store.record import ContentDraft, LiveRequest, RequestRecord
 from ..tracing.tracer import RequestTracer
 from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, params_json, sequence_id
-from .open_request import OpenRequest, RevocationWatcher
-from .request_events import LiveRequest, NullObserver, RequestObserver
+from .open_request import NullObserver, OpenRequest, RequestObserver, RevocationWatcher
 from .request_times import ExchangeClock, call_after_times, sequence_records
 from .target_admission import TargetAdmission
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from llmbox.engine.ipc.messages import RequestOutput
 
 from ..errors import ApiError
 from ..security.rate_limit import TokenReservation
+from ..store.record import LiveRequest, RequestRecord
 from ..util.formatting import hide_folders
 from .choice_stream import AnswerBuffer, ChoiceStream
 from .generation import Delta, Generation, TimeLimits, TokenUsage
-from .request_events import LiveRequest
 
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client disconnected; never sent."""
@@ -343,3 +343,27 @@ def _no_longer() -> ApiError:
         None,
         "authentication_error",
     )
+
+
+class RequestObserver(Protocol):
+    """Observer of requests. Called on the event loop; must be quick and must not raise."""
+
+    def on_open(self, request: LiveRequest) -> None: ...
+
+    def on_end(self, record: RequestRecord, reason: str = "") -> None:
+        """Called when a request has ended. `reason`: the message of its error."""
+
+    def on_refusal(self, record: RequestRecord, reason: str = "") -> None: ...
+
+
+class NullObserver:
+    """Observer that does nothing."""
+
+    def on_open(self, request: LiveRequest) -> None:
+        pass
+
+    def on_end(self, record: RequestRecord, reason: str = "") -> None:
+        pass
+
+    def on_refusal(self, record: RequestRecord, reason: str = "") -> None:
+        pass

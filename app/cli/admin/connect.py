@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import click
 
 from ...errors import CliError, Exit
-from ...integrations.guides import GUIDES, KEY_VARIABLE, MCP_PROGRAMS, Endpoint, Guide, McpProgram
+from ...integrations import GUIDES, KEY_VARIABLE, MCP_PROGRAMS, Endpoint, Guide, McpProgram
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
@@ -89,7 +89,7 @@ def _list(*, as_json: bool, quiet: bool) -> None:
 
 
 def _connect_mcp(program: Program, name: str | None, *, write: bool, as_json: bool, quiet: bool) -> None:
-    from ...integrations.guides import as_text, mcp_command
+    from ...integrations import as_text, mcp_command
 
     if name is None:
         if write:
@@ -174,7 +174,7 @@ def _as_dict(program: Program, client: str, guide: Guide, at: Endpoint) -> dict[
 
 
 def _print(program: Program, guide: Guide, at: Endpoint, *, quiet: bool) -> None:
-    from ...integrations.guides import as_text
+    from ...integrations import as_text
 
     if guide.settings is not None and guide.file is not None:
         if not quiet:
@@ -214,7 +214,7 @@ def _merge_file(
     guide: Guide | McpProgram, file: Path, settings: Mapping[str, Any], *, show: bool
 ) -> dict[str, Any]:
     """Merge settings into a client's file. Returns whether it changed, and the path of the copy kept."""
-    from ...integrations.guides import difference, merge_settings, replace
+    from ...integrations import difference, merge_settings, replace
 
     old, new = merge_settings(guide, file, settings)
     backup = replace(file, new) if new != old else None
@@ -242,7 +242,7 @@ def mcp(program: Program, *, prints: bool) -> None:
     from llmbox import __version__
 
     if prints:
-        from ...integrations.guides import MCP_PROGRAMS, as_text, mcp_command
+        from ...integrations import MCP_PROGRAMS, as_text, mcp_command
 
         guide = MCP_PROGRAMS["cursor"]  # the form that most assistants share
         command = mcp_command(program.command, program.environ, program.location_flags)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.integrations.guides import (
+from llmbox.app.integrations import (
     GUIDES,
     MCP_PROGRAMS,
     Endpoint,

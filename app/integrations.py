@@ -15,8 +15,8 @@ from typing import Any, Literal
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from ..errors import CliError, Exit
-from ..util.atomic_file import write_whole
+from .errors import CliError, Exit
+from .util.atomic_file import write_whole
 
 KEY_VARIABLE = "LLMBOX_API_KEY"
 """Environment variable of the key, for clients that can read one: their files then hold no secret."""

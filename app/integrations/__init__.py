@@ -1,1 +1,0 @@
-"""Settings of other programs that use this daemon."""
