@@ -139,8 +139,8 @@ def get(engine: Engine, request_id: str) -> tuple[RequestRecord, Content | None]
         return _record(row), None if kept is None else _content(kept)
 
 
-def earlier(engine: Engine, record: RequestRecord, most: int = 32) -> list[tuple[str, Content]]:
-    """Get (id, content) of at most `most` requests before `record` of its owner and model, newest first."""
+def earlier(engine: Engine, record: RequestRecord) -> list[tuple[str, Content]]:
+    """Get (id, content) of at most 32 requests before `record` of its owner and model, newest first."""
     seq = select(func.max(RequestRow.seq)).where(RequestRow.id == record.id).scalar_subquery()
     owner = select(ContentRow.owner).where(col(ContentRow.seq) == seq).scalar_subquery()
     statement = (
@@ -148,7 +148,7 @@ def earlier(engine: Engine, record: RequestRecord, most: int = 32) -> list[tuple
         .join(ContentRow, col(ContentRow.seq) == col(RequestRow.seq))
         .where(col(RequestRow.seq) < seq, RequestRow.model == record.model, ContentRow.owner == owner)
         .order_by(col(RequestRow.seq).desc())
-        .limit(most)
+        .limit(32)
     )
     with Session(engine) as session:
         return [(request_id, _content(row)) for request_id, row in session.exec(statement)]
