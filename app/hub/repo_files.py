@@ -58,7 +58,8 @@ def import_client() -> Any:
     names the one it finds and the version of torch in every request.
     """
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read by the import below, and by child processes
-    import huggingface_hub  # noqa: PLC0415
+    import huggingface_hub.constants  # noqa: PLC0415
+    import huggingface_hub.errors  # noqa: PLC0415
 
     # Something else in this process may have imported it before.
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
