@@ -2,26 +2,17 @@
 
 import json
 import os
-import subprocess
 from typing import Any
 
 import pytest
 
 from support.cli_box import Box, box
-from support.fake_engine import write_model
 from support.npm_package import npm_program
-from support.tokenizers_zoo import byte_level, drawn_ids, write_text_files
+from support.scripted_model import TEMPLATE, call, run, serve
 
 __all__ = ["box"]
 
-VERSION = "2.1.197"
-TEMPLATE = (
-    "{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<tool_call><|im_end|>\\n' }}{%- endif %}"
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
-    "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
-    "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+VERSION = "2.1.332"
 STRICT = (
     "{%- if messages[1:] | selectattr('role', 'eq', 'system') | list %}"
     "{{ raise_exception('late') }}{% endif %}"
@@ -41,35 +32,11 @@ SCHEMA = {
 }
 
 
-def call(name: str, arguments: dict[str, object]) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 @pytest.fixture(scope="module")
 def claude() -> list[str]:
     """The wrapper beside the program starts it also where npm has not run the package's install script."""
     program = npm_program("@anthropic-ai/claude-code", VERSION, "claude").resolve()
     return ["node", str(program.parents[1] / "cli-wrapper.cjs")]
-
-
-def serve(
-    box: Box, replies: list[tuple[str, str]], answer: str, template: str = TEMPLATE, **options: Any
-) -> None:
-    """A model called `scripted`: the first of `replies` whose mark stands in the prompt, else `answer`."""
-    tokenizer = byte_level()
-
-    def ids(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    folder = write_text_files(box.folder / "models" / "scripted", tokenizer, template)
-    write_model(
-        folder,
-        **drawn_ids(tokenizer),
-        script=ids(answer),
-        replies=[(ids(mark), ids(reply)) for mark, reply in replies],
-        **{"context": 200_000, "prefill_per_step": 200_000, **options},
-    )
-    box.serve(folder)
 
 
 def ask(claude: list[str], box: Box, *options: str, code: int = 0) -> dict[str, Any]:
@@ -81,17 +48,8 @@ def ask(claude: list[str], box: Box, *options: str, code: int = 0) -> dict[str, 
     written = box.run("connect", "claude", "--write", **environ)
     assert written.code == 0, written.err
     inherited = {n: v for n, v in os.environ.items() if not n.startswith(("ANTHROPIC_", "CLAUDE"))}
-    done = subprocess.run(
-        [*claude, "-p", "Do the task QZ0", "--output-format", "json", *options],
-        cwd=work,
-        env={**inherited, **environ, **QUIET},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == code, (done.stdout[-3000:], done.stderr[-3000:])
+    command = [*claude, "-p", "Do the task QZ0", "--output-format", "json", *options]
+    done = run(command, work, {**inherited, **environ, **QUIET}, code)
     told: dict[str, Any] = json.loads(done.stdout)
     return told
 

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import click
 
 from ...errors import CliError, Exit
-from ...integrations import GUIDES, KEY_VARIABLE, MCP_PROGRAMS, Endpoint, Guide, McpProgram
+from ...integrations.guides import GUIDES, KEY_VARIABLE, MCP_PROGRAMS, Endpoint, Guide, McpProgram
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
 from ...util import formatting
@@ -89,7 +89,8 @@ def _list(*, as_json: bool, quiet: bool) -> None:
 
 
 def _connect_mcp(program: Program, name: str | None, *, write: bool, as_json: bool, quiet: bool) -> None:
-    from ...integrations import as_text, mcp_command
+    from ...integrations.guides import mcp_command
+    from ...integrations.settings_file import as_text
 
     if name is None:
         if write:
@@ -140,13 +141,18 @@ def _endpoint(program: Program, wanted: str | None) -> Endpoint:
     model = wanted or names[0]
     settings = program.client.get("/admin/api/config")["settings"]
     loopback = status["host"] in {"127.0.0.1", "::1", "localhost"}
+    models = (wanted,) if wanted else tuple(names)
     return Endpoint(
         root=status["url"],
         model=model,
-        models=(wanted,) if wanted else tuple(names),
+        models=models,
         needs_key=not loopback or bool(settings["server.require_key"]["value"]),
         certificate=running.certificate if (running := find_running(program.paths)) else "",
-        context=next((each.get("context_window") for each in listed if each["id"] == model), None),
+        contexts={
+            each["id"]: each["context_window"]
+            for each in listed
+            if each["id"] in models and each.get("context_window")
+        },
     )
 
 
@@ -174,7 +180,7 @@ def _as_dict(program: Program, client: str, guide: Guide, at: Endpoint) -> dict[
 
 
 def _print(program: Program, guide: Guide, at: Endpoint, *, quiet: bool) -> None:
-    from ...integrations import as_text
+    from ...integrations.settings_file import as_text
 
     if guide.settings is not None and guide.file is not None:
         if not quiet:
@@ -214,7 +220,7 @@ def _merge_file(
     guide: Guide | McpProgram, file: Path, settings: Mapping[str, Any], *, show: bool
 ) -> dict[str, Any]:
     """Merge settings into a client's file. Returns whether it changed, and the path of the copy kept."""
-    from ...integrations import difference, merge_settings, replace
+    from ...integrations.settings_file import difference, merge_settings, replace
 
     old, new = merge_settings(guide, file, settings)
     backup = replace(file, new) if new != old else None
@@ -242,7 +248,8 @@ def mcp(program: Program, *, prints: bool) -> None:
     from llmbox import __version__
 
     if prints:
-        from ...integrations import MCP_PROGRAMS, as_text, mcp_command
+        from ...integrations.guides import MCP_PROGRAMS, mcp_command
+        from ...integrations.settings_file import as_text
 
         guide = MCP_PROGRAMS["cursor"]  # the form that most assistants share
         command = mcp_command(program.command, program.environ, program.location_flags)

@@ -20,7 +20,7 @@ from llmbox.app.http.admin.models import describe_all
 from llmbox.app.http.admin.schema import ModelStatus
 from llmbox.app.http.admin.telemetry import usage_of
 from llmbox.app.http.server.sockets import is_loopback
-from llmbox.app.integrations import GUIDES
+from llmbox.app.integrations.guides import GUIDES
 from llmbox.app.models.catalog import DiskModel, on_disk
 from llmbox.app.store.usage import ModelUsage
 from llmbox.app.telemetry.device_memory import KINDS, DeviceMemory, KVBlockMap, devices_of

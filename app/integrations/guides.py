@@ -1,22 +1,11 @@
-"""Settings that well-known clients need to use this daemon, after each one's public documentation; edits of
-their files.
-"""
+"""Settings that well-known clients need to use this daemon, after each one's public documentation."""
 
-import difflib
-import json
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-import tomlkit
-from tomlkit.exceptions import TOMLKitError
-
-from .errors import CliError, Exit
-from .util.atomic_file import write_whole
 
 KEY_VARIABLE = "LLMBOX_API_KEY"
 """Environment variable of the key, for clients that can read one: their files then hold no secret."""
@@ -36,10 +25,15 @@ class Endpoint:
     models: tuple[str, ...]
     """All that may be asked for; `model` among them."""
     needs_key: bool
-    context: int | None = None
-    """Tokens that `model` takes, where that is known."""
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that a model's window takes, for each of `models` of which it is known."""
     certificate: str = ""
     """Path of a certificate that this machine may not trust yet; empty: plain HTTP."""
+
+    @property
+    def context(self) -> int | None:
+        """Window of `model` in tokens, where it is known."""
+        return self.contexts.get(self.model)
 
     @property
     def trust(self) -> dict[str, str]:
@@ -77,10 +71,29 @@ def _home(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("HOME") or "~").expanduser()
 
 
+_LONGEST_ANSWER = 8192
+"""Tokens of an answer that agents request at most: their own defaults, 32,000 and more, leave no room for a
+prompt in a window of that size.
+"""
+
+
+_PATIENCE_MS = 3_600_000
+"""Time until an agent gives up: a long prompt takes minutes on a CPU, and the defaults are five to ten."""
+
+
+def _longest_answer(context: int) -> int:
+    """Return the tokens of an answer that leave room for a prompt in a window of `context` tokens."""
+    return min(_LONGEST_ANSWER, context // 4)
+
+
 def _opencode(at: Endpoint) -> dict[str, Any]:
     options = {"baseURL": at.url}
     if at.needs_key:
         options["apiKey"] = f"{{env:{KEY_VARIABLE}}}"
+    models: dict[str, dict[str, Any]] = {name: {"name": name} for name in at.models}
+    # Without a limit it never summarizes a conversation in time, and one over the window has no end.
+    for name, context in at.contexts.items():
+        models[name]["limit"] = {"context": context, "output": _longest_answer(context)}
     return {
         "$schema": "https://opencode.ai/config.json",
         "provider": {
@@ -88,22 +101,50 @@ def _opencode(at: Endpoint) -> dict[str, Any]:
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "llmbox",
                 "options": options,
-                "models": {name: {"name": name} for name in at.models},
+                "models": models,
             }
         },
     }
 
 
+def _pi(at: Endpoint) -> dict[str, Any]:
+    models: list[dict[str, Any]] = [{"id": name} for name in at.models]
+    # Without these it takes a window of 128,000 tokens, and summarizes a conversation too late.
+    for entry in models:
+        if context := at.contexts.get(entry["id"]):
+            entry |= {"contextWindow": context, "maxTokens": _longest_answer(context)}
+    key = KEY_VARIABLE if at.needs_key else NO_KEY  # it takes a variable's name for the variable
+    entry = {"baseUrl": at.url, "api": "openai-completions", "apiKey": key, "models": models}
+    return {"providers": {"llmbox": entry}}
+
+
+def _qwen(at: Endpoint) -> dict[str, Any]:
+    entries = []
+    for name in at.models:
+        generation: dict[str, Any] = {"timeout": _PATIENCE_MS}
+        if context := at.contexts.get(name):
+            generation |= {
+                "contextWindowSize": context,
+                "samplingParams": {"max_tokens": _longest_answer(context)},
+            }
+        entry = {"id": name, "name": f"{name} (llmbox)", "baseUrl": at.url, "envKey": KEY_VARIABLE}
+        entries.append({**entry, "generationConfig": generation})
+    settings = {
+        "modelProviders": {"openai": entries},
+        "security": {"auth": {"selectedType": "openai"}},
+        "model": {"name": at.model},
+    }
+    return settings if at.needs_key else {**settings, "env": {KEY_VARIABLE: NO_KEY}}
+
+
 def _codex(at: Endpoint) -> dict[str, Any]:
     provider: dict[str, Any] = {"name": "llmbox", "base_url": at.url, "wire_api": "responses"}
-    # A long prompt takes minutes on a CPU; Codex gives up after five without an event by default.
-    provider["stream_idle_timeout_ms"] = 3_600_000
+    provider["stream_idle_timeout_ms"] = _PATIENCE_MS
     if at.needs_key:
         provider["env_key"] = KEY_VARIABLE
     data: dict[str, Any] = {"model": at.model, "model_provider": "llmbox"}
-    if (
-        at.context is not None
-    ):  # it knows the windows of OpenAI's models only, and summarizes before they are full
+    if at.context is not None:
+        # It knows the windows of OpenAI's models only, and summarizes before they are full.
         data["model_context_window"] = at.context
     # OpenAI's servers search the web; this one does not.
     return {**data, "web_search": "disabled", "model_providers": {"llmbox": provider}}
@@ -119,8 +160,8 @@ def _claude(at: Endpoint) -> dict[str, Any]:
     data = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
     # It runs small tasks under names of Anthropic's models, and requests 32,000 tokens by default.
     data |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
-    data["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = "8192"
-    data["API_TIMEOUT_MS"] = "3600000"  # a long prompt takes minutes on a CPU; it gives up after ten
+    data["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(_LONGEST_ANSWER)
+    data["API_TIMEOUT_MS"] = str(_PATIENCE_MS)
     # Versions before 2.1.181 begin the system prompt with a token of the request: no prefix would be found.
     data["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"
     data["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"  # reports and updates that would leave the box
@@ -132,7 +173,11 @@ def _claude(at: Endpoint) -> dict[str, Any]:
 def _continue(at: Endpoint) -> dict[str, Any]:
     entry = {"provider": "openai", "apiBase": at.url}
     entry["apiKey"] = f"${{{{ secrets.{KEY_VARIABLE} }}}}" if at.needs_key else NO_KEY
-    models = [{"name": f"llmbox {name}", "model": name, **entry} for name in at.models]
+    models: list[dict[str, Any]] = [{"name": f"llmbox {name}", "model": name, **entry} for name in at.models]
+    for each in models:
+        if context := at.contexts.get(each["model"]):
+            limits = {"contextLength": context, "maxTokens": _longest_answer(context)}
+            each["defaultCompletionOptions"] = limits
     return {"name": "llmbox", "version": "0.0.1", "schema": "v1", "models": models}
 
 
@@ -149,6 +194,22 @@ GUIDES: dict[str, Guide] = {
         ),
         settings=_opencode,
         run=lambda at: f"opencode --model llmbox/{at.model}",
+        agent=True,
+    ),
+    "pi": Guide(
+        title="Pi",
+        file=lambda environ: (
+            Path(environ.get("PI_CODING_AGENT_DIR") or _home(environ) / ".pi" / "agent") / "models.json"
+        ),
+        settings=_pi,
+        run=lambda at: f"pi --model llmbox/{at.model}",
+        agent=True,
+    ),
+    "qwen": Guide(
+        title="Qwen Code",
+        file=lambda environ: Path(environ.get("QWEN_HOME") or _home(environ) / ".qwen") / "settings.json",
+        settings=_qwen,
+        run=lambda _: "qwen",
         agent=True,
     ),
     "continue": Guide(
@@ -294,94 +355,3 @@ def mcp_command(program: Sequence[str], environ: Mapping[str, str], location: Se
     """
     found = shutil.which("llmbox", path=environ.get("PATH"))
     return [*([found] if found else program), "mcp", *location]
-
-
-def as_text(guide: Guide | McpProgram, settings: Mapping[str, Any]) -> str:
-    """Format the settings alone, as they would stand in the client's file."""
-    if guide.kind == "toml":
-        return tomlkit.dumps(settings)
-    if guide.kind == "yaml":
-        return _yaml(settings)
-    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-
-
-def merge_settings(guide: Guide | McpProgram, file: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the file's text, and the same with `settings`. Raises CliError where that cannot be
-    done safely.
-    """
-    try:
-        old = file.read_text("utf-8")
-    except FileNotFoundError:
-        return "", as_text(guide, settings)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CliError(f"cannot read {file}", str(error), "merge the settings by hand") from error
-    if guide.kind == "yaml":
-        if as_text(guide, settings) == old:
-            return old, old
-        raise _by_hand(file, "it is YAML, and writing it anew would lose its comments")
-    try:
-        document: Any = tomlkit.parse(old) if guide.kind == "toml" else json.loads(old)
-        if not isinstance(document, MutableMapping):
-            raise _by_hand(file, "it holds no table of settings")
-        _merge(document, settings)
-    except (ValueError, TOMLKitError) as error:
-        raise _by_hand(file, f"it is not plain {guide.kind.upper()}: {error}") from error
-    if guide.kind == "toml":
-        return old, tomlkit.dumps(document)
-    return old, json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-
-
-def difference(file: Path, old: str, new: str) -> str:
-    lines = difflib.unified_diff(
-        old.splitlines(keepends=True), new.splitlines(keepends=True), str(file), f"{file} (new)"
-    )
-    return "".join(lines)
-
-
-def replace(file: Path, new: str) -> Path | None:
-    """Replace the whole file; return the copy of the old one, if there was one."""
-    try:
-        target = file.resolve()  # a link (dotfiles under version control) stays a link
-        target.parent.mkdir(parents=True, exist_ok=True)
-        backup = None
-        if target.exists():
-            backup = target.with_name(f"{target.name}.before-llmbox-{time.strftime('%Y%m%d-%H%M%S')}")
-            shutil.copy2(target, backup)
-        write_whole(target, new.encode())
-    except OSError as error:
-        raise CliError(
-            f"cannot write {file}", error.strerror or str(error), "check the folder's owner and free space"
-        ) from error
-    return backup
-
-
-def _merge(into: MutableMapping[str, Any], settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        present = into.get(name)
-        if isinstance(value, Mapping) and isinstance(present, MutableMapping):
-            _merge(present, value)
-        elif present != value:
-            into[name] = value
-
-
-def _by_hand(file: Path, why: str) -> CliError:
-    return CliError(
-        f"{file} is not touched",
-        why,
-        "run the same without --write, and put the lines where they belong",
-        Exit.CONFLICT,
-    )
-
-
-def _yaml(settings: Mapping[str, Any]) -> str:
-    """Format YAML with scalars as JSON, which YAML accepts."""
-    lines = []
-    for name, value in settings.items():
-        if not isinstance(value, list):
-            lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}")
-            continue
-        lines.append(f"{name}:")
-        for entry in value:
-            pairs = [f"{key}: {json.dumps(each, ensure_ascii=False)}" for key, each in entry.items()]
-            lines.append("  - " + "\n    ".join(pairs))
-    return "\n".join(lines) + "\n"

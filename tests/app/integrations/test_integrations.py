@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.integrations import (
+from llmbox.app.integrations.guides import (
     GUIDES,
     MCP_PROGRAMS,
     Endpoint,
-    as_text,
     mcp_command,
-    merge_settings,
 )
+from llmbox.app.integrations.settings_file import as_text, merge_settings
 from support.cli_call import Call, FakeClient, call, home
 
 __all__ = ["call", "home"]
@@ -34,7 +33,9 @@ def daemon(
 
 
 def at(*, needs_key: bool = False) -> Endpoint:
-    return Endpoint(root="http://h:1", model="m", models=("m", "n/o"), needs_key=needs_key, context=4096)
+    return Endpoint(
+        root="http://h:1", model="m", models=("m", "n/o"), needs_key=needs_key, contexts={"m": 4096}
+    )
 
 
 def test_what_a_client_needs_is_printed_on_stdout_alone(call: Call):
@@ -129,6 +130,31 @@ def test_toml_keeps_comments_and_tables_of_others(tmp_path: Path):
     assert read["model_providers"]["llmbox"]["env_key"] == "LLMBOX_API_KEY"
 
 
+@pytest.mark.parametrize("name", ["opencode", "pi", "qwen", "continue"])
+def test_an_agent_is_told_of_windows_and_of_answers_that_fit_them(name: str):
+    """An agent that does not know them requests 32,000 tokens of output of a window of 4,096."""
+    settings = GUIDES[name].settings
+    assert settings is not None
+    told = json.dumps(settings(at()))
+    assert told.count("4096") == 1
+    assert told.count("1024") == 1
+
+
+def test_entries_of_others_in_a_list_stay(tmp_path: Path):
+    file = tmp_path / "settings.json"
+    others = [{"id": "theirs", "baseUrl": "http://x"}, {"id": "m", "baseUrl": "http://old"}]
+    file.write_text(json.dumps({"modelProviders": {"openai": others}, "security": {"a": 1}}))
+    guide = GUIDES["qwen"]
+    assert guide.settings is not None
+    _, new = merge_settings(guide, file, guide.settings(at()))
+    read = json.loads(new)
+    urls = {each["id"]: each["baseUrl"] for each in read["modelProviders"]["openai"]}
+    assert urls == {"theirs": "http://x", "m": "http://h:1/v1", "n/o": "http://h:1/v1"}
+    assert read["security"] == {"a": 1, "auth": {"selectedType": "openai"}}
+    file.write_text(new)
+    assert merge_settings(guide, file, guide.settings(at())) == (new, new)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [("opencode", '{"a": 1, // a comment\n}'), ("opencode", "[1]"), ("codex", "a = ["), ("continue", "x: 1")],
@@ -162,7 +188,9 @@ def test_no_settings_hold_a_key():
 
 @pytest.mark.parametrize(("context", "window"), [(None, None), (32_768, None), (131_072, "131072")])
 def test_claude_code_is_told_of_a_context_that_it_can_be_told_of(context: int | None, window: str | None):
-    at = Endpoint(root="http://h", model="m", models=("m",), needs_key=False, context=context)
+    at = Endpoint(
+        root="http://h", model="m", models=("m",), needs_key=False, contexts={"m": context} if context else {}
+    )
     settings = GUIDES["claude"].settings
     assert settings is not None
     told = settings(at)["env"]

@@ -1,0 +1,1 @@
+"""Settings of other programs that use this daemon."""
