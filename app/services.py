@@ -14,7 +14,7 @@ from .events import Events
 from .gateway.gateway import Gateway
 from .lifecycle.drain import BackgroundTasks, Drain
 from .mcp.client import McpClients
-from .metrics.metrics import Metrics
+from .metrics import Metrics
 from .models.registry import Alias
 from .security.security import Security
 from .store import RequestLog

@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from llmbox import __version__
-from llmbox.app.cli.root import COMMANDS
-from llmbox.app.main import cli
+from llmbox.app.cli.root import COMMANDS, cli
 
 FILES = """\
 .SH FILES

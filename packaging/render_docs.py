@@ -14,7 +14,7 @@ import msgspec
 from litestar import Litestar, Router
 from litestar.routes import HTTPRoute
 
-from llmbox.app.cli.root import COMMANDS
+from llmbox.app.cli.root import COMMANDS, cli
 from llmbox.app.config.settings import schema
 from llmbox.app.http.app import DIALECTS
 from llmbox.app.http.openai.request_types import (
@@ -25,7 +25,6 @@ from llmbox.app.http.openai.request_types import (
     NoEffect,
 )
 from llmbox.app.http.openai.unsupported import HARMLESS
-from llmbox.app.main import cli
 from llmbox.app.text.output.format_table import OUTPUT_FORMATS
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("app/", "engine/", "kernels/", "ui/")
 BACKGROUND = (
-    "app/telemetry/", "app/tracing/", "app/lifecycle/", "app/logging/", "app/daemon/",
+    "app/telemetry/", "app/tracing/", "app/lifecycle/", "app/log.py", "app/daemon/",
     "engine/weights/packed_cache/",
 )  # fmt: skip
 """Files of tasks and threads that run beside requests. Calls below such a task are not the request's."""

@@ -79,8 +79,8 @@ def has_color(stream: Any = None) -> bool:
     return is_live(stream) and not os.environ.get("NO_COLOR")
 
 
-def bold(text: str, stream: Any = None) -> str:
-    return f"\x1b[1m{text}\x1b[0m" if has_color(stream or sys.stdout) else text
+def bold(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if has_color(sys.stdout) else text
 
 
 def width() -> int:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from ipaddress import ip_network
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,6 +75,10 @@ def key(
     `each`: check for the entries of a list.
     """
     return field(default=default, metadata={"doc": doc, "low": low, "high": high, "each": each, "live": live})
+
+
+live_key = partial(key, live=True)
+"""Declare a setting that takes effect on reload."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,166 +5,141 @@ from typing import Literal
 
 from llmbox.engine.config import is_pair
 
-from .entries import key
+from .entries import key, live_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """Defaults for every model; flags of `load` override them. A reload affects later loads."""
 
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "Where models run; auto takes a GPU when there is one.", live=True
+    device: Literal["auto", "cpu", "cuda"] = live_key(
+        "auto", "Where models run; auto takes a GPU when there is one."
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
-        "auto", "Type of weights and activations; auto follows the checkpoint.", live=True
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = live_key(
+        "auto", "Type of weights and activations; auto follows the checkpoint."
     )
-    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"] = key(
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"] = live_key(
         "auto",
         "Type of the KV cache; auto follows dtype, int8 halves bfloat16's memory, fp8 too but needs a GPU.",
-        live=True,
     )
     quant: Literal[
         "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
-    ] = key(
+    ] = live_key(
         "none",
         "Format to which weights are quantized at load; auto takes the first of none, int8, int4 that fits; "
         "w8a8, fp8 and fp8-block need a GPU.",
-        live=True,
     )
-    ctx: int | None = key(
+    ctx: int | None = live_key(
         None,
         "Longest prompt + output in tokens; auto takes the model's limit or what fits.",
         low=16,
         high=1 << 26,
-        live=True,
     )
-    max_running: int | None = key(None, "Most sequences computed together.", low=1, high=65_536, live=True)
-    token_budget: int | None = key(
+    max_running: int | None = live_key(None, "Most sequences computed together.", low=1, high=65_536)
+    token_budget: int | None = live_key(
         None,
         "Most tokens computed in one step; with --pp the stages share it. auto: on a CPU half a second of "
         "work, a tenth beside streams.",
         low=16,
         high=1 << 20,
-        live=True,
     )
-    memory: float | None = key(
-        None,
-        "Memory budget in GB (10^9 bytes) for weights, KV and workspace.",
-        low=0.05,
-        high=100_000,
-        live=True,
+    memory: float | None = live_key(
+        None, "Memory budget in GB (10^9 bytes) for weights, KV and workspace.", low=0.05, high=100_000
     )
     kv_tokens: int | None = key(
         None, "Size of the KV pool in tokens; auto takes what the memory budget leaves.", low=16, high=1 << 30
     )
-    kv_host_memory: float | None = key(
+    kv_host_memory: float | None = live_key(
         None,
         "Main memory in GB for KV blocks that a GPU evicts; auto: a fifth of what is free; 0 keeps none.",
         low=0,
         high=100_000,
-        live=True,
     )
-    threads: int | None = key(
-        None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096, live=True
+    threads: int | None = live_key(
+        None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096
     )
-    tp: int | None = key(
+    tp: int | None = live_key(
         None,
         "Processes or GPUs that share every layer of a model (tensor parallelism); auto takes one GPU, or as "
         "many NVLink peers as the model needs.",
         low=1,
         high=16,
-        live=True,
     )
-    pp: int | None = key(
+    pp: int | None = live_key(
         None,
         "Stages that the layers of a model are cut into, one after another (pipeline parallelism); auto cuts "
         "where a model needs GPUs without NVLink.",
         low=1,
         high=16,
-        live=True,
     )
-    expert_parallel: bool = key(
+    expert_parallel: bool = live_key(
         False,
         "Give each rank of --tp some experts of a mixture whole, not a part of each (expert parallelism).",
-        live=True,
     )
-    redundant_experts: int = key(
+    redundant_experts: int = live_key(
         0,
         "Copies of hot experts in each layer, on other ranks, with --expert-parallel: their rows are divided "
         "(expert parallel load balancing).",
         low=0,
         high=16384,
-        live=True,
     )
-    cpu_experts: Literal["auto", "on", "off"] = key(
+    cpu_experts: Literal["auto", "on", "off"] = live_key(
         "auto",
         "Keep the experts of a mixture in main memory, where the CPU computes them, and all else on the GPU. "
         "auto does so where the model does not fit on the GPUs.",
-        live=True,
     )
-    disaggregate: str = key(
+    disaggregate: str = live_key(
         "",
         "Cores of an engine for prompts and of one for tokens, as P:D (1:1): streams stay even while long "
         "prompts come. auto: a pair while prompts are measured to hold up streams. Empty: one engine.",
         each=(is_pair, "two numbers of cores with a colon between, such as 1:1, or auto"),
-        live=True,
     )
-    batching: Literal["continuous", "static"] = key(
-        "continuous", "static runs each batch to its longest request (for comparison).", live=True
+    batching: Literal["continuous", "static"] = live_key(
+        "continuous", "static runs each batch to its longest request (for comparison)."
     )
-    premium_share: float = key(
+    premium_share: float = live_key(
         0.0,
         "Share of the KV cache reserved for requests of premium keys (priority below 0).",
         low=0,
         high=0.9,
-        live=True,
     )
-    prefix_cache: bool = key(
-        True, "Prefix caching: keep and reuse the KV cache of prompts that begin alike.", live=True
+    prefix_cache: bool = live_key(
+        True, "Prefix caching: keep and reuse the KV cache of prompts that begin alike."
     )
-    chunked_prefill: bool = key(
-        True, "Chunked prefill: compute long prompts in pieces between other requests' tokens.", live=True
+    chunked_prefill: bool = live_key(
+        True, "Chunked prefill: compute long prompts in pieces between other requests' tokens."
     )
-    speculate: Literal["auto", "on", "off"] = key(
+    speculate: Literal["auto", "on", "off"] = live_key(
         "auto",
         "Guess tokens from the request's own and verify several in a step: same tokens, sooner where answers "
         "repeat. auto: on the C++ kernels, and on GPUs with deterministic. on refuses to load elsewhere.",
-        live=True,
     )
-    draft: str = key(
+    draft: str = live_key(
         "",
         "Smaller model with the same vocabulary, or EAGLE-3 or Medusa head, whose guesses are verified too. "
         "mtp: the checkpoint's own layer, which guesses anyway where it can; none: neither.",
-        live=True,
     )
-    lora_memory: float = key(
-        0.5,
-        "Memory for a model's LoRA adapters in GB; those unused for longest leave it.",
-        live=True,
-        low=0.001,
+    lora_memory: float = live_key(
+        0.5, "Memory for a model's LoRA adapters in GB; those unused for longest leave it.", low=0.001
     )
-    deterministic: bool = key(
-        False,
-        "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",
-        live=True,
+    deterministic: bool = live_key(
+        False, "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do)."
     )
-    exact: Literal["machine", "portable"] = key(
+    exact: Literal["machine", "portable"] = live_key(
         "machine",
         "Whose bits agree: portable has the same on every CPU and for --tp 1, 2 and 4, or refuses to load. "
         "It needs integer weights (--quant int8) and --kv-dtype int8.",
-        live=True,
     )
-    overlap: bool = key(
-        True, "On a GPU, prepare the next step while it computes one (a CPU takes them in turn).", live=True
+    overlap: bool = live_key(
+        True, "On a GPU, prepare the next step while it computes one (a CPU takes them in turn)."
     )
-    cuda_graphs: bool = key(
-        True, "On a GPU, replay decoding steps from captured graphs; off saves their memory.", live=True
+    cuda_graphs: bool = live_key(
+        True, "On a GPU, replay decoding steps from captured graphs; off saves their memory."
     )
-    overrides: tuple[str, ...] = key(
+    overrides: tuple[str, ...] = live_key(
         (),
         "Settings of this section for single models, as MODEL:KEY=VALUE (qwen*:max_running=24); MODEL may be "
         "a glob, and the first match counts.",
-        live=True,
     )
 
 
@@ -172,27 +147,25 @@ class ModelSettings:
 class MemorySettings:
     """Settings of all models together."""
 
-    budget: float | None = key(
+    budget: float | None = live_key(
         None,
         "GB (10^9 bytes) that all models may take together; auto is 80 % of RAM, 90 % of a GPU's memory.",
         low=0.05,
         high=100_000,
-        live=True,
     )
-    ttl: float = key(
+    ttl: float = live_key(
         1800.0,
         "Seconds without requests until a model that was loaded on request is unloaded; 0 keeps it.",
         low=0,
         high=10_000_000,
-        live=True,
     )
     spare_engine: bool = key(
         True,
         "Keep a process ready that has imported the engine, so that loads and restarts do not wait for that: "
         "on a CPU engines are forked from it (0.1 GB), with a GPU one takes it (0.15 GB).",
     )
-    load_on_request: bool = key(
-        True, "Load a model that is on disk when a request names it; nothing is downloaded.", live=True
+    load_on_request: bool = live_key(
+        True, "Load a model that is on disk when a request names it; nothing is downloaded."
     )
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from .entries import COLLECTOR, NETWORK, ORIGIN, PRICE, TARGET, EntryCheck, Scalar, key
+from .entries import COLLECTOR, NETWORK, ORIGIN, PRICE, TARGET, EntryCheck, Scalar, key, live_key
 from .model_settings import CacheSettings, MemorySettings, ModelSettings
 
 
@@ -34,17 +34,14 @@ class ServerSettings:
         "Addresses of reverse proxies whose X-Forwarded-For names the caller; any other is ignored.",
         each=NETWORK,
     )
-    require_key: bool = key(
+    require_key: bool = live_key(
         False,
         "Ask for an API key on this machine too. Where other machines can connect one is always needed.",
-        live=True,
     )
-    fetch_images: bool = key(
-        False,
-        "Fetch pictures of requests from http and https URLs, of public addresses alone.",
-        live=True,
+    fetch_images: bool = live_key(
+        False, "Fetch pictures of requests from http and https URLs, of public addresses alone."
     )
-    mcp_commands: bool = key(False, "Let programs be MCP servers of the chat, run as this user.", live=True)
+    mcp_commands: bool = live_key(False, "Let programs be MCP servers of the chat, run as this user.")
     drain_timeout: float = key(
         30.0,
         "Seconds that open requests may take after SIGTERM before they end with an error.",
@@ -101,32 +98,27 @@ class LimitSettings:
     grammar_bytes: int = key(
         65_536, "Largest schema, regex, choice or grammar of one request.", low=64, high=1_000_000
     )
-    additional_properties: bool = key(
-        False,
-        "Let objects of a JSON schema have keys that it does not name, where it leaves that open.",
-        live=True,
+    additional_properties: bool = live_key(
+        False, "Let objects of a JSON schema have keys that it does not name, where it leaves that open."
     )
     choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
-    request_timeout: float = key(
+    request_timeout: float = live_key(
         0.0,
         "Seconds after which an answer ends, complete or not; 0: no limit. Requests may set less.",
         low=0,
         high=86_400,
-        live=True,
     )
-    first_token_timeout: float = key(
+    first_token_timeout: float = live_key(
         0.0,
         "Seconds without a token after which a request fails with 503; 0: no limit. Requests may set less.",
         low=0,
         high=86_400,
-        live=True,
     )
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
-    admission: Literal["queue", "slo"] = key(
+    admission: Literal["queue", "slo"] = live_key(
         "queue",
         "Refuse requests with 429 where the queue is full; with slo also those that would miss the latency "
         "targets of their model (usage.targets).",
-        live=True,
     )
     queue_per_key: int = key(
         64,
@@ -146,26 +138,24 @@ class LimitSettings:
 class HubSettings:
     """Settings of downloads. HF_ENDPOINT, HF_TOKEN and HF_HOME select the hub, the token and the cache."""
 
-    bandwidth: float | None = key(
+    bandwidth: float | None = live_key(
         None,
         "Most MB (10^6 bytes) a second of all downloads together; auto sets no bound.",
         low=0.01,
         high=100_000,
-        live=True,
     )
     files_at_once: int = key(4, "Files of all downloads fetched side by side.", low=1, high=64)
-    pull_on_request: Literal["off", "recommended", "any"] = key(
+    pull_on_request: Literal["off", "recommended", "any"] = live_key(
         "off",
         "Models that a request fetches by naming them: none, recommended ones, any of the hub. "
         "The answer is 503 with the progress until one is here.",
-        live=True,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
-    level: Literal["debug", "info", "warning", "error"] = key(
-        "info", "Least level that the daemon log keeps.", live=True
+    level: Literal["debug", "info", "warning", "error"] = live_key(
+        "info", "Least level that the daemon log keeps."
     )
     file_bytes: int = key(10_000_000, "Size at which the daemon log is rotated.", low=10_000, high=1 << 40)
     files: int = key(3, "Rotated daemon logs kept.", low=0, high=1000)
@@ -184,10 +174,9 @@ class RequestSettings:
         low=1_000_000,
         high=1 << 44,
     )
-    log_content: bool = key(
+    log_content: bool = live_key(
         False,
         "Keep prompts and answers of callers without a key: this user, the panel. Keys have a setting each.",
-        live=True,
     )
     content_days: float = key(
         7.0, "Days that prompts and answers are kept, where they are.", low=0.01, high=36_500
@@ -198,10 +187,9 @@ class RequestSettings:
         low=1000,
         high=1 << 26,
     )
-    store: bool = key(
+    store: bool = live_key(
         True,
         "Store the answers of requests that say store: true, for their callers alone; false refuses them.",
-        live=True,
     )
     stored_days: float = key(30.0, "Days that stored answers are kept.", low=0.01, high=36_500)
     stored_bytes: int = key(
@@ -228,18 +216,16 @@ class RequestSettings:
 class UsageSettings:
     """Prices of tokens, for costs and the budgets of keys, and latency targets."""
 
-    prices: tuple[str, ...] = key(
+    prices: tuple[str, ...] = live_key(
         (),
         "Prices a million tokens, as MODEL=INPUT/OUTPUT; MODEL may be a glob, and the first match counts.",
         each=PRICE,
-        live=True,
     )
-    currency: str = key("USD", "Currency of prices and budgets, for display.", live=True)
-    targets: tuple[str, ...] = key(
+    currency: str = live_key("USD", "Currency of prices and budgets, for display.")
+    targets: tuple[str, ...] = live_key(
         (),
         "Latency targets, as MODEL=TTFT/TPOT in milliseconds: time to first token, time per output token.",
         each=TARGET,
-        live=True,
     )
 
 

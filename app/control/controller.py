@@ -12,13 +12,13 @@ from typing import Any
 from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config.config import parse_config
 
+from .. import log as logs
 from ..config.entries import Scalar
 from ..config.loader import OVERRIDES, LoadedSettings, check_value, unknown_key
 from ..config.settings import schema
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError, CliError, Exit
 from ..lifecycle.instance import RunningDaemon
-from ..logging import setup as logs
 from ..models.catalog import ModelRef, in_memory, on_disk, resolve
 from ..models.load_request import ModelRequest, with_draft_path
 from ..services import AvailableModel, Services

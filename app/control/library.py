@@ -33,7 +33,7 @@ from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
 from ..models.gguf_folders import weights_of
 from ..models.registry import Registry, full_name, keep_hub_facts, read_hub_facts, recommended
 from ..services import Services
-from ..text.tokenizer.tokenizer import read_generation_defaults, read_template
+from ..text.tokenizer.text_loader import read_generation_defaults, read_template
 from ..util import formatting
 from .kv_cache import prune_kv_cache
 

@@ -20,7 +20,7 @@ from ..engines.restart_policy import RestartLimits
 from ..engines.supervisor import Supervisor
 from ..events import Events
 from ..gateway.gateway import Gateway
-from ..metrics.metrics import EngineReading, Metrics
+from ..metrics import EngineReading, Metrics
 from ..security.security import Security
 from ..services import Services
 from ..store import RequestLog, Retention
@@ -29,7 +29,8 @@ from ..store.files import FileStore
 from ..store.stored_answers import StoredAnswers
 from ..telemetry.gpus import GpuReader
 from ..telemetry.telemetry import Telemetry
-from ..text.tokenizer.tokenizer import TextModel, load_model_text
+from ..text.tokenizer.text_loader import load_model_text
+from ..text.tokenizer.tokenizer import TextModel
 from ..tracing.tracer import RequestTracer
 from .run import with_caches
 

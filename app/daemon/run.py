@@ -25,6 +25,7 @@ from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
 from llmbox.engine.weights.packed_cache.cache import cache_variables
 from llmbox.kernels.cpu.isa import KERNEL_CACHE
 
+from .. import log as logs
 from ..config.loader import LoadedSettings
 from ..config.model_settings import CacheSettings
 from ..config.paths import Paths, socket_address
@@ -33,7 +34,6 @@ from ..control.kv_cache import claim_kv_cache
 from ..errors import CliError, Exit
 from ..http.server.sockets import PortInUse, listen_tcp, listen_unix
 from ..lifecycle.instance import InstanceLock, RunningDaemon
-from ..logging import setup as logs
 from ..models.load_request import ModelRequest
 from ..security.key_store import KeyStore
 from .tls import open_tls

@@ -12,8 +12,8 @@ from llmbox.engine.errors import EngineError
 from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
 
 from ..errors import ApiError
-from ..text.tokenizer.text_cache import TextCache
-from ..text.tokenizer.tokenizer import TextModel, load_model_text
+from ..text.tokenizer.text_loader import TextCache, load_model_text
+from ..text.tokenizer.tokenizer import TextModel
 from .admission import (
     draining,
     load_failed,

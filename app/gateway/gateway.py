@@ -20,17 +20,16 @@ from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError
 from ..images.reader import ImageReader
-from ..metrics.metrics import Metrics
+from ..metrics import Metrics
 from ..sandbox.pool import GrammarPool, TemplatePool
 from ..security.rate_limit import TokenReservation
 from ..security.security import tier_of
 from ..store import RequestLog
-from ..store.record import ContentDraft, RequestRecord
+from ..store.record import ContentDraft, LiveRequest, RequestRecord
 from ..tracing.tracer import RequestTracer
 from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, params_json, sequence_id
-from .open_request import OpenRequest, RevocationWatcher
-from .request_events import LiveRequest, NullObserver, RequestObserver
+from .open_request import NullObserver, OpenRequest, RequestObserver, RevocationWatcher
 from .request_times import ExchangeClock, call_after_times, sequence_records
 from .target_admission import TargetAdmission
 
@@ -371,9 +370,6 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         http_status=status,
         finish_reasons=",".join(dict.fromkeys(reasons) if pools else reasons),
         error_code=code,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        output_tokens=usage.output_tokens,
         n=generation.n,
         queue_s=None if clock.scheduled is None else max(0.0, clock.scheduled - clock.submitted),
         ttft_s=None if first is None else first - clock.began,
@@ -383,16 +379,12 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         seed=None if pools else generation.params.seed,
         params=params_json(generation),
         client=generation.client,
-        looked_up_tokens=usage.looked_up_tokens,
         prefix_end=request.prefix_end,
-        disk_tokens=usage.disk_tokens,
-        host_tokens=usage.host_tokens,
-        draft_tokens=usage.draft_tokens,
-        accepted_tokens=usage.accepted_tokens,
         output_hash=output_hash,
         fingerprint=system_fingerprint(generation.model),
         trace_id=_trace_id(generation.clock),
         content="kept" if generation.keep is not None else "",
+        **asdict(usage),
     )
 
 

@@ -5,20 +5,20 @@ whose key is revoked.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from llmbox.engine.ipc.messages import RequestOutput
 
 from ..errors import ApiError
 from ..security.rate_limit import TokenReservation
+from ..store.record import LiveRequest, RequestRecord
 from ..util.formatting import hide_folders
 from .choice_stream import AnswerBuffer, ChoiceStream
 from .generation import Delta, Generation, TimeLimits, TokenUsage
-from .request_events import LiveRequest
 
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client disconnected; never sent."""
@@ -176,7 +176,7 @@ class OpenRequest:
     def live(self) -> LiveRequest:
         now = time.monotonic()
         clock = self.timeline
-        output = self.usage_now().output_tokens
+        usage = self.usage_now()
         decoding = now - clock.first_token if clock.first_token is not None else 0.0
         generation = self.generation
         return LiveRequest(
@@ -193,18 +193,11 @@ class OpenRequest:
             age=now - clock.began,
             stream=generation.stream,
             n=len(self.sequences),
-            prompt_tokens=self.usage.prompt_tokens,
-            cached_tokens=self.usage.cached_tokens,
-            output_tokens=output,
             ttft=None if clock.first_token is None else clock.first_token - clock.began,
-            tokens_per_second=output / decoding if decoding > 0 else None,
+            tokens_per_second=usage.output_tokens / decoding if decoding > 0 else None,
             resumes=self.resumes,
-            looked_up_tokens=self.usage.looked_up_tokens,
             prefix_end=self.prefix_end,
-            disk_tokens=self.usage.disk_tokens,
-            host_tokens=self.usage.host_tokens,
-            draft_tokens=self.usage.draft_tokens,
-            accepted_tokens=self.usage.accepted_tokens,
+            **asdict(usage),
         )
 
     def _delta(self, sequence: ChoiceStream, output: RequestOutput) -> Delta:
@@ -343,3 +336,27 @@ def _no_longer() -> ApiError:
         None,
         "authentication_error",
     )
+
+
+class RequestObserver(Protocol):
+    """Observer of requests. Called on the event loop; must be quick and must not raise."""
+
+    def on_open(self, request: LiveRequest) -> None: ...
+
+    def on_end(self, record: RequestRecord, reason: str = "") -> None:
+        """Called when a request has ended. `reason`: the message of its error."""
+
+    def on_refusal(self, record: RequestRecord, reason: str = "") -> None: ...
+
+
+class NullObserver:
+    """Observer that does nothing."""
+
+    def on_open(self, request: LiveRequest) -> None:
+        pass
+
+    def on_end(self, record: RequestRecord, reason: str = "") -> None:
+        pass
+
+    def on_refusal(self, record: RequestRecord, reason: str = "") -> None:
+        pass

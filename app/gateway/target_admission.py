@@ -14,7 +14,7 @@ from ..config.entries import LatencyTarget, find_target
 from ..config.settings import Settings
 from ..engines.queue_model import Forecast, QueueModel, missed_targets
 from ..errors import ApiError
-from ..metrics.metrics import Metrics
+from ..metrics import Metrics
 from ..security.security import BACKGROUND_PRIORITY, tier_of
 from ..store.record import RequestRecord
 from ..util.formatting import span

@@ -18,7 +18,7 @@ from ..control.controller import DaemonController, Failure
 from ..engines.loaded_model import Readiness
 from ..errors import ApiError, CliError, Exit
 from ..gateway.gateway import context_limit
-from ..metrics.metrics import CONTENT_TYPE
+from ..metrics import CONTENT_TYPE
 from ..models.adapters import add_adapter, remove_adapter
 from ..security.security import Identity
 from ..services import Services

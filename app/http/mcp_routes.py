@@ -25,8 +25,7 @@ from ..mcp.protocol import (
     is_request,
 )
 from ..security.security import LOCAL, Identity
-from ..services import Services
-from .auth.guard import Access, identity_of
+from .auth.guard import Access, identity_of, services_and_owner
 from .in_process import call_route
 from .server.request import load
 from .server.sse import EventStreamResponse, SseOptions, data_event, while_connected
@@ -133,9 +132,8 @@ async def receive_message(request: Request[Any, Any, State]) -> Response[Any]:
         message = await _read(request)
     except RpcError as error:
         return Response(error_response(None, error), status_code=400)
-    services: Services = request.app.state.services
+    services, owner = services_and_owner(request)
     sessions: McpSessions = request.app.state.mcp_sessions
-    owner = services.security.owner_id(identity_of(request))
     given = request.headers.get(SESSION)
     begins = message.get("method") == "initialize"
     if given is None or begins:
@@ -156,9 +154,8 @@ async def receive_message(request: Request[Any, Any, State]) -> Response[Any]:
 
 @delete("/mcp", status_code=204, sync_to_thread=False, name="mcp_end")
 def end_session(request: Request[Any, Any, State]) -> None:
-    services: Services = request.app.state.services
     sessions: McpSessions = request.app.state.mcp_sessions
-    sessions.close(request.headers.get(SESSION, ""), services.security.owner_id(identity_of(request)))
+    sessions.close(request.headers.get(SESSION, ""), services_and_owner(request)[1])
 
 
 def permission(identity: Identity) -> Callable[[Tool | Resource], bool]:

@@ -161,9 +161,8 @@ class DownloadStopped(Exception):  # noqa: N818 - nothing failed
 class RateLimiter:
     """Bandwidth cap in bytes a second over all threads that share it. The bound may change at any time."""
 
-    def __init__(self, rate: Callable[[], float | None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rate: Callable[[], float | None]) -> None:
         self._rate = rate
-        self._clock = clock
         self._free_at = 0.0
         self._lock = threading.Lock()
 
@@ -173,7 +172,7 @@ class RateLimiter:
         if not rate:
             return 0.0
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             self._free_at = max(now, self._free_at) + count / rate
             return self._free_at - now
 

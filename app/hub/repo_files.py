@@ -19,7 +19,7 @@ from .errors import HubError
 from .http import USER_AGENT, HubHttpClient, require_reachable
 
 if TYPE_CHECKING:
-    from .hub_client import HfApi
+    from huggingface_hub import HfApi
 
 ENDPOINT = "https://huggingface.co"
 INDEX = "model.safetensors.index.json"
@@ -49,6 +49,21 @@ SMALL_FILES = (
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+
+
+def import_client() -> Any:
+    """Import the hub's own client, late (0.3 s) and only here, with its unasked requests switched off.
+
+    By default it fetches a list of programs that may have started this process (`/api/agent-harnesses`), and
+    names the one it finds and the version of torch in every request.
+    """
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read by the import below, and by child processes
+    import huggingface_hub.constants  # noqa: PLC0415
+    import huggingface_hub.errors  # noqa: PLC0415
+
+    # Something else in this process may have imported it before.
+    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+    return huggingface_hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +115,10 @@ class Hub:
         """Build the client from HF_ENDPOINT, HF_TOKEN (or the token that `hf auth login` stored) and
         HF_HUB_OFFLINE.
         """
-        from .hub_client import get_token  # noqa: PLC0415 - 0.3 s that only downloads need
-
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-        return cls(os.environ.get("HF_ENDPOINT") or ENDPOINT, get_token(), offline=offline, note=note)
+        return cls(
+            os.environ.get("HF_ENDPOINT") or ENDPOINT, import_client().get_token(), offline=offline, note=note
+        )
 
     def require_online(self) -> None:
         if self.offline:
@@ -158,12 +173,13 @@ class Hub:
         return choose_files(listing, self.read_json(listing, INDEX, INDEX_LIMIT))
 
     def _api(self) -> "HfApi":
-        from .hub_client import HfApi  # noqa: PLC0415 - as above
-
         # It logs its retries in words of its own; `asking` reports their result.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         headers = {"user-agent": USER_AGENT}  # the default user agent names the Python of this box
-        return HfApi(endpoint=self.web.endpoint, token=self.web.token or False, headers=headers)
+        api: HfApi = import_client().HfApi(
+            endpoint=self.web.endpoint, token=self.web.token or False, headers=headers
+        )
+        return api
 
 
 def choose_files(listing: RepoListing, index: dict[str, Any] | None) -> list[RepoFile]:
@@ -247,8 +263,7 @@ class asking:  # noqa: N801 - a context manager
 
 
 def _translated(error: Exception, web: HubHttpClient, what: str) -> HubError:
-    from .hub_client import errors as theirs  # noqa: PLC0415 - as above
-
+    theirs = import_client().errors
     if isinstance(error, theirs.GatedRepoError):
         return errors.gated(what, web.token)
     if isinstance(error, theirs.OfflineModeIsEnabled):

@@ -22,9 +22,8 @@ from ..errors import ApiError
 from ..sandbox.pool import WAIT_SECONDS, WorkerPool, workers_busy
 from ..sandbox.worker import ATTACHED, to_frame
 from ..util.threads import off_loop
-from .fetch import SECONDS as FETCH_SECONDS
-from .fetch import FetchError, fetch_image
-from .source import ImageSource
+from .source import SECONDS as FETCH_SECONDS
+from .source import FetchError, ImageSource, fetch_image
 
 WORKERS: Final = 3
 SECONDS: Final = (15.0, 10.0)

@@ -12,10 +12,9 @@ from typing import Any
 
 from ..control.controller import DaemonController
 from ..errors import ApiError
-from ..gateway.request_events import LiveRequest
 from ..security.security import Identity
 from ..services import Services
-from ..store.record import Content, RequestRecord
+from ..store.record import Content, LiveRequest, RequestRecord
 from ..util.threads import off_loop
 
 _BEFORE, _AFTER = 32, 48

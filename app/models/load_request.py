@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from llmbox.engine.config import AUTO, EngineConfig, UseMTP, parse_disaggregate
@@ -13,35 +13,14 @@ from ..config.loader import find_overrides
 from ..config.model_settings import ModelSettings
 from .catalog import ModelRef, check_name, resolve
 
-_SAME = (
-    *(
-        "device",
-        "dtype",
-        "kv_dtype",
-        "quant",
-        "max_running",
-        "token_budget",
-        "kv_tokens",
-        "threads",
-        "tp",
-        "pp",
-        "expert_parallel",
-        "redundant_experts",
-        "cpu_experts",
-    ),
-    *(
-        "batching",
-        "premium_share",
-        "prefix_cache",
-        "chunked_prefill",
-        "speculate",
-        "deterministic",
-        "exact",
-        "cuda_graphs",
-    ),
+_OTHER_VALUES = {"overlap", "disaggregate"}
+"""Settings of which `EngineConfig` has the names with other values."""
+_SAME = tuple(
+    each.name
+    for each in fields(ModelSettings)
+    if each.name in EngineConfig.__dataclass_fields__ and each.name not in _OTHER_VALUES
 )
-"""Settings of a model that `EngineConfig` has under the same name."""
-
+"""Settings of a model that `EngineConfig` has under the same name, with the same values."""
 
 _MTP: dict[str, UseMTP] = {"mtp": "on", "none": "off"}
 """Values of `draft` that name no model: the checkpoint's layer for multi-token prediction, or nothing."""

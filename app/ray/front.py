@@ -38,7 +38,7 @@ from ..engines.prefix_table import block_hashes
 from ..engines.supervisor import Supervisor
 from ..errors import ApiError
 from ..http.app import DIALECTS, create_app
-from ..text.tokenizer.tokenizer import load_model_text
+from ..text.tokenizer.text_loader import load_model_text
 from . import scaling
 from .replica import NEEDS_VOCABULARY, ReplicaFacts
 

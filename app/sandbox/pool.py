@@ -277,8 +277,8 @@ def _refused(reason: str) -> ApiError:
 
 
 class GrammarPool(WorkerPool):
-    def __init__(self, size: int = 1) -> None:
-        super().__init__("grammar_worker", size)
+    def __init__(self) -> None:
+        super().__init__("grammar_worker", 1)
         self._replies: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         """Latest replies by digest of the job: agents send the same tools with every request."""
 

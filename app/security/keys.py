@@ -93,8 +93,8 @@ class ApiKey(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def allows_model(self, name: str) -> bool:
         return not self.models or any(fnmatchcase(name, pattern) for pattern in self.models)
 
-    def is_expired(self, now: float | None = None) -> bool:
-        return self.expires is not None and (time.time() if now is None else now) >= self.expires
+    def is_expired(self) -> bool:
+        return self.expires is not None and time.time() >= self.expires
 
 
 def new_secret() -> str:

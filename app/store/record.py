@@ -1,4 +1,5 @@
 """Record of one finished request: its numbers, the times of its sequences, its prompt and answer (`Content`).
+The numbers of an open one, as the dashboards show them.
 
 Times are kept as at most 200 bytes of MessagePack for any hour, written by position: new fields go to the
 end, with a default.
@@ -304,3 +305,36 @@ class StoreError(Exception):
 def first_line(error: Exception) -> str:
     """First line of an error. The rest of SQLAlchemy's errors is the statement."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRequest:
+    """Snapshot of an open request. Times in seconds."""
+
+    id: str
+    model: str
+    endpoint: str
+    key: str
+    client: str
+    state: str
+    """`queued` until the engine has scheduled it, `decode` after the first token."""
+    age: float
+    stream: bool
+    n: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft: float | None
+    tokens_per_second: float | None
+    resumes: int
+    looked_up_tokens: int = 0
+    prefix_end: str = ""
+    """Reason of `RequestRecord.prefix_end`."""
+    disk_tokens: int = 0
+    """Tokens of `cached_tokens` that came from disk."""
+    host_tokens: int = 0
+    """Tokens of it that came from main memory to a GPU. These four are known from the first token on."""
+    draft_tokens: int = 0
+    """Draft tokens that were verified so far."""
+    accepted_tokens: int = 0
+    """Number of them that were accepted."""

@@ -105,7 +105,7 @@ class Trimmer:
         if engine is None:
             self._sweep_files(self._clock.read(None))
             return
-        from .retention import last_trim, trim  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+        from .queries.requests import last_trim, trim  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
         try:
             now = self._clock.read(last_trim(engine))

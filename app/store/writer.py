@@ -35,8 +35,7 @@ from .trimming import Retention, Trimmer
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from .queries.requests import Entry
-    from .retention import What
+    from .queries.requests import Entry, What
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +159,7 @@ class RequestLog:
         """
 
         def erase(engine: "Engine") -> int:
-            from .retention import purge  # noqa: PLC0415
+            from .queries.requests import purge  # noqa: PLC0415
 
             return purge(engine, self.path, before, what)
 

@@ -5,7 +5,7 @@ Both dashboards draw the first as a bar. The map of blocks is made only on reque
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
@@ -172,9 +172,8 @@ class KVBlockMap(Struct, frozen=True, kw_only=True):
 class BlockReader:
     """Use it only from the daemon's event loop."""
 
-    def __init__(self, engines: EngineManager, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, engines: EngineManager) -> None:
         self._engines = engines
-        self._clock = clock
         self._seen: dict[str, tuple[float, BlockMap]] = {}
 
     async def read(self, most_cells: int) -> list[KVBlockMap]:
@@ -187,11 +186,11 @@ class BlockReader:
 
     async def _look(self, supervisor: Supervisor) -> None:
         at, _ = self._seen.get(supervisor.name, (0.0, None))
-        if 0 <= self._clock() - at < FRESH_S:
+        if 0 <= time.time() - at < FRESH_S:
             return
         found = await supervisor.block_map()
         if found is not None:
-            self._seen[supervisor.name] = self._clock(), found
+            self._seen[supervisor.name] = time.time(), found
 
 
 def draw_map(model: str, as_of: float, found: BlockMap, most_cells: int) -> KVBlockMap:

@@ -159,11 +159,9 @@ class EngineReader:
     def __init__(
         self,
         latencies: Latencies,
-        clock: Callable[[], float] = time.monotonic,
         find_target: Callable[[str], LatencyTarget | None] = lambda _: None,
     ) -> None:
         self._latencies = latencies
-        self._clock = clock
         self._find_target = find_target
         self._looks: dict[str, deque[tuple[float, EngineStats]]] = {}
         self._shapes: dict[str, ModelShape | None] = {}
@@ -218,7 +216,7 @@ class EngineReader:
         return described if info is None else _with_facts(described, info)
 
     def _rates(self, looks: "deque[tuple[float, EngineStats]]", stats: EngineStats) -> tuple[Number, Number]:
-        now = self._clock()
+        now = time.monotonic()
         if looks and stats.steps < looks[-1][1].steps:
             looks.clear()
         before = looks[-1] if looks else None

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from llmbox.engine.ipc.messages import DraftCounts
 
-from ..gateway.request_events import LiveRequest
+from ..store.record import LiveRequest
 from ..util.formatting import span
 
 

@@ -23,10 +23,9 @@ from ..config.paths import Paths
 from ..engines.manager import EngineManager
 from ..events import Events
 from ..gateway.gateway import Gateway
-from ..gateway.request_events import LiveRequest
-from ..logging.setup import component
+from ..log import component
 from ..store import RequestLog
-from ..store.record import RequestRecord
+from ..store.record import LiveRequest, RequestRecord
 from .daemon_profile import DaemonProfiler
 from .device_memory import BlockReader
 from .engine_rates import EngineReader, ErrorRates, Latencies, total_rate

@@ -23,7 +23,7 @@ from llmbox.app.config.settings import Settings
 from llmbox.app.daemon.compose import DaemonParts, compose
 from llmbox.app.errors import ApiError
 from llmbox.app.gateway.generation import Generation
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 
 from llmbox.app.errors import Exit
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import Box, box
 from support.openai_server import serving

@@ -7,7 +7,7 @@ import pytest
 
 from gpu import quality, sections
 from gpu.report import FAILED, Report
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from support import builtin_model
 from support.builtin_model import ASSETS, IN_SCOPE
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
+from llmbox.app.cli.root import cli
 from llmbox.app.config.settings import schema
 from llmbox.app.integrations.guides import GUIDES
-from llmbox.app.main import cli
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "packaging" / "builtin_model" / "data"

@@ -12,8 +12,7 @@ import click
 import pytest
 
 from llmbox import __version__
-from llmbox.app.cli.root import COMMANDS
-from llmbox.app.main import cli
+from llmbox.app.cli.root import COMMANDS, cli
 
 PACKAGING = Path(__file__).parents[2] / "packaging"
 SYSTEM_PYTHON = Path(sys.base_prefix) / "bin" / "python3"

@@ -32,7 +32,7 @@ from llmbox.app.http.ollama import responder
 from llmbox.app.http.openai import sampling
 from llmbox.app.http.server import errors as server_errors
 from llmbox.app.http.server.errors import encode_error
-from llmbox.app.metrics.metrics import Metrics
+from llmbox.app.metrics import Metrics
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Registry
 from llmbox.app.store import RecordFilter, RequestLog

@@ -7,7 +7,8 @@ from typing import Any
 
 from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat
-from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import TextModel
 from llmbox.engine.core.engine import Engine
 from support.real_engines import ask, tokens
 

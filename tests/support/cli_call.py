@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from llmbox.app.cli.root import run
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.main import run
 
 
 @dataclass

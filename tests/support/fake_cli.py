@@ -11,9 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from llmbox.app import admin_client as client
+from llmbox.app.cli.root import main
 from llmbox.app.cli.server import daemon_starter as starter
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.main import main
 
 PATIENCE = 180.0
 """Seconds: what a person would not wait for, but tests on a machine that others fill must."""
@@ -24,7 +24,7 @@ def fake_parts():
     from llmbox.app.engines.engine_process import EngineQuery
     from llmbox.app.store import writer as request_log
     from llmbox.app.telemetry.telemetry import Poller
-    from llmbox.app.text.tokenizer.tokenizer import load_model_text
+    from llmbox.app.text.tokenizer.text_loader import load_model_text
     from support.fake_engine import fake_launch
 
     request_log._OPENS_WITHIN_S = PATIENCE

@@ -13,7 +13,7 @@ from llmbox.app.engines.loaded_model import ModelReadiness, Readiness
 from llmbox.app.http.app import App, create_app
 from llmbox.app.http.server.request import LOCAL
 from llmbox.app.lifecycle.drain import Drain
-from llmbox.app.metrics.metrics import Metrics
+from llmbox.app.metrics import Metrics
 from llmbox.app.security.security import Security
 
 

@@ -22,7 +22,7 @@ from llmbox.app.http.server.server import serve
 from llmbox.app.http.server.sockets import listen_tcp
 from llmbox.app.lifecycle.instance import RunningDaemon
 from llmbox.app.services import Services
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE

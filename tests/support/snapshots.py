@@ -8,9 +8,8 @@ import msgspec
 
 from llmbox.app.admin_client import AnswerPiece
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.inspect.detail import as_curl, content_note, prefix_note
-from llmbox.app.store.record import RequestRecord
+from llmbox.app.store.record import LiveRequest, RequestRecord
 from llmbox.app.telemetry.snapshot import (
     Alert,
     EngineSnapshot,

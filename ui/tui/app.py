@@ -37,8 +37,7 @@ from .screens.models import ModelsScreen
 from .screens.overview import OverviewScreen
 from .screens.requests import RequestsScreen, fact_lines, fit_lines, request_lines
 from .themes import DARK, NAMES, OWN
-from .widgets.dialogs import ChoiceDialog, ConfirmDialog, HelpDialog, InputDialog, KeyValueDialog
-from .widgets.header import key_lines
+from .widgets.dialogs import ChoiceDialog, ConfirmDialog, HelpDialog, InputDialog, KeyValueDialog, key_lines
 from .widgets.lines import FixedTable, LineWidget
 
 SCREENS: tuple[type[DashboardScreen], ...] = (

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from llmbox.app.admin_client import Client
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.lifecycle.program import Command, Program, pass_program
+from llmbox.app.store.record import LiveRequest
 from llmbox.app.telemetry.snapshot import Tick
 from llmbox.app.util.formatting import did_you_mean
 

@@ -35,7 +35,6 @@ class Glyphs:
     cursor: str = "▸"
     warning: str = "▲"
     degree: str = "°C"
-    dotted: str = "·"
     tick: str = "┤"
     side: str = "│"
     corner: str = "└"
@@ -46,7 +45,7 @@ class Glyphs:
 UNICODE: Final = Glyphs()
 ASCII: Final = Glyphs(
     bar="#", half="+", rest=".", sparks=".:-=+*%#", dot="*", rule="-", more="~", down="in ", up="out ",
-    cursor=">", warning="!", degree="C", dotted="|", tick="|", side="|", corner="+", ascending="^",
+    cursor=">", warning="!", degree="C", tick="|", side="|", corner="+", ascending="^",
     descending="v",
 )  # fmt: skip
 

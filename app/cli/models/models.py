@@ -154,7 +154,7 @@ def _output_format(folder: Path) -> dict[str, str | None]:
     from llmbox.engine.errors import EngineError
 
     from ...text.output.format_table import recognize_format
-    from ...text.tokenizer.tokenizer import read_template
+    from ...text.tokenizer.text_loader import read_template
 
     try:
         format_ = recognize_format(read_template(folder))

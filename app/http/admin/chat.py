@@ -30,7 +30,7 @@ from ...store.conversations import (
     has_values,
     without_values,
 )
-from ..auth.guard import identity_of
+from ..auth.guard import services_and_owner
 from ..server.sse import while_connected
 
 MOST_ITEMS: Final = 100
@@ -86,7 +86,7 @@ class ServerTools(Struct):
 
 @get("/chat/presets", name="admin_presets")
 async def presets(request: Request[Any, Any, State]) -> dict[str, dict[str, ChatPreset]]:
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     return {"presets": await PanelItems(services.request_log, ChatPreset).all(owner)}
 
 
@@ -97,7 +97,7 @@ async def save_preset(
     """Save a preset, replacing one of the same name."""
     if not _PRESET_NAME.fullmatch(name) or name != name.strip():
         raise _bad("A preset's name has 1 to 80 characters and no slash.", "name")
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     items = PanelItems(services.request_log, ChatPreset)
     _require_room(await items.all(owner), name)
     await items.put(owner, name, data)
@@ -106,7 +106,7 @@ async def save_preset(
 
 @delete("/chat/presets/{name:str}", status_code=200, name="admin_delete_preset")
 async def delete_preset(request: Request[Any, Any, State], name: FromPath[str]) -> dict[str, str]:
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     if not await PanelItems(services.request_log, ChatPreset).delete(owner, name):
         raise ApiError(404, f"No preset {name[:80]!r} is known.", "not_found", "name")
     return {"name": name}
@@ -115,7 +115,7 @@ async def delete_preset(request: Request[Any, Any, State], name: FromPath[str]) 
 @get("/chat/servers", name="admin_chat_servers")
 async def servers(request: Request[Any, Any, State]) -> ServerList:
     """List the caller's MCP servers. None is contacted."""
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     found = await _servers_of(services, owner)
     views = [_view(name, each) for name, each in found.items()]
     return ServerList(views, services.settings.server.mcp_commands, getpass.getuser())
@@ -126,7 +126,7 @@ async def save_server(
     request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[SaveServer]
 ) -> ServerView:
     """Save a server, replacing one of the same name. A program needs the setting and `confirmed`."""
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     if not _SERVER_NAME.fullmatch(name):
         raise _bad("A server's name has 1 to 24 small letters, digits and dashes.", "name")
     if bool(data.url) == bool(data.command):
@@ -148,7 +148,7 @@ async def change_server(
     request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[ChangeServer]
 ) -> ServerView:
     """Allow a server or not, trust its tools or not."""
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     spec = await _find(services, owner, name)
     if data.allowed is not None:
         spec.allowed = data.allowed
@@ -162,7 +162,7 @@ async def change_server(
 
 @delete("/chat/servers/{name:str}", status_code=200, name="admin_delete_chat_server")
 async def delete_server(request: Request[Any, Any, State], name: FromPath[str]) -> dict[str, str]:
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     services.mcp_clients.leave(owner, name)
     if not await PanelItems(services.request_log, ChatToolServer).delete(owner, name):
         raise _unknown(name)
@@ -173,7 +173,7 @@ async def delete_server(request: Request[Any, Any, State], name: FromPath[str]) 
 @post("/chat/servers/{name:str}/tools", status_code=200, name="admin_chat_tools")
 async def server_tools(request: Request[Any, Any, State], name: FromPath[str]) -> ServerTools:
     """Connect to an allowed server, if needed, and list its tools."""
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     spec = await _usable(services, owner, name)
     return ServerTools(await while_connected(request.receive, services.mcp_clients.tools(owner, name, spec)))
 
@@ -183,7 +183,7 @@ async def call_tool(
     request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[CallTool]
 ) -> ServerResult:
     """Call a tool of an allowed server. The call is cancelled when the client leaves."""
-    services, owner = _caller(request)
+    services, owner = services_and_owner(request)
     spec = await _usable(services, owner, name)
     work = services.mcp_clients.call(owner, name, spec, data.tool, data.arguments)
     return await while_connected(request.receive, work)
@@ -294,11 +294,6 @@ def _require_room(items: Mapping[str, Any], name: str) -> None:
         raise ApiError(400, f"{MOST_ITEMS} are kept at most. Delete one first.", "too_many", "name")
 
 
-def _caller(request: Request[Any, Any, State]) -> tuple[Services, str]:
-    services: Services = request.app.state.services
-    return services, services.security.owner_id(identity_of(request))
-
-
 def _unknown(name: str) -> ApiError:
     return ApiError(404, f"No MCP server {name[:64]!r} is known.", "not_found", "name")
 
@@ -359,8 +354,8 @@ async def delete_conversation(request: Request[Any, Any, State], id_: FromPath[s
 
 
 def _store(request: Request[Any, Any, State]) -> tuple[Conversations, str]:
-    services: Services = request.app.state.services
-    return Conversations(services.request_log), services.security.owner_id(identity_of(request))
+    services, owner = services_and_owner(request)
+    return Conversations(services.request_log), owner
 
 
 def _unknown_conversation(id_: str) -> ApiError:

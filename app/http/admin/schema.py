@@ -11,7 +11,7 @@ from llmbox.engine.ipc.messages import EngineStats, ModelInfo, Progress
 
 from ...config.entries import Scalar
 from ...errors import ApiError
-from ...gateway.request_events import LiveRequest
+from ...store.record import LiveRequest
 from ...telemetry.snapshot import ErrorRate
 
 

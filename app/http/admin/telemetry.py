@@ -20,7 +20,7 @@ from ...config.entries import find_price, find_target
 from ...control.controller import DaemonController
 from ...errors import ApiError
 from ...events import Event, Events
-from ...logging.setup import LEVEL_NAMES, LogEntry, tail
+from ...log import LEVEL_NAMES, LogEntry, tail
 from ...services import Services
 from ...store.usage import ModelUsage, Outcomes, outcomes, usage_by_model
 from ...telemetry.daemon_profile import DaemonTimes

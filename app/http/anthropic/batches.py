@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 from ...errors import ApiError
 from ...services import Services
 from ...store.batches import Batch, BatchItem, BatchPage, BatchResult
-from ..auth.guard import Access
+from ..auth.guard import Access, services_and_owner
+from ..openai.batches import batch_not_found, find_batch
 from ..openai.request_context import HttpRequest
 from ..openai.sampling import invalid
-from ..openai.stored import services_and_owner
 
 _PATH = "/v1/messages/batches"
 _ONE = _PATH + "/{batch_id:str}"
@@ -108,7 +108,7 @@ async def list_batches(
     page = BatchPage(kind="anthropic", owner=owner, after=after_id or "", before=before_id or "", limit=limit)
     found = await services.batches.store.find(page)
     if found is None:
-        raise _not_found(after_id or before_id or "")
+        raise batch_not_found(after_id or before_id or "", "batch_id")
     shown = [_to_message_batch(request, batch) for batch in found[:limit]]
     if before_id:
         shown.reverse()
@@ -124,7 +124,7 @@ async def list_batches(
 async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> MessageBatch:
     """Return one batch with its progress."""
     services, owner = services_and_owner(request)
-    return _to_message_batch(request, await _find(services, owner, batch_id))
+    return _to_message_batch(request, await find_batch(services, "anthropic", owner, batch_id))
 
 
 @post(
@@ -137,8 +137,8 @@ async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> Messa
 async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> MessageBatch:
     """Cancel a batch. Answers that it already has stay; a batch that has ended stays as it is."""
     services, owner = services_and_owner(request)
-    await services.batches.cancel(await _find(services, owner, batch_id))
-    return _to_message_batch(request, await _find(services, owner, batch_id))
+    await services.batches.cancel(await find_batch(services, "anthropic", owner, batch_id))
+    return _to_message_batch(request, await find_batch(services, "anthropic", owner, batch_id))
 
 
 @delete(
@@ -151,7 +151,7 @@ async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> Message
 async def delete_batch(request: HttpRequest, batch_id: FromPath[str]) -> DeletedBatch:
     """Erase a batch that has ended, with its results; the bytes are overwritten."""
     services, owner = services_and_owner(request)
-    batch = await _find(services, owner, batch_id)
+    batch = await find_batch(services, "anthropic", owner, batch_id)
     if batch.ended is None:
         raise ApiError(
             400,
@@ -172,7 +172,7 @@ async def delete_batch(request: HttpRequest, batch_id: FromPath[str]) -> Deleted
 async def batch_results(request: HttpRequest, batch_id: FromPath[str]) -> Response[Any]:
     """Return one line of JSON for each request, in their order."""
     services, owner = services_and_owner(request)
-    batch = await _find(services, owner, batch_id)
+    batch = await find_batch(services, "anthropic", owner, batch_id)
     if batch.ended is None:
         raise ApiError(400, "This batch has not ended yet.", "batch_not_ended", "batch_id")
     return Stream(_lines(services, batch), media_type="application/x-jsonl")
@@ -194,17 +194,6 @@ def _line(result: BatchResult) -> bytes:
     else:
         data = {"type": "errored", "error": msgspec.Raw(result.answer)}
     return msgspec.json.encode({"custom_id": result.custom_id, "result": data}) + b"\n"
-
-
-async def _find(services: Services, owner: str, batch_id: str) -> Batch:
-    found = await services.batches.store.get("anthropic", owner, batch_id)
-    if found is None:
-        raise _not_found(batch_id)
-    return found
-
-
-def _not_found(batch_id: str) -> ApiError:
-    return ApiError(404, f"There is no batch {batch_id!r} of yours.", "batch_not_found", "batch_id")
 
 
 def _to_message_batch(request: HttpRequest, batch: Batch) -> MessageBatch:

@@ -74,6 +74,12 @@ def identity_of(connection: Connection) -> Identity:
     return found
 
 
+def services_and_owner(connection: Connection) -> tuple[Services, str]:
+    """Return the daemon's services, and the id under which data of the caller's key are kept."""
+    services: Services = connection.app.state.services
+    return services, services.security.owner_id(identity_of(connection))
+
+
 def csrf_token(connection: Connection) -> str:
     """Return the token that this session's pages send back with every change; empty without a session."""
     session: Session | None = identity_of(connection).session

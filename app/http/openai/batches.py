@@ -13,12 +13,11 @@ from msgspec import Meta, Struct
 from ...config.settings import LimitSettings
 from ...errors import ApiError
 from ...services import Services
-from ...store.batches import Batch, BatchItem, BatchPage, BatchResult
-from ..auth.guard import Access
+from ...store.batches import Batch, BatchItem, BatchKind, BatchPage, BatchResult
+from ..auth.guard import Access, services_and_owner
 from ..server import request as strict_json
 from .request_context import HttpRequest
 from .request_types import MetadataKey, MetadataValue
-from .stored import services_and_owner
 
 _PATH = "/v1/batches"
 MOST_REQUESTS = 50_000
@@ -116,7 +115,7 @@ async def list_batches(
     page = BatchPage(kind="openai", owner=owner, after=after or "", limit=limit)
     found = await services.batches.store.find(page)
     if found is None:
-        raise _not_found(after or "", "after")
+        raise batch_not_found(after or "", "after")
     data = [to_batch_object(batch) for batch in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return BatchObjectList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
@@ -126,7 +125,7 @@ async def list_batches(
 async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchObject:
     """Return one batch with its progress."""
     services, owner = services_and_owner(request)
-    return to_batch_object(await _find(services, owner, batch_id))
+    return to_batch_object(await find_batch(services, "openai", owner, batch_id))
 
 
 @post(
@@ -139,7 +138,7 @@ async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> Batch
 async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchObject:
     """Cancel a batch. Results that it already has stay."""
     services, owner = services_and_owner(request)
-    batch = await _find(services, owner, batch_id)
+    batch = await find_batch(services, "openai", owner, batch_id)
     if batch.ended is not None:
         raise ApiError(
             409,
@@ -148,7 +147,7 @@ async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchOb
             "batch_id",
         )
     await services.batches.cancel(batch)
-    return to_batch_object(await _find(services, owner, batch_id))
+    return to_batch_object(await find_batch(services, "openai", owner, batch_id))
 
 
 def read_items(path: Path, endpoint: str, limits: LimitSettings) -> list[BatchItem]:
@@ -289,14 +288,15 @@ def to_batch_object(batch: Batch) -> BatchObject:
     )
 
 
-async def _find(services: Services, owner: str, batch_id: str) -> Batch:
-    found = await services.batches.store.get("openai", owner, batch_id)
+async def find_batch(services: Services, kind: BatchKind, owner: str, batch_id: str) -> Batch:
+    """Return one of the caller's batches. Raises ApiError 404."""
+    found = await services.batches.store.get(kind, owner, batch_id)
     if found is None:
-        raise _not_found(batch_id, "batch_id")
+        raise batch_not_found(batch_id, "batch_id")
     return found
 
 
-def _not_found(batch_id: str, param: str) -> ApiError:
+def batch_not_found(batch_id: str, param: str) -> ApiError:
     return ApiError(404, f"There is no batch {batch_id!r} of yours.", "batch_not_found", param)
 
 

@@ -16,11 +16,11 @@ from ...errors import ApiError
 from ...services import Services
 from ...store.batches import Batch, BatchPage
 from ...store.files import StoredFile
-from ..auth.guard import Access
+from ..auth.guard import Access, services_and_owner
 from .batches import OutputKind, find_output, has_output, output_id, output_lines
 from .request_context import HttpRequest
 from .sampling import invalid
-from .stored import DeletedObject, Order, services_and_owner
+from .stored import DeletedObject, Order
 
 _PATH = "/v1/files"
 _ONE = _PATH + "/{file_id:str}"

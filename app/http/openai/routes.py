@@ -13,7 +13,7 @@ from ...control.controller import DaemonController
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
-from ...text.tokenizer.tokenizer import read_tokenizer_config
+from ...text.tokenizer.text_loader import read_tokenizer_config
 from ...util.formatting import hide_folders
 from ...util.threads import off_loop
 from ..auth.guard import Access, identity_of

@@ -11,9 +11,8 @@ from litestar.params import Body, FromPath, FromQuery, QueryParameter
 from msgspec import Struct
 
 from ...errors import ApiError
-from ...services import Services
 from ...store.stored_answers import Kind, StoredAnswer, StoredAnswers, StoredFilter
-from ..auth.guard import Access, identity_of
+from ..auth.guard import Access, services_and_owner
 from .request_context import HttpRequest, RequestContext
 from .response_types import ChatCompletion
 from .sampling import invalid
@@ -67,11 +66,6 @@ def not_found(what: str, id_: str, param: str, *, code: str | None = None) -> Ap
         code=code or f"{what.replace(' ', '_')}_not_found",
         param=param,
     )
-
-
-def services_and_owner(request: HttpRequest) -> tuple[Services, str]:
-    services: Services = request.app.state.services
-    return services, services.security.owner_id(identity_of(request))
 
 
 NOT_STORED = "The answer could not be stored: the write queue of the disk is full."

@@ -2,7 +2,7 @@
 warnings.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final, get_type_hints
 
@@ -168,11 +168,10 @@ _ONLY_WITH: Final = {
 _NO_PENALTY: Final = (None, 0, 1)
 
 
-def refuse_foreign(plain: Mapping[str, Any], places: tuple[str, ...] = ("options",)) -> None:
-    """Refuse fields of other servers. `places`: of further fields inside `plain`. Raises ApiError 400 with
-    `param`.
-    """
-    for at, fields in _tables(plain, places):
+def refuse_foreign(plain: Mapping[str, Any]) -> None:
+    """Refuse fields of other servers, also inside Ollama's `options`. Raises ApiError 400 with `param`."""
+    options = plain.get("options")
+    for at, fields in ("", plain), ("options.", options if isinstance(options, dict) else {}):
         for name in FOREIGN.keys() & fields.keys():
             reason, harmless = FOREIGN[name]
             value = fields[name]
@@ -188,13 +187,6 @@ def refuse_foreign(plain: Mapping[str, Any], places: tuple[str, ...] = ("options
                 code="unsupported_parameter",
                 param=f"{at}{name}",
             )
-
-
-def _tables(plain: Mapping[str, Any], places: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield "", plain
-    for place in places:
-        if isinstance(inner := plain.get(place), dict):
-            yield f"{place}.", inner
 
 
 def _same(value: Any, harmless: Any) -> bool:

@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...store.stored_answers import StoredAnswer
-from ..auth.guard import Access
+from ..auth.guard import Access, services_and_owner
 from ..openai.chat_messages import reasoning_tokens
 from ..openai.request_context import HttpRequest, RequestContext, answer, inference_route
 from ..openai.sampling import invalid
@@ -27,7 +27,6 @@ from ..openai.stored import (
     StoredPage,
     check_metadata,
     page_after,
-    services_and_owner,
 )
 from ..openai.unsupported import refuse_unsupported
 from ..server.request import StrictRequest

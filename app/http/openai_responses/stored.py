@@ -14,7 +14,7 @@ from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
 from ...services import Services
 from ...store.stored_answers import StoredAnswer
-from ..auth.guard import Access
+from ..auth.guard import Access, services_and_owner
 from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.sampling import invalid
 from ..openai.stored import (
@@ -26,7 +26,6 @@ from ..openai.stored import (
     StoredPage,
     not_found,
     page_after,
-    services_and_owner,
 )
 from ..server.sse import EventStreamResponse, SseOptions
 from .items import ResponseObject

@@ -1,20 +1,12 @@
-"""Text side of a model directory: tokenizer, chat template, end tokens, generation defaults."""
+"""Text side of a model: prompts to token ids, token ids to text. `text_loader.py` makes it of files."""
 
-import contextlib
-import ctypes
-import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from llmbox.engine.checkpoint.files import MAX_BYTES, parse_json, read_regular
-from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.vision.config import VisionConfig
-from llmbox.engine.model_config.vision.families import find_vision
 
 from ...errors import ApiError
 from ...sandbox.pool import TemplatePool
@@ -23,30 +15,16 @@ from ..chat_template import (
     Chat,
     ControlTokens,
     RenderedChat,
-    named_special_tokens,
     number_calls,
-    pick_template,
     render_chat,
 )
 from ..output.format_table import recognize_format
 from ..output.output_formats import OutputFormat
 from .detokenizer import Detokenizer, TokenBytes, decode
-from .end_tokens import declared_ids, end_token_ids
 from .sandboxed_encoder import SandboxedEncoder, as_api_error
-from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
-from .tokenizer_builder import build_source, find_source
-from .tokenizer_safety import find_unsafe_part, find_unsafe_step
+from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError
 
 T = TypeVar("T")
-log = logging.getLogger("llmbox.text")
-
-_DEFAULT_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 2),
-    "top_p": (1e-9, 1),
-    "top_k": (0, 1 << 30),
-    "min_p": (0, 1),
-    "repetition_penalty": (1e-9, 2),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,140 +179,6 @@ def _no_tools(param: str) -> ApiError:
         code="tools_not_supported",
         param=param,
     )
-
-
-def load_model_text(path: Path) -> TextModel:
-    """Load the text side of a model. Raises ModelError naming the file that is missing or broken."""
-    text = _load(path)
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)  # frees the file and its parsed form
-    return text
-
-
-def _load(path: Path) -> TextModel:
-    tokenizer, encoder = _load_tokenizer(path)
-    decoder = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
-    config = _read_json(path / "tokenizer_config.json")
-    generation = _read_json(path / "generation_config.json")
-    special_tokens = named_special_tokens(
-        _read_json(path / "special_tokens_map.json")
-    ) | named_special_tokens(config)
-    template = _template(path, config)
-    tool_template = _template(path, config, "tool_use")
-    configs = {"config.json": _read_json(path / "config.json"), "generation_config.json": generation}
-    declared, warnings = declared_ids(configs)
-    return TextModel(
-        tokenizer=tokenizer,
-        encoder=encoder,
-        tokens=TokenBytes(tokenizer, decoder),
-        control=ControlTokens(tokenizer, frozenset(special_tokens.values())),
-        special_tokens=special_tokens,
-        chat_template=template,
-        vision=find_vision(path)[0],
-        tool_template=tool_template,
-        eos_token_ids=end_token_ids(tokenizer, special_tokens, template, declared),
-        warnings=tuple(warnings),
-        generation_defaults=_generation_defaults(generation),
-    )
-
-
-def _load_tokenizer(folder: Path) -> tuple[Tokenizer, TextEncoder | SandboxedEncoder]:
-    """Load the vocabulary and the encoder. Raises ModelError."""
-    file = folder / "tokenizer.json"
-    is_built = not file.exists() and find_source(folder) is not None
-    source = build_source(folder) if is_built else _read_bytes(file)
-    unsafe = find_unsafe_step(source)
-    encoder: TextEncoder | SandboxedEncoder | None = None
-    if unsafe:
-        log.info("%s: texts are tokenized in a process of its own, for %s", file, unsafe)
-        encoder = SandboxedEncoder.of_source(source) if is_built else SandboxedEncoder(file)
-    try:
-        if unsafe:
-            source = _strip_steps(source)
-        tokenizer = load_tokenizer(source)
-    except ValueError as error:
-        raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
-    if encoder is None and find_unsafe_part(tokenizer):  # a repeated key is read in two ways
-        raise ModelError("tokenizer.json is ambiguous: the library reads other steps in it")
-    return tokenizer, encoder or TextEncoder(tokenizer)
-
-
-def _strip_steps(source: bytes) -> bytes:
-    """Keep only the mapping of tokens and ids: no step that works on a text stays. Raises ValueError."""
-    file = parse_json(source)
-    if not isinstance(file, dict):
-        raise ValueError("it holds no JSON object")  # noqa: TRY004 - of a file, not of an argument
-    return json.dumps({**file, "normalizer": None, "pre_tokenizer": None, "post_processor": None}).encode()
-
-
-def read_template(path: Path) -> str | None:
-    """Read the chat template of a model that is not loaded. Raises ModelError."""
-    return _template(path, _read_json(path / "tokenizer_config.json"))
-
-
-def read_tokenizer_config(path: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json as its author wrote it; empty where there is none. Raises ModelError."""
-    return _read_json(path / "tokenizer_config.json")
-
-
-def read_generation_defaults(path: Path) -> dict[str, float]:
-    """Read the generation defaults of a model that is not loaded. Raises ModelError."""
-    return _generation_defaults(_read_json(path / "generation_config.json"))
-
-
-def _template(path: Path, config: dict[str, Any], name: str = "default") -> str | None:
-    """Read the template of this name, as transformers finds it."""
-    files = [path / "additional_chat_templates" / f"{name}.jinja"]
-    if name == "default":
-        files.insert(0, path / "chat_template.jinja")
-    for file in files:
-        if file.exists():
-            return _read_text(file)
-    given = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
-    return pick_template(given, name)
-
-
-def _generation_defaults(config: dict[str, Any]) -> dict[str, float]:
-    # `do_sample: false` is how a model says "greedy"; its other numbers then mean nothing.
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return {
-        name: config[name]
-        for name, (low, high) in _DEFAULT_RANGES.items()
-        if isinstance(config.get(name), int | float) and low <= config[name] <= high
-    }
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. An absent file is an empty object: only tokenizer.json is needed."""
-    if not path.exists():
-        return {}
-    try:
-        value = parse_json(_read_text(path))
-    except ValueError as error:
-        raise ModelError(f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path.name} must hold a JSON object")
-    return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return _read_bytes(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path.name} cannot be read: {error}") from None
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return read_regular(path, MAX_BYTES)
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path.name} is missing in the model's directory: there is no tokenizer to read text with. "
-            "Fetch the whole model again. tekken.json, tokenizer.model, or vocab.json and merges.txt do too."
-        ) from None
-    except OSError as error:
-        raise ModelError(f"{path.name} cannot be read: {error.strerror or error}") from None
 
 
 def vocabulary_warnings(text: TextModel, rows: int) -> list[str]:

@@ -8,10 +8,9 @@ import click
 import pytest
 
 from llmbox.app.cli.options import as_arguments
-from llmbox.app.cli.root import COMMANDS, LazyGroup
+from llmbox.app.cli.root import COMMANDS, LazyGroup, cli, run
 from llmbox.app.errors import Exit
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.main import cli, run
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ LARGE = {
 
 SCRIPT = """
 import sys
-from llmbox.app.main import run
+from llmbox.app.cli.root import run
 from llmbox.app.lifecycle.program import Program
 run(sys.argv[1:], Program())
 print("MODULES", *{name.partition(".")[0] for name in sys.modules})

@@ -22,7 +22,7 @@ from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Alias, Registry
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory

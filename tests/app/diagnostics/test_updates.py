@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmbox import __version__
+from llmbox.app.cli.root import run
 from llmbox.app.diagnostics import updates
 from llmbox.app.diagnostics.updates import (
     add_package_command,
@@ -21,7 +22,6 @@ from llmbox.app.diagnostics.updates import (
 )
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.main import run
 
 NEWER = [
     "llmbox-0.0.9.tar.gz",

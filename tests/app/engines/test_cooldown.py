@@ -8,7 +8,7 @@ import pytest
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.errors import ApiError
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from support.clock import Clock
 from support.engines import assert_undisturbed, config, kill, read_all, request, supervised, until
 from support.fake_engine import fake_launch, write_model

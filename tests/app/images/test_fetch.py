@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from llmbox.app.images import fetch
-from llmbox.app.images.fetch import FetchError, fetch_image, is_public
+from llmbox.app.images import source
+from llmbox.app.images.source import FetchError, fetch_image, is_public
 
 INSIDE = [
     *("127.0.0.1", "127.9.9.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
@@ -63,7 +63,7 @@ def fetching(
 
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(fetch.asyncio, "open_connection", open_connection)
+                patch.setattr(source.asyncio, "open_connection", open_connection)
                 return await fetch_image(url, most, find)
         finally:
             server.close()

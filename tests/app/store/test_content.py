@@ -117,7 +117,7 @@ async def test_purge_spares_what_is_newer(log):
 
 
 async def test_purge_does_not_claim_what_a_reader_prevents(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.retention._TRIES", 2)
+    monkeypatch.setattr("llmbox.app.store.queries.requests._TRIES", 2)
     monkeypatch.setattr("llmbox.app.store.database._BUSY_MS", 50)
     log = RequestLog(tmp_path / "requests.db")
     log.start()

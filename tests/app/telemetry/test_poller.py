@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from llmbox.app.engines.loaded_model import Readiness
 from llmbox.app.engines.queue_model import QueueModel
 from llmbox.app.events import Events
-from llmbox.app.gateway.request_events import LiveRequest
-from llmbox.app.store.record import RequestRecord
+from llmbox.app.store.record import LiveRequest, RequestRecord
 from llmbox.app.telemetry.engine_rates import ErrorRates, Latencies
 from llmbox.app.telemetry.gpus import GpuReader, HostReader
 from llmbox.app.telemetry.history import History

@@ -9,7 +9,8 @@ from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.template_worker import render
 from llmbox.app.text.chat_template import Chat, RenderedChat, _any_of
 from llmbox.app.text.tokenizer.text_encoder import TextEncoder
-from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import TextModel
 from llmbox.engine.errors import ModelError
 from support.lanes import examples
 from support.tokenizers_zoo import FAMILIES, SPECIALS, TEMPLATES, write_text_files

@@ -7,7 +7,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from llmbox.app.errors import ApiError
 from llmbox.app.text.fim import FAMILIES, FimTokens, fim_prompt, fim_stop_ids
-from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import TextModel
 from support.tokenizers_zoo import byte_level, llama2, metaspace, write_text_files
 
 

@@ -20,7 +20,7 @@ from llmbox.app.text.output.output_formats import (
     thinking_after,
 )
 from llmbox.app.text.output.output_parser import OutputParser, ParsedOutput
-from llmbox.app.text.tokenizer.end_tokens import end_token_ids
+from llmbox.app.text.tokenizer.text_loader import end_token_ids
 from support.lanes import NIGHTLY
 from support.output_examples import ARGUMENTS, EXAMPLES, FORMATS, SCHEMAS, template_of
 

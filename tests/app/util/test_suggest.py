@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.cli.root import run
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.main import run
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.util.formatting import nearest
 

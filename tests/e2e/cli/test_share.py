@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import segno
 
+from llmbox.app.cli.root import INTERRUPTED, run
 from llmbox.app.cli.server import daemon_starter, share
 from llmbox.app.cli.server.share import NetworkAddress, certificate_fingerprint, lan_addresses, qr_text
 from llmbox.app.config.loader import read_file
@@ -19,7 +20,6 @@ from llmbox.app.daemon.tls import self_made_certificate
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.instance import find_running
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.main import INTERRUPTED, run
 from support.cli_box import box  # noqa: F401 - a fixture
 
 HERE = [NetworkAddress("127.0.0.1", "lo")]

@@ -8,7 +8,7 @@ import ollama
 import pytest
 from tokenizers import Tokenizer, processors
 
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from support.cli_box import PATIENCE
 from support.fake_engine import fake_vector, write_model
 from support.openai_server import serving

@@ -13,7 +13,7 @@ from llmbox.app.errors import CliError
 from llmbox.app.models.adapters import list_adapters
 from llmbox.app.models.load_request import ModelRequest
 from llmbox.app.security.keys import KeySpec
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.ipc.spawn import Launch
 from support.adapters import make_adapter, plain_tensors, write_adapter
 from support.openai_server import serving

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from llmbox.app.gateway.generation import choice_seed
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.sampling_params import SamplingParams
 from support.cli_box import PATIENCE, until
 from support.fake_engine import FakeOptions, expected_tokens, write_model

@@ -12,7 +12,7 @@ import torch
 from llmbox.app.inspect.detail import detail_of
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.security.security import LOCAL
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import until
 from support.openai_server import serving

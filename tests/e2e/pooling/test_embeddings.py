@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from llmbox.app.store.record import RecordFilter, RequestRecord
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from support.cli_box import PATIENCE, until
 from support.fake_engine import GO_FILE, fake_vector, write_model
 from support.openai_server import serving

@@ -19,7 +19,7 @@ from llmbox.app.errors import CliError
 from llmbox.app.hub.model_info import local_facts
 from llmbox.app.models.catalog import directory
 from llmbox.app.models.gguf_folders import folder_of
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.matrices import check_matrices
 from llmbox.engine.gguf.reader import read_gguf

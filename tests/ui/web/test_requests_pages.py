@@ -9,9 +9,9 @@ import click
 import httpx
 import pytest
 
+from llmbox.app.cli.root import cli
 from llmbox.app.config.settings import schema
 from llmbox.app.http.admin.schema import ModelStatus
-from llmbox.app.main import cli
 from llmbox.app.models.catalog import BUILTIN_DIR
 from llmbox.app.store.record import RequestRecord
 from llmbox.ui.web import panel_routes

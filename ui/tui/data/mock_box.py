@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbox.app.gateway.request_events import LiveRequest
+from llmbox.app.store.record import LiveRequest
 from llmbox.app.telemetry.engine_rates import nearest_rank
 from llmbox.app.telemetry.snapshot import (
     NA,

@@ -1,20 +1,24 @@
-"""Base of the screens: top bar, alert line, footer, filter, and the list for small terminals."""
+"""Base of the screens: first line (screens and health), alert line, footer, filter, and the list for small
+terminals.
+"""
 
+import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.events import Click
 from textual.screen import Screen
 from textual.types import CSSPathType
 from textual.widget import Widget
-from textual.widgets import Input
+from textual.widgets import Footer, Input
+from textual.widgets._footer import FooterKey
 
-from ..messages import DashboardState, FetchData, StateChanged
-from ..rendering import Glyphs
-from ..widgets.header import AlertLine, KeyFooter, TabBar, alert_line, compact_lines
-from ..widgets.lines import FixedTable, Lines
+from ..messages import DashboardState, FetchData, StateChanged, count_requests
+from ..rendering import Glyphs, Line, Span, clean, count, duration, line_width, percent, seconds
+from ..widgets.lines import FixedTable, Lines, cut
 
 if TYPE_CHECKING:
     from ..app import Dashboard
@@ -150,3 +154,153 @@ class DashboardScreen(Screen[None]):
         """Return whether each word of the filter occurs in one of the texts."""
         whole = " ".join(texts).casefold()
         return all(word in whole for word in self.filter_text.split())
+
+
+TITLES: Final = ("Overview", "Requests", "Models", "Memory", "Logs", "Bench & Doctor", "Chat", "Alerts")
+_SHORT: Final = ("Over", "Req", "Mod", "Mem", "Log", "Bench", "Chat", "Alert")
+_TABS: Final = ((TITLES, " {number} {name} "), (_SHORT, " {number} {name} "), (_SHORT, " {number} {name}"))
+"""Names and forms of the tabs, the widest first."""
+
+
+class TabBar(Lines):
+    """First line of every screen. A click on a tab opens its screen."""
+
+    def fill(self, app: "Dashboard", title: str, width: int) -> None:
+        line, self._tabs = bar_line(app, title, width)
+        self.show([line])
+
+    def on_click(self, event: Click) -> None:
+        for begin, end, title in self._tabs:
+            if begin <= event.x < end:
+                self.app.switch_mode(title)
+
+    _tabs: tuple[tuple[int, int, str], ...] = ()
+    """First column, column behind the last one, and screen of each tab."""
+
+
+class AlertLine(Lines):
+    """Second line of every screen. A click opens the list of alerts."""
+
+    def on_click(self) -> None:
+        self.app.switch_mode("Alerts")
+
+
+class KeyFooter(Footer):
+    """Footer that leaves out what all screens have where it would not fit."""
+
+    SPARE: Final = ("pause", "themes", "app.focus_next", "quit", "range")
+
+    def compose(self) -> ComposeResult:
+        keys = list(super().compose())
+
+        def width() -> int:
+            return sum(
+                len(key.key_display) + len(key.description) + 2 for key in keys if isinstance(key, FooterKey)
+            )
+
+        for action in self.SPARE:
+            if width() <= self.screen.size.width:
+                break
+            keys = [key for key in keys if not (isinstance(key, FooterKey) and key.action == action)]
+        yield from keys
+
+
+def bar_line(app: "Dashboard", title: str, width: int) -> tuple[Line, tuple[tuple[int, int, str], ...]]:
+    """Draw the first line, and say where its tabs are."""
+    name = " llmbox " if width >= 100 else " "
+    left: list[Span] = [(name, "strong"), *_health(app), (" " if width < 100 else "  ", "")]
+    right = _right(app)
+    begin = line_width(tuple(left))
+    room = width - begin - line_width(right)
+    for names, form in _TABS:
+        texts = [form.format(number=at, name=each) for at, each in enumerate(names, 1)]
+        if sum(map(len, texts)) <= room:
+            break
+    else:
+        text = f" {TITLES.index(title) + 1} {title} "
+        texts = ["" if each != title else text if len(text) <= room else "" for each in TITLES]
+    spans: list[Span] = []
+    places = []
+    for full, text in zip(TITLES, texts, strict=True):
+        tone = "tab" if full == title else "bad" if full == "Alerts" and _has_failure(app.state) else "muted"
+        spans.append((text, tone))
+        places.append((begin, begin + len(text), full))
+        begin += len(text)
+    gap = max(0, width - begin - line_width(right))
+    return cut((*left, *spans, (" " * gap, ""), *right), width, app.glyphs), tuple(places)
+
+
+def _has_failure(state: DashboardState) -> bool:
+    return any(each.level == "failure" for each in state.alerts)
+
+
+def _health(app: "Dashboard") -> list[Span]:
+    dot, state = app.glyphs.dot, app.state
+    if state.lost:
+        return [(f"{dot} gone", "bad")]
+    if state.tick is None:
+        return [(f"{dot} connecting", "muted")]
+    if state.tick.ready:
+        return [(f"{dot} ready", "good")] if state.tick.engines else [(f"{dot} empty", "muted")]
+    loading = "loading" in state.tick.cause
+    return [(f"{dot} loading", "warn") if loading else (f"{dot} not ready", "bad")]
+
+
+def _right(app: "Dashboard") -> Line:
+    state = app.state
+    flags = [
+        word for word, on in (("paused", app.paused), ("read-only", app.read_only), (app.source, True)) if on
+    ]
+    spans: list[Span] = [(" ".join(flags) + " ", "warn")] if any(flags) else []
+    if state.tick is not None:
+        spans.append((time.strftime("%H:%M:%S", time.localtime(state.tick.time)) + " ", "muted"))
+    return tuple(spans)
+
+
+def alert_line(app: "Dashboard", width: int) -> Line:
+    state, glyphs = app.state, app.glyphs
+    if state.lost:
+        if state.tick is None:
+            text = f"no daemon: {state.lost}. Start one with: llmbox up"
+        else:
+            text = f"daemon gone ({state.lost}); all below is {duration(state.age)} old; trying again"
+        return cut(((f" {glyphs.warning} {clean(text)}", "bad"),), width, glyphs)
+    if state.tick is None:
+        return ((" waiting for the first reading", "muted"),)
+    found = state.alerts
+    if not found:
+        return ((" no alerts", "muted"),)
+    first = found[0]
+    more = f"  +{len(found) - 1}: press 8" if len(found) > 1 else ""
+    fix = f"  {glyphs.rule} {clean(first.fix)}" if first.fix else ""
+    tone = "bad" if first.level == "failure" else "warn"
+    room = max(0, width - len(more) - 1)
+    line = cut(((f" {glyphs.warning} {clean(first.text)}", tone), (fix, "muted")), room, glyphs)
+    return (*line, (more, tone))
+
+
+def compact_lines(state: DashboardState, width: int, glyphs: Glyphs) -> list[Line]:
+    tick = state.tick
+    if state.lost:
+        return [cut(((f"{glyphs.warning} daemon gone", "bad"),), width, glyphs)]
+    if tick is None:
+        return [(("waiting", "muted"),)]
+    totals, counts = tick.totals, count_requests(tick)
+    facts: list[tuple[str, str]] = [
+        ("out", f"{count(totals.tokens_out)} tok/s"),
+        ("in", f"{count(totals.tokens_in)} tok/s"),
+        ("requests", f"{counts.running} running, {counts.queued} queued"),
+        ("failed", percent(totals.error_rate)),
+        ("TTFT p95", seconds(totals.ttft_p95)),
+        ("KV", percent(totals.kv_used)),
+        ("CPU", percent(tick.host.cpu)),
+    ]
+    facts += [(f"GPU {gpu.index}", gpu.problem or percent(gpu.utilisation)) for gpu in tick.gpus.devices]
+    facts += [(engine.state, engine.model) for engine in tick.engines]
+    lines: list[tuple[Span, ...]] = [
+        ((f"{glyphs.warning} {clean(each.text)}", "bad" if each.level == "failure" else "warn"),)
+        for each in state.alerts
+    ]
+    lines += [((f"{name:<9}", "muted"), (clean(text), "")) for name, text in facts]
+    lines += [((f"{request.id}", ""), (f" {request.state}", "muted")) for request in tick.requests]
+    return [cut(line, width, glyphs) for line in lines]

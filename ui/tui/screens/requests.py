@@ -12,7 +12,7 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from llmbox.app.gateway.request_events import LiveRequest
+from llmbox.app.store.record import LiveRequest
 
 from ..messages import FetchData, RunAction, count_requests
 from ..rendering import DASH, Glyphs, Line, bar, clean, count, heading, seconds, size, wrap

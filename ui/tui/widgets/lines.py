@@ -109,7 +109,7 @@ def strip_lines(blocks: Mapping[str, Any], width: int, rows: int, glyphs: Glyphs
     return lines
 
 
-def prefix_lines(blocks: Mapping[str, Any], most: int = MOST_PREFIXES) -> list[Line]:
+def prefix_lines(blocks: Mapping[str, Any]) -> list[Line]:
     return [
         (
             (f"   {use['prefix']}  ", ""),
@@ -118,7 +118,7 @@ def prefix_lines(blocks: Mapping[str, Any], most: int = MOST_PREFIXES) -> list[L
             (f"  saved {count(use['hits'] * use['tokens'])} tokens", "muted"),
             (f", last {clean(use['last_request'])}", "muted"),
         )
-        for use in blocks["prefixes"][:most]
+        for use in blocks["prefixes"][:MOST_PREFIXES]
     ]
 
 

@@ -25,7 +25,8 @@ from llmbox.app.models.catalog import DiskModel, describe
 from llmbox.app.models.load_request import ModelRequest
 from llmbox.app.models.registry import RANGES, Alias
 from llmbox.app.text.chat_template import Chat
-from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import TextModel
 from llmbox.engine.errors import EngineError, ModelError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig, parse_config

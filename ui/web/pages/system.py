@@ -23,7 +23,7 @@ from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.auth.guard import identity_of
 from llmbox.app.http.server.request import form_of
 from llmbox.app.lifecycle.program import Program
-from llmbox.app.logging.setup import LEVEL_NAMES, tail
+from llmbox.app.log import LEVEL_NAMES, tail
 from llmbox.app.services import Services
 from llmbox.app.store.database_file import back_up
 

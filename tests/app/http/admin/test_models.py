@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.models.registry import Alias, NameLookup
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from support.engines import config, until
 from support.fake_engine import fake_launch
 from support.tokenizers_zoo import byte_level, write_text_files

@@ -9,7 +9,7 @@ from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import MOST_REPLIES, GrammarPool
 from llmbox.app.text.grammar.grammars import calls, choice, grammars, json_schema, regex, vocabulary, written
 from llmbox.app.text.output.call_parsers import parse_calls
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.core.constraints.output_constraint import GrammarCompiler
 from llmbox.engine.sampling_params import SamplingParams
 from support.output_examples import FORMATS

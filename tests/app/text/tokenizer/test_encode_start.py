@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import TextModel
 from support.tokenizers_zoo import byte_level, write_text_files
 
 TEXT = "the quick brown fox jumps over the lazy dog"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from llmbox.app.text.tokenizer.gguf_tokenizer import SPACE, write_tokenizer
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.app.text.tokenizer.tokenizer_safety import find_unsafe_step
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.reader import read_gguf

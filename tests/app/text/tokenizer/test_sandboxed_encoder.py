@@ -12,7 +12,8 @@ from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat
 from llmbox.app.text.tokenizer import sandboxed_encoder
 from llmbox.app.text.tokenizer.sandboxed_encoder import SandboxedEncoder
-from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import TextModel
 from llmbox.engine.errors import ModelError
 from support.engines import until
 from support.hostile_tokenizers import BACKTRACKING, HARMLESS, PANICKING, doubling, replace, with_steps
@@ -131,7 +132,7 @@ def test_decoders_that_make_texts_long_are_refused(loaded, decoder):
 
 def test_pipes_and_giants_are_no_files_of_a_model(tmp_path, monkeypatch):
     folder = write_text_files(tmp_path / "m", byte_level(), CHATML)
-    monkeypatch.setattr("llmbox.app.text.tokenizer.tokenizer.MAX_BYTES", 1000)
+    monkeypatch.setattr("llmbox.app.text.tokenizer.text_loader.MAX_BYTES", 1000)
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read: it has more than"):
         load_model_text(folder)
     (folder / "tokenizer.json").unlink()

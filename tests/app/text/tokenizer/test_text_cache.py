@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.text.tokenizer.sandboxed_encoder import SandboxedEncoder
-from llmbox.app.text.tokenizer.text_cache import KEPT, TextCache
+from llmbox.app.text.tokenizer.text_loader import KEPT, TextCache
 
 
 class Text:

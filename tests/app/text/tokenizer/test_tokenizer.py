@@ -9,7 +9,8 @@ from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat, number_calls
 from llmbox.app.text.tokenizer.text_encoder import load_tokenizer
-from llmbox.app.text.tokenizer.tokenizer import load_model_text, vocabulary_warnings
+from llmbox.app.text.tokenizer.text_loader import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import vocabulary_warnings
 from llmbox.engine.errors import ModelError
 from support.odd_files import KINDS, make_odd, no_hanging
 from support.tiny_models import make_tiny_model

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmbox.app.text.tokenizer import tokenizer_builder
 from llmbox.app.text.tokenizer.sentencepiece_file import SentencePieceFile
-from llmbox.app.text.tokenizer.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.app.text.tokenizer.tokenizer_safety import TEKKEN
 from llmbox.engine.errors import ModelError
 

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import ApiError
-from ..store.batches import Batch, BatchItem, BatchKind, BatchStore
-from ..store.record import StoreError
+from .errors import ApiError
+from .store.batches import Batch, BatchItem, BatchKind, BatchStore
+from .store.record import StoreError
 
 log = logging.getLogger(__name__)
 

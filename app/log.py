@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from ..config.settings import LogSettings
+from .config.settings import LogSettings
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 QUIET = ("uvicorn", "uvicorn.access", "litestar", "httpcore", "httpx", "alembic", "sqlalchemy", "asyncio")

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from llmbox.app import batches as runner_module
 from llmbox.app.batches import BatchRunner, RouteAnswer
-from llmbox.app.batches import runner as runner_module
 from llmbox.app.errors import ApiError
 from llmbox.app.store import RequestLog
 from llmbox.app.store.batches import BatchItem, BatchPage, BatchStore

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from llmbox.engine.ipc.messages import DraftCounts, EngineStats
 
-from ..store.record import RequestRecord
+from .store.record import RequestRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

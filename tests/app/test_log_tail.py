@@ -1,6 +1,6 @@
 import json
 
-from llmbox.app.logging.setup import tail
+from llmbox.app.log import tail
 
 
 def test_entries_of_ours_and_of_others(tmp_path):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app import log as logs
 from llmbox.app.cli import output
 from llmbox.app.cli.server.logs import error_in, last_lines, parse
 from llmbox.app.config.settings import LogSettings
 from llmbox.app.errors import CliError
-from llmbox.app.logging import setup as logs
 
 
 @pytest.fixture(autouse=True)

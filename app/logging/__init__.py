@@ -1,1 +1,0 @@
-"""Log of the daemon: writing and reading."""
