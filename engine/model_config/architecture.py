@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmbox.kernels.activation import Activation
 
+from .attention import LatentRule, WindowRule, no_latent, no_windows
 from .fields import Fields, attends_both_ways
-from .latent import LatentRule, no_latent
 from .moe import ExpertRule, no_experts
 from .mtp import MTPStyle
 from .multipliers import Scales, no_scales
 from .recurrent.config import RecurrentRule, no_recurrence
 from .rope import RopeRule, one_rope
 from .shape import LayerSizes
-from .sliding_window import WindowRule, no_windows
 
 if TYPE_CHECKING:
     from .config import ModelConfig

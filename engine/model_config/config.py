@@ -16,9 +16,9 @@ from ..config import Dtype
 from ..errors import ModelError
 from .architecture import AltUpConfig, Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
 from .architectures import architecture_of
+from .attention import LatentConfig
 from .encoders.pooling import has_head, read_vectors
 from .fields import Fields, attends_both_ways, checkpoint_dtype, norm_eps, text_fields
-from .latent import LatentConfig
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
 from .multipliers import Scales

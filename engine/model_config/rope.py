@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .attention import exaone4_windows, layer_types
 from .fields import Fields
-from .sliding_window import exaone4_windows, layer_types
 
 MAX_FACTOR = 65536.0
 MAX_THETA = 1e15

@@ -12,7 +12,7 @@ from ..config import DRAFT_MODEL_ROWS, EngineConfig
 from ..core.executor_interface import ceil_div
 from ..core.kv_cache.state_manager import pool_blocks
 from ..errors import DoesNotFit
-from ..kv_store.handover_segment import segment_bytes
+from ..kv_store.block_file import segment_bytes
 from ..kv_store.store_threads import BUFFER_BYTES
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..units import show_bytes

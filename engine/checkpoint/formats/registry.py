@@ -39,9 +39,18 @@ from .integers import (
     HqqFormat,
     Integers,
 )
-from .mixed import FormatRule, compile_pattern, mix_formats
 from .torchao import read_torchao
-from .weight_format import GgufFormat, NativeFormat, NotReadable, WeightFormat, forms_of, require
+from .weight_format import (
+    FormatRule,
+    GgufFormat,
+    NativeFormat,
+    NotReadable,
+    WeightFormat,
+    compile_pattern,
+    forms_of,
+    mix_formats,
+    require,
+)
 
 Config = Mapping[str, Any]
 _GPTQ_BITS: Final = (2, 3, 4, 8)

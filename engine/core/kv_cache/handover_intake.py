@@ -20,8 +20,7 @@ from typing import Final, Protocol
 
 from ...ipc.handover_messages import HandedBlock, HandedBlocks, Prefill, TakenSlots
 from ...ipc.messages import AbortRequest, StepOutputs, ToDaemon
-from ...kv_store.block_file import DamagedBlock
-from ...kv_store.handover_segment import HandoverSegment
+from ...kv_store.block_file import DamagedBlock, HandoverSegment
 from ..request import Request
 from .tiers import CacheMemory
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...ipc.handover_messages import HandedBlock, HandedBlocks, Prefill
-from ...kv_store.block_file import BlockKind
-from ...kv_store.handover_segment import HandoverSegment
+from ...kv_store.block_file import BlockKind, HandoverSegment
 from ..request import Request
 from .prefix_cache import extend_hashes
 from .tiers import CacheMemory

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..architecture import Architecture, ClassifierConfig, EncoderActivation, EncoderConfig, EncoderRule
+from ..attention import Windows, layer_types
 from ..fields import Fields, show
 from ..moe import selected_of
 from ..rope import RopeConfig, one_rope, parse_rope
-from ..sliding_window import Windows, layer_types
 
 _ACTIVATIONS: Final[dict[str, EncoderActivation]] = {
     "gelu": "gelu",

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
+from ..attention import Windows, layer_types, windows_by_type
 from ..fields import Fields
 from ..multipliers import Scales
 from ..rope import RopeConfig, parse_rope
-from ..sliding_window import Windows, layer_types, windows_by_type
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 256000,

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
+from ..attention import Windows, one_window
 from ..fields import Fields
 from ..moe import ExpertsConfig, StackedExperts, selected_of
 from ..rope import RopeConfig, interleaved_rope, one_rope
-from ..sliding_window import Windows, one_window
 
 LLAMA4: Mapping[str, Any] = {
     "vocab_size": 202048,

@@ -5,8 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
+from ..attention import (
+    FULL,
+    SLIDING,
+    Windows,
+    deepseek_latent,
+    deepseek_scales,
+    deepseek_sizes,
+    exaone4_windows,
+    windows_by_type,
+    windows_if_used,
+    windows_of_later_layers,
+)
 from ..fields import Fields
-from ..latent import deepseek_latent, deepseek_scales, deepseek_sizes
 from ..moe import (
     ExpertsConfig,
     StackedExperts,
@@ -28,15 +39,6 @@ from ..rope import (
     raw_rope,
     rope_of_alpha,
     rope_of_sliding_layers,
-)
-from ..sliding_window import (
-    FULL,
-    SLIDING,
-    Windows,
-    exaone4_windows,
-    windows_by_type,
-    windows_if_used,
-    windows_of_later_layers,
 )
 from .llama4 import phimoe_extra_params
 

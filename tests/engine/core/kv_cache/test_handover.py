@@ -13,8 +13,7 @@ from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.core.kv_cache.tiers import CacheMemory
 from llmbox.engine.ipc.handover_messages import HandedBlocks, Prefill, TakenSlots
 from llmbox.engine.ipc.messages import AbortRequest
-from llmbox.engine.kv_store.block_file import DamagedBlock
-from llmbox.engine.kv_store.handover_segment import HandoverSegment, slot_bytes
+from llmbox.engine.kv_store.block_file import DamagedBlock, HandoverSegment, slot_bytes
 from support.fake_runner import expected_output
 from support.kv_tiers import MODEL, FakeBlockMemory
 from support.scheduling import FakeEngine, make_request
