@@ -29,8 +29,7 @@ from ..core.engine import Engine
 from ..core.executor_interface import Executor, SyncExecutor
 from ..core.images import ImageScheduler
 from ..core.kv_cache.block_pool import BlockPool
-from ..core.kv_cache.handover_intake import HandoverIntake
-from ..core.kv_cache.handover_outlet import HandoverOutlet
+from ..core.kv_cache.handover import HandoverIntake, HandoverOutlet
 from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
 from ..core.speculation.proposer import Proposer

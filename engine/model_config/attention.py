@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import Fields
+from .fields import Fields, raw_rope
 from .multipliers import Scales
-from .rope import raw_rope
 from .shape import LatentShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"

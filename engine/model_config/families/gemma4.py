@@ -9,7 +9,7 @@ from ..attention import FULL, SLIDING, Windows, layer_types, window_of, windows_
 from ..fields import Fields
 from ..moe import ExpertsConfig, StackedExperts, selected_of
 from ..multipliers import Scales
-from ..rope import RopeConfig, read_proportional_rope
+from ..rope import LayerRopes, read_proportional_rope
 from ..shape import LayerSizes
 from .gemma import ACTIVATION, gemma3_ropes, gemma_scales, logits_cap, refuse_gemma2, refuse_gemma3
 
@@ -76,14 +76,12 @@ def gemma4_sizes(fields: Fields) -> dict[str, Any]:
     return found | {key: own.integer(key, heads[key]) for key in _WIDTHS}
 
 
-def shared_sources(
-    fields: Fields, types: Sequence[str], default: int = 0, key: str = "num_kv_shared_layers"
-) -> tuple[int, ...]:
+def shared_sources(fields: Fields, types: Sequence[str]) -> tuple[int, ...]:
     """Return the layer whose KV each layer reads: the last `num_kv_shared_layers` layers read that of the
     last layer of their type before them. Raises ModelError.
     """
-    layers = len(types)
-    shared = fields.number(key, default)
+    layers, key = len(types), "num_kv_shared_layers"
+    shared = fields.number(key, 0)
     if not 0 <= shared < layers or shared != int(shared):
         raise fields.error(f"{key} {fields.raw.get(key)!r} must be a whole number below {layers} layers")
     first = layers - int(shared)
@@ -135,9 +133,7 @@ def gemma4_windows(fields: Fields, _layers: int) -> Windows:
     return tuple(window if name == SLIDING else None for name in _types(fields))
 
 
-def gemma4_ropes(
-    fields: Fields, head_dim: int, positions: int, _layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def gemma4_ropes(fields: Fields, head_dim: int, positions: int, _layers: int) -> LayerRopes:
     """Return two RoPE variants: the first for layers of full attention, the second for sliding windows."""
     by_type = fields.mapping("rope_parameters") or _ROPES
     if not set(by_type) <= {SLIDING, FULL}:

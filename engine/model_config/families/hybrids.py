@@ -36,7 +36,7 @@ from ..recurrent.families import (
     refuse_other_nemotron,
 )
 from ..rope import (
-    RopeConfig,
+    LayerRopes,
     interleaved_rope,
     no_rope,
     one_rope,
@@ -54,9 +54,7 @@ LFM3_ROPE: Mapping[str, Any] = {
 """Default of transformers."""
 
 
-def ropes_by_type(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def ropes_by_type(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return two RoPE variants of `rope_parameters`: for full attention, and for sliding windows."""
     names, types = ("full_attention", "sliding_attention"), fields.raw.get("layer_types")
     by_type = fields.mapping("rope_parameters") or {}
@@ -298,9 +296,7 @@ _LLAMA_INSIDE = Architecture(
 )
 
 
-def glm_ocr_ropes(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def glm_ocr_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE of neighboring pairs, whose sections have the same position in texts."""
     return interleaved_rope(without_sections(fields), head_dim, positions, layers)
 

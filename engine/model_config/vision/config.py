@@ -369,8 +369,9 @@ def token_id(files: VisionFiles, default: int, *keys: str) -> int:
     return default
 
 
-def feature_layer(files: VisionFiles, count: int, key: str = "vision_feature_layer") -> int:
+def feature_layer(files: VisionFiles, count: int) -> int:
     """Return how many layers are run for the states that the projector reads."""
+    key = "vision_feature_layer"
     value = files.model.raw.get(key, -1)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
