@@ -99,8 +99,6 @@ class EncoderConfig:
     has_expert_bias: bool = True
     """True if a bias is added to the sum of experts, and the matrices behind their activation are stored with
     inputs as rows; False: as a GGUF file has them."""
-    has_stacked_mlp: bool = False
-    """True if gate and up are one tensor in all checkpoints; others may be, under the same names."""
     head: ClassifierConfig | None = None
     renames: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement) for names of tensors, applied in order."""

@@ -174,7 +174,6 @@ def _modernbert(fields: Fields) -> EncoderConfig:
         is_gated=True,
         up_bias=bias,
         down_bias=bias,
-        has_stacked_mlp=True,
         head=read_head(
             fields,
             activation=read_activation(fields, "classifier_activation"),

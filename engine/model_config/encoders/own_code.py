@@ -89,7 +89,6 @@ def _jina_v2(fields: Fields) -> EncoderConfig:
         has_alibi=True,
         is_gated=True,
         up_bias=False,
-        has_stacked_mlp=True,
         head=read_head(fields),
         renames=(*_JINA_NAMES, *BERT_NAMES, *POOLED_HEAD),
     )
