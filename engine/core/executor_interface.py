@@ -1,4 +1,5 @@
-"""Interface between the engine and the code that executes steps: synchronous, or as micro-batches in flight.
+"""Interfaces of the engine to the code that executes steps, synchronous or as micro-batches in flight, and to a
+prefill engine.
 
 Pipeline stages run in parallel only with steps that do not depend on each other, and a row depends on the
 step that samples the token before it. So decoding requests are distributed in turn over as many steps
