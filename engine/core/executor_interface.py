@@ -1,9 +1,9 @@
-"""Interfaces of the engine to the code that executes steps, synchronous or as micro-batches in flight, and to a
-prefill engine.
+"""Interfaces of the engine to the code that executes steps, synchronous or as micro-batches in flight, and to
+a prefill engine.
 
 Pipeline stages run in parallel only with steps that do not depend on each other, and a row depends on the
-step that samples the token before it. So decoding requests are distributed in turn over as many steps
-(micro-batches) as there are stages:
+step that samples the token before it. So decoding requests are distributed in turn over as many steps (micro-
+batches) as there are stages:
 
     stage 0   A   B   A'  B'  A"          A and B: steps of different requests
     stage 1       A   B   A'  B'          A': the next tokens of the requests of A
