@@ -2,8 +2,8 @@
 a prefill engine.
 
 Pipeline stages run in parallel only with steps that do not depend on each other, and a row depends on the
-step that samples the token before it. So decoding requests are distributed in turn over as many steps (micro-
-batches) as there are stages:
+step that samples the token before it. So decoding requests are distributed in turn over as many steps
+(micro-batches) as there are stages:
 
     stage 0   A   B   A'  B'  A"          A and B: steps of different requests
     stage 1       A   B   A'  B'          A': the next tokens of the requests of A
