@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from llmbox.engine.kv_store import environment
+from llmbox.engine.kv_store import usage
 from llmbox.engine.kv_store.folder import KVFolder, KVFolderUnusable
 
 from ..config.model_settings import CacheSettings
@@ -21,7 +21,7 @@ log = logging.getLogger("llmbox.daemon")
 def limit_bytes(paths: Paths, settings: CacheSettings) -> int:
     """Return the bytes that the cache may take; 0: it is off."""
     if settings.kv_disk_gb is None:
-        return environment.default_bytes(paths.kv_cache)
+        return usage.default_bytes(paths.kv_cache)
     return int(settings.kv_disk_gb * 1e9)
 
 
@@ -42,7 +42,7 @@ def claim_kv_cache(paths: Paths, settings: CacheSettings) -> Iterator[dict[str, 
         return
     threading.Thread(target=_tidy, args=(folder, paths), name="kv-tidy", daemon=True).start()
     try:
-        yield environment.variables(paths.kv_cache, most, settings.kv_key_share)
+        yield usage.cache_variables(paths.kv_cache, most, settings.kv_key_share)
     finally:
         os.close(claim)
 

@@ -9,7 +9,8 @@
 Linears of layers have the bits and group of the format. The output head, and an embedding tied to it, has 8
 bits and the same group. Norms, biases and an untied embedding are unquantized.
 
-Other tools write E4M3 (`fp8_config.py`). A weight is its value times its scale; scales are F32, BF16 or F16:
+Other tools write E4M3 (`formats/floats.py`). A weight is its value times its scale; scales are F32, BF16 or
+F16:
 
     NAME.weight             F8_E4M3 [O, I]
     NAME.weight_scale       [ceil(O / 128), ceil(I / 128)] for blocks; [O, 1] or [O] per output; [] or [1]
@@ -17,7 +18,7 @@ Other tools write E4M3 (`fp8_config.py`). A weight is its value times its scale;
     NAME.input_scale        [] or [1] for static activations: x is about its quantized value times this
     NAME.activation_scale   the same under another name
 
-The linears of layers are quantized, except those that `fp8_config.py` finds; embedding and head are
+The linears of layers are quantized, except those that the files show not to be; embedding and head are
 not. No torch.
 """
 

@@ -39,10 +39,6 @@ class AdapterSlots:
     def used_bytes(self) -> int:
         return sum(resident.nbytes for resident in self._residents.values())
 
-    @property
-    def num_resident(self) -> int:
-        return len(self._residents)
-
     def knows(self, folder: str) -> bool:
         """Return True if `admit` has taken this adapter."""
         return folder in self._sizes

@@ -25,7 +25,7 @@ from ..sampling_params import SamplingParams
 from .constraints.output_constraint import GrammarCompiler
 from .executor_interface import Executor, pipeline_of
 from .images import check_images
-from .kv_cache.snapshot import block_map
+from .kv_cache.block_pool import block_map
 from .request import Request, check_request
 from .scheduler import Scheduler
 from .step import StepPlan, finish_reason, make_error_output
@@ -285,7 +285,8 @@ class Engine:
 
     def blocks(self) -> BlockMap:
         """Return the state of every KV block. Walks the whole pool, so it is made on request only."""
-        return block_map(self._scheduler.kv_cache, self._scheduler.running)
+        scheduler, kv_cache = self._scheduler, self._scheduler.kv_cache
+        return block_map(scheduler.pool, kv_cache.computed_by, kv_cache.uses, scheduler.running)
 
     def _advance_images(self) -> list[RequestOutput]:
         """Encode one slice of a picture. Returns the ends of the requests whose picture cannot be encoded."""

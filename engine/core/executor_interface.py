@@ -1,4 +1,5 @@
-"""Interface between the engine and the code that executes steps: synchronous, or as micro-batches in flight.
+"""Interfaces of the engine to the code that executes steps, synchronous or as micro-batches in flight, and to
+a prefill engine.
 
 Pipeline stages run in parallel only with steps that do not depend on each other, and a row depends on the
 step that samples the token before it. So decoding requests are distributed in turn over as many steps
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..ipc.handover_messages import Prefill, TakenSlots
+from ..ipc.messages import AbortRequest, ToDaemon
 from .request import Request
 from .step import StepPlan, StepResult
 
@@ -143,3 +146,35 @@ def pipeline_of(runner: Executor) -> PipelineDepth:
     Steps launched beyond one per stage are launched before the host knows the tokens they need.
     """
     return PipelineDepth(runner.stages, runner.depth + 1 - runner.stages)
+
+
+class PrefillLink(Protocol):
+    """Prefill engine as the decode engine sees it: it may die, and another one takes its place."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def is_given_up(self) -> bool:
+        """True once it died too often: prompts are computed in the decode engine."""
+        ...
+
+    @property
+    def deaths(self) -> int:
+        """Number of engines that ended. All that they sent was received before."""
+        ...
+
+    def send(self, message: Prefill | AbortRequest | TakenSlots) -> None:
+        """Send a message, unless the engine is not ready."""
+        ...
+
+    def receive(self, *, is_waiting: bool) -> list[ToDaemon]:
+        """Return what has arrived. `is_waiting`: an answer is expected, so silence is a fault."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a message."""
+        ...
+
+    def close(self) -> None: ...

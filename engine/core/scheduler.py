@@ -19,7 +19,7 @@ from ..ipc.messages import RequestOutput
 from .executor_interface import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
-from .kv_cache.handover_intake import DECODE_PROMPT_TOKENS
+from .kv_cache.handover import DECODE_PROMPT_TOKENS
 from .kv_cache.manager import KVCacheManager
 from .preemption import RunningRequests
 from .request import Request

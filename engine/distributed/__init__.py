@@ -5,7 +5,6 @@
     torch_communicator.py     `Communicator` over torch.distributed: NCCL; gloo in tests
     custom_all_reduce.py      all-reduces between NVLink peers: one-shot, or with residual and RMSNorm in one
     fused_allreduce_rmsnorm_kernel.py    Triton kernel of the latter
-    socket_link.py            control messages between rank 0 and a worker
 
 Elsewhere: `planning/placement.py` chooses GPUs, `model_config/parallel_layout.py` says which rank holds which
 shard, `executor/` starts the workers and runs steps. docs/parallelism.md describes it for users.

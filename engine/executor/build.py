@@ -29,8 +29,7 @@ from ..core.engine import Engine
 from ..core.executor_interface import Executor, SyncExecutor
 from ..core.images import ImageScheduler
 from ..core.kv_cache.block_pool import BlockPool
-from ..core.kv_cache.handover_intake import HandoverIntake
-from ..core.kv_cache.handover_outlet import HandoverOutlet
+from ..core.kv_cache.handover import HandoverIntake, HandoverOutlet
 from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
 from ..core.speculation.proposer import Proposer
@@ -40,7 +39,7 @@ from ..distributed.communicator import TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import Machine, read_machine
 from ..ipc.messages import Progress, ToDaemon
-from ..kv_store.handover_segment import segment_bytes
+from ..kv_store.block_file import segment_bytes
 from ..model.decoder import Decoder
 from ..model.rotary import Rotary
 from ..model_config.config import parse_config
@@ -59,8 +58,7 @@ from ..sampling import Sampler
 from .drafting import DraftTarget, draft_rows, load_draft_parts, load_proposers
 from .expert_load import count_experts, place_hot_experts
 from .kv_tiers import make_segment, open_tiers
-from .load_model import WeightsWanted, cache_shapes, load_weights, state_shape
-from .model_info import model_info, read_model_vectors
+from .load_model import WeightsWanted, cache_shapes, load_weights, model_info, read_model_vectors, state_shape
 from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
 from .rank_blocks import RankBlockMemory

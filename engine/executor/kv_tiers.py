@@ -16,16 +16,15 @@ from ..core.kv_cache.manager import KVCacheManager
 from ..core.kv_cache.tiers import KVTiers
 from ..core.speculation.answer_files import AnswerFiles
 from ..errors import ModelError
-from ..kv_store import environment
-from ..kv_store.block_file import MODEL_BYTES, BlockKind
+from ..hardware.machine import show_bytes
+from ..kv_store import usage
+from ..kv_store.block_file import MODEL_BYTES, BlockKind, HandoverSegment
 from ..kv_store.folder import KVFolder, KVFolderUnusable
-from ..kv_store.handover_segment import HandoverSegment
 from ..kv_store.store import BlockStore
 from ..kv_store.store_threads import BUFFER_BYTES
 from ..model.rotary import Rotary
 from ..planning.memory_plan import MemoryPlan
 from ..runner.block_memory import DeviceBlockMemory
-from ..units import show_bytes
 from ..weights.packed_cache.cache import PackKey
 from .rank_blocks import RankBlockMemory
 
@@ -89,7 +88,7 @@ def _open_store(
     computed: ComputedBy,
     memory: DeviceBlockMemory | RankBlockMemory,
 ) -> tuple[BlockStore | None, AnswerFiles | None]:
-    place = environment.read()
+    place = usage.read_variables()
     if place is None:
         return None, None
     try:

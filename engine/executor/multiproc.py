@@ -18,7 +18,6 @@ from ..core.step import StepPlan, StepResult
 from ..device.device import cuda_machine
 from ..distributed.communicator import Communicator, TensorParallel
 from ..distributed.shm_communicator import PeerSockets, ShmCommunicator
-from ..distributed.socket_link import Frame
 from ..distributed.torch_communicator import join, leave
 from ..errors import DeviceError
 from ..hardware.proc import at_exit
@@ -29,7 +28,7 @@ from ..runner.cpu_runner import CPUModelRunner
 from ..runner.gpu_runner import GPUModelRunner, LaunchedStep
 from ..runner.image_rows import EncodedImages
 from .rank_blocks import RankBlockMemory
-from .step_codec import StepEncoder, decode_result
+from .step_codec import Frame, StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
 from .workers import Transport, WorkerGroup
 

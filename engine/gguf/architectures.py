@@ -74,8 +74,7 @@ class GgufArchitecture:
     """Differences of one architecture between GGUF and a checkpoint."""
 
     name: str
-    """Class name in `architectures` of config.json."""
-    model_type: str
+    """Class name in `architectures` of config.json, which the `model_type` follows from."""
     layer: Names = field(default_factory=lambda: LAYER)
     """Names of a layer's tensors: {in a checkpoint: in GGUF}."""
     has_pairs: bool = False
@@ -94,51 +93,26 @@ class GgufArchitecture:
     """Rule (file, config.json so far) -> further keys of config.json. Raises ModelError."""
 
 
-_LLAMA = GgufArchitecture(name="LlamaForCausalLM", model_type="llama", has_pairs=True, fields=llama_fields)
-_QWEN2 = GgufArchitecture(name="Qwen2ForCausalLM", model_type="qwen2", fields=window_fields)
-_QWEN3 = GgufArchitecture(name="Qwen3ForCausalLM", model_type="qwen3", fields=window_fields)
-_QWEN3_MOE = GgufArchitecture(name="Qwen3MoeForCausalLM", model_type="qwen3_moe", fields=qwen3_moe_fields)
+_LLAMA = GgufArchitecture(name="LlamaForCausalLM", has_pairs=True, fields=llama_fields)
+_QWEN2 = GgufArchitecture(name="Qwen2ForCausalLM", fields=window_fields)
+_QWEN3 = GgufArchitecture(name="Qwen3ForCausalLM", fields=window_fields)
+_QWEN3_MOE = GgufArchitecture(name="Qwen3MoeForCausalLM", fields=qwen3_moe_fields)
 _QWEN3_5 = GgufArchitecture(
-    name="Qwen3_5ForCausalLM",
-    model_type="qwen3_5_text",
-    layer=DELTA,
-    norms_hold_one=True,
-    is_partial=True,
-    fields=qwen3_5_fields,
+    name="Qwen3_5ForCausalLM", layer=DELTA, norms_hold_one=True, is_partial=True, fields=qwen3_5_fields
 )
-_QWEN3_5_MOE = replace(_QWEN3_5, name="Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text")
-_GRANITE = GgufArchitecture(
-    name="GraniteForCausalLM", model_type="granite", has_pairs=True, layer=GRANITE, fields=granite_fields
-)
-_GEMMA = GgufArchitecture(
-    name="GemmaForCausalLM", model_type="gemma", norms_hold_one=True, fields=gemma_fields, activation=""
-)
+_QWEN3_5_MOE = replace(_QWEN3_5, name="Qwen3_5MoeForCausalLM")
+_GRANITE = GgufArchitecture(name="GraniteForCausalLM", has_pairs=True, layer=GRANITE, fields=granite_fields)
+_GEMMA = GgufArchitecture(name="GemmaForCausalLM", norms_hold_one=True, fields=gemma_fields, activation="")
 _NEMOTRON_H = GgufArchitecture(
-    name="NemotronHForCausalLM",
-    model_type="nemotron_h",
-    layer=MIXER,
-    is_partial=True,
-    activation="",
-    fields=nemotron_h_fields,
+    name="NemotronHForCausalLM", layer=MIXER, is_partial=True, activation="", fields=nemotron_h_fields
 )
-_HUNYUAN = GgufArchitecture(name="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense")
-_LFM2 = GgufArchitecture(name="Lfm2ForCausalLM", model_type="lfm2", layer=SHORT_CONV, fields=lfm2_fields)
-_ERNIE = GgufArchitecture(name="Ernie4_5ForCausalLM", model_type="ernie4_5", fields=ernie_fields)
-_COHERE = GgufArchitecture(name="CohereForCausalLM", model_type="cohere", fields=cohere_fields)
-_BERT = GgufArchitecture(
-    name="BertModel",
-    model_type="bert",
-    layer=BERT,
-    activation="gelu",
-    is_encoder=True,
-    fields=bert_fields,
-)
+_HUNYUAN = GgufArchitecture(name="HunYuanDenseV1ForCausalLM")
+_LFM2 = GgufArchitecture(name="Lfm2ForCausalLM", layer=SHORT_CONV, fields=lfm2_fields)
+_ERNIE = GgufArchitecture(name="Ernie4_5ForCausalLM", fields=ernie_fields)
+_COHERE = GgufArchitecture(name="CohereForCausalLM", fields=cohere_fields)
+_BERT = GgufArchitecture(name="BertModel", layer=BERT, activation="gelu", is_encoder=True, fields=bert_fields)
 _GLM4_MOE = GgufArchitecture(
-    name="Glm4MoeForCausalLM",
-    model_type="glm4_moe",
-    layer=LATE_NORM,
-    is_partial=True,
-    fields=sigmoid_routed_fields,
+    name="Glm4MoeForCausalLM", layer=LATE_NORM, is_partial=True, fields=sigmoid_routed_fields
 )
 
 ARCHITECTURES: Final = {
@@ -147,126 +121,65 @@ ARCHITECTURES: Final = {
     "qwen3": _QWEN3,
     "qwen2vl": _QWEN2,
     "qwen3vl": _QWEN3,
-    "qwen2moe": GgufArchitecture(name="Qwen2MoeForCausalLM", model_type="qwen2_moe", fields=qwen2_moe_fields),
+    "qwen2moe": GgufArchitecture(name="Qwen2MoeForCausalLM", fields=qwen2_moe_fields),
     "qwen3moe": _QWEN3_MOE,
     "qwen3vlmoe": _QWEN3_MOE,
     "qwen3next": _QWEN3_5_MOE,
     "qwen35": _QWEN3_5,
     "qwen35moe": _QWEN3_5_MOE,
-    "gpt-oss": GgufArchitecture(
-        name="GptOssForCausalLM", model_type="gpt_oss", layer=LATE_NORM, fields=gpt_oss_fields
-    ),
-    "glm4": GgufArchitecture(name="Glm4ForCausalLM", model_type="glm4", layer=GLM4, is_partial=True),
+    "gpt-oss": GgufArchitecture(name="GptOssForCausalLM", layer=LATE_NORM, fields=gpt_oss_fields),
+    "glm4": GgufArchitecture(name="Glm4ForCausalLM", layer=GLM4, is_partial=True),
     "glm4moe": _GLM4_MOE,
-    "deepseek2": GgufArchitecture(
-        name="DeepseekV3ForCausalLM", model_type="deepseek_v3", fields=deepseek2_fields
-    ),
-    "dots1": replace(_GLM4_MOE, name="Dots1ForCausalLM", model_type="dots1", layer=LAYER),
-    "minimax-m2": GgufArchitecture(
-        name="MiniMaxM2ForCausalLM", model_type="minimax_m2", is_partial=True, fields=minimax_fields
-    ),
-    "mistral3": GgufArchitecture(
-        name="Ministral3ForCausalLM", model_type="ministral3", has_pairs=True, fields=mistral3_fields
-    ),
-    "phi3": GgufArchitecture(
-        name="Phi3ForCausalLM", model_type="phi3", layer=STACKED, is_partial=True, fields=phi3_fields
-    ),
+    "deepseek2": GgufArchitecture(name="DeepseekV3ForCausalLM", fields=deepseek2_fields),
+    "dots1": replace(_GLM4_MOE, name="Dots1ForCausalLM", layer=LAYER),
+    "minimax-m2": GgufArchitecture(name="MiniMaxM2ForCausalLM", is_partial=True, fields=minimax_fields),
+    "mistral3": GgufArchitecture(name="Ministral3ForCausalLM", has_pairs=True, fields=mistral3_fields),
+    "phi3": GgufArchitecture(name="Phi3ForCausalLM", layer=STACKED, is_partial=True, fields=phi3_fields),
     "granite": _GRANITE,
-    "granitemoe": replace(_GRANITE, name="GraniteMoeForCausalLM", model_type="granitemoe"),
+    "granitemoe": replace(_GRANITE, name="GraniteMoeForCausalLM"),
     "granitehybrid": replace(
-        _GRANITE,
-        name="GraniteMoeHybridForCausalLM",
-        model_type="granitemoehybrid",
-        is_partial=True,
-        fields=granite_hybrid_fields,
+        _GRANITE, name="GraniteMoeHybridForCausalLM", is_partial=True, fields=granite_hybrid_fields
     ),
     "lfm2": _LFM2,
-    "lfm2moe": replace(
-        _LFM2, name="Lfm2MoeForCausalLM", model_type="lfm2_moe", layer=SHORT_CONV_MOE, fields=lfm2_moe_fields
-    ),
-    "falcon-h1": GgufArchitecture(
-        name="FalconH1ForCausalLM", model_type="falcon_h1", layer=FALCON_H1, fields=falcon_h1_fields
-    ),
-    "kimi-linear": GgufArchitecture(
-        name="KimiLinearForCausalLM", model_type="kimi_linear", layer=KIMI, fields=kimi_linear_fields
-    ),
-    "llama4": GgufArchitecture(
-        name="Llama4ForCausalLM", model_type="llama4_text", layer=LLAMA4, fields=llama4_fields
-    ),
+    "lfm2moe": replace(_LFM2, name="Lfm2MoeForCausalLM", layer=SHORT_CONV_MOE, fields=lfm2_moe_fields),
+    "falcon-h1": GgufArchitecture(name="FalconH1ForCausalLM", layer=FALCON_H1, fields=falcon_h1_fields),
+    "kimi-linear": GgufArchitecture(name="KimiLinearForCausalLM", layer=KIMI, fields=kimi_linear_fields),
+    "llama4": GgufArchitecture(name="Llama4ForCausalLM", layer=LLAMA4, fields=llama4_fields),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "mamba2": GgufArchitecture(
-        name="Mamba2ForCausalLM",
-        model_type="mamba2",
-        layer=MIXER,
-        activation="",
-        has_attention=False,
-        fields=mamba2_fields,
+        name="Mamba2ForCausalLM", layer=MIXER, activation="", has_attention=False, fields=mamba2_fields
     ),
-    "smollm3": replace(_LLAMA, name="SmolLM3ForCausalLM", model_type="smollm3", fields=window_fields),
-    "arcee": replace(
-        _LLAMA, name="ArceeForCausalLM", model_type="arcee", activation="relu2", fields=window_fields
-    ),
-    "olmo2": GgufArchitecture(
-        name="Olmo2ForCausalLM", model_type="olmo2", layer=SANDWICH, fields=olmo2_fields
-    ),
-    "olmoe": GgufArchitecture(name="OlmoeForCausalLM", model_type="olmoe", fields=olmoe_fields),
-    "exaone4": GgufArchitecture(
-        name="Exaone4ForCausalLM", model_type="exaone4", layer=SANDWICH, fields=windows_by_type
-    ),
+    "smollm3": replace(_LLAMA, name="SmolLM3ForCausalLM", fields=window_fields),
+    "arcee": replace(_LLAMA, name="ArceeForCausalLM", activation="relu2", fields=window_fields),
+    "olmo2": GgufArchitecture(name="Olmo2ForCausalLM", layer=SANDWICH, fields=olmo2_fields),
+    "olmoe": GgufArchitecture(name="OlmoeForCausalLM", fields=olmoe_fields),
+    "exaone4": GgufArchitecture(name="Exaone4ForCausalLM", layer=SANDWICH, fields=windows_by_type),
     "command-r": _COHERE,
-    "cohere2": replace(_COHERE, name="Cohere2ForCausalLM", model_type="cohere2"),
+    "cohere2": replace(_COHERE, name="Cohere2ForCausalLM"),
     "ernie4_5": _ERNIE,
-    "ernie4_5-moe": replace(_ERNIE, name="Ernie4_5_MoeForCausalLM", model_type="ernie4_5_moe"),
+    "ernie4_5-moe": replace(_ERNIE, name="Ernie4_5_MoeForCausalLM"),
     "hunyuan-dense": _HUNYUAN,
-    "hunyuan-moe": replace(
-        _HUNYUAN,
-        name="HunYuanMoEV1ForCausalLM",
-        model_type="hunyuan_v1_moe",
-        fields=hunyuan_moe_fields,
-    ),
-    "seed_oss": GgufArchitecture(name="SeedOssForCausalLM", model_type="seed_oss", layer=LATE_NORM),
+    "hunyuan-moe": replace(_HUNYUAN, name="HunYuanMoEV1ForCausalLM", fields=hunyuan_moe_fields),
+    "seed_oss": GgufArchitecture(name="SeedOssForCausalLM", layer=LATE_NORM),
     "gemma": _GEMMA,
-    "gemma2": replace(_GEMMA, name="Gemma2ForCausalLM", model_type="gemma2", layer=SANDWICH),
-    "gemma3": replace(_GEMMA, name="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH),
+    "gemma2": replace(_GEMMA, name="Gemma2ForCausalLM", layer=SANDWICH),
+    "gemma3": replace(_GEMMA, name="Gemma3ForCausalLM", layer=SANDWICH),
     "gemma3n": GgufArchitecture(
-        name="Gemma3nForCausalLM",
-        model_type="gemma3n_text",
-        layer=GEMMA3N,
-        activation="",
-        fields=gemma3n_fields,
+        name="Gemma3nForCausalLM", layer=GEMMA3N, activation="", fields=gemma3n_fields
     ),
     "gemma4": GgufArchitecture(
-        name="Gemma4ForCausalLM",
-        model_type="gemma4_text",
-        layer=GEMMA4,
-        activation="",
-        has_attention=False,
-        fields=gemma4_fields,
+        name="Gemma4ForCausalLM", layer=GEMMA4, activation="", has_attention=False, fields=gemma4_fields
     ),
     "gemma-embedding": replace(
-        _GEMMA,
-        name="Gemma3TextModel",
-        model_type="gemma3_text",
-        layer=SANDWICH,
-        is_encoder=True,
-        fields=gemma_embedding_fields,
+        _GEMMA, name="Gemma3TextModel", layer=SANDWICH, is_encoder=True, fields=gemma_embedding_fields
     ),
     "bert": _BERT,
-    "nomic-bert": replace(
-        _BERT, name="NomicBertModel", model_type="nomic_bert", activation="silu", fields=nomic_fields
-    ),
-    "nomic-bert-moe": replace(_BERT, name="NomicBertModel", model_type="nomic_bert", fields=nomic_moe_fields),
-    "modern-bert": replace(
-        _BERT,
-        name="ModernBertModel",
-        model_type="modernbert",
-        layer=STACKED,
-        activation="",
-        fields=modern_fields,
-    ),
-    "jina-bert-v2": replace(_BERT, name="JinaBertModel", model_type="jina_bert", fields=jina_fields),
-    "jina-bert-v3": replace(_BERT, name="JinaEmbeddingsV3Model", model_type="jina_embeddings_v3"),
+    "nomic-bert": replace(_BERT, name="NomicBertModel", activation="silu", fields=nomic_fields),
+    "nomic-bert-moe": replace(_BERT, name="NomicBertModel", fields=nomic_moe_fields),
+    "modern-bert": replace(_BERT, name="ModernBertModel", layer=STACKED, activation="", fields=modern_fields),
+    "jina-bert-v2": replace(_BERT, name="JinaBertModel", fields=jina_fields),
+    "jina-bert-v3": replace(_BERT, name="JinaEmbeddingsV3Model"),
 }
 """Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2,
 RoBERTa and XLM-R bert, without the rows of positions that stand for padding.

@@ -10,6 +10,8 @@ from typing import Any, Final
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, shown
 from ..errors import ModelError
+from ..model_config.architectures import named_architecture
+from ..model_config.fields import Fields
 from .architectures import GgufArchitecture, architecture_of
 from .reader import FLOATS, GgufFile
 
@@ -36,7 +38,7 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
     _refuse_other_vectors(gguf, kind)
     config: dict[str, Any] = {
         "architectures": [kind.name],
-        "model_type": kind.model_type,
+        "model_type": "",  # follows from the class, which `fields` may change
         "dtype": dtype_of(gguf),
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "hidden_size": gguf.integer("embedding_length"),
@@ -53,6 +55,7 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
     if kind.has_attention:
         config |= _attention(gguf, kind, config["num_hidden_layers"], factors or {})
     config |= kind.fields(gguf, config)
+    config["model_type"] = named_architecture(Fields(config, str(gguf.path))).model_type
     return config if kind.has_attention else _with_part(config, factors or {})
 
 

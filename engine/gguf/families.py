@@ -35,15 +35,15 @@ def _window(gguf: GgufFile) -> Config:
         return {"sliding_window": None}
     if gguf.architecture != "llama":
         raise ModelError(f"{gguf.path}: which layers of {gguf.architecture} slide is not said in GGUF")
-    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return {"architectures": ["MistralForCausalLM"], "sliding_window": window}
 
 
 def llama_fields(gguf: GgufFile, _config: Config) -> Config:
     found = _window(gguf)
     if gguf.value("expert_count"):
         count, per_token = selected_experts(gguf)
-        found |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-        found |= {"num_local_experts": count, "num_experts_per_tok": per_token}
+        found |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": count}
+        found |= {"num_experts_per_tok": per_token}
     return found
 
 
@@ -75,7 +75,7 @@ def granite_fields(gguf: GgufFile, _config: Config) -> Config:
         count, per_token = selected_experts(gguf)
         found |= {"num_local_experts": count, "num_experts_per_tok": per_token}
         if shared := gguf.value("expert_shared_feed_forward_length"):
-            found |= {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
+            found |= {"architectures": ["GraniteMoeSharedForCausalLM"]}
             found |= {"shared_intermediate_size": shared}
     return found
 
@@ -131,7 +131,7 @@ def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
     if (multiplier := gguf.number(_MULTIPLIER, 0.0)) and rope["rope_type"] == "yarn":
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * multiplier:.6g}"))
     if not gguf.value("expert_count"):
-        return found | {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}
+        return found | {"architectures": ["YoutuForCausalLM"]}
     found |= routed_experts(gguf, config)
     corrected = any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
     if corrected or gguf.value("expert_gating_func", 1) == _SIGMOID:
@@ -139,7 +139,6 @@ def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
     method = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
     return found | {
         "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
         "topk_method": method,
     }
 
@@ -249,7 +248,7 @@ def olmo2_fields(gguf: GgufFile, config: Config) -> Config:
         return {}
     rope = config.pop("rope_parameters")
     plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    olmo3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+    olmo3 = {"architectures": ["Olmo3ForCausalLM"]}
     return windows_by_type(gguf, config) | olmo3 | {"rope_parameters": {FULL: rope, SLIDING: plain}}
 
 

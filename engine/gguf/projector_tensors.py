@@ -11,7 +11,7 @@ from typing import Literal
 from ..checkpoint.safetensors import shown
 from ..errors import ModelError
 from ..model_config.vision.config import TowerConfig, VisionConfig
-from ..model_config.vision.tensors import list_tower_tensors
+from ..model_config.vision.families import list_tower_tensors
 from .reader import GgufFile
 
 ProjectorLayout = Literal["", "stacked", "frames", "pairs", "adds_one", "colors_first", "axes_first"]

@@ -20,7 +20,7 @@ from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, refuse_overlaps, shown
 from ..errors import ModelError
 from ..model_config.fields import is_number
-from ..model_config.vision.fields import MAX_LAYERS
+from ..model_config.vision.config import MAX_LAYERS
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .block_file import ADDRESS_BYTES, MODEL_BYTES, BlockAddress, BlockKind
-from .environment import NETWORK, filesystem_of
-from .usage import PART, StoredBlock, UsageFile, evict, list_blocks, subfolders
+from .usage import NETWORK, PART, StoredBlock, UsageFile, evict, filesystem_of, list_blocks, subfolders
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,14 @@
-"""Use of the KV cache's folder: its files and who of them leaves first, and the file `usage`, the bytes of
-all blocks and the lock under which they change.
+"""Use of the KV cache's folder: its files and who of them leaves first; the file `usage`, the bytes of all
+blocks and the lock under which they change; the environment variables that give engines folder and size.
 """
 
 import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -140,3 +141,48 @@ def _lock(handle: int, path: Path) -> None:
             time.sleep(_POLL_SECONDS)
         else:
             return
+
+
+FOLDER_VARIABLE, BYTES_VARIABLE = "LLMBOX_KV_FOLDER", "LLMBOX_KV_BYTES"
+KEY_SHARE_VARIABLE = "LLMBOX_KV_KEY_SHARE"
+FREE_SHARE: Final = 0.2
+"""Share of the free disk that the KV cache may take by default."""
+DEFAULT_BYTES: Final = 50 * 10**9
+NETWORK: Final = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs"}
+    | {"fuse.glusterfs", "fuse.s3fs", "fuse.rclone"}
+)
+"""Types of file systems whose locks and delays nobody can rely on."""
+
+
+def cache_variables(folder: Path, most_bytes: int, key_share: float) -> dict[str, str]:
+    """Return the environment variables that give engines the folder, its limit and the share of a key."""
+    values = (folder, most_bytes, key_share)
+    return dict(zip((FOLDER_VARIABLE, BYTES_VARIABLE, KEY_SHARE_VARIABLE), map(str, values), strict=True))
+
+
+def read_variables(environ: Mapping[str, str] = os.environ) -> tuple[Path, int, float] | None:
+    """Return the folder, its limit in bytes and the share of a key; None when the cache is off."""
+    folder, most = environ.get(FOLDER_VARIABLE), int(environ.get(BYTES_VARIABLE, 0))
+    return (Path(folder), most, float(environ.get(KEY_SHARE_VARIABLE, 1))) if folder and most > 0 else None
+
+
+def default_bytes(folder: Path) -> int:
+    """Return the bytes that the cache may take where no setting says so, by the disk's free space."""
+    place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+    return min(DEFAULT_BYTES, int(FREE_SHARE * shutil.disk_usage(place).free))
+
+
+def filesystem_of(path: Path, mounts: str = "/proc/self/mounts") -> str:
+    """Return the type of the file system that holds `path`; empty where the system does not tell."""
+    best, kind = "", ""
+    with contextlib.suppress(OSError):
+        at = f"{path.resolve()}/"
+        for line in Path(mounts).read_text(errors="replace").splitlines():
+            fields = line.split()
+            if len(fields) < 3:
+                continue
+            mount = fields[1].replace("\\040", " ").rstrip("/") + "/"
+            if at.startswith(mount) and len(mount) >= len(best):
+                best, kind = mount, fields[2]
+    return kind

@@ -18,8 +18,7 @@ from ..weights.adapters import AdapterLayers
 from ..weights.source import Weights, WeightSource, norm_weight
 from .blocks import DecoderBlock
 from .forward_context import ForwardContext
-from .gemma3n import AltUpStreams
-from .gemma4 import OwnEmbeddings
+from .gemma import AltUpStreams, OwnEmbeddings
 
 
 class TokenEmbedding:

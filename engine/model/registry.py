@@ -27,8 +27,7 @@ from .blocks import (
 )
 from .decoder import Decoder
 from .encoder import BidirectionalAttention, Encoder
-from .gemma3n import AltUpBlock
-from .gemma4 import Gemma4Block, NormedValueAttention
+from .gemma import AltUpBlock, Gemma4Block, NormedValueAttention
 from .mlp import GatedMLP, SparseMoE
 from .recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2, ParallelMixers, RecurrentLayer, ShortConv
 

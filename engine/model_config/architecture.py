@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmbox.kernels.activation import Activation
 
+from .attention import LatentRule, WindowRule, no_latent, no_windows
 from .fields import Fields, attends_both_ways
-from .latent import LatentRule, no_latent
 from .moe import ExpertRule, no_experts
 from .mtp import MTPStyle
 from .multipliers import Scales, no_scales
 from .recurrent.config import RecurrentRule, no_recurrence
 from .rope import RopeRule, one_rope
 from .shape import LayerSizes
-from .sliding_window import WindowRule, no_windows
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -100,9 +99,6 @@ class EncoderConfig:
     has_expert_bias: bool = True
     """True if a bias is added to the sum of experts, and the matrices behind their activation are stored with
     inputs as rows; False: as a GGUF file has them."""
-    has_stacked_qkv: bool = False
-    has_stacked_mlp: bool = False
-    """True if tensors are stacked in all checkpoints; others may be, under the same names."""
     head: ClassifierConfig | None = None
     renames: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement) for names of tensors, applied in order."""

@@ -9,18 +9,28 @@ from typing import Any
 
 from ..errors import UnsupportedArchitecture
 from .architecture import Architecture
+from .attention import (
+    MISTRAL3_TEXT,
+    deepseek_latent,
+    deepseek_scales,
+    deepseek_sizes,
+    exaone4_windows,
+    one_window,
+    windows_by_type,
+    windows_by_type_if_used,
+    windows_every_other,
+    windows_if_used,
+    windows_of_later_layers,
+)
 from .encoders.encoder import ENCODERS, encoder_name
 from .encoders.own_code import OWN_CODE_ENCODERS
 from .encoders.pooling import with_head
 from .families.gemma import GEMMA_MODELS
-from .families.gemma3n import GEMMA3N_MODELS
-from .families.gemma4 import GEMMA4_MODELS
-from .families.hybrids import HYBRIDS
+from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
+from .families.hybrids import HYBRIDS, MULTIMODAL
 from .families.llama4 import LLAMA4_AND_PHIMOE
-from .families.multimodal import MULTIMODAL
 from .families.siblings import SIBLINGS
 from .fields import Fields, show
-from .latent import deepseek_latent, deepseek_scales, deepseek_sizes
 from .moe import (
     deepseek_v2_experts,
     deepseek_v3_experts,
@@ -48,16 +58,6 @@ from .rope import (
     rope_of_rotary_dim,
     rope_of_sliding_layers,
     rope_of_some_layers,
-)
-from .sliding_window import (
-    MISTRAL3_TEXT,
-    exaone4_windows,
-    one_window,
-    windows_by_type,
-    windows_by_type_if_used,
-    windows_every_other,
-    windows_if_used,
-    windows_of_later_layers,
 )
 
 

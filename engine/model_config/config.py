@@ -8,17 +8,21 @@ from llmbox.kernels.activation import UNGATED, Activation
 
 from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
-from ..checkpoint.formats.registry import READERS, find_weight_format, running_format
+from ..checkpoint.formats.registry import (
+    READERS,
+    count_unquantized_params,
+    find_weight_format,
+    running_format,
+)
 from ..checkpoint.formats.weight_format import GgufFormat, NotReadable, WeightFormat, check_tensors
-from ..checkpoint.fp8_config import count_unquantized_params
 from ..checkpoint.index import list_tensors
 from ..config import Dtype
 from ..errors import ModelError
 from .architecture import AltUpConfig, Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
 from .architectures import architecture_of
+from .attention import LatentConfig
 from .encoders.pooling import has_head, read_vectors
 from .fields import Fields, attends_both_ways, checkpoint_dtype, norm_eps, text_fields
-from .latent import LatentConfig
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
 from .multipliers import Scales
@@ -86,7 +90,7 @@ class ModelConfig:
     stored: WeightFormat | None = None
     """Format of a quantized checkpoint (`checkpoint/formats/registry.py`)."""
     wide_params: int = 0
-    """Parameters of its unquantized linears (`checkpoint/fp8_config.py`); 0 without its files."""
+    """Parameters of its unquantized linears (`count_unquantized_params`); 0 without its files."""
     has_head: bool = True
     """False for a model that only gives embeddings."""
     experts: ExpertsConfig | None = None
@@ -167,11 +171,6 @@ class ModelConfig:
         if self.altup is not None:
             return "rows of several streams"
         return ""
-
-    @property
-    def shares_kv(self) -> bool:
-        """Return whether layers read keys and values of others."""
-        return any(sizes.kv_source != layer for layer, sizes in enumerate(self.layer_sizes))
 
     def layers_with(self, layers: range, *, state: bool) -> int:
         """Return how many of these layers have recurrent state, or else KV of their own."""

@@ -14,8 +14,8 @@ from ..checkpoint.formats.weight_format import GgufFormat
 from ..checkpoint.index import NOT_NEEDED, ExpectedTensors, refuse_undeclared, renamed
 from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tensor
 from .architecture import EncoderConfig
+from .attention import LatentConfig
 from .config import ModelConfig
-from .latent import LatentConfig
 from .moe import ExpertsConfig, StackedExperts
 from .recurrent.config import RecurrentConfig
 

@@ -107,6 +107,11 @@ def checkpoint_dtype(fields: Fields) -> Dtype:
     return DTYPES[name]
 
 
+def raw_rope(fields: Fields) -> dict[str, Any]:
+    """Return `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
+    return fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
+
+
 def text_fields(fields: Fields) -> Fields:
     """Return the `text_config` of a vision-language model, with the keys that apply to the whole model. Older
     files have all keys beside those of the tower. `tie_word_embeddings` of the whole model counts more than

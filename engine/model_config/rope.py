@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .fields import Fields
-from .sliding_window import exaone4_windows, layer_types
+from .attention import exaone4_windows, layer_types
+from .fields import Fields, raw_rope
 
 MAX_FACTOR = 65536.0
 MAX_THETA = 1e15
@@ -109,69 +109,54 @@ MINISTRAL3_ROPE: Mapping[str, Any] = {
 }
 """Defaults of transformers for a gpt-oss and a Ministral 3."""
 
-RopeRule = Callable[[Fields, int, int, int], tuple[tuple[RopeConfig, ...], tuple[int, ...]]]
-"""Rule (fields, head_dim, max_position_embeddings, layers) -> RoPE variants, and the index of each
-layer's."""
+LayerRopes = tuple[tuple[RopeConfig, ...], tuple[int, ...]]
+"""RoPE variants, and the index of each layer's."""
+RopeRule = Callable[[Fields, int, int, int], LayerRopes]
+"""Rule (fields, head_dim, max_position_embeddings, layers) -> the RoPE of layers."""
 
 
-def one_rope(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def one_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     return (parse_rope(fields, head_dim, positions),), (0,) * layers
 
 
-def rope_if_named(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def rope_if_named(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE if `position_embedding_type` is `rope`, else one that rotates nothing (NoPE)."""
     is_rope = fields.raw.get("position_embedding_type") == "rope"
     return (one_rope if is_rope else no_rope)(fields, head_dim, positions, layers)
 
 
-def rope_if_theta(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def rope_if_theta(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE, which rotates nothing (NoPE) where `rope_theta` is null."""
     raw = raw_rope(fields)
     is_null = (raw if "rope_theta" in raw else fields.raw).get("rope_theta", 0) is None
     return (no_rope if is_null else one_rope)(fields, head_dim, positions, layers)
 
 
-def no_rope(
-    _fields: Fields, _head_dim: int, _positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def no_rope(_fields: Fields, _head_dim: int, _positions: int, layers: int) -> LayerRopes:
     """Return one RoPE that rotates nothing (NoPE)."""
     return (RopeConfig(rotary_dim=0),), (0,) * layers
 
 
-def partial_rope(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def partial_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE over the first dimensions of a head."""
     raw = raw_rope(fields)
     rope = read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions)
     return (rope,), (0,) * layers
 
 
-def interleaved_rope(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def interleaved_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE of neighboring pairs, over all dimensions of a head or over the first ones."""
     (rope,), layer_ropes = partial_rope(fields, head_dim, positions, layers)
     return (replace(rope, interleaved=True),), layer_ropes
 
 
-def deepseek_rope(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def deepseek_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE, of neighboring pairs unless `rope_interleave` is false."""
     interleaved = fields.flag("rope_interleave", default=True)
     return (interleaved_rope if interleaved else partial_rope)(fields, head_dim, positions, layers)
 
 
-def rope_of_rotary_dim(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def rope_of_rotary_dim(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE over the first `rotary_dim` dimensions of a head."""
     rotary_dim = fields.raw.get("rotary_dim")
     if rotary_dim is not None and "partial_rotary_factor" not in raw_rope(fields):
@@ -180,9 +165,7 @@ def rope_of_rotary_dim(
     return partial_rope(fields, head_dim, positions, layers)
 
 
-def rope_of_alpha(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def rope_of_alpha(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE whose theta grows by `alpha`. Its files call that `dynamic`, but it is the same for all
     lengths.
     """
@@ -199,9 +182,7 @@ def rope_of_alpha(
     return one_rope(fields, head_dim, positions, layers)
 
 
-def rope_of_sliding_layers(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def rope_of_sliding_layers(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE that layers of full attention do not use (NoPE), if there are others."""
     rope, windows = parse_rope(fields, head_dim, positions), exaone4_windows(fields, layers)
     if fields.raw.get("sliding_window") is None:
@@ -211,16 +192,14 @@ def rope_of_sliding_layers(
 
 def interleaved_rope_of_sliding_layers(
     fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+) -> LayerRopes:
     """Return one RoPE of neighboring pairs that layers of full attention do not use (NoPE)."""
     (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
     windows = exaone4_windows(fields, layers)
     return (rope, RopeConfig(rotary_dim=0)), tuple(int(window is None) for window in windows)
 
 
-def rope_of_some_layers(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def rope_of_some_layers(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE that some layers do not use (NoPE): those with a 0 in `no_rope_layers`, or without the
     list every `no_rope_layer_interval`-th.
     """
@@ -234,9 +213,7 @@ def rope_of_some_layers(
     return (rope, RopeConfig(rotary_dim=0)), tuple(0 if turn else 1 for turn in turns[:layers])
 
 
-def olmo3_ropes(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def olmo3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return a scaled RoPE for layers of full attention, and an unscaled one for sliding windows."""
     names = ("full_attention", "sliding_attention")
     raw = fields.mapping("rope_parameters") or {"full_attention": fields.mapping("rope_scaling")}
@@ -247,9 +224,7 @@ def olmo3_ropes(
     return found, tuple(int(name == "sliding_attention") for name in layer_types(fields, layers))
 
 
-def phi3_ropes(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def phi3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return LongRoPE, under any of the names that it had, or default RoPE."""
     raw = raw_rope(fields)
     rope_type = raw.get("rope_type", raw.get("type", "default"))
@@ -262,11 +237,6 @@ def phi3_ropes(
 
 def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
     return whole_heads(raw_rope(fields), fields, head_dim, max_position_embeddings)
-
-
-def raw_rope(fields: Fields) -> dict[str, Any]:
-    """Return `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
-    return fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
 
 
 def whole_heads(

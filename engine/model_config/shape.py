@@ -8,7 +8,6 @@ from typing import Literal
 from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
-from .sliding_window import Windows
 from .vision.shape import NO_TOWER, VisionShape
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -125,7 +124,10 @@ class LayerSizes:
 
 
 def sliding_shape(
-    windows: Windows, sizes: tuple[LayerSizes, ...], heads: tuple[int, int], recurrent: RecurrentShape | None
+    windows: tuple[int | None, ...],
+    sizes: tuple[LayerSizes, ...],
+    heads: tuple[int, int],
+    recurrent: RecurrentShape | None,
 ) -> SlidingShape | None:
     """Return the layers with a window; None if there are none. `heads`: KV heads of others, their width."""
     is_sliding = tuple(window is not None for window in windows)
@@ -202,11 +204,10 @@ class ModelShape:
     """Parameters of attention and MLPs of all layers, where layers differ; None: the closed form."""
     looked_up_params: int = 0
     """Parameters of embeddings of each layer, of which a token reads a row."""
-    other_inputs: tuple[tuple[str, int], ...] = ()
-    """(name, inputs) of linears that ranks share by inputs, where some layers have others than the
-    largest."""
     looked_up_width: int = 0
     """Numbers of such a row."""
+    other_inputs: tuple[tuple[str, int], ...] = ()
+    """(name, inputs) of linears that ranks share by inputs, of layers that differ from the largest."""
     vision: VisionShape | None = None
     """Vision tower, if pictures are read; `params` does not count it."""
     image_problem: str = NO_TOWER

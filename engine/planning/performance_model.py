@@ -193,8 +193,6 @@ class Scaling:
     one_rank: float
     """Roofline of one rank that holds the whole model."""
     all_ranks: float
-    sums_share: float
-    """Fraction of a step's time spent in all-reduces."""
 
     @property
     def factor(self) -> float:
@@ -228,8 +226,7 @@ def decode_scaling(
     reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, bandwidth, rows=rows, context=context)
     link = {"link_bandwidth": link_bandwidth, "sum_seconds": sum_seconds}
     sums, handing_on = exchange_seconds(shape, tp, pp, dtype=dtype, rows=rows, results=results, **link)
-    step = reading + sums + handing_on
-    return Scaling(alone, rows / step, sums / step)
+    return Scaling(alone, rows / (reading + sums + handing_on))
 
 
 def exchange_seconds(

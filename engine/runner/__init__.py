@@ -4,7 +4,6 @@
     gpu_runner.py            asynchronous runner: `launch` queues a step, `collect` waits for its results
     input_batch.py, gpu_inputs.py: a step's token ids, positions and block tables as tensors
     cuda_graphs.py           which decoding sizes are captured as CUDA graphs, and their capture
-    pipeline_feedback.py     sampled tokens from the last pipeline stage to the first
     draft_verification.py    sampling of steps with draft tokens
     draft_model.py, draft_head.py: models that propose draft tokens
     prompt_results.py        log-probabilities of prompts, pooled states for embeddings

@@ -30,7 +30,7 @@ from ..model.decoder import Decoder
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
-from ..sampling.device_state import DeviceRequestState
+from ..sampling.device_state import DeviceRequestState, SampledTokenFeedback
 from .block_memory import DeviceBlockMemory, block_memory
 from .cuda_graphs import DecodeGraphs, GraphCapture
 from .draft_model import DraftModel
@@ -38,7 +38,6 @@ from .draft_verification import accept_drafts, is_decoding
 from .gpu_inputs import DeviceAdapters, MixedStep, decode_inputs, decoding_numbers, mixed_inputs
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
-from .pipeline_feedback import SampledTokenFeedback
 from .prompt_results import StepExtras, queue_extras
 
 

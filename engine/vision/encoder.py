@@ -20,7 +20,7 @@ from ..checkpoint.safetensors import TensorEntry
 from ..gguf.folder import projector_of
 from ..ipc.messages import PreparedImage
 from ..model_config.vision.config import ProjectorKind, VisionConfig
-from ..model_config.vision.tensors import check_vision_tensors
+from ..model_config.vision.families import check_vision_tensors
 from ..weights.checkpoint import Checkpoint
 from ..weights.gguf_source import ProjectorSource
 from .layers import TowerNorm, TowerWeights, activate, gate

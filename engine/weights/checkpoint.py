@@ -3,7 +3,7 @@
 Peak memory beyond the model is one stacked linear and one tensor of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from ..checkpoint.formats.weight_format import (
     form_of,
     is_quantized,
 )
-from ..checkpoint.fp8_config import is_unquantized
 from ..checkpoint.index import NOT_NEEDED, list_tensors, refuse_undeclared
 from ..checkpoint.quantized_layout import SCALES, STEP
 from ..checkpoint.safetensors import (
@@ -123,7 +122,7 @@ class Checkpoint:
         if form is None or not any(is_quantized(form, name, self._entries) for name in asked.outputs):
             packed, bias_O = self._pack_wide(asked)
         else:
-            is_unquantized(form, asked.outputs, self._entries)  # raises where only some are
+            refuse_partly_quantized(form, asked.outputs, self._entries)
             packed, bias_O = self._pack_quantized(asked, form)
         if self._keeper is not None:
             self._keeper.packed(asked, packed, bias_O)
@@ -323,3 +322,20 @@ def renamed(entries: Mapping[str, TensorEntry], rename: Callable[[str], str]) ->
         if other is not entry:
             raise ModelError(f"{entry.file}: {shown(name)} and {shown(other.name)} are the same tensor")
     return found
+
+
+def refuse_partly_quantized(
+    form: WeightFormat, names: Iterable[str], entries: Mapping[str, TensorEntry]
+) -> None:
+    """Raise ModelError if one of the linears `names`, which are fused into one, is quantized and another is
+    not.
+    """
+    wide = [name for name in names if not is_quantized(form, name, entries)]
+    rest = [name for name in names if name not in wide]
+    if wide and rest and (entry := entries.get(f"{wide[0]}.weight")) is not None:
+        other = entries[rest[0] + form_of(form, rest[0]).main.suffix]
+        raise ModelError(
+            f"{entry.file}: {shown(entry.name)} is kept in {entry.dtype} and {shown(other.name)} is "
+            f"{other.dtype}, but both are multiplied as one matrix here: use a checkpoint that keeps all of "
+            "q_proj, k_proj and v_proj (of gate_proj and up_proj) unquantized, or none of them"
+        )

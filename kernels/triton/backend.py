@@ -13,7 +13,7 @@ from ..ops import Ops, StepInputs
 from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
 from ..reference.elementwise import concat, layer_norm
 from ..weight_packing import QuantizedWeight
-from . import elementwise, embedding, rms_norm
+from . import elementwise, rms_norm
 from .attention import attention, kv_cache
 from .attention import qk_norm_rope_kv_write as heads
 from .attention.attention_metadata import TritonAttentionMetadata, plan_attention
@@ -128,7 +128,7 @@ class TritonBackend:
         return self.pack_head(weight_VE, None) if tied else DenseLinear(weight_VE, None)
 
     def embedding(self, table: Linear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
-        return embedding.embed(table, ids_T, self.dtype, scale)
+        return linear.embed(table, ids_T, self.dtype, scale)
 
     def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None) -> Linear:
         return self._chosen(pack(weight_VE, bias_V, self.format("head")))

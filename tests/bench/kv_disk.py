@@ -32,7 +32,7 @@ from llmbox.engine.core.kv_cache.host_tier import HostTier
 from llmbox.engine.core.kv_cache.tiers import KVTiers
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.kv_store import environment
+from llmbox.engine.kv_store import usage
 from llmbox.engine.kv_store.folder import KVFolder
 from llmbox.engine.kv_store.store import BlockStore
 from llmbox.engine.kv_store.store_threads import BlockWrite
@@ -99,9 +99,9 @@ def run(engine: Engine, request: AddRequest) -> tuple[list[int], float, float, i
 
 
 def use_disk(folder: Path | None) -> None:
-    os.environ.pop(environment.FOLDER, None)
+    os.environ.pop(usage.FOLDER_VARIABLE, None)
     if folder is not None:
-        os.environ |= environment.variables(folder, 20 * 10**9, 1.0)
+        os.environ |= usage.cache_variables(folder, 20 * 10**9, 1.0)
 
 
 def turns(options: argparse.Namespace, folder: Path) -> None:

@@ -26,7 +26,7 @@ from llmbox.app.lifecycle.instance import read_pid_file
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.ipc.spawn import Launch
-from llmbox.engine.kv_store import environment
+from llmbox.engine.kv_store import usage
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.cpu.isa import KERNEL_CACHE
 from support.cli_box import PATIENCE, until
@@ -50,7 +50,7 @@ async def test_a_killed_engine_computes_no_prompt_of_its_streams_again(
     make_tiny_model(tmp_path / "model", max_position_embeddings=1024)
     options: dict[str, Any] = {"device": "cpu", "memory_bytes": 256 << 20, "threads": 1, **ranks}
     config = EngineConfig(model_path=str(tmp_path / "model"), name="tiny", **options)
-    launch = Launch(env=environment.variables(tmp_path / "kv", 1 << 30, 1.0))
+    launch = Launch(env=usage.cache_variables(tmp_path / "kv", 1 << 30, 1.0))
     supervisor = Supervisor(config, SupervisorOptions(launch=launch, deaths=RestartLimits(pauses=(0.0,))))
     apart = Supervisor(config)
     try:

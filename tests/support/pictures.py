@@ -17,7 +17,7 @@ from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.distributed.communicator import SINGLE
 from llmbox.engine.executor.build import load_rank, memory_budget
-from llmbox.engine.executor.model_info import model_info
+from llmbox.engine.executor.load_model import model_info
 from llmbox.engine.ipc.messages import AddRequest, PreparedImage
 from llmbox.engine.model.rotary import Rotary
 from llmbox.engine.model_config.config import parse_config

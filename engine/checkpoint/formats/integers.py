@@ -21,7 +21,7 @@ No torch.
 
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import ClassVar, Final
 
 from ..safetensors import TensorEntry
 from .weight_format import HALVES, StoredTensor
@@ -29,8 +29,17 @@ from .weight_format import HALVES, StoredTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integers:
-    """Bits, groups and zeros that all integer formats have."""
+    """Bits, groups and zeros that all integer formats have. Where a format says nothing else, its main tensor
+    has a number a byte, [O, I].
+    """
 
+    suffix: ClassVar[str] = ".weight"
+    dtypes: ClassVar[tuple[str, ...]] = ("I8",)
+    """End of the name and dtypes of the main tensor."""
+    float_zeros: ClassVar[bool] = False
+    """True if zero points are floats: no kernel has such numbers."""
+    method: str
+    """Name of the format for the user."""
     bits: int
     group: int
     """Inputs that share a scale; 0: all of them."""
@@ -42,8 +51,30 @@ class Integers:
         return -(-inputs // self.group) if self.group else 1
 
     @property
+    def label(self) -> str:
+        zeros = "" if self.is_symmetric else " with zeros"
+        groups = f"groups of {self.group}" if self.group else "one scale an output"
+        return f"{self.method} ({self.bits}-bit, {groups}{zeros})"
+
+    @property
+    def main(self) -> StoredTensor:
+        return StoredTensor(self.suffix, self.dtypes)
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, inputs
+
+    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
+        return self.size_of(*entry.shape) if len(entry.shape) == 2 else None
+
+    def size_of(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return O and I by the shape of the main tensor."""
+        return rows, columns
+
+    @property
     def quant(self) -> str | None:
         """Numbers q - zero fit 4 bits beside their zero, or 8 bits, in groups of the kernels or several."""
+        if self.float_zeros:
+            return None
         if not self.group or self.group % 128 == 0:
             size = 128
         elif self.group % 32 == 0:
@@ -54,28 +85,17 @@ class Integers:
             return f"w4a16-g{size}" + ("-zp" if self.bits == 4 and not self.is_symmetric else "")
         return f"w8a16-g{size}" if self.is_symmetric or self.bits < 8 else None
 
-    @property
-    def words(self) -> str:
-        zeros = "" if self.is_symmetric else " with zeros"
-        groups = f"groups of {self.group}" if self.group else "one scale an output"
-        return f"{self.bits}-bit, {groups}{zeros}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwqFormat(Integers):
-    @property
-    def label(self) -> str:
-        return f"AWQ ({self.words})"
-
-    @property
-    def main(self) -> StoredTensor:
-        return StoredTensor(".qweight", ("I32",))
+    method: str = "AWQ"
+    suffix, dtypes = ".qweight", ("I32",)
 
     def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return inputs, outputs // 8
 
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
-        return (entry.shape[1] * 8, entry.shape[0]) if len(entry.shape) == 2 else None
+    def size_of(self, rows: int, columns: int) -> tuple[int, int]:
+        return columns * 8, rows
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
         groups = self.groups(inputs)
@@ -87,23 +107,16 @@ class AwqFormat(Integers):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptqFormat(Integers):
+    suffix, dtypes = ".qweight", ("I32",)
     method: str = "GPTQ"
     zero_offset: int | None = 1
     """Offset added to a stored zero; None: 1 or 0, whichever gives the middle of the range."""
 
-    @property
-    def label(self) -> str:
-        return f"{self.method} ({self.words})"
-
-    @property
-    def main(self) -> StoredTensor:
-        return StoredTensor(".qweight", ("I32",))
-
     def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return -(-inputs * self.bits // 32), outputs
 
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
-        return (entry.shape[1], entry.shape[0] * 32 // self.bits) if len(entry.shape) == 2 else None
+    def size_of(self, rows: int, columns: int) -> tuple[int, int]:
+        return columns, rows * 32 // self.bits
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
         groups = self.groups(inputs)
@@ -118,19 +131,14 @@ class GptqFormat(Integers):
 class CompressedWords(Integers):
     """compressed-tensors `pack-quantized`."""
 
-    @property
-    def label(self) -> str:
-        return f"compressed-tensors ({self.words})"
-
-    @property
-    def main(self) -> StoredTensor:
-        return StoredTensor(".weight_packed", ("I32",))
+    method: str = "compressed-tensors"
+    suffix, dtypes = ".weight_packed", ("I32",)
 
     def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return outputs, -(-inputs * self.bits // 32)
 
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
-        return (entry.shape[0], entry.shape[1] * 32 // self.bits) if len(entry.shape) == 2 else None
+    def size_of(self, rows: int, columns: int) -> tuple[int, int]:
+        return rows, columns * 32 // self.bits
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
         groups = self.groups(inputs)
@@ -147,16 +155,7 @@ class CompressedWords(Integers):
 class CompressedBytes(Integers):
     """compressed-tensors `int-quantized`: an int8 a weight. Activations are quantized as kernels do it."""
 
-    @property
-    def label(self) -> str:
-        return f"compressed-tensors int8 ({self.words})"
-
-    @property
-    def main(self) -> StoredTensor:
-        return StoredTensor(".weight", ("I8",))
-
-    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        return outputs, inputs
+    method: str = "compressed-tensors int8"
 
     def size(self, entry: TensorEntry) -> tuple[int, int] | None:
         return (entry.shape[0], prod(entry.shape[1:])) if entry.shape else None
@@ -177,19 +176,13 @@ class CompressedBytes(Integers):
 class EetqFormat(Integers):
     """Int8 with one scale an output, in the order of a GPU's matrix instructions."""
 
-    @property
-    def label(self) -> str:
-        return f"EETQ ({self.words})"
-
-    @property
-    def main(self) -> StoredTensor:
-        return StoredTensor(".weight", ("I8",))
+    method: str = "EETQ"
 
     def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return inputs, outputs
 
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
-        return (entry.shape[1], entry.shape[0]) if len(entry.shape) == 2 else None
+    def size_of(self, rows: int, columns: int) -> tuple[int, int]:
+        return columns, rows
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:  # noqa: ARG002
         return (StoredTensor(".weight_scales", HALVES, ((outputs,), (1, outputs))),)
@@ -207,16 +200,9 @@ _HQQ_TOLD: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HqqFormat(Integers):
+    method: str = "HQQ"
+    float_zeros = True
     axis: int
-
-    @property
-    def quant(self) -> None:
-        """Zeros are no integers, so no kernel has such numbers."""
-        return None
-
-    @property
-    def label(self) -> str:
-        return f"HQQ ({self.words})"
 
     @property
     def main(self) -> StoredTensor:

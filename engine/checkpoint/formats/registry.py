@@ -12,23 +12,40 @@
     "quant_method": "eetq"                 int8
     "quant_method": "hqq"                  HQQ
     "quant_method": "gguf"                 blocks of a GGUF file (`gguf/folder.py`)
-    "quant_method": "fp8", "fbgemm_fp8", "modelopt"   FP8 (`fp8_config.py`), and modelopt's NVFP4
+    "quant_method": "fp8", "fbgemm_fp8", "modelopt"   FP8 (`floats.py`), and modelopt's NVFP4
 
 A format is one reader in `READERS`, one class, and one decoder in `engine/weights/decoders.py`. Lists of
 unquantized layers are ignored: the stored tensors say which linears are quantized.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from llmbox.kernels.quant_formats import GGUF_DEQUANTIZED, GGUF_QUANTS, QUANTS, BlockSizes
 
+from ...errors import ModelError
 from ..files import read_json
-from ..fp8_config import DYNAMIC, modelopt_entry, read_compressed, read_fp8, read_modelopt, read_schemes
+from ..index import list_tensors
 from ..quantized_layout import FORMATS, INPUT_SCALES, METHOD, MODELOPT_FILE, SCALE, SCALES, version_of
-from .floats import MX_GROUP, NV_GROUP, Bnb4Format, Bnb8Format, Float8Format, MxFp4Format, NvFp4Format
+from .floats import (
+    DYNAMIC,
+    MX_GROUP,
+    NV_GROUP,
+    Bnb4Format,
+    Bnb8Format,
+    Float8Format,
+    MxFp4Format,
+    NvFp4Format,
+    modelopt_entry,
+    read_compressed,
+    read_fp8,
+    read_modelopt,
+    read_schemes,
+)
 from .integers import (
     HQQ_PACKED,
     AwqFormat,
@@ -39,9 +56,21 @@ from .integers import (
     HqqFormat,
     Integers,
 )
-from .mixed import FormatRule, compile_pattern, mix_formats
 from .torchao import read_torchao
-from .weight_format import GgufFormat, NativeFormat, NotReadable, WeightFormat, forms_of, require
+from .weight_format import (
+    FormatRule,
+    GgufFormat,
+    NativeFormat,
+    NotReadable,
+    WeightFormat,
+    compile_pattern,
+    form_of,
+    forms_of,
+    is_quantized,
+    mix_formats,
+    quantized_linears,
+    require,
+)
 
 Config = Mapping[str, Any]
 _GPTQ_BITS: Final = (2, 3, 4, 8)
@@ -81,6 +110,29 @@ def running_format(stored: WeightFormat | None, *, has_experts: bool) -> str | N
     if has_experts and any(isinstance(each, Integers) and each.may_reorder for each in forms_of(stored)):
         return None
     return stored.quant
+
+
+_LINEAR = re.compile(r"model\.layers\.\d+\.(.+_proj|.+\.w[123])\.weight")
+
+
+def count_unquantized_params(directory: Path, form: WeightFormat) -> int:
+    """Return the number of parameters of all unquantized linears, and of those in another format than
+    `form.quant`; 0 if the files cannot be read, because loading them reports the reason.
+    """
+    try:
+        entries = list_tensors(directory)
+    except ModelError:
+        return 0
+    unquantized = sum(
+        prod(entry.shape)
+        for name, entry in entries.items()
+        if _LINEAR.fullmatch(name) and not is_quantized(form, name.removesuffix(".weight"), entries)
+    )
+    if len(forms_of(form)) == 1:
+        return unquantized
+    others = [name for name in quantized_linears(form, entries) if form_of(form, name).quant != form.quant]
+    sizes = (form_of(form, name).size(entries[name + form_of(form, name).main.suffix]) for name in others)
+    return unquantized + sum(prod(size or (0,)) for size in sizes)
 
 
 def _read_llmbox(raw: Config) -> WeightFormat:
@@ -184,9 +236,9 @@ def _read_compressed(raw: Config) -> WeightFormat:
     found = list(groups.values()) if isinstance(groups, dict) else []
     schemes = [each.get("weights") for each in found if isinstance(each, dict)]
     if not found or len(schemes) < len(found) or not all(isinstance(each, dict) for each in schemes):
-        return _float8(read_compressed(dict(raw)))
+        return _float8(read_compressed(raw))
     if all(each["weights"].get("type") == "float" and each["weights"].get("num_bits") == 8 for each in found):
-        return _float8(read_compressed(dict(raw)))
+        return _float8(read_compressed(raw))
     sparsity = raw.get("sparsity_config") or {}
     require(isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense", "sparse weights")
     require(not raw.get("transform_config"), "weights that were transformed (transform_config)")
@@ -300,7 +352,7 @@ def _read_hqq(raw: Config) -> WeightFormat:
 
 def _read_modelopt(raw: Config) -> WeightFormat:
     if raw.get("quant_algo") != "NVFP4":
-        return _float8(read_modelopt(dict(raw)))
+        return _float8(read_modelopt(raw))
     size = raw.get("group_size", NV_GROUP)
     require(size == NV_GROUP, f"NVFP4 weights with a group_size of {size!r}")
     return NvFp4Format(
@@ -340,7 +392,7 @@ READERS: Final[Mapping[str, Callable[[Config], WeightFormat]]] = {
     "torchao": read_torchao,
     "eetq": _read_eetq,
     "hqq": _read_hqq,
-    "fp8": lambda raw: _float8(read_fp8(dict(raw))),
+    "fp8": lambda raw: _float8(read_fp8(raw)),
     "fbgemm_fp8": lambda _raw: _float8(DYNAMIC),
     "modelopt": _read_modelopt,
     "gguf": _read_gguf,

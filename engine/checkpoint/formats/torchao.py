@@ -29,19 +29,7 @@ TILE_INPUTS, TILE_OUTPUTS, PADDED_INPUTS = 128, 8, 1024
 class TorchAoBytes(Integers):
     """A number a byte. Activations are quantized as kernels do it."""
 
-    @property
-    def label(self) -> str:
-        return f"torchao int{self.bits} ({self.words})"
-
-    @property
-    def main(self) -> StoredTensor:
-        return StoredTensor(QDATA, ("I8",))
-
-    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        return outputs, inputs
-
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
-        return (entry.shape[0], entry.shape[1]) if len(entry.shape) == 2 else None
+    suffix = QDATA
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
         shapes: tuple[tuple[int, ...], ...] = ((outputs, self.groups(inputs)),)
@@ -53,31 +41,16 @@ class TorchAoBytes(Integers):
         )
 
 
-class _FloatZeros(Integers):
-    """Base of formats whose zero points are floats: no kernel has such numbers."""
-
-    __slots__ = ()
-
-    @property
-    def quant(self) -> None:
-        return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchAoInt4(_FloatZeros):
-    @property
-    def label(self) -> str:
-        return f"torchao int4 ({self.words})"
-
-    @property
-    def main(self) -> StoredTensor:
-        return StoredTensor(QDATA, ("I8", "U8"))
+class TorchAoInt4(Integers):
+    method: str = "torchao int4"
+    suffix, dtypes, float_zeros = QDATA, ("I8", "U8"), True
 
     def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return outputs, inputs // 2
 
-    def size(self, entry: TensorEntry) -> tuple[int, int] | None:
-        return (entry.shape[0], 2 * entry.shape[1]) if len(entry.shape) == 2 else None
+    def size_of(self, rows: int, columns: int) -> tuple[int, int]:
+        return rows, 2 * columns
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
         shapes = ((self.groups(inputs), outputs),)
@@ -85,14 +58,9 @@ class TorchAoInt4(_FloatZeros):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchAoTiles(_FloatZeros):
-    @property
-    def label(self) -> str:
-        return f"torchao int4 in tiles ({self.words})"
-
-    @property
-    def main(self) -> StoredTensor:
-        return StoredTensor(QDATA, ("I32",))
+class TorchAoTiles(Integers):
+    method: str = "torchao int4 in tiles"
+    suffix, dtypes, float_zeros = QDATA, ("I32",), True
 
     def padded(self, outputs: int, inputs: int) -> tuple[int, int]:
         return -(-outputs // TILE_OUTPUTS) * TILE_OUTPUTS, -(-inputs // PADDED_INPUTS) * PADDED_INPUTS
@@ -129,7 +97,7 @@ def _read_int8(data: Config) -> WeightFormat:
     granularity = data.get("granularity") or {}
     if isinstance(granularity, list):
         granularity = granularity[-1] if granularity else {}
-    return TorchAoBytes(bits=8, group=_group(granularity, size), is_symmetric=True)
+    return TorchAoBytes(method="torchao int8", bits=8, group=_group(granularity, size), is_symmetric=True)
 
 
 def _read_intx(data: Config) -> WeightFormat:
@@ -140,7 +108,8 @@ def _read_intx(data: Config) -> WeightFormat:
     require(packing == "UNPACKED_TO_INT8", f"torchao weights of intx_packing_format {packing!r}")
     group = _group(data.get("granularity") or data.get("weight_granularity") or {}, None)
     mapping = _name_of(data.get("mapping_type") or data.get("weight_mapping_type"), "SYMMETRIC")
-    return TorchAoBytes(bits=int(bits), group=group, is_symmetric=mapping != "ASYMMETRIC")
+    symmetric = mapping != "ASYMMETRIC"
+    return TorchAoBytes(method=f"torchao int{bits}", bits=int(bits), group=group, is_symmetric=symmetric)
 
 
 def _read_int4(data: Config) -> WeightFormat:

@@ -58,11 +58,6 @@ class HostTier:
         self._queued_bytes = 0
         self._copies: deque[tuple[CopyEvent, list[HostBlock]]] = deque()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the blocks that it has."""
-        return sum(len(blocks) * self._memory.sizes[kind] for kind, blocks in self._blocks.items())
-
     def evicts(self, kind: BlockKind) -> Callable[[int, bytes], None]:
         """Return what a pool of this kind is to call with each block that it evicts, and its hash."""
         return lambda index, block_hash: self.note_evicted(kind, index, block_hash)

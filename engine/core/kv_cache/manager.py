@@ -20,8 +20,7 @@ from ..request import Request
 from ..request_queue import is_premium
 from ..step import ScheduledRequest
 from .block_pool import BlockPool
-from .handover_intake import HandoverIntake
-from .handover_outlet import HandoverOutlet
+from .handover import HandoverIntake, HandoverOutlet
 from .prefix_cache import PrefixUses, extend_hashes, first_block_digest
 from .state_manager import StateManager, StatePool, WindowManager
 from .tiers import KVTiers

@@ -171,8 +171,7 @@ MAX_REPORTED: Final = 20
 class PrefixUses:
     """Hits by the chain hash of a prefix's last block. The least recently hit entry is dropped first."""
 
-    def __init__(self, limit: int = REMEMBERED_USES) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._uses: OrderedDict[bytes, PrefixUse] = OrderedDict()
 
     def note(self, chain_hash: bytes, blocks: int, block_size: int, request_id: str) -> None:
@@ -184,7 +183,7 @@ class PrefixUses:
             hits=1 if before is None else before.hits + 1,
             last_request=request_id,
         )
-        if len(self._uses) > self._limit:
+        if len(self._uses) > REMEMBERED_USES:
             self._uses.popitem(last=False)
 
     def top(self, is_here: Callable[[bytes], bool], count: int = MAX_REPORTED) -> list[PrefixUse]:

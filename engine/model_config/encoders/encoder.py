@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..architecture import Architecture, ClassifierConfig, EncoderActivation, EncoderConfig, EncoderRule
+from ..attention import Windows, layer_types
 from ..fields import Fields, show
 from ..moe import selected_of
-from ..rope import RopeConfig, one_rope, parse_rope
-from ..sliding_window import Windows, layer_types
+from ..rope import LayerRopes, RopeConfig, one_rope, parse_rope
 
 _ACTIVATIONS: Final[dict[str, EncoderActivation]] = {
     "gelu": "gelu",
@@ -174,8 +174,6 @@ def _modernbert(fields: Fields) -> EncoderConfig:
         is_gated=True,
         up_bias=bias,
         down_bias=bias,
-        has_stacked_qkv=True,
-        has_stacked_mlp=True,
         head=read_head(
             fields,
             activation=read_activation(fields, "classifier_activation"),
@@ -262,9 +260,7 @@ def _modern_windows(fields: Fields, layers: int) -> Windows:
     return tuple(width if kind == "sliding_attention" else None for kind in _modern_types(fields, layers))
 
 
-def _modern_ropes(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def _modern_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return two RoPE variants: the first for layers of full attention, the second for sliding windows."""
     by_type = Fields(fields.mapping("rope_parameters") or {}, f"{fields.where}: rope_parameters")
     ropes = []
@@ -278,9 +274,7 @@ def _modern_ropes(
     return tuple(ropes), tuple(int(kind == "sliding_attention") for kind in kinds)
 
 
-def _no_rope(
-    _fields: Fields, _head_dim: int, _positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def _no_rope(_fields: Fields, _head_dim: int, _positions: int, layers: int) -> LayerRopes:
     return (RopeConfig(rotary_dim=0),), (0,) * layers
 
 

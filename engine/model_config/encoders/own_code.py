@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..architecture import Architecture, EncoderConfig
-from ..fields import Fields, show
-from ..rope import RopeConfig, one_rope, raw_rope
+from ..fields import Fields, raw_rope, show
+from ..rope import LayerRopes, one_rope
 from .encoder import (
     BERT_NAMES,
     GELU,
@@ -48,9 +48,7 @@ def _refuse_other_gte(fields: Fields) -> None:
     refuse_others(fields, {**usual, "logn_attention_scale": False, "logn_attention_clip1": False})
 
 
-def ntk_rope(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def ntk_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE. Of type `ntk` its base is multiplied by a factor f, and its frequencies are divided by
     f^(2 / head_dim), for texts of all lengths.
     """
@@ -91,7 +89,6 @@ def _jina_v2(fields: Fields) -> EncoderConfig:
         has_alibi=True,
         is_gated=True,
         up_bias=False,
-        has_stacked_mlp=True,
         head=read_head(fields),
         renames=(*_JINA_NAMES, *BERT_NAMES, *POOLED_HEAD),
     )

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
+from ..attention import Windows, layer_types, windows_by_type
 from ..fields import Fields
 from ..multipliers import Scales
-from ..rope import RopeConfig, parse_rope
-from ..sliding_window import Windows, layer_types, windows_by_type
+from ..rope import LayerRopes, RopeConfig, parse_rope
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 256000,
@@ -92,9 +92,7 @@ def gemma3_windows(fields: Fields, layers: int) -> Windows:
     return windows_by_type(_typed_as_gemma3(fields, layers), layers)
 
 
-def gemma3_ropes(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def gemma3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return two RoPE variants: the first for layers of full attention, the second for sliding windows."""
     whole = _rope(fields, _FULL, head_dim, positions)
     if whole.rope_type == "linear":  # max_position_embeddings is the length after scaling

@@ -1,17 +1,17 @@
-"""Rules for Gemma 4, used by `architectures.py`."""
+"""Gemma 4 and Gemma 3n: defaults, rules and entries of `architectures.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture
+from ..architecture import AltUpConfig, Architecture
+from ..attention import FULL, SLIDING, Windows, layer_types, window_of, windows_by_type
 from ..fields import Fields
 from ..moe import ExpertsConfig, StackedExperts, selected_of
 from ..multipliers import Scales
-from ..rope import RopeConfig, read_proportional_rope
+from ..rope import LayerRopes, read_proportional_rope
 from ..shape import LayerSizes
-from ..sliding_window import FULL, SLIDING, Windows, window_of
-from .gemma import ACTIVATION, gemma_scales, logits_cap, refuse_gemma2
+from .gemma import ACTIVATION, gemma3_ropes, gemma_scales, logits_cap, refuse_gemma2, refuse_gemma3
 
 GEMMA4: Mapping[str, Any] = {
     "vocab_size": 262144,
@@ -76,14 +76,12 @@ def gemma4_sizes(fields: Fields) -> dict[str, Any]:
     return found | {key: own.integer(key, heads[key]) for key in _WIDTHS}
 
 
-def shared_sources(
-    fields: Fields, types: Sequence[str], default: int = 0, key: str = "num_kv_shared_layers"
-) -> tuple[int, ...]:
+def shared_sources(fields: Fields, types: Sequence[str]) -> tuple[int, ...]:
     """Return the layer whose KV each layer reads: the last `num_kv_shared_layers` layers read that of the
     last layer of their type before them. Raises ModelError.
     """
-    layers = len(types)
-    shared = fields.number(key, default)
+    layers, key = len(types), "num_kv_shared_layers"
+    shared = fields.number(key, 0)
     if not 0 <= shared < layers or shared != int(shared):
         raise fields.error(f"{key} {fields.raw.get(key)!r} must be a whole number below {layers} layers")
     first = layers - int(shared)
@@ -135,9 +133,7 @@ def gemma4_windows(fields: Fields, _layers: int) -> Windows:
     return tuple(window if name == SLIDING else None for name in _types(fields))
 
 
-def gemma4_ropes(
-    fields: Fields, head_dim: int, positions: int, _layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def gemma4_ropes(fields: Fields, head_dim: int, positions: int, _layers: int) -> LayerRopes:
     """Return two RoPE variants: the first for layers of full attention, the second for sliding windows."""
     by_type = fields.mapping("rope_parameters") or _ROPES
     if not set(by_type) <= {SLIDING, FULL}:
@@ -235,4 +231,116 @@ GEMMA4_MODELS: dict[str, Architecture] = {
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, is_nested=True),
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
     "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA4_UNIFIED, is_nested=True),
+}
+
+
+GEMMA3N: Mapping[str, Any] = {
+    "vocab_size": 262400,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 15,
+    "laurel_rank": 64,
+    "altup_num_inputs": 4,
+}
+"""Defaults of transformers for its text part."""
+MOST_STREAMS = 8
+"""Streams that the C++ kernels have room for."""
+
+
+def gemma3n_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the type of each layer, by default every fifth full, and the largest MLP."""
+    layers, found = fields.integer("num_hidden_layers"), {}
+    if fields.raw.get("layer_types") is None:
+        found["layer_types"] = [FULL if layer % 5 == 4 else SLIDING for layer in range(layers)]
+    inner = fields.raw["intermediate_size"]
+    each = inner if isinstance(inner, list) else [inner] * layers
+    rows = [Fields({"intermediate_size": one}, fields.where).integer("intermediate_size") for one in each]
+    if len(rows) != layers:
+        raise fields.error(f"intermediate_size must be a number, or one for each of {layers} layers")
+    return {**found, "intermediate_size": max(rows), "layer_inner": rows}
+
+
+def gemma3n_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
+    inner, sparsity = fields.raw["layer_inner"], _sparsity(fields, layers)
+    heads, head_dim = fields.integer("num_key_value_heads"), fields.integer("head_dim")
+    return tuple(
+        LayerSizes(
+            kv_heads=heads, head_dim=head_dim, inner=inner[layer], kv_source=source, sparsity=sparsity[layer]
+        )
+        for layer, source in enumerate(shared_sources(fields, layer_types(fields, layers)))
+    )
+
+
+def _sparsity(fields: Fields, layers: int) -> tuple[float, ...]:
+    """Return the share of gates that are set to 0, by default 0.95 in the first ten of more layers."""
+    if fields.raw.get("activation_sparsity_pattern") is None:
+        return tuple(0.95 if layers > 10 > layer else 0.0 for layer in range(layers))
+    pattern = fields.numbers("activation_sparsity_pattern")
+    if len(pattern) != layers or not all(0.0 <= share < 1.0 for share in pattern):
+        raise fields.error(f"activation_sparsity_pattern must have {layers} numbers from 0 to below 1")
+    return pattern
+
+
+def gemma3n_per_layer(fields: Fields) -> tuple[int, int]:
+    return fields.integer("hidden_size_per_layer_input"), fields.integer("vocab_size_per_layer_input")
+
+
+def gemma3n_altup(fields: Fields) -> AltUpConfig:
+    streams, active = fields.integer("altup_num_inputs"), fields.number("altup_active_idx", 0)
+    if not 2 <= streams <= MOST_STREAMS:
+        raise fields.error(f"altup_num_inputs {streams} is not supported, only 2 to {MOST_STREAMS}")
+    if active not in range(streams):
+        raise fields.error(f"altup_active_idx {active:g} is none of the {streams} streams")
+    return AltUpConfig(
+        streams=streams,
+        active=int(active),
+        laurel_rank=fields.integer("laurel_rank"),
+        scales_output=fields.flag("altup_correct_scale", default=True),
+    )
+
+
+def gemma3n_extra_params(fields: Fields) -> tuple[int, int]:
+    hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    width, altup = fields.integer("hidden_size_per_layer_input"), gemma3n_altup(fields)
+    streams = altup.streams
+    own = 2 * hidden * width + hidden
+    laurel = 2 * hidden * altup.laurel_rank + hidden
+    coefficients = hidden * (streams + 2) + streams**2 + streams**3
+    whole = hidden * layers * width + width + 2 * (streams - 1) * hidden * hidden
+    return own + laurel + coefficients, whole
+
+
+_GEMMA3N = Architecture(
+    model_type="gemma3n_text",
+    defaults=GEMMA3N,
+    hidden_acts=(ACTIVATION,),
+    activation="gelu_tanh",
+    fits_float16=False,
+    qk_norm="heads",
+    norms_values=True,
+    block="altup",
+    sizes=gemma3n_sizes,
+    windows=windows_by_type,
+    ropes=gemma3_ropes,
+    scales=gemma4_scales,
+    layer_sizes=gemma3n_layers,
+    per_layer=gemma3n_per_layer,
+    altup=gemma3n_altup,
+    extra_params=gemma3n_extra_params,
+    refuse=refuse_gemma3,
+)
+
+GEMMA3N_MODELS: dict[str, Architecture] = {
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": replace(_GEMMA3N, is_nested=True),
 }

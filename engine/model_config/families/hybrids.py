@@ -1,12 +1,14 @@
-"""Hybrids of attention and recurrent layers, as `architectures.py` has the other architectures."""
+"""Hybrids of attention and recurrent layers, and language models of vision-language families that have layers
+of others under names of their own, as `architectures.py` has the other architectures.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture, as_it_is
+from ..attention import deepseek_latent, deepseek_scales, deepseek_sizes
 from ..fields import Fields
-from ..latent import deepseek_latent, deepseek_scales, deepseek_sizes
 from ..moe import granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
 from ..multipliers import falcon_h1_scales, granite_scales
 from ..recurrent.families import (
@@ -34,7 +36,8 @@ from ..recurrent.families import (
     refuse_other_nemotron,
 )
 from ..rope import (
-    RopeConfig,
+    LayerRopes,
+    interleaved_rope,
     no_rope,
     one_rope,
     partial_rope,
@@ -42,6 +45,7 @@ from ..rope import (
     rope_if_named,
     rope_if_theta,
 )
+from .siblings import without_sections
 
 LFM3_ROPE: Mapping[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -50,9 +54,7 @@ LFM3_ROPE: Mapping[str, Any] = {
 """Default of transformers."""
 
 
-def ropes_by_type(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def ropes_by_type(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return two RoPE variants of `rope_parameters`: for full attention, and for sliding windows."""
     names, types = ("full_attention", "sliding_attention"), fields.raw.get("layer_types")
     by_type = fields.mapping("rope_parameters") or {}
@@ -287,3 +289,35 @@ HYBRIDS: dict[str, Architecture] = {
     ),
 }
 """Hybrids by the class name in `architectures` of config.json."""
+
+
+_LLAMA_INSIDE = Architecture(
+    model_type="llama", defaults={"rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True, is_nested=True
+)
+
+
+def glm_ocr_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    """Return one RoPE of neighboring pairs, whose sections have the same position in texts."""
+    return interleaved_rope(without_sections(fields), head_dim, positions, layers)
+
+
+MULTIMODAL: dict[str, Architecture] = {
+    "Idefics3ForConditionalGeneration": _LLAMA_INSIDE,
+    "SmolVLMForConditionalGeneration": _LLAMA_INSIDE,
+    "Lfm2VlForConditionalGeneration": replace(HYBRIDS["Lfm2ForCausalLM"], is_nested=True),
+    "Lfm3VlForConditionalGeneration": replace(HYBRIDS["Lfm3ForCausalLM"], is_nested=True),
+    "GlmOcrForConditionalGeneration": Architecture(
+        model_type="glm_ocr_text",
+        defaults={"rms_norm_eps": 1e-5},
+        block="sandwich",
+        has_stacked_mlp=True,
+        ropes=glm_ocr_ropes,
+        is_nested=True,
+        names={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+    ),
+}
+"""Such models by the class name in `architectures` of config.json."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
+from ..attention import Windows, one_window
 from ..fields import Fields
 from ..moe import ExpertsConfig, StackedExperts, selected_of
-from ..rope import RopeConfig, interleaved_rope, one_rope
-from ..sliding_window import Windows, one_window
+from ..rope import LayerRopes, RopeConfig, interleaved_rope, one_rope
 
 LLAMA4: Mapping[str, Any] = {
     "vocab_size": 202048,
@@ -64,9 +64,7 @@ def llama4_windows(fields: Fields, layers: int) -> Windows:
     return tuple(-size if name == _CHUNKED else None for name in types)
 
 
-def llama4_ropes(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def llama4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return a RoPE of neighboring pairs, and none for some layers, whose queries grow with their
     position.
     """

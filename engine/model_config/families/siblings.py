@@ -5,8 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
-from ..fields import Fields
-from ..latent import deepseek_latent, deepseek_scales, deepseek_sizes
+from ..attention import (
+    FULL,
+    SLIDING,
+    Windows,
+    deepseek_latent,
+    deepseek_scales,
+    deepseek_sizes,
+    exaone4_windows,
+    windows_by_type,
+    windows_if_used,
+    windows_of_later_layers,
+)
+from ..fields import Fields, raw_rope
 from ..moe import (
     ExpertsConfig,
     StackedExperts,
@@ -19,24 +30,15 @@ from ..moe import (
 from ..multipliers import granite_scales
 from ..recurrent.families import granite_sizes
 from ..rope import (
+    LayerRopes,
     RopeConfig,
     deepseek_rope,
     interleaved_rope,
     one_rope,
     parse_rope,
     partial_rope,
-    raw_rope,
     rope_of_alpha,
     rope_of_sliding_layers,
-)
-from ..sliding_window import (
-    FULL,
-    SLIDING,
-    Windows,
-    exaone4_windows,
-    windows_by_type,
-    windows_if_used,
-    windows_of_later_layers,
 )
 from .llama4 import phimoe_extra_params
 
@@ -83,9 +85,7 @@ def dots1_windows(fields: Fields, layers: int) -> Windows:
     return windows_of_later_layers(Fields({**fields.raw, **most}, fields.where), layers)
 
 
-def ropes_by_theta(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def ropes_by_theta(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return a RoPE for each base in `layer_rope_theta`, of which 0 is none (NoPE)."""
     base = parse_rope(fields, head_dim, positions)
     bases = (
@@ -98,9 +98,7 @@ def ropes_by_theta(
     return tuple(ropes), tuple(known.index(theta) for theta in bases)
 
 
-def rope_of_texts(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+def rope_of_texts(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return the RoPE of a model whose dimensions have the time, the row or the column of a picture as their
     position: all three are the same for texts.
     """

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from ..attention import SLIDING, Windows, window_of
 from ..fields import Fields
 from ..moe import ExpertsConfig, deepseek_experts, deepseek_v3_experts, refuse_small_groups
-from ..sliding_window import SLIDING, Windows, window_of
 from .config import (
     FULL,
     NO_ATTENTION,

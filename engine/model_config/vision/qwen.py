@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..fields import Fields, show
-from .config import ImageProcessorConfig, TowerConfig, TowerNames, VisionConfig
-from .fields import (
+from .config import (
     CLIP_MEAN,
     CLIP_STD,
     MAX_PIXELS,
     MAX_SIDE,
     MAX_WIDTH,
+    ImageProcessorConfig,
+    TowerConfig,
+    TowerNames,
+    VisionConfig,
     VisionFiles,
     activation_of,
     pixels_of,

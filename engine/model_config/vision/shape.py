@@ -8,7 +8,6 @@ trained with.
 import math
 from dataclasses import dataclass, replace
 
-from ...errors import ModelError
 from .config import ImageLayout, ImageProcessorConfig, VisionConfig
 
 LARGEST_EDGE = 4096
@@ -279,31 +278,6 @@ def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
         tiles, num_rows = (*tiles, whole), num_rows + of_whole
     text = vision.start + text + vision.end
     return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=(rows, columns))
-
-
-def mrope_positions(
-    prompt_len: int, pictures: list[tuple[int, tuple[int, int]]]
-) -> tuple[list[list[int]], int]:
-    """Return positions [time, height, width] of each row of a prompt, and the next one.
-
-    `pictures`: (first row with an embedding, rows and columns of embeddings), in order. Raises ModelError for
-    pictures that overlap or leave the prompt.
-    """
-    axes: list[list[int]] = [[], [], []]
-    row = position = 0
-    for start, (tall, wide) in pictures:
-        if start < row or start + tall * wide > prompt_len:
-            raise ModelError("pictures overlap, or are outside the prompt")
-        for axis in axes:
-            axis.extend(range(position, position + start - row))
-        position += start - row
-        axes[0].extend([position] * (tall * wide))
-        axes[1].extend(position + line for line in range(tall) for _ in range(wide))
-        axes[2].extend(list(range(position, position + wide)) * tall)
-        row, position = start + tall * wide, position + max(tall, wide)
-    for axis in axes:
-        axis.extend(range(position, position + prompt_len - row))
-    return axes, position + prompt_len - row
 
 
 PICTURE_ROWS = 4096

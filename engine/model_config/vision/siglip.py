@@ -4,13 +4,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..fields import Fields, show
-from .config import ImageProcessorConfig, TowerConfig, TowerNames, VisionConfig
-from .fields import (
+from .config import (
     CLIP_MEAN,
     CLIP_STD,
     HALF,
     MAX_SIDE,
     MAX_WIDTH,
+    ImageProcessorConfig,
+    TowerConfig,
+    TowerNames,
+    VisionConfig,
     VisionFiles,
     activation_of,
     feature_layer,

@@ -22,7 +22,7 @@ from ...checkpoint.index import weight_files
 from ...checkpoint.safetensors import MAX_HEADER
 from ...gguf.folder import gguf_of, projector_of
 from ...gguf.reader import files_of
-from ...units import show_bytes
+from ...hardware.machine import show_bytes
 from .file import (
     DamagedPackedFile,
     MappedWeights,

@@ -23,8 +23,7 @@ from ..linear.tile_config import Tile, decode_tile, fixed_tile, power_of_two, pr
 from . import attention_metadata as attention_plan
 from .attention_combine import Result, fits_heads, reduce_splits, store_eight_heads
 from .attention_inner import add_sink, attend, fold, piece_size
-from .attention_metadata import TritonAttentionMetadata, num_splits
-from .attention_sdpa import attend_gathered
+from .attention_metadata import TritonAttentionMetadata, attend_gathered, num_splits
 from .kv_cache import TritonKVCache, conversion_mode
 
 LOG2_E = 1.4426950408889634

@@ -1,6 +1,16 @@
-"""W8A8 GEMM, 8-bit rows by 8-bit weights: launch and split-K in common, kernels for FP8 and int8."""
+"""W8A8 GEMM, 8-bit rows by 8-bit weights: launch and split-K in common, kernels for FP8 and int8; and FP8 by
+`torch._scaled_mm` (cuBLAS and CUTLASS), in three layouts of scales.
 
-from typing import Any
+    tensor   one scale for all rows, one for all weights
+    rows     a scale for each row and each output
+    blocks   a scale for each row and 128 inputs, one for 128 x 128 weights: with cuBLAS 12.9, on compute
+             capability 9.0 alone
+
+`scaled_mm_choice.py` decides at load whether a linear uses it. PyTorch checks the requirements of each layout
+in aten/src/ATen/native/cuda/ScaledBlas.cpp.
+"""
+
+from typing import Any, Literal
 
 import torch
 import triton
@@ -276,3 +286,35 @@ def sum_int8(
         sums = tl.dot(x_tile, tl.trans(w_tile), out_dtype=tl.int32)
         acc += sums.to(tl.float32) * (scale_m[:, None] * scale_n[None, :])
     return acc
+
+
+Sharing = Literal["tensor", "rows", "blocks"]
+"""Layout of scales for `torch._scaled_mm`."""
+
+
+def fits_scaled_mm(sharing: Sharing, outputs: int, inputs: int) -> bool:
+    """Return whether a linear of this shape can be multiplied with scales in this layout.
+
+    Block scales must not need padding, as cuBLAS wants them in fours along the inputs. Versions of PyTorch
+    that do not check this give wrong results.
+    """
+    if sharing == "blocks":
+        return outputs % BLOCK == 0 and inputs % (4 * BLOCK) == 0
+    return outputs % 16 == 0 and inputs % 16 == 0
+
+
+def scaled_mm(
+    rows: Rows8, row_scales: Tensor, weight_OI: Tensor, scales: Tensor, dtype: torch.dtype, sharing: Sharing
+) -> Tensor:
+    """Multiply by `torch._scaled_mm`. Padding rows of blocks are multiplied too and cut off."""
+    is_blocked = sharing == "blocks"
+    whole = rows.whole() if is_blocked else rows
+    out = torch._scaled_mm(  # noqa: SLF001 - torch's only door to them
+        whole.numbers,
+        weight_OI.t(),
+        scale_a=whole.scales if is_blocked else row_scales,
+        scale_b=scales.t(),
+        out_dtype=dtype,
+        use_fast_accum=not is_blocked,
+    )
+    return out[: len(rows.numbers)]

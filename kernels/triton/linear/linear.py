@@ -1,5 +1,5 @@
-"""Linears in every weight format, the choice of their kernel by format and number of rows, and the 8-bit rows
-that norms, gates and attention write for the next linear.
+"""Linears in every weight format, the choice of their kernel by format and number of rows, the 8-bit rows
+that norms, gates and attention write for the next linear, and the lookup of embeddings.
 
 `Ops.before` says which linear that is, and with it the format.
 """
@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import scaled_mm
 from .gemm import Grouped, product
 from .gemm_inner import codes_of
-from .gemm_w8a8 import BLOCK, fp8_product, int8_product
+from .gemm_w8a8 import BLOCK, Sharing, fp8_product, int8_product, scaled_mm
 from .quantize_activations import RowFormat, Rows8, quantize_rows
-from .scaled_mm import Sharing
+from .tile_config import power_of_two
 
 DEQUANTIZED_OUTPUTS = 32
 """Outputs of one program of `dequantize`."""
@@ -199,15 +198,13 @@ def multiply_floats(
     match packed.by_torch:
         case None:
             return fp8_product(rows, weight_OI, scales, bias_O, dtype, fixed=fixed)
-        case "blocks":
-            out = scaled_mm.by_blocks(rows, weight_OI, scales, dtype)
-        case "rows":
-            out = scaled_mm.by_rows(rows, weight_OI, scales, dtype)
+        case "blocks" | "rows":
+            out = scaled_mm(rows, rows.scales, weight_OI, scales, dtype, packed.by_torch)
         case "tensor":
             assert isinstance(packed, Fp8Linear)
             assert packed.given is not None
             assert packed.one_1 is not None
-            out = scaled_mm.by_tensor(rows, weight_OI, packed.given, packed.one_1, dtype)
+            out = scaled_mm(rows, packed.given, weight_OI, packed.one_1, dtype, "tensor")
     return out if bias_O is None else out.add_(bias_O)
 
 
@@ -229,3 +226,84 @@ class FusedActivationQuant:
         if self._rows is None or self._format is None or self._result() is not x:
             return None
         return self._rows if self._format.matches(row_format_of(packed)) else None
+
+
+EMBED_BLOCK = 1024
+
+
+def embed(packed: Linear, ids_T: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Look up rows of a table in any format, times `scale`: [T, E] in `dtype`."""
+    match packed:
+        case DenseLinear(weight_VE, _):
+            return look_up(weight_VE, weight_VE, ids_T, weight_VE.shape[1], 0, dtype, scale)
+        case WeightOnlyIntLinear(weight, _):
+            assert weight.bits == 8
+            return look_up(weight.weight, weight.scales, ids_T, weight.inputs, weight.group, dtype, scale)
+        case Fp8Linear(weight_VE, scales_V1, _):
+            return look_up(weight_VE, scales_V1, ids_T, weight_VE.shape[1], -1, dtype, scale)
+        case _:
+            raise AssertionError(f"no table is kept as {type(packed).__name__}")
+
+
+def look_up(
+    weight: Tensor,
+    scales: Tensor,
+    ids_T: Tensor,
+    width: int,
+    group: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> Tensor:
+    """Launch the lookup. `group` is 0 without scales, -1 for one scale a row, else weights and scales are as
+    in `Grouped`.
+    """
+    out_TE = torch.empty((len(ids_T), width), dtype=dtype, device=weight.device)
+    if len(ids_T):
+        block = min(EMBED_BLOCK, power_of_two(width))
+        gather_kernel[(len(ids_T), triton.cdiv(width, block))](
+            out_TE,
+            weight,
+            scales,
+            ids_T,
+            weight.shape[-2],
+            scale,
+            WIDTH=width,
+            GROUP=group,
+            BLOCK=block,
+            SCALED=scale != 1.0,
+        )
+    return out_TE
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def gather_kernel(
+    out: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    ids: tl.tensor,
+    vocabulary: tl.tensor,
+    scale: tl.tensor,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
+    """Write scale * code * row scale for one tile of a row, computed in float32.
+
+    Reference: `embedding` in `kernels/reference/elementwise.py`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    source = tl.load(ids + row).to(tl.int64)
+    if GROUP > 0:
+        cell = (column // GROUP).to(tl.int64) * vocabulary + source
+        values = tl.load(weight + cell * GROUP + column % GROUP, mask=inside, other=0).to(tl.float32)
+        values *= tl.load(scales + cell, mask=inside, other=0.0).to(tl.float32)
+    else:
+        values = tl.load(weight + source * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        if GROUP < 0:
+            values *= tl.load(scales + source)
+    if SCALED:
+        values *= scale
+    tl.store(out + row * WIDTH + column, values.to(out.dtype.element_ty), mask=inside)

@@ -12,10 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import scaled_mm
+from .gemm_w8a8 import Sharing, fits_scaled_mm
 from .linear import Fp8BlockLinear, Fp8Linear, Linear, multiply
 from .quantize_activations import quantize_rows
-from .scaled_mm import Sharing
 
 log = logging.getLogger("llmbox.engine")
 
@@ -62,7 +61,7 @@ def sharing_of(packed: Linear) -> Sharing | None:
             sharing = "blocks"
         case _:
             return None
-    return sharing if scaled_mm.fits(sharing, *weight_OI.shape) else None
+    return sharing if fits_scaled_mm(sharing, *weight_OI.shape) else None
 
 
 def why_not(packed: Linear, dtype: torch.dtype) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 from llmbox.app.config.model_settings import CacheSettings
 from llmbox.app.config.paths import find_paths
 from llmbox.app.control.kv_cache import claim_kv_cache
-from llmbox.engine.kv_store import environment, folder
+from llmbox.engine.kv_store import folder, usage
 from llmbox.engine.kv_store.usage import UsageFile
 
 
@@ -16,7 +16,7 @@ def test_a_disk_that_tells_nothing_keeps_no_daemon_from_starting(monkeypatch, tm
     def fail(_):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(environment, "default_bytes", fail)
+    monkeypatch.setattr(usage, "default_bytes", fail)
     with claim_kv_cache(find_paths(tmp_path), CacheSettings()) as variables:
         assert variables == {}
     assert "Stale file handle" in caplog.text

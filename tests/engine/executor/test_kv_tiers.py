@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.kv_store import environment
+from llmbox.engine.kv_store import usage
 from support.families import FAMILIES, make_family
 from support.real_engines import ask, load, run
 from support.tiny_models import make_tiny_model
@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     folder = tmp_path / "kv"
-    for name, value in environment.variables(folder, 1 << 30, 1.0).items():
+    for name, value in usage.cache_variables(folder, 1 << 30, 1.0).items():
         monkeypatch.setenv(name, value)
     return folder
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.engine.kv_store import environment, store_threads
 from llmbox.engine.kv_store import store as store_module
+from llmbox.engine.kv_store import store_threads, usage
 from llmbox.engine.kv_store.block_file import HEADER_BYTES
-from llmbox.engine.kv_store.environment import filesystem_of
 from llmbox.engine.kv_store.folder import KVFolder, KVFolderUnusable
 from llmbox.engine.kv_store.store import BlockStore, ModelFiles
 from llmbox.engine.kv_store.store_threads import BlockBuffers, BlockWrite
-from llmbox.engine.kv_store.usage import TURN_END_SECONDS, UsageFile
+from llmbox.engine.kv_store.usage import TURN_END_SECONDS, UsageFile, filesystem_of
 from support.kv_tiers import MODEL, SECONDS, open_folder, open_store
 from support.lanes import nightly
 
@@ -404,10 +403,10 @@ def test_file_systems_are_read_from_mounts(tmp_path):
 
 
 def test_environment():
-    told = environment.variables(Path("/x"), 5, 0.5)
-    assert environment.read(told) == (Path("/x"), 5, 0.5)
-    assert environment.read({}) is None
-    assert environment.read(environment.variables(Path("/x"), 0, 1.0)) is None
+    told = usage.cache_variables(Path("/x"), 5, 0.5)
+    assert usage.read_variables(told) == (Path("/x"), 5, 0.5)
+    assert usage.read_variables({}) is None
+    assert usage.read_variables(usage.cache_variables(Path("/x"), 0, 1.0)) is None
 
 
 def test_unfinished_files_of_dead_writers_go(tmp_path, opened):

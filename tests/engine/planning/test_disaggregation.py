@@ -6,7 +6,7 @@ import pytest
 
 from llmbox.engine.config import EngineConfig, parse_disaggregate
 from llmbox.engine.errors import DoesNotFit, ParallelError
-from llmbox.engine.kv_store.handover_segment import SEGMENT_BYTES
+from llmbox.engine.kv_store.block_file import SEGMENT_BYTES
 from llmbox.engine.planning.disaggregation import prefill_config
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from support.shapes import LLAMA_3_8B

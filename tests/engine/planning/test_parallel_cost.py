@@ -115,7 +115,10 @@ def test_expected_scaling():
     two, eight = (decode_scaling(LLAMA_3_8B, tp, 1, **gpu, **nvlink) for tp in (2, 8))
     assert 1.5 < two.factor < 2
     assert two.factor < eight.factor < 8
-    assert eight.sums_share > two.sums_share > 0
+    of_two, of_eight = (
+        exchange_seconds(LLAMA_3_8B, tp, 1, dtype="bfloat16", rows=1, **nvlink)[0] for tp in (2, 8)
+    )
+    assert of_eight > of_two > 0
     assert decode_scaling(LLAMA_3_8B, 2, 1, **gpu, **pcie).factor < two.factor
     stages = decode_scaling(LLAMA_3_8B, 1, 4, **gpu, **pcie)
     assert 0.9 < stages.factor < 1, "stages share memory, not time"

@@ -19,7 +19,7 @@ from llmbox.engine.core.speculation.model_drafting import ModelDrafting
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.kv_store import environment
+from llmbox.engine.kv_store import usage
 from llmbox.engine.model.draft_heads import Eagle3Head
 from llmbox.engine.model_config.config import parse_config
 from support.adapters import plain_tensors, write_adapter
@@ -188,7 +188,7 @@ def test_a_cached_prompt_has_the_heads_keys(pairs: dict[str, Pair], kind: str) -
 def test_blocks_on_disk_have_the_heads_keys(
     pairs: dict[str, Pair], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in environment.variables(tmp_path / "kv", 1 << 30, 1.0).items():
+    for name, value in usage.cache_variables(tmp_path / "kv", 1 << 30, 1.0).items():
         monkeypatch.setenv(name, value)
     seen = []
     pair = pairs[kind]

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.kv_store import environment
+from llmbox.engine.kv_store import usage
 from llmbox.engine.sampling_params import SamplingParams
 from support.encoder_models import make_encoder
 from support.fake_cuda import Card, fake_cuda
@@ -99,7 +99,7 @@ def test_blocks_that_the_device_evicts_come_back(model, tmp_path, monkeypatch, k
     """Through pinned memory, over copies that run as late as they may."""
     sizes = {**SIZES, "kv_tokens": 48, "cuda_graphs": False}
     if kept != "host":
-        variables = environment.variables(tmp_path / "kv", 1 << 30, 1.0)
+        variables = usage.cache_variables(tmp_path / "kv", 1 << 30, 1.0)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
     host = 0 if kept == "disk" else 1 << 20
@@ -107,7 +107,7 @@ def test_blocks_that_the_device_evicts_come_back(model, tmp_path, monkeypatch, k
     prompts = [ask(name, range(first, first + 35), 3, logprobs=2) for name, first in firsts.items()]
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     with monkeypatch.context() as without:
-        without.delenv(environment.FOLDER, raising=False)
+        without.delenv(usage.FOLDER_VARIABLE, raising=False)
         expected = drawn(run(load(model, prefix_cache=False, **SIZES), prompts[:1])["a"])
     monkeypatch.setenv("LLMBOX_KERNELS", "triton")
     with fake_cuda(Card(multiprocessors=2)) as cuda:

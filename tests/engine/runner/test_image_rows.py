@@ -1,14 +1,18 @@
 """Requests with pictures give the same tokens alone, batched, cut anywhere, cached, preempted and resumed."""
 
+from array import array
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
+from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.runner.image_rows import extend_positions
 from support.pictures import BREAK, IMAGE, SeeingModel, ask_about, picture, prompt_of
 from support.real_engines import run, tokens
 from support.tiny_models import make_tiny_model
+from support.vision_models import MODELS, TEXT
 
 RED, BLUE = picture(200), picture(90)
 QUESTION = range(40, 50)
@@ -225,6 +229,33 @@ def test_positions_of_a_picture_count_rows_and_columns():
             part = tuple([] for _ in range(3))
             extend_positions(part, images, start, min(end, 17))
             assert [list(axis) for axis in part] == [axis[start:end] for axis in whole]
+
+
+def test_positions_with_rows_and_columns_are_those_of_transformers() -> None:
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    config = Qwen3VLConfig(vision_config=MODELS["qwen3_vl"][1]["vision_config"], text_config=TEXT)
+    pictures = [(3, (2, 4)), (13, (5, 3)), (29, (1, 1))]
+    kinds = [0] * 34
+    for start, (tall, wide) in pictures:
+        kinds[start : start + tall * wide] = [1] * (tall * wide)
+    grid = torch.tensor([[1, 2 * tall, 2 * wide] for _, (tall, wide) in pictures])
+    model = type(
+        "Stub", (), {"config": config, "get_vision_position_ids": Qwen3VLModel.get_vision_position_ids}
+    )
+    theirs, delta = Qwen3VLModel.get_rope_index(
+        model(), torch.zeros(1, 34, dtype=torch.long), torch.tensor([kinds]), image_grid_thw=grid
+    )
+    images = [
+        PreparedImage(
+            content_hash=b"", tiles=[], pixels=b"", grid=grid, start=start, num_tokens=grid[0] * grid[1]
+        )
+        for start, grid in pictures
+    ]
+    ours: tuple[array[int], ...] = tuple(array("i") for _ in range(3))
+    extend_positions(ours, images, 0, 35)
+    assert [axis.tolist()[:34] for axis in ours] == theirs[:, 0].tolist()
+    assert {axis[34] for axis in ours} == {34 + int(delta)}
 
 
 def test_placeholders_that_are_no_picture_are_tokens(model):

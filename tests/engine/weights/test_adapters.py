@@ -167,7 +167,6 @@ def test_more_adapters_than_fit_take_turns(qwen: Path, three: list[Path]) -> Non
     engine = fp32(qwen, max_running=33)
     slots = engine._scheduler.kv_cache.adapters = AdapterSlots(1, 1 << 30)
     assert tokens(engine, requests(three)) == expected
-    assert slots.num_resident == 1
     (resident,) = engine.stats().adapters
     assert resident in {folder.name for folder in three}
     assert slots.swaps >= 3

@@ -6,15 +6,13 @@ from collections import deque
 
 import pytest
 
-from llmbox.engine.core.kv_cache import handover_intake
-from llmbox.engine.core.kv_cache.handover_intake import HandoverIntake
-from llmbox.engine.core.kv_cache.handover_outlet import HandoverOutlet
+from llmbox.engine.core.kv_cache import handover
+from llmbox.engine.core.kv_cache.handover import HandoverIntake, HandoverOutlet
 from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.core.kv_cache.tiers import CacheMemory
 from llmbox.engine.ipc.handover_messages import HandedBlocks, Prefill, TakenSlots
 from llmbox.engine.ipc.messages import AbortRequest
-from llmbox.engine.kv_store.block_file import DamagedBlock
-from llmbox.engine.kv_store.handover_segment import HandoverSegment, slot_bytes
+from llmbox.engine.kv_store.block_file import DamagedBlock, HandoverSegment, slot_bytes
 from support.fake_runner import expected_output
 from support.kv_tiers import MODEL, FakeBlockMemory
 from support.scheduling import FakeEngine, make_request
@@ -211,7 +209,7 @@ def test_what_needs_every_row_of_its_prompt_stays_in_the_decode_engine():
 
 
 def test_streams_have_no_long_prompt_beside_them(monkeypatch):
-    monkeypatch.setattr(handover_intake, "COPY_SHARE", 0.0)
+    monkeypatch.setattr(handover, "COPY_SHARE", 0.0)
     pair = Pair()
     streams = [make_request(f"s{number}", 5, max_tokens=100) for number in range(3)]
     late = [make_request(f"p{number}", 60 + number) for number in range(3)]
@@ -224,7 +222,7 @@ def test_streams_have_no_long_prompt_beside_them(monkeypatch):
 
     pair.run(arrive)
     check(pair, streams)
-    assert 1 < pair.most_prompt_tokens() <= handover_intake.DECODE_PROMPT_TOKENS
+    assert 1 < pair.most_prompt_tokens() <= handover.DECODE_PROMPT_TOKENS
 
 
 def test_a_full_segment_holds_the_prefill_engine_back():

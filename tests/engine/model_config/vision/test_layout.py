@@ -6,12 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.vision.config import VisionConfig
 from llmbox.engine.model_config.vision.families import VISION_FAMILIES, find_vision, read_vision
-from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image, mrope_positions
+from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image
 from support.tiny_models import write_json
 from support.vision_models import MODELS, TEXT
 
@@ -165,25 +163,3 @@ def test_every_family_is_tested() -> None:
     assert {"smolvlm": "idefics3"}.keys() | {"qwen3_vl_moe", "qwen3_5_moe"} | MODELS.keys() == set(
         VISION_FAMILIES
     )
-
-
-def test_positions_with_rows_and_columns_are_those_of_transformers() -> None:
-    from transformers import Qwen3VLConfig, Qwen3VLModel
-
-    config = Qwen3VLConfig(vision_config=MODELS["qwen3_vl"][1]["vision_config"], text_config=TEXT)
-    pictures = [(3, (2, 4)), (13, (5, 3)), (29, (1, 1))]
-    kinds = [0] * 34
-    for start, (tall, wide) in pictures:
-        kinds[start : start + tall * wide] = [1] * (tall * wide)
-    grid = torch.tensor([[1, 2 * tall, 2 * wide] for _, (tall, wide) in pictures])
-    model = type(
-        "Stub", (), {"config": config, "get_vision_position_ids": Qwen3VLModel.get_vision_position_ids}
-    )
-    theirs, delta = Qwen3VLModel.get_rope_index(
-        model(), torch.zeros(1, 34, dtype=torch.long), torch.tensor([kinds]), image_grid_thw=grid
-    )
-    ours, following = mrope_positions(34, pictures)
-    assert ours == theirs[:, 0].tolist()
-    assert following == 34 + int(delta)
-    with pytest.raises(ModelError, match="overlap"):
-        mrope_positions(34, [(3, (2, 4)), (5, (1, 1))])

@@ -12,7 +12,7 @@ import torch
 
 from llmbox.engine.checkpoint.tensor_io import bytes_of
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.weights.packed_cache import huge_pages as huge
+from llmbox.engine.weights.packed_cache import source as huge
 from llmbox.engine.weights.packed_cache.cache import LIMIT_VARIABLE, cache_variables
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import ask, load, tokens

@@ -13,8 +13,9 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.triton import elementwise, rms_norm
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.elementwise import gate_rows
-from llmbox.kernels.triton.linear import linear, scaled_mm
+from llmbox.kernels.triton.linear import linear
 from llmbox.kernels.triton.linear import scaled_mm_choice as choice
+from llmbox.kernels.triton.linear.gemm_w8a8 import fits_scaled_mm
 from llmbox.kernels.triton.linear.linear import (
     FP8_BLOCKS,
     FP8_ROWS,
@@ -338,8 +339,8 @@ def test_the_probe_multiplies(
 
 def test_where_it_is_not_tried() -> None:
     assert why_not(one_scale(32, 48), BFLOAT16) == "not on a GPU"
-    assert scaled_mm.fits("blocks", 128, 1024)
-    assert not scaled_mm.fits("blocks", 64, 1024)
+    assert fits_scaled_mm("blocks", 128, 1024)
+    assert not fits_scaled_mm("blocks", 64, 1024)
 
 
 def test_results_in_float32_stay_with_our_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ from llmbox.engine.device.device import HostDevice, Uploader
 from llmbox.engine.distributed.communicator import TensorParallel
 from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
-from llmbox.engine.runner.pipeline_feedback import SampledTokenFeedback
-from llmbox.engine.sampling.device_state import DeviceRequestState
+from llmbox.engine.sampling.device_state import DeviceRequestState, SampledTokenFeedback
 
 
 class Way:
