@@ -23,8 +23,9 @@ public:
         const int width = static_cast<int>(width_);
         for (int i = 0; i < width; i += LANES) store(to + i, load(from + i, std::max(0, inputs - i)), width - i);
     }
-    void multiply(const Shape& linear, int panel, int row, int rows, float* tile, Member&) const {
-        multiply_wide_panel<W>(W::panel(linear, panel), groups_, data_ + row * width_, width_, rows, tile);
+    void multiply(const Shape& linear, int panel, int row, int rows, float* tile, Member& member) const {
+        float* wide = member.spare.template take<float>(MOST_WIDENED * PANEL);
+        multiply_wide_panel<W>(W::panel(linear, panel), groups_, data_ + row * width_, width_, rows, tile, wide);
     }
 
 private:

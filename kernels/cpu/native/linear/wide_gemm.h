@@ -98,9 +98,12 @@ struct FusedF32 : F32 {
     static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add(columns, row, sum); }
 };
 
-// tile[rows][PANEL] = x * panel.
+constexpr int MOST_WIDENED = 256;  // inputs
+
+// tile[rows][PANEL] = x * panel. `wide` has room for MOST_WIDENED inputs of a panel.
 template <class W>
-NOINLINE void multiply_wide_panel(const uint8_t* panel, int groups, const float* x, size_t stride, int rows, float* tile) {
+NOINLINE void multiply_wide_panel(const uint8_t* panel, int groups, const float* x, size_t stride, int rows, float* tile,
+                                  float* wide) {
     switch (rows) {
         case 1: return multiply_wide_rows<W, 1>(panel, groups, x, stride, tile);
         case 2: return multiply_wide_rows<W, 2>(panel, groups, x, stride, tile);
@@ -110,11 +113,10 @@ NOINLINE void multiply_wide_panel(const uint8_t* panel, int groups, const float*
         case 6: return multiply_wide_rows<W, 6>(panel, groups, x, stride, tile);
         default: break;
     }
-    // Many rows find a slice widened in the L1 cache.
-    constexpr int INPUTS = 64, SLICE = INPUTS / WIDE_INPUTS<W>;
-    alignas(64) float wide[INPUTS * PANEL];
-    for (int first = 0; first < groups; first += SLICE) {
-        const int count = std::min(SLICE, groups - first), words = count * WIDE_INPUTS<W>;
+    // More rows find a slice widened: in the L1 cache, or many in L2, where they load and store their sums less often.
+    const int slice = (rows <= 64 ? 64 : MOST_WIDENED) / WIDE_INPUTS<W>;
+    for (int first = 0; first < groups; first += slice) {
+        const int count = std::min(slice, groups - first), words = count * WIDE_INPUTS<W>;
         widen_groups<W>(panel + first * WIDE_BYTES<W>, count, wide);
         const WordRows from{reinterpret_cast<const uint8_t*>(x + first * WIDE_INPUTS<W>), stride * sizeof(float)};
         for (int row = 0; row < rows;) {
