@@ -58,7 +58,7 @@ class WeightRequest:
     on_host: bool = False
     """True for weights that `Ops.host_experts` computes, in main memory."""
     is_by_head: bool = False
-    """True for weights of `Ops.linear_by_head`, which no format quantizes. They are asked for whole."""
+    """True for weights of `Ops.linear_by_head`. They are asked for whole."""
 
     @property
     def name(self) -> str:
