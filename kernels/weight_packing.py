@@ -298,6 +298,12 @@ class Packing(StoredWeights, Protocol):
         """Pack outputs of several formats as one linear; a tensor has unquantized ones."""
         ...
 
+    def pack_wide(self, rounded: QuantizedWeight, dtype: torch.dtype) -> Any | None:
+        """Pack weights that stay integers in memory and are multiplied as float32, for `Ops.linear_by_head`;
+        None for formats that cannot.
+        """
+        ...
+
     def pack(self, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None = None) -> Any:
         """Pack unquantized weights, see `Ops.pack_linear`."""
         ...

@@ -61,7 +61,8 @@ class GgufTensors:
         pieces = [self._read(entry).view(entry.shape) for entry in entries]
         for entry, piece in zip(entries, pieces, strict=True):
             refuse_non_finite(piece, entry, "")
-        tensor = self._as_stored_in_checkpoints(name, entries, pieces).view(shape)
+        tensor = self._as_stored_in_checkpoints(name, entries, pieces)
+        tensor = (tensor.T if self.is_turned(name) else tensor).view(shape)
         if name.endswith("A_log"):  # a file has what the checkpoint's numbers stand for
             if not bool((tensor < 0).all()):
                 raise ModelError(f"{entries[0].file}: tensor {shown(entries[0].name)} is not negative")
@@ -80,8 +81,15 @@ class GgufTensors:
     def holds(self, name: str) -> bool:
         return self._finds(name)
 
+    def is_turned(self, name: str) -> bool:
+        """Return whether the file has the rows of a checkpoint's matrix as columns."""
+        entries = self._found(name) if _LATENT.fullmatch(name) else []
+        return any(entry.name.split(".")[-2] == "attn_k_b" for entry in entries)
+
     def take_blocks(self, name: str, shape: tuple[int, int]) -> tuple[TensorEntry, Tensor]:
-        """Return the rows of a matrix as bytes of whole blocks, uint8 [outputs, bytes of a row]."""
+        """Return the rows of a matrix as bytes of whole blocks, uint8 [outputs, bytes of a row]: of the
+        turned matrix, if the file has that.
+        """
         entries, pieces = self._entries(name, shape), []
         for entry in entries:
             raw = read_bytes(entry)
@@ -116,7 +124,7 @@ class GgufTensors:
         each = (shape[0] // len(entries), *shape[1:])
         if entries[0].name.endswith(".ssm_ba.weight"):
             each = (2 * shape[0], *shape[1:])
-        if _LATENT.fullmatch(name) and entries[0].name.split(".")[-2] == "attn_k_b":
+        if self.is_turned(name):
             each = each[::-1]
         if entries[0].name.endswith(".ssm_norm.weight"):  # group by group
             entries = [replace(entry, shape=(prod(entry.shape),)) for entry in entries]
@@ -136,8 +144,6 @@ class GgufTensors:
         module = entries[0].name.split(".")[-2]
         if module in self._heads:
             return half_split_rope(rows, self._heads[module])
-        if module == "attn_k_b":
-            return rows.T
         return rows if self._values is None else self._values.in_order(name, module, rows)
 
     floats = take

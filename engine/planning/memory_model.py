@@ -55,10 +55,10 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
 
 
 def router_bytes(experts: int, hidden: int) -> int:
-    """Return the bytes that a router beside quantized weights takes on a CPU beyond two a number: it is
-    float32, in whole panels.
+    """Return the bytes that a router beside quantized weights takes on a CPU beyond two a number: it is in
+    whole panels.
     """
-    return hidden * (4 * -(-experts // ROUTER_PANEL) * ROUTER_PANEL - 2 * experts)
+    return 2 * hidden * (-experts % ROUTER_PANEL)
 
 
 LORA_STACK = 5

@@ -230,10 +230,13 @@ def block_slots(
         tables.extend(table(row.request)[:blocks])
         tables.extend([0] * (width - blocks))
     tables_NB = from_array(tables).view(len(rows), width)
+    if len(positions) == len(rows):  # one row each: torch takes longer to begin than this takes
+        slots = array("i")
+        for number, position in enumerate(positions):
+            block = tables[number * width + position // block_size]
+            slots.append(block * block_size + position % block_size)
+        return move(tables_NB, device), to_device(slots, device)
     positions_T = from_array(positions)
-    block_T = positions_T // block_size
-    row_T = (
-        torch.repeat_interleave(torch.tensor(lens)) if len(positions) > len(rows) else torch.arange(len(rows))
-    )
-    slots_T = tables_NB[row_T, block_T] * block_size + positions_T % block_size
+    row_T = torch.repeat_interleave(torch.tensor(lens))
+    slots_T = tables_NB[row_T, positions_T // block_size] * block_size + positions_T % block_size
     return move(tables_NB, device), move(slots_T, device)

@@ -72,7 +72,9 @@ class GgufSource:
 
     def _packed(self, asked: WeightRequest) -> PackedLinear:
         types = self._block_types(asked)
-        if types is None:
+        if (wide := self._packed_wide(asked)) is not None:
+            packed, bias_O = wide, None
+        elif types is None:
             packed, bias_O = self._packed_floats(asked)
         else:
             assert self.ops.packing is not None
@@ -82,6 +84,22 @@ class GgufSource:
         if self._keeper is not None:
             self._keeper.packed(asked, packed, bias_O)
         return packed
+
+    def _packed_wide(self, asked: WeightRequest) -> PackedLinear | None:
+        """Return a head's linear that is multiplied as float32 and stays Q8_0 in memory; None for others, and
+        where the file has blocks along the wrong dimension.
+        """
+        packing, (name, *others) = self.ops.packing, asked.outputs
+        if packing is None or not packing.holds_blocks or others or not asked.is_by_head:
+            return None
+        weight_name, (rows,) = f"{name}.weight", asked.outputs.values()
+        kind = self._tensors.block_type(weight_name)
+        if kind != "Q8_0" or self._tensors.is_turned(weight_name) != asked.transposed:
+            return None
+        entry, raw = self._tensors.take_blocks(weight_name, (rows.total, asked.inputs.total))
+        weight = _unpack(kind, raw, entry)
+        assert isinstance(weight, QuantizedWeight)
+        return packing.pack_wide(weight, self.dtype)
 
     def _block_types(self, asked: WeightRequest) -> dict[str, str | None] | None:
         """Return the block type of each tensor (None: floats), or None where they are dequantized."""
@@ -147,12 +165,7 @@ class GgufSource:
             row += shard.size
         if order is not None:
             raw = raw[order]
-        weight = unpack_rows(kind, raw, len(raw))
-        refuse_bad_scales(weight, entry)
-        if isinstance(weight, QuantizedWeight):
-            scales_OG = weight.scales_OG.to(scale_dtype(weight.quant))
-            return QuantizedWeight(weight.quant, weight.codes_OI, scales_OG)
-        return weight
+        return _unpack(kind, raw, entry)
 
     def _packed_floats(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
         weight_OI = self._floats(asked, list(asked.outputs))
@@ -196,6 +209,16 @@ class GgufSource:
 
     def finish(self) -> None:
         self._tensors.finish()
+
+
+def _unpack(kind: str, raw: Tensor, entry: TensorEntry) -> QuantizedWeight | BlockWeight:
+    """Take rows of blocks apart, with scales as kernels have them. Raises ModelError for bad scales."""
+    weight = unpack_rows(kind, raw, len(raw))
+    refuse_bad_scales(weight, entry)
+    if isinstance(weight, QuantizedWeight):
+        scales_OG = weight.scales_OG.to(scale_dtype(weight.quant))
+        return QuantizedWeight(weight.quant, weight.codes_OI, scales_OG)
+    return weight
 
 
 def refuse_bad_scales(weight: QuantizedWeight | BlockWeight, entry: TensorEntry) -> None:

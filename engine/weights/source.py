@@ -57,6 +57,8 @@ class WeightRequest:
     """True if inputs and outputs of the stored tensor change places."""
     on_host: bool = False
     """True for weights that `Ops.host_experts` computes, in main memory."""
+    is_by_head: bool = False
+    """True for weights of `Ops.linear_by_head`. They are asked for whole."""
 
     @property
     def name(self) -> str:
@@ -232,9 +234,9 @@ class Weights:
     def wide_linear(
         self, name: str, outputs: ShardSlice, inputs: ShardSlice, *, transposed: bool = False
     ) -> PackedLinear:
-        """Request a linear that no format quantizes. `transposed`: as in `WeightRequest`."""
-        asked = WeightRequest("router", {self._full(name): outputs}, inputs, transposed=transposed)
-        return self._packed(asked)
+        """Request a linear of one head for `Ops.linear_by_head`. `transposed`: as in `WeightRequest`."""
+        rows = {self._full(name): outputs}
+        return self._packed(WeightRequest("router", rows, inputs, transposed=transposed, is_by_head=True))
 
     def linear(
         self,

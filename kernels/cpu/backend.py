@@ -19,7 +19,7 @@ from .lora import CPULora
 from .profile import CPUProfiler
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
-from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer
+from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer, pointers
 
 
 class CPUBackend:
@@ -151,20 +151,20 @@ class CPUBackend:
             first += part.outputs
         return out_TO
 
-    def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor, shares: int = 1) -> Tensor:
+    def _linear_to(self, out_TO: Tensor, packed: CPULinear, x_TI: Tensor, shares: int = 1) -> None:
         assert x_TI.dtype == packed.dtype
         assert x_TI.stride(1) == 1
+        if packed.is_wide:
+            self._linears_to(out_TO.unsqueeze(1), (packed,), x_TI.unsqueeze(1))
+            return
         library, dtype = self.library, DTYPES[packed.dtype]
         numbers = packed.pointer, x_TI.data_ptr(), x_TI.stride(0), out_TO.data_ptr(), out_TO.stride(0)
-        if packed.is_wide:
-            op = library.llmbox_wide_linear_op(*numbers, DTYPES[out_TO.dtype])
-        elif shares > 1:
+        if shares > 1:
             op = library.llmbox_shared_quant_op(dtype, *numbers, DTYPES[out_TO.dtype], shares)
         else:
             make = library.llmbox_linear_op if packed.quant is None else library.llmbox_quant_op
             op = make(dtype, *numbers, DTYPES[out_TO.dtype])
         self.recorder.submit(op, Step(rows=len(x_TI)), packed, x_TI, out_TO)
-        return out_TO
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         groups, width = weight.shape if weight.dim() == 2 else (1, len(weight))
@@ -304,9 +304,24 @@ class CPUBackend:
         heads, outputs = len(packed), packed[0].outputs
         out = self.recorder.result("linear_by_head", len(x_THI), heads * outputs, x_THI.dtype)
         out_THO = out.view(-1, heads, outputs)
-        for head, linear in enumerate(packed):
-            self._linear_to(out_THO[:, head], linear, x_THI[:, head])
+        self._linears_to(out_THO, packed, x_THI)
         return out_THO
+
+    def _linears_to(self, out_THO: Tensor, packed: Sequence[CPULinear], x_THI: Tensor) -> None:
+        """Run linears of one shape and form, each on its own part of a row."""
+        (form,) = {linear.form for linear in packed}
+        assert x_THI.dtype == packed[0].dtype
+        assert x_THI.stride(2) == out_THO.stride(2) == 1
+        op = self.library.llmbox_linear_by_head_op(
+            DTYPES[x_THI.dtype],
+            form,
+            len(packed),
+            pointers(packed),
+            *(x_THI.data_ptr(), *x_THI.stride()[:2]),
+            *(out_THO.data_ptr(), *out_THO.stride()[:2]),
+            DTYPES[out_THO.dtype],
+        )
+        self.recorder.submit(op, Step(rows=len(x_THI)), packed, x_THI, out_THO)
 
     def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> CommandGraph:
         return CommandGraph(self.recorder, body)

@@ -186,7 +186,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_cache_data": (P, (P,)),
     "llmbox_cache_block_bytes": (LONG, (P,)),
     "llmbox_linear_op": (P, (INT, P, P, LONG, P, LONG, INT)),
-    "llmbox_wide_linear_op": (P, (P, P, LONG, P, LONG, INT)),
+    "llmbox_linear_by_head_op": (P, (INT, INT, INT, P, P, LONG, LONG, P, LONG, LONG, INT)),
     "llmbox_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
     "llmbox_quant_op": (P, (INT, P, P, LONG, P, LONG, INT)),
     "llmbox_shared_quant_op": (P, (INT, P, P, LONG, P, LONG, INT, INT)),

@@ -7,17 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quant_formats import KERNEL_QUANTS, OF_LAYERS, UNQUANTIZED_KINDS, BlockGrid, Quant
+from ..quant_formats import KERNEL_QUANTS, OF_LAYERS, QUANTS, UNQUANTIZED_KINDS, BlockGrid, Quant
 from ..weight_packing import BlockWeight, Kind, QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""dtype codes of native/library.cpp."""
+"""dtype codes of native/dtypes.h."""
+INT8_SCALED, WIDE_BFLOAT16 = 2, 3
+"""Codes there of weights that become float32 as they are read."""
 ORDERED = "+order"
 """End of a format's name, for weights with an order of inputs of their own."""
-WIDE = "float32"
-"""Format's name of weights kept in float32 for rows of bfloat16."""
+WIDE = "float32 "
+"""Begin of the name of a format whose weights become float32 as they are read, and are not multiplied as bf16
+or integers. The format's own name follows, empty for bfloat16."""
 STACKED, TIMES = "+", "*"
 """In the name of a stack's format: between its parts, and between format, outputs and bytes of a part."""
+WIDE_QUANT = QUANTS["int8-g32"]
+"""The integers that weights may become float32 from: those of Q8_0."""
 BLOCK_GRIDS: dict[BlockGrid, int] = {
     "centered": 4, "table": 5, "minimums": 6, "k_minimums": 7, "k_pairs": 8, "k_signed": 9, "k_table": 10,
     "k_iq1": 11, "k_iq2": 12, "k_iq3_xxs": 13, "k_iq3_s": 14,
@@ -40,8 +45,8 @@ class PackedHandle:
 
 class CPULinear(PackedHandle):
     """Packed weights of a linear. `quant` None: unquantized. `kept` owns the memory of attached panels.
-    `has_order`: inputs are gathered in an order of the weights (act-order). `is_wide`: weights are float32,
-    rows of bfloat16.
+    `has_order`: inputs are gathered in an order of the weights (act-order). `is_wide`: weights become
+    float32 as they are read, and so do rows.
     """
 
     def __init__(
@@ -63,6 +68,13 @@ class CPULinear(PackedHandle):
         self.quant = quant
         self._kept = kept
         super().__init__(made, library.llmbox_linear_free)
+
+    @property
+    def form(self) -> int:
+        """Code of what the weights are multiplied as, for `llmbox_linear_by_head_op`."""
+        if not self.is_wide:
+            return DTYPES[self.dtype]
+        return WIDE_BFLOAT16 if self.quant is None else INT8_SCALED
 
     @property
     def parts(self) -> "tuple[CPULinear, ...]":
@@ -115,8 +127,8 @@ class Packer:
         quant, dtype, bias = self.format(kind), weight_OI.dtype, float_bias(bias_O)
         # Beside integer weights, so that a model has the same bits on all instruction sets.
         is_wide = kind == "router" and self.quant is not None and dtype == torch.bfloat16
-        weight = weight_OI.contiguous().float() if is_wide else weight_OI.contiguous()
-        numbers = DTYPES[weight.dtype], inputs, outputs
+        weight = weight_OI.contiguous()
+        numbers = WIDE_BFLOAT16 if is_wide else DTYPES[dtype], inputs, outputs
         if quant is None:
             made = self.library.llmbox_linear_new(*numbers, weight.data_ptr(), pointer(bias))
         else:
@@ -125,8 +137,21 @@ class Packer:
             )
         return CPULinear(self.library, made, (outputs, inputs), dtype, quant, is_wide=is_wide)
 
+    def pack_wide(self, rounded: QuantizedWeight, dtype: torch.dtype) -> CPULinear | None:
+        return self._pack_rounded(rounded, dtype, is_wide=True) if rounded.quant == WIDE_QUANT else None
+
     def pack_quantized(
         self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> CPULinear:
+        return self._pack_rounded(rounded, dtype, bias_O)
+
+    def _pack_rounded(
+        self,
+        rounded: QuantizedWeight,
+        dtype: torch.dtype,
+        bias_O: Tensor | None = None,
+        *,
+        is_wide: bool = False,
     ) -> CPULinear:
         outputs, inputs = rounded.codes_OI.shape
         quant, bias = rounded.quant, float_bias(bias_O)
@@ -146,7 +171,8 @@ class Packer:
             pointer(bias),
         )
         has_order = rounded.order_I is not None
-        return CPULinear(self.library, made, (outputs, inputs), dtype, quant, has_order=has_order)
+        shape = outputs, inputs
+        return CPULinear(self.library, made, shape, dtype, quant, has_order=has_order, is_wide=is_wide)
 
     def pack_blocks(
         self,
@@ -216,9 +242,8 @@ class Packer:
                 TIMES.join((self.format_name(part), str(part.outputs), str(size)))
                 for part, size in zip(packed.parts, sizes, strict=True)
             )
-        if packed.quant is None:
-            return WIDE if packed.is_wide else ""
-        return packed.quant.name + (ORDERED if packed.has_order else "")
+        begin, end = WIDE if packed.is_wide else "", ORDERED if packed.has_order else ""
+        return begin + ("" if packed.quant is None else packed.quant.name) + end
 
     def attach(
         self,
@@ -231,14 +256,14 @@ class Packer:
         if TIMES in name:
             return self._attach_stack(name, shape, dtype, panels, bias_O)
         (outputs, inputs), bias = shape, float_bias(bias_O)
-        quant, has_order = KERNEL_QUANTS.get(name.removesuffix(ORDERED)), name.endswith(ORDERED)
-        is_wide = name == WIDE
+        is_wide, has_order = name.startswith(WIDE), name.endswith(ORDERED)
+        quant = KERNEL_QUANTS.get(name.removeprefix(WIDE).removesuffix(ORDERED))
         at = panels.data_ptr()
         if at % 64:
             return None
         if quant is None:
-            kept_as = torch.float32 if is_wide else dtype
-            made = self.library.llmbox_linear_at(DTYPES[kept_as], inputs, outputs, at, pointer(bias))
+            kept_as = WIDE_BFLOAT16 if is_wide else DTYPES[dtype]
+            made = self.library.llmbox_linear_at(kept_as, inputs, outputs, at, pointer(bias))
         else:
             made = self.library.llmbox_quant_at(
                 inputs, outputs, quant.bits, quant.group, grid_of(quant), has_order, at, pointer(bias)

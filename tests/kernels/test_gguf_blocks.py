@@ -10,11 +10,13 @@ from torch import Tensor
 from llmbox.engine.gguf.blocks import unpack_rows
 from llmbox.engine.gguf.reader import BLOCKS
 from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.cpu.weight_packing import INT8_SCALED, WIDE_BFLOAT16
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS
 from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight, scale_dtype
 from support.gguf_models import random_blocks
+from support.numbers import assert_near
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -113,3 +115,58 @@ def test_outputs_of_several_types_are_one_linear(ops: Ops) -> None:
     assert again is not None
     assert torch.equal(ops.linear(again, x), together)
     assert ops.packing.attach(name, (116, 512), torch.float32, kept, bias) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(192, 128), (32, 70)])
+def test_blocks_of_heads_are_multiplied_as_their_floats(
+    ops: Ops, dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
+    """Rows are not rounded: what comes out is near the product of floats, alone and among others."""
+    assert ops.packing is not None
+    pairs = [blocks_of("Q8_0", outputs, inputs) for _ in range(3)]
+    heads = [ops.packing.pack_wide(weight, dtype) for weight, _ in pairs]
+    floats_HOI = torch.stack([floats for _, floats in pairs])
+    assert {head.form for head in heads} == {INT8_SCALED}
+    assert ops.packing.pack_wide(blocks_of("Q4_0", outputs, inputs)[0], dtype) is None
+    size = floats_HOI.abs().amax() * inputs**0.5
+    x_THI = (torch.randn(260, 4, inputs) / size).to(dtype)[:, 1:]
+    together = ops.linear_by_head(heads, x_THI).clone()
+    exact = torch.einsum("thi,hoi->tho", x_THI.double(), floats_HOI.double())
+    assert_near(together, exact)
+    for rows in (*range(1, 9), 33, 200):
+        assert torch.equal(ops.linear_by_head(heads, x_THI[-rows:].clone()), together[-rows:]), rows
+    name = ops.packing.format_name(heads[0])
+    attached = ops.packing.attach(name, (outputs, inputs), dtype, aligned(ops.packing.panels(heads[0])))
+    assert attached is not None
+    assert attached.form == INT8_SCALED
+    assert torch.equal(ops.linear_by_head([attached], x_THI[:, :1]), together[:, :1])
+
+
+def aligned(panels: memoryview) -> Tensor:
+    """Copy bytes to where packed weights may lie."""
+    room = torch.empty(len(panels) + 64, dtype=torch.uint8)
+    begin = -room.data_ptr() % 64
+    room[begin : begin + len(panels)] = torch.frombuffer(bytearray(panels), dtype=torch.uint8)
+    return room[begin : begin + len(panels)]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(192, 128), (31, 70)])
+def test_bf16_beside_integers_is_multiplied_as_float32(ops: Ops, inputs: int, outputs: int) -> None:
+    """The bits are those of weights and rows in float32, where products of two bf16 have others."""
+    weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(3)]
+    bias = torch.randn(outputs).bfloat16()
+    heads = [ops.pack_router(weight, bias) for weight in weights]
+    assert {head.form for head in heads} == {WIDE_BFLOAT16}
+    x_THI = torch.randn(40, 3, inputs).bfloat16()
+    together = ops.linear_by_head(heads, x_THI).clone()
+    for h, (head, weight) in enumerate(zip(heads, weights, strict=True)):
+        wanted = ops.logits(ops.pack_router(weight.float(), bias.float()), x_THI[:, h].float())
+        got = ops.logits(head, x_THI[:, h])
+        assert torch.equal(got.bfloat16(), together[:, h])
+        for rows in (1, 2, 7, 40):
+            assert torch.equal(ops.logits(head, x_THI[:rows, h]), got[:rows]), rows
+        if "portable" in ops.name:  # without fused operations plain float32 is rounded twice
+            torch.testing.assert_close(got, wanted)
+        else:
+            assert torch.equal(got, wanted)

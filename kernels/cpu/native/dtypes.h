@@ -5,7 +5,8 @@
 
 namespace llmbox {
 
-enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1, INT8_SCALED = 2 };  // the last for KV caches alone
+// INT8_SCALED: KV caches, and weights that become float32; WIDE_BFLOAT16: weights that do.
+enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1, INT8_SCALED = 2, WIDE_BFLOAT16 = 3 };
 
 // Calls `make` with the word type of a dtype.
 template <class Make> auto with_type(int dtype, Make make) { return dtype == BFLOAT16 ? make(BF16{}) : make(F32{}); }

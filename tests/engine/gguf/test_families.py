@@ -19,12 +19,13 @@ from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.gguf.tensors import GgufTensors
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.quantize.convert_gguf import convert
+from llmbox.kernels.cpu.weight_packing import INT8_SCALED, WIDE_BFLOAT16
 from llmbox.kernels.dispatch import native_ready
 from support.draft_heads import add_mtp, ask_always, make_predictable
 from support.gguf_families import FAMILIES, make_source, write_family
 from support.gguf_models import q4_k_m, write_all
 from support.grammars import learned
-from support.real_engines import ask, load, run, tokens
+from support.real_engines import ask, load, run, runner_of, tokens
 
 PROMPT = list(range(5, 30))
 needs_kernels = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
@@ -64,7 +65,10 @@ BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen35": (q4_k_m, WIDE | DELTA),
     "qwen35moe": ("Q8_0", WIDE | DELTA | SMALL),
     "qwen3next": (q4_k_m, WIDE | DELTA | SMALL),
-    "deepseek3": ("Q8_0", {"hidden_size": 128, "moe_intermediate_size": 64}),
+    "deepseek3": (
+        "Q8_0",
+        {"hidden_size": 128, "moe_intermediate_size": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32},
+    ),
     "granitehybrid": ("Q8_0", {}),
     "nemotron_h_moe": ("Q8_0", {"moe_latent_size": 64, "moe_shared_expert_intermediate_size": 64}),
     "phi3": (q4_k_m, WIDE),
@@ -99,6 +103,20 @@ def test_blocks_answer_as_their_floats(tmp_path: Path, family: str) -> None:
     assert logprob == pytest.approx(value, abs=0.25)
     asked = [ask(str(i), [*PROMPT, *range(i)], 12) for i in range(7)]
     assert tokens(load(folder), asked)["0"] == answer(folder)
+
+
+@needs_kernels
+def test_heads_of_latent_attention_stay_in_blocks(tmp_path: Path) -> None:
+    """A linear of a head is Q8_0 in memory, too, if its inputs are whole blocks, and bfloat16 if not."""
+    forms = {}
+    for keys in (32, 16):
+        sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": keys}
+        source = make_source(tmp_path / f"model{keys}", "deepseek3", **sizes)
+        file = write_family(source, tmp_path / f"{keys}.gguf", "deepseek3", "Q8_0")
+        engine = load(folder_of(file, tmp_path / f"home{keys}"))
+        attention = runner_of(engine)._model.layers[0].attention
+        forms[keys] = [{head.form for head in heads} for heads in (attention.keys, attention.values)]
+    assert forms == {32: [{INT8_SCALED}, {INT8_SCALED}], 16: [{WIDE_BFLOAT16}, {INT8_SCALED}]}
 
 
 def test_factors_beside_weights_of_nvfp4(tmp_path: Path) -> None:

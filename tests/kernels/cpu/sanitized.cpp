@@ -125,14 +125,33 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
     if (!std::isnan(taken.get(0))) exit(1);
     llmbox_linear_free(linear);
     if (dtype == FLOAT32) return;
-    Buffer routers(FLOAT32, weight.count);
-    Linear* wide_linear = llmbox_linear_new(FLOAT32, inputs, outputs, routers.data(), biases);
+    Linear* wide_linear = llmbox_linear_new(WIDE_BFLOAT16, inputs, outputs, weight.data(), biases);
     for (Buffer* to : {&out, &wide}) {
         to->poison();
-        run(llmbox_wide_linear_op(wide_linear, static_cast<bf16*>(x.data()), inputs, to->data(), outputs, to->dtype), step);
+        const LinearShape* one = wide_linear;
+        run(llmbox_linear_by_head_op(dtype, WIDE_BFLOAT16, 1, &one, x.data(), inputs, 0, to->data(), outputs, 0, to->dtype), step);
         must_be_finite(*to, "wide linear");
     }
     llmbox_linear_free(wide_linear);
+}
+
+// Linears of three heads, whose parts of a row lie side by side; `form`: see `llmbox_linear_by_head_op`.
+void check_heads(int dtype, int form, int rows, int inputs, int outputs) {
+    constexpr int HEADS = 3;
+    Buffer weight(dtype, size_t(inputs) * outputs), x(dtype, size_t(rows) * HEADS * inputs);
+    Buffer out(dtype, size_t(rows) * HEADS * outputs);
+    out.poison();
+    std::vector<LinearShape*> linears;
+    for (int head = 0; head < HEADS; head++)
+        if (form == INT8_SCALED) linears.push_back(llmbox_quant_new(dtype, inputs, outputs, 8, 32, 0, weight.data(), nullptr));
+        else linears.push_back(llmbox_linear_new(form, inputs, outputs, weight.data(), nullptr));
+    Step step{};
+    step.rows = rows;
+    run(llmbox_linear_by_head_op(dtype, form, HEADS, linears.data(), x.data(), HEADS * inputs, inputs, out.data(),
+                                 HEADS * outputs, outputs, dtype),
+        step);
+    must_be_finite(out, form == dtype ? "heads of floats" : "wide heads");
+    for (LinearShape* linear : linears) llmbox_linear_free(linear);
 }
 
 void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int outputs) {
@@ -519,6 +538,10 @@ int main(int count, char**) {
     for (int dtype : {FLOAT32, BFLOAT16}) {
         for (auto [rows, inputs, outputs] : {std::tuple{1, 1, 1}, {2, 33, 65}, {33, 130, 7}, {7, 64, 200}, {200, 9, 70}})
             check_linear(dtype, rows, inputs, outputs);
+        for (auto [rows, inputs, outputs] : {std::tuple{1, 1, 1}, {6, 33, 65}, {9, 130, 7}, {300, 64, 200}}) {
+            for (int form : {dtype, int{INT8_SCALED}}) check_heads(dtype, form, rows, inputs, outputs);
+            if (dtype == BFLOAT16) check_heads(dtype, WIDE_BFLOAT16, rows, inputs, outputs);
+        }
         for (const QuantFormat format : {QuantFormat{8, 32}, {8, 128}, {4, 128}, {4, 128, Grid4::STEPS}}) {
             check_quant(dtype, format, 1, 1, 1);
             check_quant(dtype, format, 5, 33, 65);

@@ -257,46 +257,6 @@ private:
     WorkPartition runs_;  // of panels, each with all its blocks of rows
 };
 
-// float32 weights whose sums are rounded alike on all CPUs.
-struct FusedF32 : F32 {
-    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add(columns, row, sum); }
-};
-
-// float32 weights, rows of bf16: the same bits on all instruction sets, where products of two bf16 differ.
-template <class Out> class WideLinearOp : public LinearOp<Out> {
-public:
-    WideLinearOp(const Linear& linear, const bf16* x, int64_t x_stride, Out* out, int64_t out_stride)
-        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
-
-    void prepare(const Step& step, Pool& pool) override {
-        LinearOp<Out>::prepare(step, pool);
-        pool.shared().template take<float>(static_cast<size_t>(step.rows) * linear_.words);
-    }
-
-    void run(const Step& step, Member& member) override {
-        float* wide = member.pool.shared().template get<float>();
-        const auto rows = member.share(step.rows);
-        for (int row = rows.begin; row < rows.end; row++)
-            for (int i = 0; i < linear_.words; i += LANES)
-                store(wide + static_cast<size_t>(row) * linear_.words + i, load(x_ + row * x_stride_ + i, linear_.words - i),
-                      linear_.words - i);
-        if (member.index == 0) words_ = {reinterpret_cast<const uint8_t*>(wide), linear_.words * sizeof(float)};
-        member.barrier();
-        this->run_panels(step, member);
-    }
-
-protected:
-    void multiply(int panel, int row, int rows, float* tile, Member&) override {
-        multiply_panel<FusedF32>(linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
-    }
-
-private:
-    const Linear& linear_;
-    const bf16* x_;
-    int64_t x_stride_;
-    WordRows words_{};  // of x
-};
-
 // Weights and rows of the same type.
 template <class E, class Out> class PlainLinearOp : public LinearOp<Out> {
 public:

@@ -1,7 +1,6 @@
 // Weights: quantized and packed, or packed before.
 #include "dtypes.h"
-#include "linear/gemm.h"
-#include "quantized/quant_panels.h"
+#include "linear/wide_gemm.h"
 
 using namespace llmbox;
 
@@ -27,13 +26,18 @@ template <class Shape, class MakePanel> Shape* fill(Shape* linear, const float* 
     return linear;
 }
 
+// Calls `make` with the type that unquantized weights are packed for.
+template <class Make> Linear* with_packed_type(int dtype, Make make) {
+    return dtype == WIDE_BFLOAT16 ? make(WideBF16{}) : with_type(dtype, make);
+}
+
 }  // namespace
 
 extern "C" {
 
 // Packs weight[outputs, inputs] and bias (float32 or null); null when memory is short.
 Linear* llmbox_linear_new(int dtype, int inputs, int outputs, const void* weight, const float* bias) try {
-    return with_type(dtype, [&]<class E>(E) {
+    return with_packed_type(dtype, [&]<class E>(E) {
         auto* linear = new Linear(inputs, outputs, words_of<E>(inputs));
         auto* rows = static_cast<const typename E::Element*>(weight);
         return fill(linear, bias, [=](int panel) { pack_panel<E>(*linear, panel, rows); });
@@ -132,7 +136,7 @@ void llmbox_quantize(int dtype, int inputs, int outputs, int bits, int group, co
 
 // Linears on panels that were packed before and lie elsewhere, for as long as the linear.
 Linear* llmbox_linear_at(int dtype, int inputs, int outputs, uint8_t* packed, const float* bias) {
-    return with_type(dtype, [&]<class E>(E) {
+    return with_packed_type(dtype, [&]<class E>(E) {
         return fill(new Linear(inputs, outputs, words_of<E>(inputs), packed), bias, [](int) {});
     });
 }
