@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunks of 33": {"token_budget": 33, "max_running": 33},
     "chunks of 512": {"token_budget": 512, "max_running": 33},
     "no prefix cache": {"prefix_cache": False, "max_running": 33},
-    "preempted": {"kv_tokens": 512, "max_running": 33},
+    "preempted": {"kv_tokens": 256, "max_running": 33},
     "blocks of 64": {"block_size": 64, "max_running": 33},
     "two threads": {"threads": 2, "max_running": 33},
 }
