@@ -13,7 +13,7 @@ from llmbox.kernels.cpu.isa import KERNEL_CACHE
 from support.lanes import NIGHTLY
 
 KEPT_S = 7 * 24 * 3600
-"""Seconds after its last use until a program is deleted."""
+"""Seconds after its last use until a kept file is deleted."""
 
 
 @cache

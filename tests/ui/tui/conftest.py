@@ -17,7 +17,6 @@ from llmbox.ui.tui.widgets.lines import Lines
 from support.snapshots import FakeApi
 from support.snapshots import tick as busy
 
-
 _parsed: dict[Any, Any] = {}
 _parse_rules = Stylesheet._parse_rules
 
