@@ -61,15 +61,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect tests without garbage collections. Modules and tests stay: later collections skip them, and
-    come a tenth as often as by default, when they took a twentieth of the time of a test process.
-    """
+    """Collect tests without garbage collections. Modules and tests stay: later collections skip them."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(7000, 10, 10)
         gc.enable()
 
 
