@@ -14,6 +14,7 @@ from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routin
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.moe import route, weigh
+from support.lanes import every_pair
 
 SHAPES = [(1, 32, 24, 4, 1), (7, 72, 40, 8, 3), (40, 130, 66, 5, 5), (260, 64, 32, 3, 2)]
 """Rows, hidden, inner, experts, chosen of them."""
@@ -81,9 +82,10 @@ def test_groups_and_corrections_choose_but_do_not_weigh(normalized: bool) -> Non
     torch.testing.assert_close(shares[0], expected)
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
+@pytest.mark.parametrize(
+    ("normalized", "routing", "activation"),
+    every_pair([False, True], ROUTINGS, ["silu", "gelu_tanh", "swiglu_oai", "relu2"]),
+)
 def test_is_what_plain_torch_gives(
     ops: Ops, normalized: bool, routing: Routing, activation: Activation
 ) -> None:
@@ -105,9 +107,9 @@ def test_is_what_plain_torch_gives(
     torch.testing.assert_close(experts_of(ops), experts_of(REFERENCE), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "normalized", "shape"), every_pair([torch.float32, torch.bfloat16], [False, True], SHAPES)
+)
 def test_is_the_sum_of_its_linears(
     ops: Ops, dtype: torch.dtype, normalized: bool, shape: tuple[int, ...]
 ) -> None:
@@ -167,9 +169,14 @@ def split(mixture: Mixture, held: range, load: Tensor | None = None) -> Mixture:
     return replace(mixture, gate_ups=gate_ups, downs=downs, held=held, load_X=load)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("routing", [Routing(), Routing(scoring="sigmoid", scales_inputs=True)])
-@pytest.mark.parametrize("cuts", [(0, 4, 8), (0, 3, 6, 8), (0, 1, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "routing", "cuts"),
+    every_pair(
+        [torch.float32, torch.bfloat16],
+        [Routing(), Routing(scoring="sigmoid", scales_inputs=True)],
+        [(0, 4, 8), (0, 3, 6, 8), (0, 1, 8)],
+    ),
+)
 def test_ranks_with_some_experts_whole_add_up(
     ops: Ops, dtype: torch.dtype, routing: Routing, cuts: tuple[int, ...]
 ) -> None:
@@ -225,10 +232,15 @@ def divide(mixture: Mixture, holders: list[list[int]], load: Tensor) -> list[Mix
     return parts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("routing", [Routing(), Routing(scoring="sigmoid", scales_inputs=True)])
-@pytest.mark.parametrize("holders", PLACEMENTS)
-@pytest.mark.parametrize("rows", [1, 37, 300])
+@pytest.mark.parametrize(
+    ("dtype", "routing", "holders", "rows"),
+    every_pair(
+        [torch.float32, torch.bfloat16],
+        [Routing(), Routing(scoring="sigmoid", scales_inputs=True)],
+        PLACEMENTS,
+        [1, 37, 300],
+    ),
+)
 def test_results_exchanged_between_ranks_have_the_bits_of_one(
     ops: Ops, dtype: torch.dtype, routing: Routing, holders: list[list[int]], rows: int
 ) -> None:

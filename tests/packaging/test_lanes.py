@@ -1,8 +1,19 @@
 """Which tests `make test-fast` takes, and what `make nightly` adds."""
 
+from itertools import combinations, product
+
 import pytest
 
-from support.lanes import NIGHTLY, OUTSIDE, TESTS, ProcessGuard, examples, heavy_import, why_not_fast
+from support.lanes import (
+    NIGHTLY,
+    OUTSIDE,
+    TESTS,
+    ProcessGuard,
+    every_pair,
+    examples,
+    heavy_import,
+    why_not_fast,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,3 +52,13 @@ def test_a_fast_test_that_starts_a_process_fails():
 
 def test_the_suite_draws_a_quarter_of_the_examples_of_a_night():
     assert [examples(count) for count in (400, 20)] == ([400, 20] if NIGHTLY else [100, 10])
+
+
+def test_by_day_any_two_values_meet_and_each_night_all():
+    axes = ("ab", "cdef", "ghi", "jk")
+    params = every_pair(*axes)
+    assert [tuple(param.values) for param in params] == list(product(*axes))
+    by_day = [param.values for param in params if not param.marks]
+    pairs = {pair for values in by_day for pair in combinations(values, 2)}
+    assert pairs == {pair for one, other in combinations(axes, 2) for pair in product(one, other)}
+    assert len(by_day) == 12

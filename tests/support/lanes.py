@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +54,23 @@ def nightly(*values: object) -> Any:
 def first_in_the_suite(values: Sequence[T]) -> list[Any]:
     """Parameters of a test: the first of `values` in the suite, the others each night."""
     return [nightly(each) if number else each for number, each in enumerate(values)]
+
+
+def every_pair(*axes: Sequence[Any]) -> list[Any]:
+    """Parameters of a test, the product of `axes`. The suite takes so few of them that any two values of two
+    axes still meet; the others run each night.
+    """
+    left = [tuple(enumerate(places)) for places in product(*(range(len(axis)) for axis in axes))]
+    every = list(left)
+    taken: set[tuple[tuple[int, int], ...]] = set()
+    met: set[tuple[tuple[int, int], ...]] = set()
+    news = lambda places: len(set(combinations(places, 2)) - met)  # noqa: E731
+    while left and news(best := max(left, key=news)):
+        taken.add(best)
+        met.update(combinations(best, 2))
+        left.remove(best)
+    values = [[axes[axis][place] for axis, place in places] for places in every]
+    return [pytest.param(*v) if p in taken else nightly(*v) for p, v in zip(every, values, strict=True)]
 
 
 @cache

@@ -5,6 +5,7 @@ Triton reads TRITON_INTERPRET as its own functions are decorated, so it cannot b
 
 import math
 import os
+import threading
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -44,10 +45,54 @@ def turn_on() -> None:
     interpreter._patch_lang_tensor, interpreter._convert_float = patch, convert
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": multiply})
     interpreter._llmbox_patched = True
-    quicken(interpreter)
+    quicken_types(interpreter)
+    quicken_launches(interpreter)
 
 
-def quicken(interpreter: Any) -> None:
+def quicken_launches(interpreter: Any) -> None:
+    """Patch `triton.language` once a launch, by a list made here: Triton searches it for what to patch, and
+    does so again in every call from a kernel to a function.
+    """
+    from triton import language
+
+    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    originals: dict[tuple[Any, str], Any] = {}
+    for place, name, original in scope._changes:
+        originals.setdefault((place, name), original)
+    patched = [(place, name, vars(place)[name]) for place, name in originals]
+    scope.restore()
+    lock, launches = threading.Lock(), 0
+
+    def patch(_: Any) -> Any:
+        nonlocal launches
+        with lock:
+            launches += 1
+            if launches == 1:
+                for place, name, value in patched:
+                    setattr(place, name, value)
+        return SimpleNamespace(restore=restore)
+
+    def restore() -> None:
+        nonlocal launches
+        with lock:
+            launches -= 1
+            if launches == 0:
+                for (place, name), original in originals.items():
+                    if original is interpreter._MISSING:
+                        delattr(place, name)
+                    else:
+                        setattr(place, name, original)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter._patch_lang, interpreter.InterpretedFunction.__call__ = patch, call
+
+
+def quicken_types(interpreter: Any) -> None:
     """Make types of tensors once for each dtype and shape: most of the time went there.
 
     By day additions are not computed once more in 64 bits to find overflows: shapes of tests are tiny.

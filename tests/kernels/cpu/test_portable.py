@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,7 @@ from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import KernelSite
+from support.compiled_programs import compile_program
 from support.families import FAMILIES, make_family
 from support.lanes import first_in_the_suite, nightly
 from support.real_engines import all_logits, ask, load, runner_of, tokens
@@ -48,8 +48,6 @@ LANES = (16, 8, 4)
 """Floats of a vector with `traced.h`: of AVX-512, of AVX2, of Arm and the portable kernels."""
 FEW, ALL = 0, 256
 """Numbers of rows and cuts of prompts: some at which tiles and blocks change, or all up to 256."""
-
-Digests = Callable[[int, int], list[str]]
 
 
 def requests() -> list[AddRequest]:
@@ -222,36 +220,24 @@ def test_a_gpu_is_refused() -> None:
         require_runnable(RunnablePlan("bfloat16", "int8", "int8"), site, config)
 
 
-def run_traced(lanes: int, rows: int, folder: Path, sources: Path = build.SOURCES) -> tuple[int, list[str]]:
+def run_traced(lanes: int, rows: int, sources: Path = build.SOURCES) -> tuple[int, list[str]]:
     """Compile and run the driver: its exit status and its lines."""
-    program = folder / f"traced{lanes}"
-    if not program.exists():
-        places = ("-I", str(sources), f"-DLLMBOX_TRACED={lanes}", str(TRACED), "-o", str(program))
-        made = subprocess.run(
-            [*build.find_compiler(), *TRACED_FLAGS, *places], capture_output=True, text=True
-        )
-        assert made.returncode == 0, made.stderr[-2000:]
+    program = compile_program(TRACED, (*TRACED_FLAGS, f"-DLLMBOX_TRACED={lanes}"), sources)
     done = subprocess.run([program, str(rows)], capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()
 
 
-@pytest.fixture(scope="module")
-def digests(tmp_path_factory: pytest.TempPathFactory) -> Digests:
-    """Return a function: the digests of all cases with so many lanes, none of which may find two trees."""
-    folder = tmp_path_factory.mktemp("traced")
-
-    @cache
-    def found(lanes: int, rows: int) -> list[str]:
-        code, lines = run_traced(lanes, rows, folder)
-        assert (code, lines[-1]) == (0, "one tree each")
-        return lines[:-1]
-
-    return found
+@cache
+def digests(lanes: int, rows: int) -> list[str]:
+    """Return the digests of all cases with so many lanes, none of which may find two trees."""
+    code, lines = run_traced(lanes, rows)
+    assert (code, lines[-1]) == (0, "one tree each")
+    return lines[:-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", first_in_the_suite(LANES))
-def test_sums_are_one_tree_in_any_company(digests: Digests, lanes: int) -> None:
+def test_sums_are_one_tree_in_any_company(lanes: int) -> None:
     """Linears, norms, activations, attention, scans; numbers of rows, tiles, threads, pieces of prompts."""
     assert len(digests(lanes, FEW)) > 35
 
@@ -259,7 +245,7 @@ def test_sums_are_one_tree_in_any_company(digests: Digests, lanes: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", LANES)
-def test_sums_are_one_tree_among_up_to_256_rows(digests: Digests, lanes: int) -> None:
+def test_sums_are_one_tree_among_up_to_256_rows(lanes: int) -> None:
     assert digests(lanes, ALL) == digests(LANES[0], FEW)
 
 
@@ -273,11 +259,11 @@ def test_sums_are_one_tree_among_up_to_256_rows(digests: Digests, lanes: int) ->
         ("vector/simd.h", "constexpr int SUM_LANES = 16", "constexpr int SUM_LANES = LANES"),
     ],
 )
-def test_another_order_is_found(tmp_path: Path, digests: Digests, file: str, kept: str, broken: str) -> None:
+def test_another_order_is_found(tmp_path: Path, file: str, kept: str, broken: str) -> None:
     sources = tmp_path / "native"
     shutil.copytree(build.SOURCES, sources)
     text = (sources / file).read_text()
     assert text.count(kept) == 1
     (sources / file).write_text(text.replace(kept, broken))
-    code, lines = run_traced(8, FEW, tmp_path, sources)
+    code, lines = run_traced(8, FEW, sources)
     assert code == 1 or lines[:-1] != digests(LANES[0], FEW)

@@ -7,18 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.quant_formats import QUANTS
 from support.cli_box import until
+from support.compiled_programs import compile_program
 
 
 @pytest.mark.parametrize("subject", ["thread_throttle", "work_partition"])
-def test_how_work_is_shared_among_threads(subject: str, tmp_path: Path) -> None:
-    driver, program = Path(__file__).with_name(f"{subject}.cpp"), tmp_path / subject
-    flags = ("-std=c++20", "-pthread", "-I", str(build.SOURCES))
-    compile_it = [*build.find_compiler(), *flags, str(driver)]
-    subprocess.run([*compile_it, "-o", str(program)], check=True, timeout=300)
+def test_how_work_is_shared_among_threads(subject: str) -> None:
+    program = compile_program(Path(__file__).with_name(f"{subject}.cpp"), ("-std=c++20", "-pthread"))
     done = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout == "right\n"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from textual.css.stylesheet import Stylesheet
 from textual.message import Message
 from textual.pilot import Pilot
 
@@ -16,9 +17,21 @@ from llmbox.ui.tui.widgets.lines import Lines
 from support.snapshots import FakeApi
 from support.snapshots import tick as busy
 
+_parsed: dict[Any, Any] = {}
+_parse_rules = Stylesheet._parse_rules
+
+
+def _parse_once(self: Stylesheet, *css: Any, **options: Any) -> Any:
+    """Parse what a widget looks like once a process: Textual does so for each of the tests' dashboards."""
+    key = (frozenset(self._variables.items()), css, frozenset(options.items()))
+    if key not in _parsed:
+        _parsed[key] = _parse_rules(self, *css, **options)
+    return _parsed[key]
+
 
 @pytest.fixture(autouse=True)
 def _frozen(monkeypatch):
+    monkeypatch.setattr(Stylesheet, "_parse_rules", _parse_once)
     monkeypatch.setenv("TZ", "UTC")
     for name in ("NO_COLOR", "TEXTUAL_ANIMATIONS", "COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)

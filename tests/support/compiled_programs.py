@@ -1,0 +1,52 @@
+"""C++ programs of tests, kept between runs: compiled again only after a change of sources or compiler."""
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+
+from llmbox.kernels.cpu import build
+from llmbox.kernels.cpu.isa import KERNEL_CACHE
+from support.lanes import NIGHTLY
+
+KEPT_S = 7 * 24 * 3600
+"""Seconds after its last use until a kept file is deleted."""
+
+
+@cache
+def compile_program(driver: Path, flags: tuple[str, ...], sources: Path = build.SOURCES) -> Path:
+    """Return the program of `driver`, with headers from `sources`. A night begins with none.
+
+    A program is found by its flags, the compiler's version, all files of `sources` and those beside the
+    driver. Raises CalledProcessError with the compiler's words in `stderr`.
+    """
+    compiler = build.find_compiler()
+    command = [*compiler, *flags, "-I", str(sources), str(driver)]
+    digest = hashlib.sha256("\0".join([*command, build.compiler_version(compiler)]).encode())
+    beside = [path for path in driver.parent.iterdir() if path.suffix in {".h", ".cpp"}]
+    for path in sorted([*beside, *(path for path in sources.rglob("*") if path.is_file())]):
+        digest.update(f"\0{path}\0".encode() + path.read_bytes())
+    folder = Path(os.environ[KERNEL_CACHE]) / "programs"
+    build.private_folder(folder)
+    program = folder / f"{driver.stem}-{digest.hexdigest()[:20]}"
+    if NIGHTLY or not program.exists():
+        made = program.with_name(f"{program.name}.{os.getpid()}")
+        try:
+            subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=True)
+        except subprocess.CalledProcessError as error:
+            error.add_note(error.stderr[-2000:])
+            raise
+        made.replace(program)
+    os.utime(program)
+    _delete_unused(folder)
+    return program
+
+
+def _delete_unused(folder: Path) -> None:
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink()
