@@ -50,6 +50,10 @@ private:
 
     // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
     void add_groups(int panel, GroupSpan span, int row, int rows, float* tile, Member& member) const {
+        if (linear_.bits == 8 && rows <= STREAMED_ROWS) {
+            const auto stream = rows == 1 ? stream_groups<1> : rows == 2 ? stream_groups<2> : rows == 3 ? stream_groups<3> : stream_groups<4>;
+            return stream(linear_, linear_.at(panel, span.begin), span, rows_, row, tile);
+        }
 #if LLMBOX_TILES
         if (rows >= TILES_FROM) {
             const auto with_words = linear_.group == 32 ? multiply_tiles<8> : multiply_tiles<32>;
