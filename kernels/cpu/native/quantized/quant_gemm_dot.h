@@ -256,12 +256,14 @@ NOINLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row,
     }
 }
 
-// Few rows stream int8: their sums stay in registers from group to group, and a line is requested for each that is read, as
-// evenly as memory gives them. Where it was measured: with AVX-512 VNNI and without AMX.
+// So few rows stream int8: sums stay in registers from group to group, and a line is requested for each that is read, where
+// several at once for later were a tenth slower on a Zen 5. Not with AMX, where it was not measured.
 constexpr int STREAMED_ROWS = LANES == 16 && LLMBOX_BYTE_DOT && !LLMBOX_TILES ? 4 : 0;
 
-// tile[ROWS][PANEL] += the sums of some groups of int8.
-template <int ROWS> NOINLINE void stream_groups(const QuantLinear& linear, const uint8_t* from, GroupSpan span, const QuantRows& x, int row, float* tile) {
+// tile[ROWS][PANEL] += the sums of some groups, which lie at `from`.
+template <int ROWS>
+NOINLINE void stream_groups(const QuantLinear& linear, const uint8_t* from, GroupSpan span, const QuantRows& x, int row,
+                            float* tile) {
     constexpr int VECTORS = PANEL / LANES;
     Floats totals[ROWS][VECTORS];
     UNROLL for (int r = 0; r < ROWS; r++)
@@ -272,16 +274,17 @@ template <int ROWS> NOINLINE void stream_groups(const QuantLinear& linear, const
         UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, g);
         Ints sums[ROWS][VECTORS];
         UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cells[r]]));
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cells[r]]));
         for (size_t offset = 0; offset < linear.codes_offset; offset += 64) prefetch_stream(from + AHEAD + offset);
         from += linear.codes_offset;
         for (int k = 0; k < x.group; k += 4, from += PANEL_STRIDE)
             UNROLL for (int v = 0; v < VECTORS; v++) {
                 prefetch_stream(from + AHEAD + v * LANES * 4);
-                Words word;
-                Codes<8>().load(from + v * LANES * 4, &word);
+                Words weights;
+                Codes<8>().load(from + v * LANES * 4, &weights);
                 UNROLL for (int r = 0; r < ROWS; r++)
-                    Bytes::dot(sums[r][v], word, Bytes::row(load_word(x.values + cells[r] * x.group + k)));
+                    Bytes::dot(sums[r][v], weights, Bytes::row(load_word(x.values + cells[r] * x.group + k)));
             }
         UNROLL for (int v = 0; v < VECTORS; v++) {
             const Floats weight_scales = load_scales(scales + v * LANES);
