@@ -13,7 +13,7 @@ from llmbox.kernels.quant_formats import QUANTS
 from support.cli_box import until
 
 
-@pytest.mark.parametrize("subject", ["thread_throttle", "work_partition"])
+@pytest.mark.parametrize("subject", ["thread_throttle", "work_partition", "barriers"])
 def test_how_work_is_shared_among_threads(subject: str, tmp_path: Path) -> None:
     driver, program = Path(__file__).with_name(f"{subject}.cpp"), tmp_path / subject
     flags = ("-std=c++20", "-pthread", "-I", str(build.SOURCES))
