@@ -13,7 +13,7 @@ from support.cli_box import until
 from support.compiled_programs import compile_program
 
 
-@pytest.mark.parametrize("subject", ["thread_throttle", "work_partition"])
+@pytest.mark.parametrize("subject", ["thread_throttle", "work_partition", "barriers"])
 def test_how_work_is_shared_among_threads(subject: str) -> None:
     program = compile_program(Path(__file__).with_name(f"{subject}.cpp"), ("-std=c++20", "-pthread"))
     done = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=300)

@@ -42,6 +42,7 @@ int main() {
             for (int again = 0; again < 20; again++) all_once(runs, items, threads);
 
     runs.deal(10, 2);
+    expect(runs.first(0) == 0 && runs.first(1) == 5, "where each begins");
     for (int item = 0; item < 5; item++) expect(runs.take(0) == item, "its own run in ascending order");
     expect(runs.take(0) == 9, "then from the end of the other");
     expect(runs.take(1) == 5, "which begins where it began");

@@ -207,6 +207,12 @@ public:
     OpWork work(const Step& step) const override {
         return {static_cast<double>(shape_.packed_bytes()), static_cast<double>(shape_.inputs) * shape_.outputs * step.rows};
     }
+    Upcoming upcoming(const Step& step, const Member& member) const override {
+        const size_t bytes = shape_.packed_bytes();
+        const int panel = runs_.first(member.index) / row_blocks(step.rows);
+        const size_t begin = bytes / shape_.panels() * panel;
+        return {shape_.packed() + begin, shape_.packed() + std::min(bytes, begin + Upcoming::MOST)};
+    }
     // `tiles`: room for so many tiles of sums. With more than one `multiply` adds the bias.
     LinearOp(const LinearShape& shape, Out* out, int64_t out_stride, int tiles = 1)
         : tiles_(tiles), shape_(shape), out_(out), out_stride_(out_stride) {}

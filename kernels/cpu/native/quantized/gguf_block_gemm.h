@@ -1,6 +1,6 @@
 // The linear on GGUF's blocks (gguf_blocks.h).
 //
-// One or two rows stream a panel, whose codes become bytes in registers. For more rows a slice of eight groups of 32 inputs
+// Few rows stream a panel, whose codes become bytes in registers. For more rows a slice of eight groups of 32 inputs
 // becomes bytes and float32 scales in the L1 cache first, and all rows visit it there. Both give the same bits.
 #pragma once
 
@@ -244,7 +244,8 @@ INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const Q
 
 // Rounded rows times a panel of blocks of one format.
 template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE> struct BlockPanel {
-    static constexpr int DIRECT_ROWS = 2;
+    // 32 registers hold the sums of four rows; elsewhere, and with AMX, more than two were not measured.
+    static constexpr int DIRECT_ROWS = LANES == 16 && LLMBOX_BYTE_DOT && !LLMBOX_TILES ? 4 : 2;
     static constexpr size_t FAR_AHEAD = 6144;  // bytes; half or twice as many were slower by a tenth
 
     const QuantLinear& linear;
@@ -254,10 +255,11 @@ template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE
     // tile[rows][PANEL] += x * panel.
     NOINLINE void multiply(int panel, int row, int rows, float* tile, uint8_t* memory) const {
         const uint8_t* unit = linear.unit_at(panel, 0);
-        if (rows <= DIRECT_ROWS) {
-            if (rows == 1) multiply_units<1>(unit, row, tile);
-            else multiply_units<2>(unit, row, tile);
-            return;
+        if (rows == 1) return multiply_units<1>(unit, row, tile);
+        if (rows == 2) return multiply_units<2>(unit, row, tile);
+        if constexpr (DIRECT_ROWS == 4) {
+            if (rows == 3) return multiply_units<3>(unit, row, tile);
+            if (rows == 4) return multiply_units<4>(unit, row, tile);
         }
         const WideBlocks wide(memory);
         for (int first = 0; first < linear.groups; first += WideBlocks::GROUPS) {

@@ -256,4 +256,44 @@ NOINLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row,
     }
 }
 
+// So few rows stream int8: sums stay in registers from group to group, and a line is requested for each that is read, where
+// several at once for later were a tenth slower on a Zen 5. Not with AMX, where it was not measured.
+constexpr int STREAMED_ROWS = LANES == 16 && LLMBOX_BYTE_DOT && !LLMBOX_TILES ? 4 : 0;
+
+// tile[ROWS][PANEL] += the sums of some groups, which lie at `from`.
+template <int ROWS>
+NOINLINE void stream_groups(const QuantLinear& linear, const uint8_t* from, GroupSpan span, const QuantRows& x, int row,
+                            float* tile) {
+    constexpr int VECTORS = PANEL / LANES;
+    Floats totals[ROWS][VECTORS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) totals[r][v] = load(tile + r * PANEL + v * LANES);
+    for (int g = span.begin; g < span.end; g++) {
+        const auto* scales = reinterpret_cast<const uint16_t*>(from);
+        size_t cells[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, g);
+        Ints sums[ROWS][VECTORS];
+        UNROLL for (int r = 0; r < ROWS; r++)
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cells[r]]));
+        for (size_t offset = 0; offset < linear.codes_offset; offset += 64) prefetch_stream(from + AHEAD + offset);
+        from += linear.codes_offset;
+        for (int k = 0; k < x.group; k += 4, from += PANEL_STRIDE)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                prefetch_stream(from + AHEAD + v * LANES * 4);
+                Words weights;
+                Codes<8>().load(from + v * LANES * 4, &weights);
+                UNROLL for (int r = 0; r < ROWS; r++)
+                    Bytes::dot(sums[r][v], weights, Bytes::row(load_word(x.values + cells[r] * x.group + k)));
+            }
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const Floats weight_scales = load_scales(scales + v * LANES);
+            UNROLL for (int r = 0; r < ROWS; r++)
+                totals[r][v] = multiply_add(to_floats(sums[r][v]) * splat(x.scales[cells[r]]), weight_scales, totals[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) store(tile + r * PANEL + v * LANES, totals[r][v]);
+}
+
 }  // namespace llmbox

@@ -50,6 +50,14 @@ private:
 
     // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
     void add_groups(int panel, GroupSpan span, int row, int rows, float* tile, Member& member) const {
+        if constexpr (STREAMED_ROWS > 0)
+            if (linear_.bits == 8 && rows <= STREAMED_ROWS) {
+                const auto stream = rows == 1   ? stream_groups<1>
+                                    : rows == 2 ? stream_groups<2>
+                                    : rows == 3 ? stream_groups<3>
+                                                : stream_groups<4>;
+                return stream(linear_, linear_.at(panel, span.begin), span, rows_, row, tile);
+            }
 #if LLMBOX_TILES
         if (rows >= TILES_FROM) {
             const auto with_words = linear_.group == 32 ? multiply_tiles<8> : multiply_tiles<32>;
@@ -135,6 +143,8 @@ public:
 
     void run(const Step& step, Member& member) override {
         const QuantRows rows(member.pool.shared().template get<uint8_t>(), step.rows, linear_);
+        Upcoming own = this->upcoming(step, member);
+        own.begin();
         const auto cells = member.share(step.rows * linear_.groups);
         for (int cell = cells.begin; cell < cells.end; cell++) {
             const int begin = cell % linear_.groups * linear_.group;
@@ -150,7 +160,7 @@ public:
             }
         }
         if (member.index == 0) panels_.take(rows);
-        member.barrier();
+        member.barrier(own);
         this->run_panels(step, member);
     }
 

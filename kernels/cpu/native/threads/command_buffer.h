@@ -52,6 +52,8 @@ public:
     virtual OpKind kind() const { return OpKind::OTHER; }
     // Weights that a step must read and products that it must compute, where these bound its time.
     virtual OpWork work(const Step&) const { return {}; }
+    // Which of the weights this thread reads first, once prepared: a hint.
+    virtual Upcoming upcoming(const Step&, const Member&) const { return {}; }
     // Before the threads start.
     virtual void prepare(const Step&, Pool&) { next_.store(0, std::memory_order_relaxed); }
 
@@ -71,17 +73,41 @@ struct CommandList {
     const Step& step;
 };
 
+// The barriers behind operations. A thread that waits there brings the weights it will read next, because memory is what a
+// step of few rows waits for.
+class Barriers {
+public:
+    Barriers(const CommandList& commands, Member& member) : commands_(commands), member_(member) {}
+
+    // Behind operation `number`; numbers ascend.
+    void wait(int number) {
+        for (; next_ <= number || (next_ < commands_.count && !upcoming_.at); next_++) upcoming_ = of(next_ + 1);
+        member_.barrier(upcoming_);
+    }
+
+private:
+    Upcoming of(int number) const {
+        return number < commands_.count ? commands_.ops[number]->upcoming(commands_.step, member_) : Upcoming{};
+    }
+
+    const CommandList& commands_;
+    Member& member_;
+    int next_ = 0;       // the operation whose
+    Upcoming upcoming_;  // weights these are
+};
+
 // `run_commands` with a clock beside every operation; `waited` leaves out barriers inside an operation.
 inline void run_profiled(Pool& pool, const CommandList& commands, bool alone) {
     pool.run(
         [](Member& member, void* argument) {
             const CommandList& commands = *static_cast<const CommandList*>(argument);
             OpProfile& profile = op_profile();
+            Barriers barriers(commands, member);
             double began = OpProfile::clock();
             for (int i = 0; i < commands.count; i++) {
                 commands.ops[i]->run(commands.step, member);
                 const double done = OpProfile::clock();
-                member.barrier();
+                barriers.wait(i);
                 const double ended = OpProfile::clock();
                 const OpKind kind = commands.ops[i]->kind();
                 profile.add_wait(kind, (ended - done) / member.size);
@@ -99,9 +125,10 @@ inline void run_commands(Pool& pool, const CommandList& commands) {
     pool.run(
         [](Member& member, void* argument) {
             const CommandList& commands = *static_cast<const CommandList*>(argument);
+            Barriers barriers(commands, member);
             for (int i = 0; i < commands.count; i++) {
                 commands.ops[i]->run(commands.step, member);
-                member.barrier();
+                barriers.wait(i);
             }
         },
         const_cast<CommandList*>(&commands), alone);

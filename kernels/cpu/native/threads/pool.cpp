@@ -110,7 +110,7 @@ void Pool::run(Job job, void* argument, bool alone) {
     throttle_.report(read_clock(CLOCK_MONOTONIC) - began_, worst, (stolen - worst) / (size_ - 1));
 }
 
-void Pool::barrier() {
+void Pool::barrier(Upcoming& upcoming) {
     if (size_ == 1) return;
     uint32_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
@@ -118,7 +118,8 @@ void Pool::barrier() {
         round_.store(round + 1, std::memory_order_release);
         return;
     }
-    for (int spins = 0; round_.load(std::memory_order_acquire) == round;) relax_or_yield(spins);
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round;)
+        if (!upcoming.bring()) relax_or_yield(spins);
 }
 
 void Pool::work(Member* member) {

@@ -20,6 +20,9 @@ public:
         for (int i = 0; i < threads; i++) runs_[i].left.store(pack(part(items, i), part(items, i + 1)), RELAXED);
     }
 
+    // The next item of its run, before it takes any.
+    int first(int member) const { return member < threads_ ? begin(runs_[member].left.load(RELAXED)) : 0; }
+
     // The next item of thread `member`, -1 if none is left.
     int take(int member) {
         if (member < threads_) {
