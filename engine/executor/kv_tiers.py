@@ -15,7 +15,7 @@ from ..core.kv_cache.host_tier import HostTier
 from ..core.kv_cache.manager import KVCacheManager
 from ..core.kv_cache.tiers import KVTiers
 from ..core.speculation.answer_files import AnswerFiles
-from ..errors import ModelError
+from ..errors import ModelError, show_bytes
 from ..kv_store import environment
 from ..kv_store.block_file import MODEL_BYTES, BlockKind
 from ..kv_store.folder import KVFolder, KVFolderUnusable
@@ -25,7 +25,6 @@ from ..kv_store.store_threads import BUFFER_BYTES
 from ..model.rotary import Rotary
 from ..planning.memory_plan import MemoryPlan
 from ..runner.block_memory import DeviceBlockMemory
-from ..units import show_bytes
 from ..weights.packed_cache.cache import PackKey
 from .rank_blocks import RankBlockMemory
 

@@ -15,7 +15,7 @@ from llmbox.kernels.recurrent import StateShape, make_state
 
 from ..config import DRAFT_MODEL_ROWS, EngineConfig
 from ..device.device import CudaDevice, Device, HostDevice, cuda_machine
-from ..errors import DoesNotFit
+from ..errors import DoesNotFit, show_bytes
 from ..model.decoder import Decoder
 from ..model.rotary import Rotary
 from ..model_config.vision.shape import PICTURE_ROWS
@@ -25,7 +25,6 @@ from ..runner.cuda_graphs import CudaCapture, GraphCapture
 from ..runner.draft_model import DraftModel
 from ..runner.gpu_runner import DeviceSizes, GPUModelRunner
 from ..runner.image_rows import EncodedImages
-from ..units import show_bytes
 from .warmup import num_warmup_blocks, run_warmup, trial_picture
 
 log = logging.getLogger("llmbox.engine")

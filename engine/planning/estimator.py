@@ -21,12 +21,11 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import KernelSite, is_row_invariant, why_no_quant
 
 from ..config import EngineConfig, QuantChoice
-from ..errors import DeviceError, DoesNotFit, EngineError
+from ..errors import DeviceError, DoesNotFit, EngineError, show_bytes
 from ..model_config.config import parse_config
 from ..model_config.draft_heads import Eagle3Config, read_draft_head
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..model_config.vision.shape import NO_TOWER, USUAL_SIDE
-from ..units import show_bytes
 from .disaggregation import check_disaggregation, decode_config, describe_pair
 from .host_experts import HOST_MOST, add_host_experts, device_options, why_no_host_experts
 from .memory_model import image_cache_bytes

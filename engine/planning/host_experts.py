@@ -8,9 +8,8 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import NATIVE_DTYPES
 
 from ..config import EngineConfig, QuantChoice
-from ..errors import DeviceError, DoesNotFit, EngineError, ParallelError
+from ..errors import DeviceError, DoesNotFit, EngineError, ParallelError, show_bytes
 from ..model_config.shape import DTYPE_BYTES, ModelShape
-from ..units import show_bytes
 from .memory_model import EXPERT_ROWS, weights_bytes
 from .memory_plan import MemoryBudget, MemoryPlan, resolve_dtypes
 from .placement import asks_for_experts

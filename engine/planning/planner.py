@@ -11,11 +11,10 @@ from llmbox.kernels.support import WINDOW_MARGIN
 from ..config import DRAFT_MODEL_ROWS, EngineConfig
 from ..core.executor_interface import ceil_div
 from ..core.kv_cache.state_manager import pool_blocks
-from ..errors import DoesNotFit
+from ..errors import DoesNotFit, show_bytes
 from ..kv_store.handover_segment import segment_bytes
 from ..kv_store.store_threads import BUFFER_BYTES
 from ..model_config.shape import DTYPE_BYTES, ModelShape
-from ..units import show_bytes
 from .disaggregation import PREFILL_RUNNING
 from .memory_model import MOST_DRAFT_ROWS, adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan, resolve_dtypes

@@ -20,9 +20,9 @@ from pathlib import Path
 from ...checkpoint.files import MAX_BYTES, open_regular, read_regular
 from ...checkpoint.index import weight_files
 from ...checkpoint.safetensors import MAX_HEADER
+from ...errors import show_bytes
 from ...gguf.folder import gguf_of, projector_of
 from ...gguf.reader import files_of
-from ...units import show_bytes
 from .file import (
     DamagedPackedFile,
     MappedWeights,

@@ -17,11 +17,10 @@ from llmbox.app.hub.repo_files import Hub
 from llmbox.app.models.catalog import directory
 from llmbox.app.util.formatting import size
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import ModelError
+from llmbox.engine.errors import ModelError, show_bytes
 from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
-from llmbox.engine.units import show_bytes
 from support.hub_models import CONFIG, model_files, safetensors_header, tensors_of
 from support.hub_stub import StubHub, StubRepo, stub_hub
 from support.tiny_models import tiny_config
