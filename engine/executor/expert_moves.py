@@ -64,6 +64,8 @@ class ExpertMover:
         model = runner.model
         self._rank, self._ops, self._adapters = model.rank, model.ops, model.adapters
         self._mixtures = model.mixtures
+        self._number: int | None = None
+        """Digest of the formats, once it was asked for."""
         self._buffers: list[Tensor] = []
         """Memory of one expert, on its way to this rank."""
 
@@ -78,22 +80,35 @@ class ExpertMover:
 
     def _can_move(self) -> bool:
         """Return whether a layer's experts have one format on all ranks, and no rank writes them to disk."""
-        form = hashlib.sha256(repr([self._form(mixture) for mixture in self._mixtures]).encode()).digest()
-        number = int.from_bytes(form[:7], "little") if self._ops.weight_memory is not None else -1
-        numbers = self._rank.communicator.all_gather(torch.tensor([number, is_writing()])).tolist()
-        return number >= 0 and all(each == [number, 0] for each in numbers)
+        if self._number is None:
+            self._number = self._number_of_forms()
+        mine = torch.tensor([self._number, is_writing()])
+        numbers = self._rank.communicator.all_gather(mine).tolist()
+        return self._number >= 0 and all(each == [self._number, 0] for each in numbers)
+
+    def _number_of_forms(self) -> int:
+        """Return a digest of the formats of all layers; -1 where weights cannot be moved."""
+        if self._ops.weight_memory is None:
+            return -1
+        try:
+            self._memory(self._mixtures[0], 0)
+        except OSError as error:
+            log.warning("experts stay where they are: %s", error)
+            return -1
+        forms = repr([self._form(mixture) for mixture in self._mixtures]).encode()
+        return int.from_bytes(hashlib.sha256(forms).digest()[:7], "little")
 
     def _form(self, mixture: Mixture) -> list[Any]:
         """Return what the linears of a layer have in common; what tells ranks apart if they differ."""
-        packing = self._ops.packing
-        forms = {
-            tuple(
-                ("" if packing is None else packing.format_name(packed), *map(len, self._memory_of(packed)))
-                for packed in pair
-            )
-            for pair in zip(mixture.gate_ups, mixture.downs, strict=True)
-        }
+        pairs = zip(mixture.gate_ups, mixture.downs, strict=True)
+        forms = {tuple(map(self._form_of, pair)) for pair in pairs}
         return [*forms] if len(forms) == 1 else [self._rank.layout.tp_rank]
+
+    def _form_of(self, packed: Any) -> tuple[Any, ...]:
+        packing = self._ops.packing
+        if packing is None:
+            return tuple(map(len, self._memory_of(packed)))
+        return packing.format_name(packed), packed.outputs, packed.inputs
 
     def _memory_of(self, packed: Any) -> list[Tensor]:
         assert self._ops.weight_memory is not None
