@@ -232,7 +232,7 @@ _EXPERT_GAUGES: tuple[tuple[str, str, _Value], ...] = (
     ),
     (
         "llmbox_expert_rank_imbalance",
-        "Rows of the busiest rank over the mean of ranks, mean of the layers; with --expert-parallel.",
+        "Rows of the busiest rank over the mean of ranks, mean of the layers, since experts last moved.",
         lambda r: r.stats.expert_rank_imbalance,
     ),
     (
@@ -244,6 +244,11 @@ _EXPERT_GAUGES: tuple[tuple[str, str, _Value], ...] = (
 
 _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ("llmbox_expert_rows", "Rows that experts of a mixture computed.", lambda r: r.stats.expert_rows),
+    (
+        "llmbox_expert_moves",
+        "Experts of a layer that went to another rank while the engine ran (--redundant-experts).",
+        lambda r: r.stats.expert_moves,
+    ),
     ("vllm:prompt_tokens", "Prompt tokens computed.", lambda r: r.stats.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda r: r.stats.output_tokens),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.stats.prefix_queries),

@@ -56,7 +56,8 @@ class Routing:
 @dataclass(frozen=True, slots=True)
 class ExpertOwners:
     """Ranks that hold the experts of a layer, several of them the busiest ones. Which of them computes a row
-    is decided in each step, alike on all ranks.
+    is decided in each step, alike on all ranks. Experts may change places between two steps
+    (`Mixture.place`).
     """
 
     holders: Sequence[Sequence[int]]
@@ -66,6 +67,28 @@ class ExpertOwners:
     ranks: int
     load_R: Tensor | None = None
     """int64, to which each step adds the rows that each rank computes; None: nobody counts them."""
+    places_X: Tensor = field(init=False)
+    """int32: number of each expert among those that are here, -1 for others. Recorded operations read it."""
+    holder_bits_X: Tensor = field(init=False)
+    """int32: a bit for each rank of `holders`."""
+
+    def __post_init__(self) -> None:
+        holders, held = list(self.holders), _held_by(self.holders, self.rank)
+        object.__setattr__(self, "holders", holders)
+        object.__setattr__(self, "places_X", torch.empty(len(holders), dtype=torch.int32))
+        object.__setattr__(self, "holder_bits_X", torch.empty(len(holders), dtype=torch.int32))
+        self.place(held, holders)
+
+    def place(self, held: Sequence[int], holders: Sequence[Sequence[int]]) -> None:
+        """Set, in place, the experts that are here in the order of their linears, and who holds each."""
+        self.holders[:] = holders  # type: ignore[index] # a list
+        self.places_X.fill_(-1)
+        self.places_X[list(held)] = torch.arange(len(held), dtype=torch.int32)
+        self.holder_bits_X.copy_(torch.tensor([sum(1 << rank for rank in ranks) for ranks in holders]))
+
+
+def _held_by(holders: Sequence[Sequence[int]], rank: int) -> list[int]:
+    return [expert for expert, ranks in enumerate(holders) if rank in ranks]
 
 
 class ExpertResults(NamedTuple):
@@ -96,8 +119,8 @@ class Mixture:
     routing: Routing = field(default_factory=Routing)
     activation: Activation = "silu"
     held: Sequence[int] | None = None
-    """Experts whose linears are here, ascending; None: all. A row's result lacks what it chose among the
-    others."""
+    """Experts whose linears are here, in the order of these, ascending until `place` was called; None: all. A
+    row's result lacks what it chose among the others."""
     load_X: Tensor | None = None
     """int64, to which each step adds the rows that chose each expert; None: nobody counts them."""
     owners: ExpertOwners | None = None
@@ -106,6 +129,15 @@ class Mixture:
     @property
     def here(self) -> Sequence[int]:
         return range(self.count) if self.held is None else self.held
+
+    def place(self, held: Sequence[int], holders: Sequence[Sequence[int]]) -> None:
+        """Set the experts that are here now, in the order of the linears, and who holds each. The caller has
+        changed the linears, between two steps.
+        """
+        assert self.owners is not None
+        if self.held is not None:
+            self.held[:] = held  # type: ignore[index] # a list
+        self.owners.place(held, holders)
 
 
 class Experts(Protocol):

@@ -282,7 +282,7 @@ class Ops:
     """
 
     packing: Packing | None = None
-    """Interface for packed weights that are kept on disk and for quantized checkpoints; None: not supported.
+    """Interface for packed weights that are kept on disk and for quantized checkpoints; None: there is none.
     """
 
     stored: StoredWeights | None = None
@@ -295,9 +295,11 @@ class Ops:
     None: a `Mixture` has one linear for each expert instead of one for all.
     """
 
+    weight_memory: Callable[[PackedLinear], list[Tensor]] | None = None
+    """(packed) -> its bytes, uint8, which may become those of another linear of its shape and format."""
+
     row_invariant: bool = False
-    """True if a row's bits depend neither on the rows beside it nor on how its sequence was cut into steps.
-    """
+    """True if a row's bits depend neither on the rows beside it nor on how its sequence is cut into steps."""
 
     expert_results: ComputeResults | None = None
     """First half of `experts`, before the exchange of rows between ranks with whole experts; None: each rank

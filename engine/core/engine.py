@@ -48,6 +48,10 @@ class ExpertCounters(Protocol):
         """Return fields of `EngineStats`."""
         ...
 
+    def balance(self) -> bool:
+        """Move an expert to another rank, between two steps. False: there is nothing to do now."""
+        ...
+
     def save(self) -> None: ...
 
 
@@ -99,6 +103,8 @@ class Engine:
         try:
             self._update_masks(plan)
             if plan.rows:
+                if self._experts is not None and not self._launched:
+                    self._experts.balance()
                 if (tiers := self._scheduler.kv_cache.tiers) is not None:
                     tiers.before_step()
                 launched_at = self._clock()
@@ -126,7 +132,7 @@ class Engine:
 
     def prepare(self) -> bool:
         """Do one piece of idle-time work that makes later steps faster. False once nothing is left to do."""
-        if self._runner.prepare():
+        if self._runner.prepare() or (self._experts is not None and self._experts.balance()):
             return True
         tiers = self._scheduler.kv_cache.tiers
         if tiers is None or not tiers.pump():

@@ -66,6 +66,10 @@ class Communicator(Protocol):
         """Receive from the previous stage into these tensors."""
         ...
 
+    def transfer(self, x: Tensor, source: int, destination: int) -> None:
+        """Copy `x` from one TP rank of the stage to another. These two call it, between steps."""
+        ...
+
     def can_fuse(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         """Return whether `all_reduce_add_rms_norm` takes tensors of this shape; the same on all ranks."""
         ...

@@ -152,6 +152,13 @@ class ShmCommunicator:
         for tensor in tensors:
             self._receive(tensor, self._layout.rank - self._layout.tp)
 
+    def transfer(self, x: Tensor, source: int, destination: int) -> None:
+        ranks = self._layout.stage_ranks
+        if source == self._layout.tp_rank:
+            self._send(x, ranks[destination])
+        else:
+            self._receive(x, ranks[source])
+
     def can_fuse(self, _rows: int, _width: int, _dtype: torch.dtype) -> bool:
         return False
 

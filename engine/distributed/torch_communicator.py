@@ -99,6 +99,13 @@ class TorchCommunicator:
             assert tensor.is_contiguous()
             dist.recv(tensor, self._layout.rank - self._layout.tp)
 
+    def transfer(self, x: Tensor, source: int, destination: int) -> None:
+        ranks = self._layout.stage_ranks
+        if source == self._layout.tp_rank:
+            dist.send(x, ranks[destination])
+        else:
+            dist.recv(x, ranks[source])
+
     def can_fuse(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         return self._fused is not None and self._fused.takes(rows, width, dtype)
 

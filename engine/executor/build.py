@@ -56,7 +56,8 @@ from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages, load_images
 from ..sampling import Sampler
 from .drafting import DraftTarget, draft_rows, load_draft_parts, load_proposers
-from .expert_load import count_experts, place_hot_experts
+from .expert_load import place_hot_experts
+from .expert_moves import count_experts
 from .kv_tiers import make_segment, open_tiers
 from .load_model import WeightsWanted, cache_shapes, load_weights, model_info, read_model_vectors, state_shape
 from .multiproc import RankProcesses
@@ -168,7 +169,8 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
     if memory is not None:
         answers = open_tiers(config, plan, share, memory, scheduler.kv_cache)
         scheduler.drafting.answers.stores.files = answers
-    experts = count_experts(share.runner, layout, Path(config.model_path))
+    move = None if ranks is None else ranks.move_experts
+    experts = count_experts(share.runner, layout, Path(config.model_path), move)
     return Engine(scheduler, runner, info, experts=experts)
 
 

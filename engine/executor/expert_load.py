@@ -1,7 +1,7 @@
 """Load of a mixture's experts: how unevenly rows chose them, and where copies of hot ones are placed for it.
 
-Counts are kept in a file of the model and serve its next load, which is when experts are placed. No placement
-changes a token: `Ops.combine_experts` adds up results in one order, whichever rank computed them.
+Counts are kept in a file of the model and serve its next load; `expert_moves.py` follows them until then. No
+placement changes a token: `Ops.combine_experts` adds up results in one order, whichever rank computed them.
 """
 
 import contextlib
@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Protocol, TypedDict
 
 from llmbox.kernels.op_types import Mixture
 
 from ..model_config.moe import ExpertsConfig
 from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout
 from ..planning.memory_plan import MemoryPlan
-from ..runner.cpu_runner import CPUModelRunner
 from ..weights.packed_cache.cache import read_cache_variables
 
 log = logging.getLogger("llmbox.engine")
@@ -44,6 +43,17 @@ class ExpertStats(TypedDict, total=False):
     expert_imbalance: float
     expert_rank_imbalance: float
     expert_rank_imbalance_without_copies: float
+    expert_moves: int
+
+
+class Balancer(Protocol):
+    """Mover of experts between ranks (`expert_moves.py`)."""
+
+    @property
+    def moved(self) -> int: ...
+    def advance(self) -> bool:
+        """Do a piece of work between two steps. False: there is nothing to do now."""
+        ...
 
 
 class LoadHistory:
@@ -133,9 +143,10 @@ class ExpertLoad:
         layout: ParallelLayout,
         clock: Callable[[], float] = time.monotonic,
         history: LoadHistory | None = None,
+        balancer: Balancer | None = None,
     ) -> None:
         """`mixtures`: of each layer with experts, of which some have counters. These are set to 0, as steps
-        before the first request do not count. `history` gets the counts.
+        before the first request do not count. `history` gets the counts. `balancer`: of a model with copies.
         """
         counted = [mixture for mixture in mixtures if mixture.load_X is not None]
         self._loads = [mixture.load_X for mixture in counted if mixture.load_X is not None]
@@ -146,12 +157,18 @@ class ExpertLoad:
         self._saved_at = clock()
         self._stats = ExpertStats()
         self._history = history
+        self._balancer, self._moved = balancer, 0
         layers, count = len(counted), counted[0].count
         self._without_copies = [replace(layout, placement=()).holders(count)] * layers
         earlier = [] if history is None else history.counts(layers, count)
         self._earlier = [[rows // 2 for rows in load] for load in earlier]
         for counter in (*self._loads, *self._rank_loads):
             counter.zero_()
+        self._before = [counter.clone() for counter in (*self._loads, *self._rank_loads)]
+        """Counts when experts last moved."""
+
+    def balance(self) -> bool:
+        return self._balancer is not None and self._balancer.advance()
 
     def stats(self) -> ExpertStats:
         now = self._clock()
@@ -175,21 +192,18 @@ class ExpertLoad:
         layers: list[list[int]] = [load_X.tolist() for load_X in self._loads]
         found = ExpertStats(expert_rows=sum(map(sum, layers)), expert_imbalance=mean_imbalance(layers))
         if self._rank_loads:
-            found["expert_rank_imbalance"] = mean_imbalance([load_R.tolist() for load_R in self._rank_loads])
-            alone = placed_imbalance(self._without_copies, layers, len(self._rank_loads[0]))
+            counters = (*self._loads, *self._rank_loads)
+            if self._balancer is not None:
+                found["expert_moves"] = self._balancer.moved
+                if self._balancer.moved > self._moved:
+                    self._moved = self._balancer.moved
+                    self._before = [counter.clone() for counter in counters]
+            since = [(now - then).tolist() for now, then in zip(counters, self._before, strict=True)]
+            of_experts, of_ranks = since[: len(layers)], since[len(layers) :]
+            found["expert_rank_imbalance"] = mean_imbalance(of_ranks)
+            alone = placed_imbalance(self._without_copies, of_experts, len(self._rank_loads[0]))
             found["expert_rank_imbalance_without_copies"] = alone
         return found
-
-
-def count_experts(runner: object, layout: ParallelLayout, directory: Path) -> ExpertLoad | None:
-    """Return the counters of rank 0, which see the rows of its whole stage. A model without experts has none,
-    nor has one on a GPU, where nobody counts.
-    """
-    mixtures = runner.mixtures if isinstance(runner, CPUModelRunner) else []
-    if not any(mixture.load_X is not None for mixture in mixtures):
-        return None
-    history = LoadHistory.of_model(directory) if layout.pp == 1 else None
-    return ExpertLoad(mixtures, layout, history=history)
 
 
 def place_hot_experts(plan: MemoryPlan, experts: ExpertsConfig | None, directory: Path) -> MemoryPlan:
@@ -239,16 +253,10 @@ class _RankSlots:
 
 
 def _place_layer(load: Sequence[int], ranks: int, redundant: int) -> tuple[tuple[int, ...], ...]:
-    """Copy the expert with most rows a copy, again and again. Then deal out experts, those with most rows a
+    """Copy the experts of `count_copies`. Then deal out experts, those with most rows a
     copy first, to ranks with most free slots, of these to those with fewest rows: that always comes out even.
     """
-    copies = [1] * len(load)
-    for _ in range(redundant):
-        most = max(
-            (expert for expert in range(len(load)) if copies[expert] < ranks),
-            key=lambda expert: ((load[expert] + 1) / copies[expert], -expert),
-        )
-        copies[most] += 1
+    copies = count_copies(load, ranks, redundant)
     rows = [(load[expert] + 1) / copies[expert] for expert in range(len(load))]
     slots = [_RankSlots(rank, free) for rank, free in enumerate(_slots(len(load), ranks, redundant))]
     placed: list[tuple[int, ...]] = [()] * len(load)
@@ -260,6 +268,18 @@ def _place_layer(load: Sequence[int], ranks: int, redundant: int) -> tuple[tuple
             each.rows += rows[expert]
         placed[expert] = tuple(sorted(each.rank for each in chosen))
     return tuple(placed)
+
+
+def count_copies(load: Sequence[int], ranks: int, redundant: int) -> list[int]:
+    """Return the copies of each expert: the one with most rows a copy gets one more, again and again."""
+    copies = [1] * len(load)
+    for _ in range(redundant):
+        most = max(
+            (expert for expert in range(len(load)) if copies[expert] < ranks),
+            key=lambda expert: ((load[expert] + 1) / copies[expert], -expert),
+        )
+        copies[most] += 1
+    return copies
 
 
 def _slots(experts: int, ranks: int, redundant: int) -> list[int]:

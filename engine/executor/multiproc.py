@@ -27,6 +27,7 @@ from ..planning.placement import are_nvlink_peers
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.gpu_runner import GPUModelRunner, LaunchedStep
 from ..runner.image_rows import EncodedImages
+from .expert_moves import ExpertMover
 from .rank_blocks import RankBlockMemory
 from .step_codec import Frame, StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
@@ -164,6 +165,7 @@ class RankProcesses:
         self._watchdog: WorkerWatchdog | None = None
         """Set once all have loaded: until then a rank that fails can still report why."""
         self._local: object = None
+        self._mover: ExpertMover | None = None
 
     def load(self, load: Callable[[TensorParallel, Progress], L], progress: Progress) -> tuple[L, int | None]:
         """Load all ranks; return rank 0's shard and the bytes that the weights of all ranks took.
@@ -230,6 +232,15 @@ class RankProcesses:
         except OSError as error:
             log.warning("the KV cache on disk is left out: ranks cannot share memory: %s", error)
             return None
+
+    def move_experts(self, command: dict[str, Any]) -> bool:
+        """Have all ranks execute a command of `ExpertBalancer`, between two steps. Return rank 0's answer."""
+        assert isinstance(self._local, CPUModelRunner)
+        assert self._watchdog is not None
+        self._mover = self._mover or ExpertMover(self._local)
+        with self._watchdog.guarding():
+            self._workers.send(Frame("move_experts", command))
+            return self._mover.execute(command)
 
     def _close(self) -> None:
         if self._watchdog is not None:

@@ -360,9 +360,10 @@ class EngineStats:
     expert_imbalance: float = 0.0
     """Rows of the busiest expert of a layer over the mean of its experts, as the mean of all layers."""
     expert_rank_imbalance: float = 0.0
-    """The same of ranks, where each has some experts whole (`--expert-parallel`)."""
+    """The same of ranks that have whole experts, since the load or the last of `expert_moves`."""
     expert_rank_imbalance_without_copies: float = 0.0
     """The same of these rows without copies of hot experts (`--redundant-experts`)."""
+    expert_moves: int = 0  # of a layer's experts to another rank, since the load
     adapters: list[str] = field(default_factory=list)
     """Digests of the LoRA adapters in memory."""
     handed_tokens: int = 0

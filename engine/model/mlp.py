@@ -3,6 +3,7 @@
 T rows, E hidden, X experts.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -89,15 +90,15 @@ class SparseMoE:
         self.rank = weights.rank
         whole, count = ShardSlice.whole(model.hidden_size), ShardSlice.whole(config.count)
         self.input = self.router = weights.router(config.router, count, whole, bias=config.has_bias)
-        gate_ups, downs = _expert_linears(config, config.latent or model.hidden_size, weights, ops)
+        layout, layer, on_cpu = self.rank.layout, len(weights.mixtures), weights.device.type == "cpu"
+        held, owners = list(layout.experts(config.count, layer)), None
+        gate_ups, downs = _expert_linears(config, held, config.latent or model.hidden_size, weights, ops)
         self.narrow, self.widen = None, None
         if config.latent:
             latent = ShardSlice.whole(config.latent)
             self.narrow = weights.linear({"fc1_latent_proj": latent}, whole, bias=False)
             self.widen = weights.linear({"fc2_latent_proj": whole}, latent, bias=False)
             self.ones_E = torch.ones(model.hidden_size, device=weights.device)
-        layout, layer, on_cpu = self.rank.layout, len(weights.mixtures), weights.device.type == "cpu"
-        held, owners = layout.experts(config.count, layer), None
         if layout.expert_parallel and ops.expert_results is not None:
             load_R = torch.zeros(layout.tp, dtype=torch.int64) if on_cpu else None
             owners = ExpertOwners(layout.holders(config.count, layer), layout.tp_rank, layout.tp, load_R)
@@ -195,12 +196,12 @@ def _routing(config: ExpertsConfig, weights: Weights, *, on_host: bool) -> Routi
 
 
 def _expert_linears(
-    config: ExpertsConfig, hidden: int, weights: Weights, ops: Ops
+    config: ExpertsConfig, held: Sequence[int], hidden: int, weights: Weights, ops: Ops
 ) -> tuple[list[Any], list[Any]]:
-    """Return the packed gates and ups, and the packed downs: one of each for every expert, or for all."""
-    layout = weights.rank.layout
-    whole, inner = ShardSlice.whole(hidden), layout.inside_expert(config.inner)
-    held = layout.experts(config.count, len(weights.mixtures))
+    """Return the packed gates and ups, and the packed downs: one of each for every expert of `held`, or for
+    all.
+    """
+    whole, inner = ShardSlice.whole(hidden), weights.rank.layout.inside_expert(config.inner)
     is_single, on_host = ops.pack_experts is not None, ops.host_experts is not None
     gate, up, down = config.projections
     is_paired = config.stacked is not None and config.stacked.is_interleaved

@@ -29,6 +29,7 @@ from ..distributed.communicator import TensorParallel
 from ..distributed.shm_communicator import PeerSockets
 from ..errors import DoesNotFit, EngineError, RankLost
 from ..executor.build import RankEngine, load_rank
+from ..executor.expert_moves import ExpertMover
 from ..executor.multiproc import connect
 from ..executor.rank_blocks import WorkerBlocks
 from ..executor.step_codec import Frame, Link, StepDecoder, decode_graph, encode_result
@@ -40,13 +41,18 @@ from ..runner.gpu_runner import GPUModelRunner
 
 
 def serve_steps(
-    link: Link, runner: ModelRunner, *, answers: bool, blocks: WorkerBlocks | None = None
+    link: Link,
+    runner: ModelRunner,
+    *,
+    answers: bool,
+    blocks: WorkerBlocks | None = None,
+    mover: ExpertMover | None = None,
 ) -> None:
     """Execute steps in order of arrival until rank 0 is gone, which raises RankLost.
 
-    `blocks` copies KV blocks between them. `answers`: this rank sends results. A thread sends them: rank 0
-    may be blocked until this stage receives the hidden states of its next step, and reads no results until
-    then.
+    Between them `blocks` copies KV blocks, and `mover` has experts change places. `answers`: this rank sends
+    results. A thread sends them: rank 0 may be blocked until this stage receives the hidden states of its
+    next step, and reads no results until then.
     """
     decoder = StepDecoder()
     with ThreadPoolExecutor(1, "answers") as sender:
@@ -54,6 +60,9 @@ def serve_steps(
             frame = link.receive()
             if blocks is not None and frame.kind in {"block_sizes", "copy_blocks"}:
                 blocks.execute(frame)
+                continue
+            if mover is not None and frame.kind == "move_experts":
+                mover.execute(frame.body)
                 continue
             result = runner.execute(decoder.decode(frame))
             if answers:
@@ -195,10 +204,11 @@ def _serve(link: Link, share: RankEngine, blocks: tuple[int, int], *, answers: b
     if isinstance(local, GPUModelRunner):
         serve_launches(link, local, answers=answers)
     else:
-        parts = (
-            WorkerBlocks(link, local.block_memory(), *blocks) if isinstance(local, CPUModelRunner) else None
-        )
-        serve_steps(link, local, answers=answers, blocks=parts)
+        parts, mover = None, None
+        if isinstance(local, CPUModelRunner):
+            parts = WorkerBlocks(link, local.block_memory(), *blocks)
+            mover = ExpertMover(local)
+        serve_steps(link, local, answers=answers, blocks=parts, mover=mover)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
@@ -209,9 +208,8 @@ class CPUModelRunner:
             self._populated_blocks = count
 
     @property
-    def mixtures(self) -> list[Mixture]:
-        """Return the experts of each layer that has some."""
-        return self._model.mixtures
+    def model(self) -> Decoder:
+        return self._model
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""

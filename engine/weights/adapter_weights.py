@@ -4,12 +4,13 @@ all in one tensor, as PEFT's `target_parameters`, or single ones.
 T rows of the step, I inputs, O outputs, R ranks; X experts, r ranks of one expert.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -246,6 +247,10 @@ class ExpertStack:
         return ExpertLora((number,), LoraWeights(weights.a_RI.unsqueeze(0), weights.scales_R, pieces))
 
 
+_NUMBER: Final = re.compile(r"\.\d+\.(?!.*\.\d+\.)")
+"""Number of an expert in the name of one of its tensors: the last number."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedExperts:
     """Experts of one layer."""
@@ -255,6 +260,7 @@ class AdaptedExperts:
     downs: ExpertStack
     numbers: Mapping[int, tuple[ExpertStack, int]] = field(init=False)
     """Stack and number of each expert's linears, by the id of `AdaptedLinear.packed`."""
+    _names: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         numbers = {
@@ -269,6 +275,20 @@ class AdaptedExperts:
         gate_ups = ExpertStack.of("gate_up_proj", mixture.gate_ups, asked, mixture, turned=turned)
         downs = ExpertStack.of("down_proj", mixture.downs, asked, mixture, turned=turned)
         return cls(mixture, gate_ups, downs)
+
+    def rename(self, outputs: dict[str, AdaptedLinear]) -> None:
+        """Put the linears into `outputs` by the names of the experts that they hold now, in place of earlier
+        ones.
+        """
+        for name in self._names:
+            outputs.pop(name, None)
+        self._names.clear()
+        for stack in (self.gate_ups, self.downs):
+            for linear, expert in zip(stack.linears, stack.here, strict=True):
+                rows = {_NUMBER.sub(f".{expert}.", name): each for name, each in linear.asked.outputs.items()}
+                now = replace(linear, asked=replace(linear.asked, outputs=rows))
+                outputs |= dict.fromkeys(map(plain_name, rows), now)
+                self._names.extend(map(plain_name, rows))
 
     def stack_of(self, target: AdapterTarget) -> ExpertStack | None:
         """Return the stack that a target of all experts adapts: shapes tell, for names do not. None: none has

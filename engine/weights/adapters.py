@@ -1,7 +1,6 @@
 """LoRA adapters beside the linears of a model: which tensor belongs where, and loading into slots.
 
 `AdapterLayers` is told of each linear as the model is built, and has operations that add what adapters have.
-
 T rows of the step, I inputs, O outputs.
 """
 
@@ -124,9 +123,12 @@ class AdapterLayers:
         found = AdaptedExperts.of(mixture, requests, turned=turned)
         self._experts[plain_name(name)] = self._mixtures[id(mixture)] = found
         self._stacks_of |= found.numbers
-        for stack in (found.gate_ups, found.downs):
-            for linear in stack.linears:
-                self._outputs |= {plain_name(each): linear for each in linear.asked.outputs}
+        found.rename(self._outputs)
+
+    def rename_experts(self, mixture: Mixture) -> None:
+        """Follow experts that changed places (`Mixture.place`): linears have the names of those they hold."""
+        if (found := self._mixtures.get(id(mixture))) is not None:
+            found.rename(self._outputs)
 
     def note_skip(self, name: str) -> None:
         self._skipped.append(name)
@@ -209,8 +211,7 @@ class AdapterLayers:
         return ExpertAdapters(found.gate_ups.site, found.downs.site, self.rows)
 
     def _add(self, packed: PackedLinear, x_TI: Tensor, out_TO: Tensor, rows: AdaptedRows) -> None:
-        linear = self._linears.get(id(packed))
-        if linear is not None:
+        if (linear := self._linears.get(id(packed))) is not None:
             self._lora.add(linear.site, x_TI, out_TO, rows)
 
     # ------------------------------------------------------------------ adapters
@@ -373,8 +374,7 @@ class AdapterLayers:
                 f"{entry.file}: tensor {shown(entry.name)}: {name} is saved whole, and only embed_tokens and "
                 f"lm_head are read so: {MERGE_FIRST}"
             )
-        linear = self._outputs.get(name)
-        if linear is None:
+        if (linear := self._outputs.get(name)) is None:
             if self._is_skipped(name):
                 return None
             raise self._unknown(name, entry)

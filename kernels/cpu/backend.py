@@ -80,6 +80,7 @@ class CPUBackend:
             scratch=self.recorder.scratch,
             kv_dtypes=frozenset(KV_DTYPES),
             packing=packer,
+            weight_memory=packer.memory,
             row_invariant=True,
             recurrent=CPURecurrent(self.library, self.recorder).ops(),
             altup=CPUAltUp(self.library, self.recorder).ops(),

@@ -102,16 +102,20 @@ class NativeHeldExperts(ctypes.Structure):
 
     @classmethod
     def of(cls, mixture: Mixture, owners: ExpertOwners | None) -> "NativeHeldExperts":
-        places = torch.full((mixture.count,), -1, dtype=torch.int32)
-        places[list(mixture.here)] = torch.arange(len(mixture.here), dtype=torch.int32)
         if owners is None:
+            places = torch.full((mixture.count,), -1, dtype=torch.int32)
+            places[list(mixture.here)] = torch.arange(len(mixture.here), dtype=torch.int32)
             here = cls(places=places.data_ptr())
             here.kept = (places,)
             return here
-        bits = [sum(1 << rank for rank in ranks) for ranks in owners.holders]
-        holders, load_R = torch.tensor(bits, dtype=torch.int32), owners.load_R
-        here = cls(places.data_ptr(), holders.data_ptr(), _pointer(load_R), owners.rank, owners.ranks)
-        here.kept = (places, holders, load_R)
+        here = cls(
+            owners.places_X.data_ptr(),
+            owners.holder_bits_X.data_ptr(),
+            _pointer(owners.load_R),
+            owners.rank,
+            owners.ranks,
+        )
+        here.kept = (owners.places_X, owners.holder_bits_X, owners.load_R)
         return here
 
 
@@ -177,6 +181,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_quant_at": (P, (INT, INT, INT, INT, INT, INT, P, P)),
     "llmbox_packed": (P, (P,)),
     "llmbox_packed_bytes": (LONG, (P,)),
+    "llmbox_bias": (P, (P, POINTER(c_int64))),
     "llmbox_linear_free": (None, (P,)),
     "llmbox_cache_new": (P, (INT, INT, INT, INT, INT, INT, INT)),
     "llmbox_cache_free": (None, (P,)),

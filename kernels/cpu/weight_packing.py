@@ -1,8 +1,10 @@
 """Packed weights of the C++ kernels, and handles of C++ objects that Python owns."""
 
 import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +81,20 @@ class CPULinear(PackedHandle):
     @property
     def parts(self) -> "tuple[CPULinear, ...]":
         return (self,)
+
+    def unprotect(self) -> None:
+        """Let panels that were attached be written. They lie in a private mapping of a file: it is unchanged.
+        Raises OSError.
+        """
+        if not isinstance(self._kept, Tensor):
+            return
+        whole = self._kept.untyped_storage()
+        begin = whole.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = whole.data_ptr() + whole.nbytes() - begin
+        libc = ctypes.CDLL(None, use_errno=True)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mprotect(ctypes.c_void_p(begin), ctypes.c_size_t(size), access):
+            raise OSError(ctypes.get_errno(), "packed weights cannot be made writable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +251,18 @@ class Packer:
         address = self.library.llmbox_packed(packed.pointer)
         return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
+    def memory(self, packed: CPUWeights) -> list[Tensor]:
+        """Return panels and bias of each part as tensors that may be written (`Ops.weight_memory`)."""
+        found = []
+        for part in packed.parts:
+            part.unprotect()
+            found.append(_view(self.panels(part)))
+            size = ctypes.c_int64()
+            address = self.library.llmbox_bias(part.pointer, ctypes.byref(size))
+            if size.value:
+                found.append(_view((ctypes.c_float * size.value).from_address(address)))
+        return found
+
     def format_name(self, packed: CPUWeights) -> str:
         if isinstance(packed, CPULinearStack):
             sizes = [self.library.llmbox_packed_bytes(part.pointer) for part in packed.parts]
@@ -287,6 +315,10 @@ class Packer:
             parts.append(part)
             row, start = row + outputs, start + size
         return CPULinearStack(tuple(parts)) if (row, start) == (shape[0], panels.nbytes) else None
+
+
+def _view(memory: Any) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _numbers(weight: QuantizedWeight | BlockWeight) -> Tensor:

@@ -20,6 +20,7 @@ from .elementwise import (
     rms_norm,
     rotary,
     softcap,
+    weight_memory,
 )
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
 from .moe import ExpertLayer
@@ -34,6 +35,7 @@ REFERENCE = Ops(
     pack_embedding=pack_embedding,
     embedding=embedding,
     pack_linear=pack_linear,
+    weight_memory=weight_memory,
     pack_head=pack_linear,
     pack_router=pack_linear,
     linear=linear,

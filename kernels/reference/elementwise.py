@@ -26,6 +26,11 @@ def pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> ReferenceLinear:
     return ReferenceLinear(weight_OI, bias_O)
 
 
+def weight_memory(packed: ReferenceLinear) -> list[Tensor]:
+    tensors = (packed.weight_OI, packed.bias_O)
+    return [each.view(-1).view(torch.uint8) for each in tensors if each is not None]
+
+
 # MKL sums the rows of small products in another order than those of large ones: seen for every row count
 # below 12 except 4 and 8 (AVX512). Padding to 8 keeps "one row, one result" in float32.
 MIN_ROWS = 8

@@ -112,8 +112,9 @@ class Side:
         figures = self.figures
         answered = max(1, figures.sent - figures.refused)
         print(
-            f"{self.name:6} {figures.sent} sent, {figures.refused} refused, {figures.good} good, "
-            f"{figures.good / answered:.0%} of those answered: {figures.good / figures.seconds:.2f} a second"
+            f"{self.name:6} {figures.sent} sent, {figures.refused} refused, {figures.good} good: "
+            f"{figures.good / figures.sent:.0%} of all, {figures.good / answered:.0%} of the answered; "
+            f"goodput {figures.good / figures.seconds:.2f} a second"
         )
         for name, values in {"TTFT": figures.ttft, "TPOT": figures.tpot}.items():
             p50, p95 = (1e3 * (percentile(values, percent) or 0.0) for percent in (50, 95))

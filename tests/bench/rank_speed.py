@@ -7,7 +7,8 @@ tokens a second say little, and processor time of all ranks for a token says wha
 decodes N sequences at once, pN computes prompts of N tokens, two of them. A cut such as tp2-ep has the
 experts of a mixture whole (`--expert-parallel`), tp2-ep4 four copies of hot ones too (`--redundant-experts`):
 of those that an earlier run has counted, if LLMBOX_REPACKED and LLMBOX_REPACKED_GB name a folder for it. The
-balance of their rows is printed last.
+balance of their rows is printed last, with what moves of experts took beside steps: rounds have to go on for
+half a minute until rows are counted.
 """
 
 import argparse
@@ -57,7 +58,11 @@ def main() -> None:
     for cut, engine in engines.items():
         told = engine.run("balance")
         if told["ranks"]:
-            print(f"{cut:7} busiest rank {told['ranks']:.3f} of the mean, {told['alone']:.3f} without copies")
+            print(
+                f"{cut:7} busiest rank {told['ranks']:.3f} of the mean, {told['alone']:.3f} without copies; "
+                f"{told['moves']:.0f} experts moved, median {1e3 * told['median']:.1f} ms, "
+                f"most {1e3 * told['most']:.1f}"
+            )
         engine.close()
 
 
@@ -114,16 +119,42 @@ def serve(options: argparse.Namespace) -> None:
     )
     engine = load_engine(config, lambda _: None)
     ranks = [psutil.Process(pid) for pid in (None, *engine.info.worker_pids)]
+    moves = time_moves(engine)
     print("{}", flush=True)
     for line in sys.stdin:
         work = line.strip()
-        print(json.dumps(balance(engine) if work == "balance" else run(engine, ranks, work)), flush=True)
+        answer = balance(engine, moves) if work == "balance" else run(engine, ranks, work)
+        print(json.dumps(answer), flush=True)
     engine.close()
 
 
-def balance(engine: Any) -> dict[str, float]:
+def time_moves(engine: Any) -> list[float]:
+    """Return a list that gets the seconds of each move of an expert."""
+    experts, seconds = engine._experts, []
+    if experts is None or experts._balancer is None:
+        return seconds
+    balancer, advance = experts._balancer, experts._balancer.advance
+
+    def timed() -> bool:
+        moved, started = balancer.moved, time.perf_counter()
+        is_working = advance()
+        if balancer.moved > moved:
+            seconds.append(time.perf_counter() - started)
+        return is_working
+
+    balancer.advance = timed
+    return seconds
+
+
+def balance(engine: Any, moves: list[float]) -> dict[str, float]:
     stats = engine.stats()
-    return {"ranks": stats.expert_rank_imbalance, "alone": stats.expert_rank_imbalance_without_copies}
+    return {
+        "ranks": stats.expert_rank_imbalance,
+        "alone": stats.expert_rank_imbalance_without_copies,
+        "moves": stats.expert_moves,
+        "median": statistics.median(moves or [0.0]),
+        "most": max(moves, default=0.0),
+    }
 
 
 def run(engine: Any, ranks: list[psutil.Process], work: str) -> dict[str, float]:

@@ -21,7 +21,8 @@ from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget
-from llmbox.engine.executor.expert_load import count_experts, place_hot_experts
+from llmbox.engine.executor.expert_load import place_hot_experts
+from llmbox.engine.executor.expert_moves import ExpertMover, count_experts
 from llmbox.engine.executor.load_model import model_info
 from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.model_config.config import parse_config
@@ -39,6 +40,8 @@ class Stage:
         self.parts: dict[int, Tensor] = {}
         self.inboxes = [Queue() for _ in range(tp)]
         self.returns = [Queue() for _ in range(tp)]
+        self.ways: dict[tuple[int, int], Queue] = {}
+        """Transfers between two ranks."""
         self._votes: dict[int, bool] = {}
         self._all: threading.Barrier | None = None
         self._lock = threading.Lock()
@@ -105,6 +108,14 @@ class ThreadCollective:
         for tensor, content in zip(tensors, sent, strict=True):
             tensor.copy_(content)
 
+    def transfer(self, x: Tensor, source: int, destination: int) -> None:
+        stage = self._stages[self._layout.stage]
+        way = stage.ways.setdefault((source, destination), Queue())
+        if source == self._layout.tp_rank:
+            way.put(x.clone())
+        else:
+            x.copy_(_taken(way))
+
     def can_fuse(self, rows: int, _width: int, _dtype: torch.dtype) -> bool:
         return rows <= self._fused_rows
 
@@ -145,8 +156,12 @@ class RankThreads:
             share = load_rank(config, self.plan, rank, lambda *told, n=layout.rank: read(n, *told))
             rank.join(ThreadCollective(layout, self._stages))
             self.shares.append(share)
+        self.movers = [ExpertMover(share.runner) for share in self.shares]
         self.images = self.shares[0].images
         self._encoder = StepEncoder(None if self.images is None else self.images.pieces)
+
+    def move_experts(self, command: dict[str, Any]) -> bool:
+        return all(list(self._pool.map(lambda mover: mover.execute(command), self.movers)))
 
     def execute(self, plan: StepPlan) -> StepResult:
         frame = self._encoder.encode(plan)
@@ -188,5 +203,6 @@ def load_threads(
     )
     share = replace(runner.shares[0], draft_rows=(0, 0.0), images=runner.images)
     scheduler = make_scheduler(config, runner.plan, share)
-    experts = count_experts(runner.shares[0].runner, runner.plan.layout(0), directory)
+    local = runner.shares[0].runner
+    experts = count_experts(local, runner.plan.layout(0), directory, runner.move_experts)
     return Engine(scheduler, SyncExecutor(runner), info, experts=experts)

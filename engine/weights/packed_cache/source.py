@@ -250,6 +250,8 @@ _BIAS = ".bias"
 _FORMAT = ":"
 """Separates a weight's kind from its format, which is not that of all weights of its kind: a checkpoint may
 leave some linears unquantized."""
+_WRITER = "keep packed weights"
+"""Name of the thread that writes."""
 END_S = 1.5
 """Seconds for which a process that ends waits for the write; its daemon kills it after 2."""
 
@@ -344,7 +346,7 @@ class PackedWeightWriter:
         if self._cache.take_interrupted(self._key):
             self._write()
             return
-        thread = threading.Thread(target=self._write_behind, name="keep packed weights", daemon=True)
+        thread = threading.Thread(target=self._write_behind, name=_WRITER, daemon=True)
         thread.start()
         at_exit(partial(self._end, thread))
 
@@ -371,6 +373,11 @@ class PackedWeightWriter:
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: str, data: memoryview) -> None:
         self._contents.append(PackedContent(name, shape, dtype, data))
+
+
+def is_writing() -> bool:
+    """Return whether this process still writes packed weights, which must not change until then."""
+    return any(thread.name == _WRITER for thread in threading.enumerate())
 
 
 def forget_pages(files: Sequence[Path]) -> None:

@@ -148,6 +148,11 @@ QuantLinear* llmbox_quant_at(
 
 const uint8_t* llmbox_packed(const LinearShape* linear) { return linear->packed(); }
 int64_t llmbox_packed_bytes(const LinearShape* linear) { return static_cast<int64_t>(linear->packed_bytes()); }
+// The bias, which may be written between two steps, and its numbers.
+float* llmbox_bias(LinearShape* linear, int64_t* count) {
+    *count = static_cast<int64_t>(linear->bias.size());
+    return linear->bias.data();
+}
 
 void llmbox_linear_free(LinearShape* linear) { delete linear; }
 
