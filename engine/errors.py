@@ -1,4 +1,4 @@
-"""Engine errors that a user can cause, and how they show bytes.
+"""Engine errors that a user can cause.
 
 EngineError
 ├── ModelError          the model directory cannot be served (names the file)
