@@ -169,18 +169,19 @@ class KnownAnswers:
     path: Path | None
     options: str
 
-    def compare(self, seed: int, found: dict[str, list[int]], logits: str) -> tuple[int, str]:
-        """Keep the answers of a seed that the file does not have.
+    def compare(self, seed: int, found: dict[str, list[int]], logits: str) -> tuple[int, str] | None:
+        """Keep the answers of a seed that the file does not have, and return None.
 
-        Returns the number of tokens that differ from the file's, and what is wrong with the logits.
+        Otherwise returns the number of tokens that differ, and what is wrong with the logits.
         """
         if self.path is None:
-            return 0, ""
+            return None
         kept = json.loads(self.path.read_text()) if self.path.exists() else {}
-        known = kept.setdefault(self.options, {}).setdefault(
-            str(seed), {"machine": platform.machine(), "tokens": found, "logits": logits}
-        )
-        self.path.write_text(json.dumps(kept) + "\n")
+        seeds = kept.setdefault(self.options, {})
+        if (known := seeds.get(str(seed))) is None:
+            seeds[str(seed)] = {"machine": platform.machine(), "tokens": found, "logits": logits}
+            self.path.write_text(json.dumps(kept) + "\n")
+            return None
         differ = f"other logits than on {known['machine']}" if known["logits"] != logits else ""
         return differing(found, known["tokens"]), differ
 
@@ -226,8 +227,9 @@ def main() -> int:
             os.environ["LLMBOX_KERNELS"] = level
             found, logits = answer_alone(load_one, asked, options.vocabulary)
             wanted = wanted or found
-            count, differ = known.compare(sums.seeds, found, logits)
-            sums.add(wanted, count + bool(differ), f"{level}, alone: {count} tokens differ {differ}")
+            if (compared := known.compare(sums.seeds, found, logits)) is not None:
+                count, differ = compared
+                sums.add(wanted, count + bool(differ), f"{level}, alone: {count} tokens differ {differ}")
         for (level, name), how in cases.items():
             os.environ["LLMBOX_KERNELS"] = level
             found = answer(partial(load_one, **how), name, asked, sums.seen)
