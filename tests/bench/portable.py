@@ -1,17 +1,23 @@
 """Tokens that differ between instruction sets, ranks and disturbances; docs/cpu-kernels.md promises 0.
 
     OMP_NUM_THREADS=1 python -P tests/bench/portable.py [MODEL_DIR] [--seconds N] [--quant int8] [--ranks]
-        [--sums FILE]
+        [--sums FILE] [--answers FILE]
 
 One engine answers random prompts alone, greedily and drawn; then engines of every instruction set of this
 machine answer them under each disturbance. Rounds have other seeds, until the time is up. Without MODEL_DIR
 the built-in model answers; --ranks has --tp 2, --tp 4 and --pp 2 answer too. --sums keeps what was counted
 after each seed, so that a later run with the same options goes on with the next seed.
+
+--answers keeps what was answered alone, with digests of the logits. A run that finds its seeds in the file
+compares with them: copy the file to a machine of another kind and run the same command there. The exit status
+is 1 if anything differs.
 """
 
 import argparse
+import ctypes
 import json
 import os
+import platform
 import random
 import sys
 import time
@@ -19,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.kernels.dispatch import backends
-from support.real_engines import ask, load, tokens
+from support.real_engines import all_logits, ask, load, runner_of, tokens
 
 BUILTIN = Path(__file__).parents[2] / "app" / "assets" / "builtin"
 DISTURBANCES: dict[str, dict[str, Any]] = {
@@ -96,6 +103,18 @@ def differing(found: dict[str, list[int]], wanted: dict[str, list[int]]) -> int:
     )
 
 
+def answer_alone(
+    load_one: Callable[..., Engine], asked: list[AddRequest], vocabulary: int
+) -> tuple[dict[str, list[int]], str]:
+    """Answer one after the other, then compute a prompt's logits: the answers, and a digest of the bits."""
+    engine = load_one(max_running=1, prefix_cache=False, speculate="off")
+    found: dict[str, list[int]] = {}
+    for request in asked:
+        found |= tokens(engine, [request])
+    logits = all_logits(runner_of(engine), [3 + 13 * i % (vocabulary - 3) for i in range(150)]).contiguous()
+    return found, sha256(ctypes.string_at(logits.data_ptr(), logits.nbytes)).hexdigest()
+
+
 @dataclass
 class PortableSums:
     """Counts over all runs of one set of options: tokens compared, wrong ones, disturbances that happened."""
@@ -119,6 +138,13 @@ class PortableSums:
             )
             self.seen.update(kept["seen"])
 
+    def add(self, wanted: dict[str, list[int]], wrong: int, told: str) -> None:
+        """Count the tokens of one comparison, and print what was found wrong."""
+        self.compared += sum(map(len, wanted.values()))
+        self.wrong += wrong
+        if wrong:
+            print(f"seed {self.seeds}, {told}", flush=True)
+
     def save(self) -> None:
         """Write the counts beside those of other options; a run that is killed here leaves the old file."""
         if self.path is None:
@@ -136,44 +162,79 @@ class PortableSums:
         written.replace(self.path)
 
 
-def main() -> None:
+@dataclass
+class KnownAnswers:
+    """Undisturbed answers of one set of options by seed, in a file that other machines read."""
+
+    path: Path | None
+    options: str
+
+    def compare(self, seed: int, found: dict[str, list[int]], logits: str) -> tuple[int, str] | None:
+        """Keep the answers of a seed that the file does not have, and return None.
+
+        Otherwise returns the number of tokens that differ, and what is wrong with the logits.
+        """
+        if self.path is None:
+            return None
+        kept = json.loads(self.path.read_text()) if self.path.exists() else {}
+        seeds = kept.setdefault(self.options, {})
+        if (known := seeds.get(str(seed))) is None:
+            seeds[str(seed)] = {"machine": platform.machine(), "tokens": found, "logits": logits}
+            self.path.write_text(json.dumps(kept) + "\n")
+            return None
+        differ = f"other logits than on {known['machine']}" if known["logits"] != logits else ""
+        return differing(found, known["tokens"]), differ
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", type=Path, default=BUILTIN)
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--seeds", type=int, default=sys.maxsize, help="end before this seed")
     parser.add_argument("--quant", default="int8")
+    parser.add_argument("--kv-dtype", default="int8")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--exact", default="portable", choices=("portable", "machine"))
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--sums", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--answers", type=Path)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
     levels = [name for name in backends() if name.startswith("cpu ")]
-    common = {"dtype": "bfloat16", "quant": options.quant, "kv_dtype": "int8", "exact": "portable"}
+    common = {name: getattr(options, name) for name in ("dtype", "quant", "kv_dtype", "exact")}
+    load_one = partial(load, options.model, **common)
     cases = {(level, name): how for level in levels for name, how in DISTURBANCES.items()}
     if options.ranks:
         cases |= {(levels[0], name): how for name, how in RANKS.items()}
-    named = (options.model.name, options.quant, options.requests, options.new, options.vocabulary, *cases)
-    sums = PortableSums(options.sums, str(named))
+    named = (options.model.name, *common.values(), options.requests, options.new, options.vocabulary)
+    sums, known = PortableSums(options.sums, str((*named, *cases))), KnownAnswers(options.answers, str(named))
     sums.load()
     begun = time.monotonic()
     seconds_before = sums.seconds
-    while time.monotonic() - begun < options.seconds:
+    while sums.seeds < options.seeds and time.monotonic() - begun < options.seconds:
         asked = requests(sums.seeds, options.requests, options.new, options.vocabulary)
-        os.environ["LLMBOX_KERNELS"] = levels[sums.seeds % len(levels)]
-        alone = load(options.model, **common, max_running=1, prefix_cache=False, speculate="off")
-        wanted = {}
-        for request in asked:
-            wanted |= tokens(alone, [request])
+        wanted: dict[str, list[int]] = {}
+        # A level a seed computes the answers; where others are known, each level's logits are compared.
+        for level in rotated(levels, sums.seeds) if options.answers else rotated(levels, sums.seeds)[:1]:
+            os.environ["LLMBOX_KERNELS"] = level
+            found, logits = answer_alone(load_one, asked, options.vocabulary)
+            wanted = wanted or found
+            if (compared := known.compare(sums.seeds, found, logits)) is not None:
+                count, differ = compared
+                sums.add(wanted, count + bool(differ), f"{level}, alone: {count} tokens differ {differ}")
         for (level, name), how in cases.items():
             os.environ["LLMBOX_KERNELS"] = level
-            found = answer(partial(load, options.model, **common, **how), name, asked, sums.seen)
+            found = answer(partial(load_one, **how), name, asked, sums.seen)
             count = differing(found, wanted)
-            sums.compared += sum(map(len, wanted.values()))
-            sums.wrong += count
-            if count:
-                print(f"seed {sums.seeds}, {level}, {name}: {count} tokens differ", flush=True)
+            sums.add(wanted, count, f"{level}, {name}: {count} tokens differ")
         sums.seeds += 1
         sums.seconds = seconds_before + time.monotonic() - begun
         sums.save()
@@ -182,7 +243,14 @@ def main() -> None:
         + "; ".join(map(" ".join, cases))
     )
     print(", ".join(f"{count:,} {what}" for what, count in sums.seen.items()))
+    return 1 if sums.wrong else 0
+
+
+def rotated(levels: list[str], seed: int) -> list[str]:
+    """Return the levels, beginning with another one for each seed."""
+    first = seed % len(levels)
+    return levels[first:] + levels[:first]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,14 +1,17 @@
 """Kernels for Arm, compiled here and run in an emulator: exact products, and the bits of other levels."""
 
+import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from llmbox.kernels.cpu import build
-from llmbox.kernels.cpu.isa import LEVELS, Level, cpu_flags
+from llmbox.kernels.cpu.isa import LEVELS, Level, cache_folder, cpu_flags
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 ARM = [level for level in LEVELS if level.machine in {"aarch64", None}]
@@ -20,6 +23,9 @@ FLOATS = " of floats ", " over floats "
 """In lines of products of float weights, or of keys and values, whose sums depend on the instruction set."""
 CHUNKS = " over int8 "
 """In lines of attention whose chunks are longer with AMX."""
+
+HOUR = 3600
+"""Most seconds of a compiler, and of a whole model in the emulator."""
 
 LIBCPP = (
     "-D_LIBCPP_ABI_NAMESPACE=__1",
@@ -120,8 +126,8 @@ def compile_for_arm(level: Level, source: Path, program: Path) -> None:
     run(COMPILER, *FLAGS, "-static", *level.flags, source, "-o", program)
 
 
-def run(*command: object, limit: float = 300) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=limit)
+def run(*command: object, limit: float = 300, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=limit, env=env)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     return done.stdout
 
@@ -202,6 +208,34 @@ def test_functions_of_numbers_are_the_same(tmp_path: Path) -> None:
         compile_for_arm(portable, source, tmp_path / "arm")
         digests["997"].add(run(EMULATOR, tmp_path / "arm", "997"))
     assert {step: len(found) for step, found in digests.items()} == {"5": 1, "997": 1}
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_whole_models_answer_as_on_x86(tmp_path: Path, quant: str) -> None:
+    """The built-in model in the emulator, with every disturbance; takes minutes."""
+    root = Path(os.environ.get("LLMBOX_ARM_ROOT") or pytest.skip("needs LLMBOX_ARM_ROOT: see arm_root.py"))
+    compiler = [shutil.which(COMPILER) or pytest.skip(f"needs {COMPILER}: apt install g++-aarch64-linux-gnu")]
+    for level in ARM:  # the emulated process would compile what is missing, but within less time
+        library = cache_folder() / build.library_name(level, compiler)
+        if not build.is_intact(library):
+            made = tmp_path / library.name
+            build.compile_library(compiler, level, made, timeout=HOUR)
+            build.seal(made)
+            made.chmod(0o700)
+            shutil.move(made, library)
+    tree = Path(__file__).parents[3]
+    asked = (tree / "tests/bench/portable.py", "--quant", quant, "--requests", 3, "--new", 16, "--seeds", 1)
+    asked += ("--seconds", HOUR, "--answers", tmp_path / "answers.json")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = f"{tree / 'packaging/tree'}:{tree / 'tests'}"
+    assert run(sys.executable, "-P", *asked, env=env, limit=HOUR).startswith("0 of ")
+    found = run(root / "usr/bin/python", "-P", *asked, env=env | {"CXX": COMPILER}, limit=HOUR)
+    assert found.startswith("0 of ")
+    assert all(f"cpu {level.name} batch" in found for level in ARM)
+    (kept,) = json.loads((tmp_path / "answers.json").read_text()).values()
+    assert [each["machine"] for each in kept.values()] == ["x86_64"]
 
 
 def without(kinds: Sequence[str], lines: list[str]) -> list[str]:
