@@ -277,7 +277,7 @@ class Ops:
     """dtypes that `make_kv_cache` accepts."""
 
     stack_heads: Callable[[Sequence[PackedLinear]], PackedLinear] = tuple
-    """(weights of each head, by `pack_router` or `pack_wide`, without biases) -> those of `linear_by_head`."""
+    """(weights of each head of `pack_router` or `pack_wide`, without biases) -> those of `linear_by_head`."""
 
     packing: Packing | None = None
     """Interface for packed weights that are kept on disk and for quantized checkpoints; None: there is none.
