@@ -227,10 +227,11 @@ def load_rank(
     target = DraftTarget(config, plan, model, ops, threads, kv_dtype, progress, device)
     if overlaps:
         # Recurrent layers verify drafts as they compute prompts.
-        drafts, draft = rows[0] if states is None else 0, load_draft_parts(target)
+        drafts, (draft, head) = rows[0] if states is None else 0, load_draft_parts(target)
         parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states, images, drafts, draft)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         takes = model.adapters is not None and model.adapters.takes_tiles
+        kernels += (head,) if head else ()
         return RankEngine(
             rotary, kernels, make, plan, ops.name, measured, rows, images=images, takes_adapters=takes
         )

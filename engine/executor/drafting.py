@@ -1,7 +1,7 @@
 """Speculative decoding at load: rows for drafts, and the draft model or head beside its target."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..config import EngineConfig
 from ..core.speculation.proposer import DraftMethod, Proposer
 from ..errors import DeviceError, ModelError
 from ..model.decoder import Decoder
-from ..model.draft_heads import Eagle3Head, MedusaHeads, MTPHead, RecurringHead
+from ..model.draft_heads import DraftHead, Eagle3Head, MedusaHeads, MTPHead
 from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.draft_heads import Eagle3Config, MedusaConfig, read_draft_head
@@ -30,7 +30,7 @@ from ..planning.memory_model import MOST_DRAFT_ROWS, PROMPT_LOGPROB_ROWS
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import why_no_drafts
 from ..runner.cpu_runner import CPUModelRunner
-from ..runner.draft_head import HeadProposer, MedusaProposer
+from ..runner.draft_head import HeadProposer, HeadRunner, SyncHeadExecutor
 from ..runner.draft_model import DraftModel, DraftSampler, SyncDraftExecutor
 from ..weights.checkpoint import Checkpoint
 from ..weights.packed_cache.cache import identity
@@ -121,40 +121,57 @@ class DraftTarget:
         return DraftSampler(self.model.config.vocab_size, self.device, ops)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """Draft head of a target."""
+
+    method: DraftMethod
+    model: DraftHead
+    name: str
+    """Name of its weights."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target whose inputs it reads; empty: it reads the last hidden states."""
+
+
 def load_proposers(target: DraftTarget) -> tuple[list[Proposer], str]:
     """Load what proposes drafts beside n-grams; return it and, for a head, a name of its weights.
 
     Raises ModelError for a draft model or head that cannot propose tokens of this target, and DeviceError.
     """
-    plan, config = target.plan, target.config
-    if plan.draft_method is None:
-        return [], ""
+    plan, device, runner = target.plan, target.device, target.runner
     if plan.draft_method == "draft_model":
         return [_load_draft_model(target)], ""
-    if plan.draft_method == "mtp":
-        try:
-            return [_load_mtp(target)], "mtp"
-        except ModelError as error:
-            if config.mtp == "on":
-                raise
-            log.warning("the MTP layer is left out: %s", error)
-            return [], ""
-    assert config.draft_path is not None
-    head = read_draft_head(Path(config.draft_path))
-    assert head is not None
-    proposer = _load_eagle3(target, head) if isinstance(head, Eagle3Config) else _load_medusa(target, head)
-    log.info("%s head: %s, %s", plan.draft_method, head.directory, plan.draft_quant)
-    return [proposer], "\0".join(identity(file.resolve()) for file in weight_files(head.directory))
+    loaded = _load_head(target)
+    if loaded is None:
+        return [], ""
+    assert runner is not None
+    head, shape = loaded.model, _head_cache(target, loaded.model)
+    cache = None if shape is None else head.ops.make_kv_cache(shape, device)
+    own = HeadRunner(head, target.rotary(head.config), cache, target.sampler(head.ops), plan.block_size)
+    proposer = HeadProposer(loaded.method, head, SyncHeadExecutor(own), plan.block_size)
+    runner.attach(proposer, cache, loaded.taps)
+    return [proposer], loaded.name
 
 
-def load_draft_parts(target: DraftTarget) -> GPUEngineParts | None:
-    """Load the draft model of a target on a GPU, whose runner comes with the target's; None where none is
-    asked for. Raises ModelError and DeviceError.
+def load_draft_parts(target: DraftTarget) -> tuple[GPUEngineParts | None, str]:
+    """Load the draft model or head of a target on a GPU, whose runner comes with the target's; None where
+    there is none. Returns also a name of a head's weights. Raises ModelError and DeviceError.
     """
-    if target.plan.draft_method is None:
-        return None
-    model = _load_draft_weights(target)
-    return GPUEngineParts(model, target.rotary(model.config), target.cache_shape(model.config), None, None)
+    if target.plan.draft_method == "draft_model":
+        model = _load_draft_weights(target)
+        cache = target.cache_shape(model.config)
+        return GPUEngineParts(model, target.rotary(model.config), cache, None, None), ""
+    loaded = _load_head(target)
+    if loaded is None:
+        return None, ""
+    head, shape = loaded.model, _head_cache(target, loaded.model)
+    rows, _ = draft_rows(target.config, target.plan, target.ops, overlaps=True)
+    parts = GPUEngineParts(head, target.rotary(head.config), shape, None, None, draft_rows=rows)
+    return replace(parts, method=loaded.method, taps=loaded.taps), loaded.name
+
+
+def _head_cache(target: DraftTarget, head: DraftHead) -> KVShape | None:
+    return target.cache_shape(head.config) if head.has_keys else None
 
 
 def _load_draft_weights(target: DraftTarget) -> Decoder:
@@ -183,49 +200,53 @@ def _load_draft_model(target: DraftTarget) -> DraftModel:
     return DraftModel(SyncDraftExecutor(runner), plan.num_blocks, plan.block_size)
 
 
-def _load_mtp(target: DraftTarget) -> HeadProposer:
+def _load_head(target: DraftTarget) -> LoadedHead | None:
+    """Load the head that is planned, if there is one; no damaged MTP layer, unless it is asked for."""
+    plan, config = target.plan, target.config
+    if plan.draft_method is None:
+        return None
+    if plan.draft_method == "mtp":
+        try:
+            return _load_mtp(target)
+        except ModelError as error:
+            if config.mtp == "on":
+                raise
+            log.warning("the MTP layer is left out: %s", error)
+            return None
+    assert config.draft_path is not None
+    head = read_draft_head(Path(config.draft_path))
+    assert head is not None
+    log.info("%s head: %s, %s", plan.draft_method, head.directory, plan.draft_quant)
+    name = "\0".join(identity(file.resolve()) for file in weight_files(head.directory))
+    ops = target.select_ops()
+    if isinstance(head, MedusaConfig):
+        source = _open_head(target, ops, head.directory, head.rename)
+        return LoadedHead("medusa", MedusaHeads(head, target.model, source), name)
+    taps = head.taps(target.model.config.num_layers)
+    return LoadedHead("eagle3", _load_eagle3(target, head, ops), name, taps)
+
+
+def _load_mtp(target: DraftTarget) -> LoadedHead:
     """Load the MTP layer of the target's checkpoint, with its kernels."""
     model, plan = target.model, target.plan
     directory = Path(target.config.model_path)
     wanted = WeightsWanted(directory, target.ops, model.dtype, target.device, plan.quant, part=" mtp")
     head, _ = load_part(model.config, wanted, target.progress, partial(MTPHead, model))
     log.info("MTP layer: %s", head.names.layer)
-    return _follow(target, "mtp", head)
+    return LoadedHead("mtp", head, "mtp")
 
 
-def _load_eagle3(target: DraftTarget, config: Eagle3Config) -> HeadProposer:
-    model, ops = target.model, target.select_ops()
+def _load_eagle3(target: DraftTarget, config: Eagle3Config, ops: Ops) -> Eagle3Head:
     source = _open_head(target, ops, config.directory, lambda name: name.removeprefix("model."))
     proposed_V = None
     if source.has("d2t"):
         offsets_V = source.read(source.entry("d2t"), (ShardSlice.whole(config.vocab),))
-        proposed_V = offsets_V.long() + torch.arange(config.vocab)
-        if not 0 <= int(proposed_V.min()) <= int(proposed_V.max()) < model.config.vocab_size:
+        proposed_V = offsets_V.long().cpu() + torch.arange(config.vocab)
+        if not 0 <= int(proposed_V.min()) <= int(proposed_V.max()) < target.model.config.vocab_size:
             raise ModelError(f"{config.directory}: d2t names tokens that the target does not have")
-    head = Eagle3Head(config, model, source, proposed_V)
-    return _follow(target, "eagle3", head, config.taps(model.config.num_layers))
-
-
-def _load_medusa(target: DraftTarget, config: MedusaConfig) -> MedusaProposer:
-    ops = target.select_ops()
-    heads = MedusaHeads(config, _open_head(target, ops, config.directory, config.rename))
-    proposer = MedusaProposer(heads, target.sampler(ops))
-    assert target.runner is not None
-    target.runner.attach(proposer)
-    return proposer
+        proposed_V = proposed_V.to(target.device)
+    return Eagle3Head(config, target.model, source, proposed_V)
 
 
 def _open_head(target: DraftTarget, ops: Ops, directory: Path, rename: Callable[[str], str]) -> Checkpoint:
     return Checkpoint(directory, ops, target.model.dtype, target.device, target.progress, rename=rename)
-
-
-def _follow(
-    target: DraftTarget, method: DraftMethod, head: RecurringHead, taps: Sequence[int] = ()
-) -> HeadProposer:
-    """Make the proposer of a head and have it follow the target's steps."""
-    assert target.runner is not None
-    cache = head.ops.make_kv_cache(target.cache_shape(head.layer), target.device)
-    rotary, sampler = target.rotary(head.layer), target.sampler(head.ops)
-    proposer = HeadProposer(method, head, rotary, cache, sampler, target.plan.block_size)
-    target.runner.attach(proposer, taps)
-    return proposer

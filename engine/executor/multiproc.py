@@ -25,8 +25,9 @@ from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 from ..planning.placement import are_nvlink_peers
 from ..runner.cpu_runner import CPUModelRunner
-from ..runner.gpu_runner import GPUModelRunner, LaunchedStep
+from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages
+from ..runner.prompt_results import LaunchedStep
 from .expert_moves import ExpertMover
 from .rank_blocks import RankBlockMemory
 from .step_codec import Frame, StepEncoder, decode_result

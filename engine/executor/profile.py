@@ -14,17 +14,21 @@ from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.recurrent import StateShape, make_state
 
 from ..config import DRAFT_MODEL_ROWS, EngineConfig
+from ..core.speculation.proposer import DraftMethod
 from ..device.device import CudaDevice, Device, HostDevice, cuda_machine
 from ..errors import DoesNotFit
 from ..hardware.machine import show_bytes
 from ..model.decoder import Decoder
+from ..model.draft_heads import DraftHead
 from ..model.rotary import Rotary
 from ..model_config.vision.shape import PICTURE_ROWS
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
 from ..runner.cuda_graphs import CudaCapture, GraphCapture
+from ..runner.draft_head import DeviceHeadRunner
 from ..runner.draft_model import DraftModel
-from ..runner.gpu_runner import DeviceSizes, GPUModelRunner
+from ..runner.gpu_inputs import DeviceSizes
+from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages
 from .warmup import num_warmup_blocks, run_warmup, trial_picture
 
@@ -106,10 +110,10 @@ Agree = Callable[[int], int]
 class GPUEngineParts:
     """Parts of a runner, all but the KV cache."""
 
-    model: Decoder
+    model: Decoder | DraftHead
     rotary: Rotary
-    kv_shape: KVShape
-    """`num_blocks` as estimated."""
+    kv_shape: KVShape | None
+    """`num_blocks` as estimated; None for a head without keys."""
     window_shape: KVShape | None
     """Shape of the sliding-window layers, if they have a cache of their own."""
     state_shape: StateShape | None
@@ -119,7 +123,11 @@ class GPUEngineParts:
     draft_rows: int = 0
     """See `DeviceSizes`."""
     draft: "GPUEngineParts | None" = None
-    """Draft model beside it."""
+    """Draft model or head beside it."""
+    method: DraftMethod = "draft_model"
+    """Method of a draft model or head."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target whose inputs a head reads; empty: it reads the last hidden states."""
 
 
 def make_device_runner(
@@ -140,7 +148,7 @@ def make_device_runner(
     graphs = graphs_reserve(kinds * sizes) if config.cuda_graphs else 0
     row_counts = parts.model.ops.warmup_batch_sizes
     make = partial(build, parts, device=on_device, make_capture=None, graphs_bytes=0)
-    models = 1 if parts.draft is None else 2
+    models = 1 if parts.draft is None or parts.draft.kv_shape is None else 2  # Medusa heads have no graphs
     plan = profile_kv_blocks(config, plan, meter, models * graphs, make, row_counts, agree)
     make_capture = partial(CudaCapture, device) if config.cuda_graphs else None
     runner = build(parts, plan, on_device, make_capture, graphs)
@@ -159,20 +167,25 @@ def build(
     """Build the runner, with that of the draft model. `graphs_bytes`: of each. `vocab_size`: see
     `DeviceSizes`.
     """
-    shape = replace(parts.kv_shape, num_blocks=plan.num_blocks + 1)
     ops, where = parts.model.ops, device.torch_device
-    window_cache = None
+    cache = window_cache = None
+    if parts.kv_shape is not None:
+        cache = ops.make_kv_cache(replace(parts.kv_shape, num_blocks=plan.num_blocks + 1), where)
     if parts.window_shape is not None:
         blocks = plan.window_blocks if plan.window else plan.num_blocks
         window_cache = ops.make_kv_cache(replace(parts.window_shape, num_blocks=blocks + 1), where)
     counts = plan.block_size, plan.num_blocks, plan.context, plan.max_running
+    sizes = DeviceSizes(*counts, plan.window_blocks, parts.draft_rows, vocab_size)
+    capture = None if make_capture is None else make_capture()
+    if isinstance(parts.model, DraftHead):
+        return DeviceHeadRunner(parts.model, parts.rotary, cache, device, sizes, capture, graphs_bytes)
     runner = GPUModelRunner(
         parts.model,
         parts.rotary,
-        ops.make_kv_cache(shape, where),
+        cache,
         device,
-        DeviceSizes(*counts, plan.window_blocks, parts.draft_rows, vocab_size),
-        None if make_capture is None else make_capture(),
+        sizes,
+        capture,
         graphs_bytes,
         window_cache=window_cache,
         states=None if parts.state_shape is None else make_state(parts.state_shape, where),
@@ -182,7 +195,10 @@ def build(
         whole = replace(plan, window=0, window_blocks=0)
         sampled = parts.model.config.vocab_size
         beside = build(parts.draft, whole, device, make_capture, graphs_bytes, sampled)
-        runner.proposers.append(DraftModel(beside, plan.num_blocks, plan.block_size))
+        if isinstance(beside, DeviceHeadRunner):
+            beside.follow(runner, parts.draft.method, parts.draft.taps)
+        else:
+            runner.proposers.append(DraftModel(beside, plan.num_blocks, plan.block_size))
     return runner
 
 

@@ -1,6 +1,7 @@
 """Trial steps of a load: they compile all kernels, and the largest tell the memory that a step takes."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from ..ipc.messages import PreparedImage
 from ..model_config.vision.config import VisionConfig
 from ..model_config.vision.shape import lay_out_image
 from ..planning.memory_plan import MemoryPlan
+from ..runner.draft_head import DeviceHeadRunner
 from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages
 from ..sampling_params import SamplingParams
@@ -110,11 +112,22 @@ def run_warmup(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[in
     if runner.images is not None:
         steps = chain(steps, picture_steps(plan, runner.images))
     for step in steps:
+        if isinstance(runner, DeviceHeadRunner):
+            step = _of_head(step)  # noqa: PLW2901
+            runner.feed_zeros(step.num_tokens)
         runner.collect(runner.launch(step))
         for row in step.rows:
             row.request.admissions += 1
         count += 1
     return count
+
+
+def _of_head(step: StepPlan) -> StepPlan:
+    """Return the rows of a draft head: a request's first token has none, and its blocks are copied with the
+    target's.
+    """
+    rows = [replace(row, start=1, num_tokens=row.end - 1) if not row.start else row for row in step.rows]
+    return StepPlan([row for row in rows if row.num_tokens])
 
 
 def picture_steps(plan: MemoryPlan, images: EncodedImages) -> Iterator[StepPlan]:

@@ -9,11 +9,13 @@ hidden states. Operations run one by one, not recorded, so that results are new 
 """
 
 from abc import ABC, abstractmethod
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from llmbox.kernels.lora import AdaptedRows
 from llmbox.kernels.ops import Ops
 
 from ..model_config.config import ModelConfig
@@ -28,18 +30,23 @@ from .mlp import GatedMLP
 from .registry import build_layer
 
 
-class RecurringHead(ABC):
-    """Head that goes on from its own results, and has keys and values of its own."""
+class DraftHead(ABC):
+    """Head beside a target. Runners read of it what they read of a `Decoder`."""
 
-    def __init__(self, layer: ModelConfig, target: Decoder, ops: Ops) -> None:
-        self.layer = layer
+    adapters: Final = None
+
+    has_keys = True
+    """True for a head with keys and values of its own."""
+
+    def __init__(self, config: ModelConfig, target: Decoder, ops: Ops) -> None:
+        self.config = config
         """Its decoder layer, as a model of one layer."""
-        self.ops = ops
-        assert target.embedding is not None
-        self.embedding = target.embedding
+        self.features = target.config.hidden_size
+        """Numbers that it reads of each row of the target."""
+        self.ops, self.dtype, self.rank = ops, target.dtype, target.rank
 
     def enter(self, features_TF: Tensor) -> Tensor:
-        """Map what is read of the target to hidden states [T, E]."""
+        """Map what is read of the target to hidden states [T, E]. A draft begins with it."""
         return features_TF
 
     @abstractmethod
@@ -49,10 +56,11 @@ class RecurringHead(ABC):
         """
 
     @abstractmethod
-    def logits(self, normed_RE: Tensor) -> Tensor: ...
+    def logits(self, normed_RE: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
+        """Return the logits of rows of the last pass. `adapted`: None, as heads have no adapters."""
 
 
-class MTPHead(RecurringHead):
+class MTPHead(DraftHead):
     """Layer for multi-token prediction of the target's checkpoint."""
 
     def __init__(self, target: Decoder, source: WeightSource) -> None:
@@ -60,6 +68,8 @@ class MTPHead(RecurringHead):
         assert config.mtp is not None
         super().__init__(mtp_layer(config), target, ops)
         self.names, self.target = config.mtp, target
+        assert target.embedding is not None
+        self.embedding = target.embedding
         width, eps = config.hidden_size, config.rms_norm_eps
         weights = Weights(source, names=config.names)
         own = Weights(source, prefix=self.names.prefix)
@@ -68,7 +78,7 @@ class MTPHead(RecurringHead):
         self.embedding_norm_E = norm_weight(config, own, self.names.embedding_norm, width)
         whole = ShardSlice.whole(width)
         self.fc = own.linear({self.names.fc: whole}, ShardSlice.whole(2 * width), bias=False)
-        self.block = build_layer(self.layer, 0, weights.at(self.names.layer), ops)
+        self.block = build_layer(self.config, 0, weights.at(self.names.layer), ops)
         self.norm_E = norm_weight(config, own, self.names.norm, width)
 
     def __call__(self, hidden_TE: Tensor, forward: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -87,11 +97,11 @@ class MTPHead(RecurringHead):
         normed_TE = ops.add_rms_norm(x_TE, residual_TE, self.norm_E, self.eps)
         return (normed_TE if names.returns_normed else residual_TE), normed_TE
 
-    def logits(self, normed_RE: Tensor) -> Tensor:
+    def logits(self, normed_RE: Tensor, adapted: AdaptedRows | None = None) -> Tensor:  # noqa: ARG002
         return self.target.logits(normed_RE)
 
 
-class Eagle3Head(RecurringHead):
+class Eagle3Head(DraftHead):
     """EAGLE-3 head: a layer whose attention reads embedding and hidden state side by side."""
 
     def __init__(
@@ -99,6 +109,9 @@ class Eagle3Head(RecurringHead):
     ) -> None:
         """`proposed_V`: target's id of each of its tokens; None: they are the same."""
         super().__init__(layer := config.layer, target, source.ops)
+        assert target.embedding is not None
+        self.embedding = target.embedding
+        self.features *= 3
         self.proposed_V, self.vocab = proposed_V, target.config.vocab_size
         self.norm_before_residual = config.norm_before_residual
         weights, width = Weights(source), layer.hidden_size
@@ -130,20 +143,23 @@ class Eagle3Head(RecurringHead):
         normed_TE = ops.add_rms_norm(x_TE, residual_TE, self.norm_E, self.eps)
         return residual_TE, normed_TE
 
-    def logits(self, normed_RE: Tensor) -> Tensor:
+    def logits(self, normed_RE: Tensor, adapted: AdaptedRows | None = None) -> Tensor:  # noqa: ARG002
         logits_RV = self.ops.logits(self.head, normed_RE)
         if self.proposed_V is None:
             return logits_RV
-        whole_RV = torch.full((len(logits_RV), self.vocab), -torch.inf, dtype=torch.float32)
-        whole_RV[:, self.proposed_V] = logits_RV[:, : len(self.proposed_V)].float()
-        return whole_RV
+        whole_RV = logits_RV.new_full((len(logits_RV), self.vocab), -torch.inf, dtype=torch.float32)
+        return whole_RV.index_copy_(1, self.proposed_V, logits_RV[:, : len(self.proposed_V)].float())
 
 
-class MedusaHeads:
-    """Medusa: head j predicts the token j + 1 after the next, from the same hidden state."""
+class MedusaHeads(DraftHead):
+    """Medusa: head j predicts the token j + 1 after the next, from the same hidden state. `config` is the
+    target's.
+    """
 
-    def __init__(self, config: MedusaConfig, source: WeightSource) -> None:
-        self.ops = source.ops
+    has_keys = False
+
+    def __init__(self, config: MedusaConfig, target: Decoder, source: WeightSource) -> None:
+        super().__init__(target.config, target, source.ops)
         weights = Weights(source)
         hidden, vocab = ShardSlice.whole(config.hidden), ShardSlice.whole(config.vocab)
         self.blocks = [
@@ -151,10 +167,20 @@ class MedusaHeads:
             for j in range(config.heads)
         ]
         self.heads = [weights.head(f"{j}.{config.blocks}", vocab, config.hidden) for j in range(config.heads)]
+        self._pass = 0
+        """Number of the pass that comes next: each has a head of its own."""
         source.finish()
 
-    def logits(self, hidden_RE: Tensor, number: int) -> Tensor:
-        """Return the logits of head `number`."""
-        for block in self.blocks[number]:
-            hidden_RE = hidden_RE + silu(self.ops.linear(block, hidden_RE))
-        return self.ops.logits(self.heads[number], hidden_RE)
+    def enter(self, features_TF: Tensor) -> Tensor:
+        self._pass = 0
+        return features_TF
+
+    def __call__(self, hidden_TE: Tensor, forward: ForwardContext) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return hidden_TE, hidden_TE
+
+    def logits(self, normed_RE: Tensor, adapted: AdaptedRows | None = None) -> Tensor:  # noqa: ARG002
+        blocks, head = self.blocks[self._pass], self.heads[self._pass]
+        self._pass += 1
+        for block in blocks:
+            normed_RE = normed_RE + silu(self.ops.linear(block, normed_RE))
+        return self.ops.logits(head, normed_RE)

@@ -122,9 +122,9 @@ class DraftModelSizes:
     """Numbers that a head keeps of each row of a step."""
 
     @property
-    def is_model(self) -> bool:
-        """True for a draft model, which has CUDA graphs; False for a head."""
-        return self.method == "draft_model"
+    def has_layers(self) -> bool:
+        """True for draft models and heads whose passes are CUDA graphs; False for Medusa heads."""
+        return self.method != "medusa"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -309,13 +309,13 @@ class Planner:
             max_running=self.max_running,
             native_threads=self.config.threads or self.budget.cores if is_native else None,
         )
-        drafting = 0
+        drafting = adapters = 0
         if self.draft is not None:  # a head has no vocabulary of its own, and keeps rows of the step
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
-            own, graphs = replace(self.draft.shape, vocab=vocab), self._graphs() * self.draft.is_model
-            drafting = need(own, rows=DRAFT_MODEL_ROWS, graphs=graphs, is_alone=False)
+            own, graphs = replace(self.draft.shape, vocab=vocab), self._graphs() * self.draft.has_layers
+            is_whole = self.budget.device == "cuda" and self.draft.features > 0  # a head takes a whole step
+            drafting = need(own, rows=rows if is_whole else DRAFT_MODEL_ROWS, graphs=graphs, is_alone=False)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
-        adapters = 0
         if self.config.plans_adapters:
             experts = self.shape.experts.per_token if self.shape.experts else 1
             adapters = self.config.lora_bytes + adapter_scratch(self.budget.device, rows, experts)

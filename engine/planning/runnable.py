@@ -250,15 +250,13 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
         wanted = "a draft head"
     if wanted and config.speculate == "off":
         raise DeviceError(f"{wanted} was asked for with --speculate off: leave one of them out")
-    reason = why_no_draft_model(plan.ranks, overlaps=overlaps, is_head=is_head) or reason
+    reason = why_no_draft_model(plan.ranks) or reason
     if wanted and reason:
         raise DeviceError(f"{wanted} was asked for, but {reason}: load without --draft")
 
 
-def why_no_draft_model(ranks: int, *, overlaps: bool, is_head: bool) -> str:
-    """Return the reason why a draft model, or a head, cannot run beside a model; empty if it can."""
-    if overlaps and is_head:
-        return "steps overlap, as on GPUs, where heads propose no drafts, only lookups and draft models do"
+def why_no_draft_model(ranks: int) -> str:
+    """Return the reason why a draft model or head cannot run beside a model; empty if it can."""
     return f"the model runs on {ranks} ranks, which verify drafts of lookups only" if ranks > 1 else ""
 
 

@@ -6,7 +6,7 @@
     cuda_graphs.py           which decoding sizes are captured as CUDA graphs, and their capture
     draft_verification.py    sampling of steps with draft tokens
     draft_model.py, draft_head.py: models that propose draft tokens
-    prompt_results.py        log-probabilities of prompts, pooled states for embeddings
+    prompt_results.py        results of a launched step: tokens, log-probabilities of prompts, pooled states
 
 docs/gpu-engine.md describes how a step flows through the GPU runner.
 """

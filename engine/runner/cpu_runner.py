@@ -25,7 +25,7 @@ from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
 from ..weights.loaded_adapters import LoadedAdapters
 from .block_memory import DeviceBlockMemory, block_memory
-from .draft_head import FollowingProposer, HeadProposer
+from .draft_model import Follower
 from .draft_verification import requests_with_nan, verify_drafts
 from .image_rows import EncodedImages
 from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, rope_rows, sliding_table
@@ -78,7 +78,7 @@ class CPUModelRunner:
         self._device = device
         self._windows = set(model.config.windows)
         self.adapters = LoadedAdapters(model.adapters, model.dtype, model.rank, lora_bytes)
-        self._follower: FollowingProposer | None = None
+        self._follower: Follower | None = None
         self._taps = False
         self._begun_blocks = self._populated_blocks = 0
         """Numbers below which blocks have been used, and have their pages."""
@@ -86,15 +86,15 @@ class CPUModelRunner:
         self._idle = threading.Event()
         """Not set while a step runs: no blocks get pages beside it."""
 
-    def attach(self, proposer: FollowingProposer, taps: Sequence[int] = ()) -> None:
-        """Show the hidden states of each later step to a draft head. `taps`: layers whose inputs it reads in
-        place of the last hidden states.
+    def attach(self, proposer: Follower, cache: KVCache, taps: Sequence[int] = ()) -> None:
+        """Show the hidden states of each later step to a draft head. `cache`: of the head, if it has one.
+        `taps`: layers whose inputs it reads in place of the last hidden states.
         """
         self._follower, self._taps = proposer, bool(taps)
         if taps:
             self._model.tap(taps)
-        if isinstance(proposer, HeadProposer):
-            self._caches.append(proposer.cache)
+        if cache is not None:
+            self._caches.append(cache)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -138,11 +138,11 @@ class CPUModelRunner:
         forward: ForwardContext,
         batch: StepBatch,
         rows: list[ScheduledRequest],
-        follower: FollowingProposer,
+        follower: Follower,
     ) -> StepResult:
         """Run the rest of `execute` and show the hidden states of all rows to the draft head."""
         hidden_TE = self._model.hidden(forward, None)
-        features_TF = self._model.take_tapped() if self._taps else hidden_TE
+        features_TF = self._model.take_tapped() if self._taps else hidden_TE.clone()
         hidden_RE = hidden_TE if batch.wanted_R is None else hidden_TE[batch.wanted_R]
         result = self._finish(hidden_RE, batch, rows)
         follower.observe(rows, features_TF, result)

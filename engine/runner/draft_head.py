@@ -1,20 +1,22 @@
 """Draft heads at work: they follow the target step by step and propose tokens from its hidden states.
 
-After each step the head is shown the hidden states of the step's rows. Rows of prompts are computed at once,
-those of answers when drafts are wanted, at the latest when they fill a block: so the head's keys and values
-lie in the blocks of the requests' block tables, in a KV cache of its own, and are copied, cached and kept on
-disk with the target's.
+After each step the head is shown the hidden states of the step's rows, which stay on the device. Rows of
+prompts are computed at once, those of answers when drafts are wanted, at the latest when they fill a block:
+so the head's keys and values lie in the blocks of the requests' block tables, in a KV cache of its own, and
+are copied, cached and kept on disk with the target's.
 
-Slot i of a block belongs to token i of the target and to token i + 1, which the head reads too. In the last
-slot of a block that several requests share this is the token that followed in the first of them: drafts may
-be worse by that, tokens are not.
+A head's pass has rows of tokens as a draft model's has. A row also goes on from the hidden state of the token
+before its own, and its keys lie in the slot of that one. In the last slot of a block that several requests
+share it is of the token that followed in the first of them: drafts may be worse by that, tokens are not.
 
-T rows, F numbers of a feature, E hidden.
+T rows of a pass, S of them to sample, F numbers of a feature, E hidden.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,14 +27,27 @@ from llmbox.kernels.ops import KVCache
 from ..config import DRAFT_MODEL_ROWS
 from ..core.request import Request
 from ..core.speculation.proposer import DraftMethod, Proposals
-from ..core.step import ScheduledRequest, StepResult
-from ..device.device import to_device
-from ..model.draft_heads import MedusaHeads, RecurringHead
+from ..core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from ..device.device import Device, to_device
+from ..model.draft_heads import DraftHead, MedusaHeads
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
-from ..sampling import Sampler
-from .draft_verification import drafting
+from .cuda_graphs import GraphCapture
+from .draft_model import DraftExecutor, DraftSampler, ModelProposer, SyncDraftExecutor
+from .gpu_inputs import DeviceSizes
+from .gpu_runner import GPUModelRunner
 from .input_batch import begun_blocks, ragged, rope_rows
+from .prompt_results import LaunchedStep
+
+
+class HeadExecutor(DraftExecutor, Protocol):
+    """Executor of a draft head. The rows of a launch go on from what it was fed, or else from the results of
+    the launch before, which sampled a token for each of their requests.
+    """
+
+    def feed(self, features_TF: Tensor) -> None:
+        """Take what the target computed before each row of the next launch."""
+        ...
 
 
 @dataclass(slots=True)
@@ -42,79 +57,61 @@ class FollowedRequest:
     admission: int
     """Value of `Request.admissions` that this belongs to."""
     computed: int
-    """Position after the last row that the head has computed or passed over."""
+    """Number of the target's rows that the head has gone on from, or passed over."""
     waiting: list[Tensor] = field(default_factory=list)
     """Features of the rows from there on, [rows, F] each."""
     num_waiting: int = 0
-    last: tuple[Tensor, Tensor] | None = None
-    """Result of the row before `computed`, [1, E] each; None: unknown."""
+    last_1F: Tensor | None = None
+    """Features of the row before `computed`."""
 
     @property
     def end(self) -> int:
         return self.computed + self.num_waiting
 
 
-@dataclass(slots=True)
-class HeadRows:
-    """Rows of one request for a pass of the head."""
+class HeadProposer(ModelProposer):
+    """Proposer of a draft head, which is shown the hidden states of each step."""
 
-    request: Request
-    start: int
-    next_ids: Sequence[int]
-    """Token after each row."""
-    followed: FollowedRequest
+    executor: HeadExecutor
 
-
-class FollowingProposer:
-    """Base of proposers that are shown the hidden states of each step."""
-
-    method: DraftMethod
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self, method: DraftMethod, head: DraftHead, executor: HeadExecutor, block_size: int) -> None:
+        super().__init__(executor)
+        self.method, self.head = method, head
+        self._block_size = block_size
         self._followed: WeakKeyDictionary[Request, FollowedRequest] = WeakKeyDictionary()
 
+    @torch.inference_mode()
     def observe(self, rows: Sequence[ScheduledRequest], features_TF: Tensor, result: StepResult) -> None:
-        """Take the features of a step's rows, in their order, before `result` is applied to the requests."""
-        raise NotImplementedError
-
-    def _start(self, wanted: Sequence[tuple[Request, int]]) -> tuple[dict[Request, Tensor], int]:
-        """Return the rows [1, E] that the first drafts are predicted from, where they are known, and the
-        number of rows that were computed for them.
+        """Take the features of a step's rows, in their order, before `result` is applied to the requests.
+        They must not be written to any more.
         """
-        raise NotImplementedError
-
-    def _logits(self, rows_RE: Tensor, depth: int) -> Tensor:
-        raise NotImplementedError
-
-    def _advance(self, drafted: Sequence[Request], rows: dict[Request, Tensor]) -> None:
-        """Replace the rows of these requests by those after their last draft, which they have got."""
-
-    def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
-        """Propose at most so many drafts for each request; its block table must have slots for them."""
-        drafts: list[list[int]] = [[] for _ in wanted]
-        passes = 0
-        with drafting(wanted):
-            rows, num_rows = self._start(wanted)
-            going = [
-                (request, most, found)
-                for (request, most), found in zip(wanted, drafts, strict=True)
-                if request in rows
-            ]
-            while going:
-                if passes:
-                    for request, _, found in going:
-                        request.token_ids.append(found[-1])
-                    self._advance([request for request, _, _ in going], rows)
-                    num_rows += len(going)
-                logits_RV = self._logits(torch.cat([rows[request] for request, _, _ in going]), passes)
-                picks = self._sampler.sample(logits_RV, [request for request, _, _ in going])
-                passes += 1
-                for (_, _, found), pick in zip(going, picks, strict=True):
-                    if not isinstance(pick, str):
-                        found.append(pick.token_id)
-                going = [each for each in going if passes == len(each[2]) < each[1]]
-        return Proposals(drafts, passes, num_rows)
+        ready, parts, first = list[ScheduledRequest](), list[Tensor](), 0
+        is_large = any(row.num_tokens > 1 + len(row.drafts) for row in rows)
+        for row in rows:
+            request, begin = row.request, first
+            first += row.num_tokens
+            if row.admission != request.admissions:  # ended or preempted since it was launched
+                continue
+            if request.request_id in result.failed:
+                self._followed.pop(request, None)
+                continue
+            taken = [each.token_id for each in result.tokens_of(row)]
+            count = row.num_tokens - row.num_rejected(len(taken))
+            followed, end_TF = self._follow(row), features_TF[begin : begin + count]
+            if not self.head.has_keys:  # the last row alone counts
+                followed.computed, end_TF, count = followed.end + count - 1, end_TF[-1:], 1
+                followed.waiting, followed.num_waiting = [], 0
+            followed.waiting.append(end_TF)
+            followed.num_waiting += count
+            if self.head.has_keys and self._is_due(row, followed):
+                if followed.end == request.num_tokens + len(taken):
+                    taken.append(request.token_ids[-1])  # nothing follows the last token of a text to embed
+                ready.append(self._take(request, followed, parts, taken))
+            elif is_large:  # a view keeps the whole of it
+                followed.waiting[-1] = end_TF.clone()
+        if ready:
+            self.executor.feed(torch.cat(parts))
+            self.executor.launch(StepPlan(rows=ready))
 
     def _follow(self, row: ScheduledRequest) -> FollowedRequest:
         """Return the state of the row's request; a new one where rows before it were not seen."""
@@ -123,168 +120,254 @@ class FollowingProposer:
             found = self._followed[row.request] = FollowedRequest(row.request.admissions, row.start)
         return found
 
+    def _is_due(self, row: ScheduledRequest, followed: FollowedRequest) -> bool:
+        """Return True if waiting rows are to be computed: those of prompts, or of a block that is full."""
+        is_long = row.start < row.request.num_prompt or row.num_tokens > 1 + len(row.drafts)
+        return is_long or followed.end // self._block_size > followed.computed // self._block_size
 
-class HeadProposer(FollowingProposer):
-    """Proposer of a head that goes on from its own results: MTP, EAGLE-3."""
+    def _take(
+        self,
+        request: Request,
+        followed: FollowedRequest,
+        parts: list[Tensor],
+        more: Sequence[int] = (),
+        *,
+        samples: bool = False,
+    ) -> ScheduledRequest:
+        """Return a row of a pass that computes the waiting rows of a request, whose features are added to
+        `parts`. `more`: tokens after those that it has.
+        """
+        if not followed.waiting:  # the last one again, for its result
+            assert followed.last_1F is not None
+            followed.waiting, followed.num_waiting = [followed.last_1F], 1
+            followed.computed -= 1
+        parts += followed.waiting
+        last_1F, start, count = followed.waiting[-1][-1:], followed.computed + 1, followed.num_waiting
+        followed.last_1F = last_1F if samples else last_1F.clone()  # of a prompt, perhaps
+        followed.computed, followed.waiting, followed.num_waiting = followed.end, [], 0
+        return ScheduledRequest(request, start, count, samples, request.admissions, more)
+
+    @torch.inference_mode()
+    def _catch_up(self, wanted: Sequence[tuple[Request, int]]) -> list[ScheduledRequest]:
+        rows, parts = list[ScheduledRequest](), list[Tensor]()
+        for request, _ in wanted:
+            followed = self._followed.get(request)
+            is_current = followed is not None and followed.admission == request.admissions
+            if followed is not None and is_current and followed.end == request.num_tokens - 1:
+                rows.append(self._take(request, followed, parts, samples=True))
+        if rows:
+            self.executor.feed(torch.cat(parts))
+        return rows
+
+    def _note_computed(self, row: ScheduledRequest, known: int) -> None:
+        """Do nothing: what drafts leave in the cache is overwritten."""
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
+        if isinstance(self.head, MedusaHeads):
+            most = len(self.head.heads)
+            wanted = [(request, min(count, most)) for request, count in wanted]
+        return super().propose(wanted)
+
+
+class HiddenStates:
+    """Hidden states that the rows of a head's next pass go on from."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self._head = head
+        self._fed_TF: Tensor | None = None
+        self._places: dict[Request, int] = {}
+        self._left_SE: Tensor | None = None
+        """Results of the last pass, of the requests in `_places`."""
+
+    def feed(self, features_TF: Tensor) -> None:
+        self._fed_TF = features_TF
+
+    def take(self, rows: Sequence[ScheduledRequest]) -> Tensor:
+        """Return those of these rows, [T, E]."""
+        fed_TF, self._fed_TF = self._fed_TF, None
+        if fed_TF is not None:
+            return self._head.enter(fed_TF)
+        assert self._left_SE is not None
+        if len(rows) == len(self._places):
+            return self._left_SE
+        places = array("q", [self._places[row.request] for row in rows])
+        return self._left_SE.index_select(0, to_device(places, self._left_SE.device))
+
+    def leave(self, rows: Sequence[ScheduledRequest], hidden_SE: Tensor) -> None:
+        """Keep the results of the rows that sample."""
+        self._places = {row.request: place for place, row in enumerate(row for row in rows if row.samples)}
+        self._left_SE = hidden_SE
+
+
+def _last_places(rows: Sequence[ScheduledRequest]) -> "array[int]":
+    """Return the places of the rows that sample, each the last one of its request."""
+    ends = accumulate(row.num_tokens for row in rows)
+    return array("q", [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples])
+
+
+class HeadRunner:
+    """`ModelRunner` of a draft head on a CPU."""
+
+    def __init__(
+        self, head: DraftHead, rotary: Rotary, cache: KVCache, sampler: DraftSampler, block_size: int
+    ) -> None:
+        """`cache`: with as many blocks as the target's."""
+        self._head, self._rotary, self._cache = head, rotary, cache
+        self._sampler, self._block_size = sampler, block_size
+        self.hidden = HiddenStates(head)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the rows, `DRAFT_MODEL_ROWS` at a time."""
+        hidden_TE, left, normed, first = self.hidden.take(plan.rows), list[Tensor](), list[Tensor](), 0
+        for part in _parts(plan.rows):
+            end = first + sum(row.num_tokens for row in part)
+            results, first = self._run(part, hidden_TE[first:end]), end
+            last_S = to_device(_last_places(part), hidden_TE.device)
+            left.append(results[0].index_select(0, last_S))
+            normed.append(results[1].index_select(0, last_S))
+        self.hidden.leave(plan.rows, torch.cat(left))
+        requests = [row.request for row in plan.rows if row.samples]
+        result = StepResult()
+        if requests:
+            picks = self._sampler.sample(self._head.logits(torch.cat(normed)), requests)
+            for request, pick in zip(requests, picks, strict=True):
+                if isinstance(pick, SampledToken):
+                    result.tokens[request.request_id] = pick
+        return result
+
+    def _run(self, rows: Sequence[ScheduledRequest], hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+        slots, ids = [_slots_of(row) for row in rows], array("q")
+        positions, starts = array("i"), array("i", [0])
+        for row, slot in zip(rows, slots, strict=True):
+            ids.extend(row.request.token_ids[row.start : row.end])
+            ids.extend(row.drafts)
+            positions.extend(range(slot.start, slot.end))
+            starts.append(starts[-1] + row.num_tokens)
+        ops, device = self._head.ops, hidden_TE.device
+        layout = ragged(slots, starts, positions, self._block_size, device)
+        plans = dict[int | None, Any]()
+        if self._head.has_keys:
+            ops.clear_blocks(self._cache, begun_blocks(slots, self._block_size))
+            plans = {None: ops.plan_attention(layout, self._cache, None)}
+        rope = rope_rows(self._rotary, slots, layout.positions_T)
+        return self._head(
+            hidden_TE, ForwardContext(to_device(ids, device), *rope, self._cache, plans, layout=layout)
+        )
+
+
+class SyncHeadExecutor(SyncDraftExecutor):
+    """Executor of a draft head on a CPU."""
+
+    runner: HeadRunner
+
+    def feed(self, features_TF: Tensor) -> None:
+        self.runner.hidden.feed(features_TF)
+
+
+class DeviceHeadRunner(GPUModelRunner):
+    """Runner of a draft head on a GPU. A pass of few rows is a graph: each row is a sequence of its own with
+    the blocks of its request, as a draft is in a step of the target.
+    """
+
+    lag = 1
+    unread = 1  # passes that follow the two steps that the target has in flight, and two of a draft
 
     def __init__(
         self,
-        method: DraftMethod,
-        head: RecurringHead,
+        head: DraftHead,
         rotary: Rotary,
         cache: KVCache,
-        sampler: Sampler,
-        block_size: int,
+        device: Device,
+        sizes: DeviceSizes,
+        capture: GraphCapture | None = None,
+        graphs_bytes: int = 0,
     ) -> None:
-        """`cache`: with as many blocks as the target's."""
-        super().__init__(sampler)
-        self.method = method
-        self.cache: KVCache = cache
-        self._head, self._rotary, self._block_size = head, rotary, block_size
+        """`capture`: as of `GPUModelRunner`. Medusa heads have no graph: each pass is another head's."""
+        if not head.has_keys:
+            capture = None
+        super().__init__(head, rotary, cache, device, sizes, capture, graphs_bytes)
+        self.head, self._states_of = head, HiddenStates(head)
+        if not head.has_keys:
+            self._windows = set()
+        shape = 2, *self._hidden_RE.shape
+        self._fixed_2RE = torch.zeros(shape, dtype=head.dtype, device=device.torch_device)
+        """Hidden states that a decoding pass goes on from, and those it leaves: places that graphs know."""
+        self._entering_TE = self._left_SE = self._fixed_2RE[0]
 
-    @torch.inference_mode()
-    def observe(self, rows: Sequence[ScheduledRequest], features_TF: Tensor, result: StepResult) -> None:
-        ready, first = list[HeadRows](), 0
-        for row in rows:
-            request, begin = row.request, first
-            first += row.num_tokens
-            if request.request_id in result.failed:
-                self._followed.pop(request, None)
-                continue
-            taken = [each.token_id for each in result.tokens_of(row)]
-            count = row.num_tokens - row.num_rejected(len(taken))
-            followed = self._follow(row)
-            followed.waiting.append(features_TF[begin : begin + count].clone())
-            followed.num_waiting += count
-            size, is_prompt = self._block_size, row.start < request.num_prompt
-            is_long = is_prompt or count > 1 + len(row.drafts)
-            if is_long or followed.end // size > followed.computed // size:
-                ready.append(self._rows(request, followed, taken))
-        self._compute(ready)
+    def feed(self, features_TF: Tensor) -> None:
+        self._states_of.feed(features_TF)
 
-    def _rows(self, request: Request, followed: FollowedRequest, taken: Sequence[int]) -> HeadRows:
-        """Return the waiting rows of a request, which will get the tokens `taken`."""
-        known = [*request.token_ids[followed.computed + 1 : followed.end + 1], *taken]
-        if len(known) < followed.num_waiting:  # nothing follows the last token of a text to embed
-            known.append(request.token_ids[-1])
-        return HeadRows(request, followed.computed, known, followed)
+    def feed_zeros(self, rows: int) -> None:
+        """Feed a trial step."""
+        self.feed(self._fixed_2RE.new_zeros(rows, self.head.features))
 
-    def _compute(self, ready: Sequence[HeadRows]) -> int:
-        """Compute waiting rows, `DRAFT_MODEL_ROWS` at a time; return their number."""
-        for part in _passes(ready):
-            features_TF = torch.cat([each.followed.waiting[0][: len(each.next_ids)] for each in part])
-            results = self._run(part, self._head.enter(features_TF))
-            for each, result in zip(part, results, strict=True):
-                followed, count = each.followed, len(each.next_ids)
-                followed.last = result
-                followed.computed += count
-                followed.num_waiting -= count
-                followed.waiting = [followed.waiting[0][count:]] if followed.num_waiting else []
-        return sum(len(each.next_ids) for each in ready)
+    def follow(self, target: GPUModelRunner, method: DraftMethod, taps: Sequence[int] = ()) -> None:
+        """Make the proposer of this head and have it follow the steps of its target."""
+        proposer = HeadProposer(method, self.head, self, self._sizes.block_size)
+        target.proposers.append(proposer)
+        target.attach(proposer, self._cache, taps)
 
-    def _run(self, part: Sequence[HeadRows], hidden_TE: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Run one pass; return the results of each request's last row."""
-        rows, positions, starts, ids = list[ScheduledRequest](), array("i"), array("i", [0]), array("q")
-        for each in part:
-            count = len(each.next_ids)
-            rows.append(ScheduledRequest(each.request, each.start, count, samples=False))
-            positions.extend(range(each.start, each.start + count))
-            starts.append(starts[-1] + count)
-            ids.extend(each.next_ids)
-        ops, device = self._head.ops, hidden_TE.device
-        layout = ragged(rows, starts, positions, self._block_size, device)
-        ops.clear_blocks(self.cache, begun_blocks(rows, self._block_size))
-        forward = ForwardContext(
-            to_device(ids, device),
-            *rope_rows(self._rotary, rows, layout.positions_T),
-            self.cache,
-            {None: ops.plan_attention(layout, self.cache, None)},
-            layout=layout,
-        )
-        next_TE, normed_TE = self._head(hidden_TE, forward)
-        return [(next_TE[end - 1 : end].clone(), normed_TE[end - 1 : end].clone()) for end in starts[1:]]
+    def _is_decoding(self, plan: StepPlan) -> bool:
+        return plan.num_tokens <= self._sizes.rows
 
-    @torch.inference_mode()
-    def _start(self, wanted: Sequence[tuple[Request, int]]) -> tuple[dict[Request, Tensor], int]:
-        ready, found = list[HeadRows](), list[tuple[Request, FollowedRequest]]()
-        for request, _ in wanted:
-            followed = self._followed.get(request)
-            is_current = followed is not None and followed.admission == request.admissions
-            if followed is not None and is_current and followed.end == request.num_tokens - 1:
-                found.append((request, followed))
-                if followed.num_waiting:
-                    ready.append(self._rows(request, followed, ()))
-        num_rows = self._compute(ready)
-        self._last = {request: followed.last for request, followed in found if followed.last is not None}
-        return {request: last[1] for request, last in self._last.items()}, num_rows
+    def _prepare_blocks(self, plan: StepPlan) -> None:
+        """Clear the blocks that a pass begins; the target's steps copy them with its own."""
+        if self.head.has_keys:
+            slots = [_slots_of(row) for row in plan.rows]
+            self._ops.clear_blocks(self._cache, begun_blocks(slots, self._sizes.block_size))
 
-    def _logits(self, rows_RE: Tensor, depth: int) -> Tensor:  # noqa: ARG002
-        return self._head.logits(rows_RE)
+    def _launch_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> LaunchedStep:
+        count = plan.num_tokens
+        self._fixed_2RE[0, :count].copy_(self._states_of.take(plan.rows))
+        self._run_decoding(plan, numbers, size)
+        places = _last_places(plan.rows)
+        if not places:
+            return LaunchedStep(self._device.record(), None, None)
+        normed_SE, left_SE = self._hidden_RE[:count], self._fixed_2RE[1, :count]
+        row_S, length_S = self._decoding_4R[:2, :count]
+        if len(places) < count:
+            (place_S,) = self._uploader.upload(places)
+            normed_SE, left_SE = normed_SE.index_select(0, place_S), left_SE.index_select(0, place_S)
+            row_S, length_S = row_S.index_select(0, place_S), length_S.index_select(0, place_S)
+        self._states_of.leave(plan.rows, left_SE)
+        return self._finish(normed_SE, plan.rows, numbers, row_S, length_S + self.lag)
 
-    @torch.inference_mode()
-    def _advance(self, drafted: Sequence[Request], rows: dict[Request, Tensor]) -> None:
-        """Compute the row before each request's last draft, from the result of the row before."""
-        part = [
-            HeadRows(request, request.num_tokens - 2, request.token_ids[-1:], self._followed[request])
-            for request in drafted
-        ]
-        hidden_TE = torch.cat([self._last[request][0] for request in drafted])
-        for request, last in zip(drafted, self._run(part, hidden_TE), strict=True):
-            self._last[request], rows[request] = last, last[1]
+    def _launch_mixed(self, plan: StepPlan, numbers: Sequence[int]) -> LaunchedStep:
+        self._entering_TE = self._states_of.take(plan.rows)
+        launched = super()._launch_mixed(plan, numbers)
+        self._states_of.leave(plan.rows, self._left_SE)
+        return launched
+
+    def _hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
+        if rows_R is not None:
+            left_TE, normed_TE = self.head(self._entering_TE, forward)
+            self._left_SE = left_TE.index_select(0, rows_R)
+            return normed_TE.index_select(0, rows_R)
+        count = len(forward.ids_T)
+        left_TE, normed_TE = self.head(self._fixed_2RE[0, :count], forward)
+        self._fixed_2RE[1, :count].copy_(left_TE)
+        return normed_TE
 
 
-class MedusaProposer(FollowingProposer):
-    """Proposer of Medusa heads: one head for each draft token, from the target's last hidden state."""
-
-    method: DraftMethod = "medusa"
-
-    def __init__(self, heads: MedusaHeads, sampler: Sampler) -> None:
-        super().__init__(sampler)
-        self._heads = heads
-
-    def observe(self, rows: Sequence[ScheduledRequest], features_TF: Tensor, result: StepResult) -> None:
-        first = 0
-        for row in rows:
-            request, begin = row.request, first
-            first += row.num_tokens
-            if row.samples and request.request_id not in result.failed:
-                count = row.num_tokens - row.num_rejected(len(result.tokens_of(row)))
-                followed = self._followed[request] = FollowedRequest(request.admissions, row.start + count)
-                last_1F = features_TF[begin + count - 1 : begin + count].clone()
-                followed.last = last_1F, last_1F
-
-    def _start(self, wanted: Sequence[tuple[Request, int]]) -> tuple[dict[Request, Tensor], int]:
-        rows = {}
-        for request, _ in wanted:
-            followed = self._followed.get(request)
-            is_current = followed is not None and followed.admission == request.admissions
-            if followed is not None and is_current and followed.end == request.num_tokens - 1:
-                assert followed.last is not None
-                rows[request] = followed.last[1]
-        return rows, len(rows)
-
-    def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
-        most = len(self._heads.heads)
-        return super().propose([(request, min(count, most)) for request, count in wanted])
-
-    @torch.inference_mode()
-    def _logits(self, rows_RE: Tensor, depth: int) -> Tensor:
-        return self._heads.logits(rows_RE, depth)
+def _slots_of(row: ScheduledRequest) -> ScheduledRequest:
+    """Return the row where its keys lie: those of a token in the slot before its own."""
+    return replace(row, start=row.start - 1)
 
 
-def _passes(ready: Sequence[HeadRows]) -> Iterator[list[HeadRows]]:
-    """Yield rows for one pass after another. A request's waiting features must be one tensor then."""
-    part, room = list[HeadRows](), DRAFT_MODEL_ROWS
-    for each in ready:
-        followed = each.followed
-        followed.waiting = [torch.cat(followed.waiting)]
-        start, ids = each.start, each.next_ids
-        while len(ids):
+def _parts(rows: Sequence[ScheduledRequest]) -> Iterator[list[ScheduledRequest]]:
+    """Yield the rows of one pass after another."""
+    part, room = list[ScheduledRequest](), DRAFT_MODEL_ROWS
+    for row in rows:
+        start, known = row.start, row.end - len(row.drafts)
+        while start < row.end:
             if not room:
                 yield part
                 part, room = [], DRAFT_MODEL_ROWS
-            part.append(HeadRows(each.request, start, ids[:room], followed))
-            taken = len(part[-1].next_ids)
-            start, ids, room = start + taken, ids[taken:], room - taken
-    if part:
-        yield part
+            count = min(room, row.end - start)
+            end = start + count
+            drafts = row.drafts[max(0, start - known) : max(0, end - known)]
+            samples = row.samples and end == row.end
+            part.append(replace(row, start=start, num_tokens=count, samples=samples, drafts=drafts))
+            start, room = end, room - count
+    yield part

@@ -15,6 +15,7 @@ the one before, which stays on the device:
     device            |- pass 1 -|-- pass 2 --|-- pass 3 --|
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from ..config import DRAFT_MODEL_ROWS
 from ..core.executor_interface import Executor, SyncExecutor
 from ..core.request import Request
 from ..core.speculation.proposer import DraftMethod, Proposals
-from ..core.step import SampledToken, ScheduledRequest, StepPlan
+from ..core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
 from ..sampling import Sampler
 from ..sampling.logits_processors import pad_vocabulary
 from .draft_verification import drafting
@@ -47,6 +48,16 @@ class DraftExecutor(Executor, Protocol):
 
     def take_back(self, requests: Sequence[Request]) -> None:
         """Forget the tokens that were sampled for these requests: they were drafts."""
+        ...
+
+
+class Follower(Protocol):
+    """Proposer that is shown the hidden states of each step of the target."""
+
+    def observe(self, rows: Sequence[ScheduledRequest], features_TF: Tensor, result: StepResult) -> None:
+        """Take the features of a step's rows, in their order, before `result` is applied to the requests.
+        They are not written to any more.
+        """
         ...
 
 
@@ -83,27 +94,19 @@ class DraftedRequest:
     """A pass gave no token for it."""
 
 
-class DraftModel:
-    """Proposes tokens of a whole batch. Owns the draft model's KV cache by its executor."""
+class ModelProposer(ABC):
+    """Base of proposers that run a model: the passes of a draft, over its executor."""
 
-    method: DraftMethod = "draft_model"
+    method: DraftMethod
 
-    def __init__(self, executor: DraftExecutor, num_blocks: int, block_size: int) -> None:
-        """`executor`: of the draft model. It samples ids of the target, may launch a pass ahead of the host's
+    def __init__(self, executor: DraftExecutor) -> None:
+        """`executor`: of the model. It samples ids of the target, may launch a pass ahead of the host's
         tokens, and has as many blocks as the target.
         """
         self.executor = executor
-        self._block_size = block_size
-        self._held: list[bytes | None] = [None] * num_blocks
-        """Chain hash of the tokens whose KV each block holds; None: unknown."""
-        self._progress: WeakKeyDictionary[Request, DraftProgress] = WeakKeyDictionary()
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
-        """Propose at most so many drafts for each request; its block table must have slots for them.
-
-        A request whose tokens take more than `DRAFT_MODEL_ROWS` rows to catch up gets none, and is closer by
-        as many tokens next time.
-        """
+        """Propose at most so many drafts for each request; its block table must have slots for them."""
         going = {request: DraftedRequest(request.num_tokens, most) for request, most in wanted}
         executor, passes, num_rows = self.executor, 0, 0
         launched = deque[tuple[list[ScheduledRequest], Any]]()
@@ -122,6 +125,63 @@ class DraftModel:
     def prepare(self) -> bool:
         """Do one piece of idle-time work that makes later passes faster; False when nothing is left."""
         return self.executor.prepare()
+
+    @abstractmethod
+    def _catch_up(self, wanted: Sequence[tuple[Request, int]]) -> list[ScheduledRequest]:
+        """Return the rows of the first pass. Those that reach a request's last token give its first draft."""
+
+    def _row(self, request: Request, start: int, count: int, *, samples: bool) -> ScheduledRequest:
+        return ScheduledRequest(request, start, count, samples, request.admissions)
+
+    @abstractmethod
+    def _note_computed(self, row: ScheduledRequest, known: int) -> None:
+        """Note that a row is computed. `known`: tokens of its request without drafts."""
+
+    def _next_rows(
+        self, rows: Sequence[ScheduledRequest], going: Mapping[Request, DraftedRequest]
+    ) -> list[ScheduledRequest]:
+        """Return a row of each request for which these ones sample a draft and that may have one more."""
+        following = []
+        for row in rows:
+            request, drafted = row.request, going[row.request]
+            if row.samples and row.end + 1 < drafted.known + drafted.most and not drafted.is_broken:
+                request.num_pending += 1
+                following.append(self._row(request, row.end, 1, samples=True))
+        return following
+
+    def _collect(
+        self, rows: Sequence[ScheduledRequest], handle: Any, going: Mapping[Request, DraftedRequest]
+    ) -> None:
+        """Take the tokens of a launched pass."""
+        result = self.executor.collect(handle)
+        for row in rows:
+            request, drafted = row.request, going[row.request]
+            if drafted.is_broken:  # this pass was launched before that was known
+                continue
+            self._note_computed(row, drafted.known)
+            token = result.tokens.get(request.request_id)
+            if token is not None:
+                drafted.drafts.append(token.token_id)
+                request.append([token.token_id])
+            elif row.samples:
+                drafted.is_broken = True
+
+
+class DraftModel(ModelProposer):
+    """Proposes tokens of a whole batch. Owns the draft model's KV cache by its executor.
+
+    A request whose tokens take more than `DRAFT_MODEL_ROWS` rows to catch up gets no drafts, and is closer by
+    as many tokens next time.
+    """
+
+    method: DraftMethod = "draft_model"
+
+    def __init__(self, executor: DraftExecutor, num_blocks: int, block_size: int) -> None:
+        super().__init__(executor)
+        self._block_size = block_size
+        self._held: list[bytes | None] = [None] * num_blocks
+        """Chain hash of the tokens whose KV each block holds; None: unknown."""
+        self._progress: WeakKeyDictionary[Request, DraftProgress] = WeakKeyDictionary()
 
     def _catch_up(self, wanted: Sequence[tuple[Request, int]]) -> list[ScheduledRequest]:
         """Return rows of the tokens without draft KV, up to the limit of one pass."""
@@ -175,37 +235,11 @@ class DraftModel:
         """Return a row of a pass, which overwrites the KV of its tokens."""
         for place in range(start // self._block_size, -(-(start + count) // self._block_size)):
             self._held[request.block_table[place]] = None
-        return ScheduledRequest(request, start, count, samples, request.admissions)
+        return super()._row(request, start, count, samples=samples)
 
-    def _next_rows(
-        self, rows: Sequence[ScheduledRequest], going: Mapping[Request, DraftedRequest]
-    ) -> list[ScheduledRequest]:
-        """Return a row of each request for which these ones sample a draft and that may have one more."""
-        following = []
-        for row in rows:
-            request, drafted = row.request, going[row.request]
-            if row.samples and row.end + 1 < drafted.known + drafted.most and not drafted.is_broken:
-                request.num_pending += 1
-                following.append(self._row(request, row.end, 1, samples=True))
-        return following
-
-    def _collect(
-        self, rows: Sequence[ScheduledRequest], handle: Any, going: Mapping[Request, DraftedRequest]
-    ) -> None:
-        """Take the tokens of a launched pass."""
-        result = self.executor.collect(handle)
-        for row in rows:
-            request, drafted = row.request, going[row.request]
-            if drafted.is_broken:  # this pass was launched before that was known
-                continue
-            progress = self._progress[request]
-            progress.ids += request.token_ids[row.start : row.end]
-            if row.end <= drafted.known:
-                progress.confirmed = len(progress.ids)
-                self._note_blocks(progress, request)
-            token = result.tokens.get(request.request_id)
-            if token is not None:
-                drafted.drafts.append(token.token_id)
-                request.append([token.token_id])
-            elif row.samples:
-                drafted.is_broken = True
+    def _note_computed(self, row: ScheduledRequest, known: int) -> None:
+        progress = self._progress[row.request]
+        progress.ids += row.request.token_ids[row.start : row.end]
+        if row.end <= known:
+            progress.confirmed = len(progress.ids)
+            self._note_blocks(progress, row.request)

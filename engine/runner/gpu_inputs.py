@@ -22,12 +22,33 @@ from ..core.request import Request
 from ..core.step import ScheduledRequest
 from ..device.device import Uploader
 from ..model.decoder import Decoder
+from ..model.draft_heads import DraftHead
 from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
 from ..weights.loaded_adapters import LoadedAdapters
 from .input_batch import PooledRows, PromptRows, long_rows, pooled_rows, saves_of
 
 NO_DRAFT: Final = -1
 """In place of a draft token: the request's last token, which the device may know alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSizes:
+    block_size: int
+    num_blocks: int
+    """Blocks of the pool; the cache has one more, with the index `num_blocks`, for padding rows."""
+    context: int
+    max_running: int
+    window_blocks: int = 0
+    """Blocks of sliding-window layers, where they have blocks of their own; the cache has one more too."""
+    draft_rows: int = 0
+    """Most rows of a decoding step with draft tokens; 0: none has any."""
+    vocab_size: int = 0
+    """Number of ids to sample from, of a draft model those of its target; 0: the model's."""
+
+    @property
+    def rows(self) -> int:
+        """Most rows of a decoding step."""
+        return max(self.max_running, self.draft_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +120,22 @@ def decode_inputs(
 
 
 def decoding_numbers(
-    planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int, spare: int
+    planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int, spare: int, lag: int = 0
 ) -> tuple["array[int]", list[int]]:
     """Return the inputs of a decoding step of `size` rows, one after another: state row, length, slot to save
     to and draft token of each; and the lengths. `numbers`: state row of each scheduled request.
 
     A draft is a row like any other, a sequence of one row with the blocks of its request. Layers write the
-    keys of all rows before any row attends, so it sees the drafts before it.
+    keys of all rows before any row attends, so it sees the drafts before it. `lag`: see `mixed_inputs`.
     """
-    owners, ends, drafts = list(numbers), [row.end for row in planned], [NO_DRAFT] * len(planned)
+    owners, ends, drafts = list(numbers), [row.end - lag for row in planned], [NO_DRAFT] * len(planned)
     saves = [slot for row in planned for _, slot in row.saves or ((0, NO_SLOT),)]
-    if any(row.drafts for row in planned):  # of a model without recurrent state
+    if any(row.drafts or row.num_tokens > 1 for row in planned):  # of a model without recurrent state
         owners, ends, drafts = [], [], []
         for row, number in zip(planned, numbers, strict=True):
             owners += [number] * row.num_tokens
-            ends += range(row.start + 1, row.end + 1)
-            drafts += [NO_DRAFT, *row.drafts]
+            ends += range(row.start + 1 - lag, row.end + 1 - lag)
+            drafts += [*row.request.token_ids[row.start : row.end], *row.drafts] or [NO_DRAFT]
         saves = [NO_SLOT] * len(ends)
     fill = size - len(ends)
     inputs = array("q", owners + [spare] * fill)
@@ -127,7 +148,9 @@ def decoding_numbers(
 class DeviceAdapters(LoadedAdapters):
     """Adapters of a GPU's runner, and which rows of its steps have one."""
 
-    def __init__(self, model: Decoder, rows: int, uploader: Uploader, device: torch.device) -> None:
+    def __init__(
+        self, model: Decoder | DraftHead, rows: int, uploader: Uploader, device: torch.device
+    ) -> None:
         """`rows`: most rows of a decoding step."""
         super().__init__(model.adapters, model.dtype, model.rank)
         self._uploader = uploader
@@ -215,13 +238,15 @@ def mixed_inputs(
     with_states: bool = False,
     with_adapters: bool = False,
     with_lengths: bool = False,
+    lag: int = 0,
 ) -> MixedStep:
     """Build the inputs of a step with prefills. `numbers`: state row of each scheduled request.
 
     `with_states`: the model has recurrent layers. `with_adapters`: rows have some. `with_lengths`: its RoPE
-    tells long sequences from short ones.
+    tells long sequences from short ones. `lag`: slots by which keys lie before their tokens; 1 for heads,
+    whose row of a token goes on from the hidden state of the one before.
     """
-    flat = _Flat()
+    flat = _Flat(lag)
     for one, number in zip(planned, numbers, strict=True):
         flat.add(one, number)
     (
@@ -286,7 +311,8 @@ class _Flat:
     token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lag: int) -> None:
+        self.lag = lag
         self.ids, self.positions, self.starts = array("q"), array("i"), array("i", [0])
         self.contexts, self.rows, self.lengths = array("i"), array("q"), array("q")
         self.sampled, self.prompt, self.next_ids = array("q"), array("q"), array("q")
@@ -305,9 +331,9 @@ class _Flat:
             self.holes.append(len(self.ids))
             self.fills.append(number)
             self.ids.append(0)
-        self.positions.extend(range(one.start, end))
+        self.positions.extend(range(one.start - self.lag, end - self.lag))
         self.starts.append(first + one.num_tokens)
-        self.contexts.append(end)
+        self.contexts.append(end - self.lag)
         self.rows.append(number)
         self.lengths.append(one.num_tokens)
         if one.samples:
@@ -315,6 +341,8 @@ class _Flat:
             self.sampled.extend(range(self.starts[-1] - count, self.starts[-1]))
             self.sampled_rows.extend([number] * count)
             self.sampled_positions.extend(range(end + 1 - count, end + 1))
+        if self.lag:  # of a head
+            return
         if request.params.prompt_logprobs is not None and one.start < request.num_prompt - 1:
             last = min(end, request.num_prompt - 1)
             self.prompt.extend(range(first, first + last - one.start))

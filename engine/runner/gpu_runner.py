@@ -11,8 +11,8 @@ T rows of the step, W rows whose logits are wanted, S of them that sample, R row
 hidden.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,66 +25,34 @@ from llmbox.kernels.recurrent import RecurrentState, copy_states
 from ..core.executor_interface import ceil_div
 from ..core.request import Request
 from ..core.step import ScheduledRequest, StepPlan, StepResult
-from ..device.device import Device, DeviceEvent, Uploader, to_host
+from ..device.device import Device, Uploader, to_host
 from ..model.decoder import Decoder
+from ..model.draft_heads import DraftHead
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
-from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput
+from ..sampling.device_sampler import DeviceSampler
 from ..sampling.device_state import DeviceRequestState, SampledTokenFeedback
 from .block_memory import DeviceBlockMemory, block_memory
 from .cuda_graphs import DecodeGraphs, GraphCapture
-from .draft_model import DraftModel
-from .draft_verification import accept_drafts, is_decoding
-from .gpu_inputs import DeviceAdapters, MixedStep, decode_inputs, decoding_numbers, mixed_inputs
+from .draft_model import Follower, ModelProposer
+from .draft_verification import is_decoding
+from .gpu_inputs import DeviceAdapters, DeviceSizes, MixedStep, decode_inputs, decoding_numbers, mixed_inputs
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
-from .prompt_results import StepExtras, queue_extras
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSizes:
-    block_size: int
-    num_blocks: int
-    """Blocks of the pool; the cache has one more, with the index `num_blocks`, for padding rows."""
-    context: int
-    max_running: int
-    window_blocks: int = 0
-    """Blocks of sliding-window layers, where they have blocks of their own; the cache has one more too."""
-    draft_rows: int = 0
-    """Most rows of a decoding step with draft tokens; 0: none has any."""
-    vocab_size: int = 0
-    """Number of ids to sample from, of a draft model those of its target; 0: the model's."""
-
-    @property
-    def rows(self) -> int:
-        """Most rows of a decoding step."""
-        return max(self.max_running, self.draft_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """Handle of a launched step."""
-
-    event: DeviceEvent
-    sampled: DeviceSamplerOutput | None
-    numbers_SC: Tensor | None
-    """Sampler output on the host; valid after the event."""
-    planned: Sequence[ScheduledRequest] = ()
-    """Requests that sample."""
-    extras: StepExtras | None = None
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """Requests whose adapter could not be loaded, with the reason."""
-
-    def wait(self) -> None:
-        self.event.wait()
+from .prompt_results import LaunchedStep, StepExtras, queue_extras
 
 
 class GPUModelRunner:
     """Runner of one rank. Owns model, KV cache, request state on the device, and CUDA graphs."""
 
+    lag = 0
+    """Slots by which keys lie before their tokens."""
+    unread = 0
+    """Launches beside those in flight whose results nobody reads, so that they may still be under way."""
+
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | DraftHead,
         rotary: Rotary,
         cache: KVCache,
         device: Device,
@@ -111,7 +79,7 @@ class GPUModelRunner:
         vocab_size, where = sizes.vocab_size or model.config.vocab_size, device.torch_device
         self._window_cache, spare = window_cache, sizes.window_blocks or None
         self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where, spare)
-        self._caches = [cache]
+        self._caches = [] if cache is None else [cache]
         """Caches whose blocks are those of `Request.block_table`."""
         if window_cache is not None and not sizes.window_blocks:
             self._caches.append(window_cache)
@@ -121,7 +89,7 @@ class GPUModelRunner:
         if self._ops.host_experts is not None:
             self.depth = 0  # a launch takes as long as its step, and would keep back the results of another
         self._feedback = SampledTokenFeedback(self._rank, self._rows, self.depth)
-        self._uploader = Uploader(device, self.depth + 2)
+        self._uploader = Uploader(device, self.depth + 2 + self.unread)
         spare_row = decoding_numbers([], [], 1, self._rows.spare)[0]
         self._spare = torch.tensor(spare_row, device=where).view(-1, 1)
         self._decoding_4R = self._spare.repeat(1, sizes.rows)
@@ -134,8 +102,11 @@ class GPUModelRunner:
         if sizes.window_blocks:
             self._ops.clear_blocks(window_cache, [sizes.window_blocks])
         self._adapters = DeviceAdapters(model, sizes.rows, self._uploader, where)
-        self.proposers: list[DraftModel] = []
-        """Draft model beside this one, on the same stream."""
+        self.proposers: list[ModelProposer] = []
+        """Draft model or head beside this one, on the same stream."""
+        self._follower: Follower | None = None
+        self._tapped_RF: Tensor | None = None
+        self._features_TF: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
         self.adapted_graphs: DecodeGraphs | None = None
         """Graphs of steps in which rows have an adapter; None until there is one."""
@@ -146,6 +117,19 @@ class GPUModelRunner:
                 DecodeGraphs, capture, most=most, budget_bytes=graphs_bytes, agree=agree
             )
             self.graphs = self._make_graphs(self._decode)
+
+    def attach(self, proposer: Follower, cache: KVCache, taps: Sequence[int] = ()) -> None:
+        """Show the hidden states of each later step to a draft head. `cache`: of the head, if it has one.
+        `taps`: layers whose inputs it reads in place of the last hidden states.
+        """
+        self._follower = proposer
+        if cache is not None:
+            self._caches.append(cache)
+        if taps:
+            assert isinstance(self._model, Decoder)
+            self._model.tap(taps)
+            rows, hidden = self._hidden_RE.shape
+            self._tapped_RF = self._hidden_RE.new_empty(rows, len(taps) * hidden)
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""
@@ -176,8 +160,9 @@ class GPUModelRunner:
             launched = self._launch_decoding(plan, numbers, size or plan.num_tokens)
         else:
             launched = self._launch_mixed(plan, numbers)
+        features_TF, self._features_TF = self._features_TF, None
         failed = self._adapters.failures(plan.rows)
-        return replace(launched, failed=failed) if failed else launched
+        return replace(launched, rows=plan.rows, features_TF=features_TF, failed=failed)
 
     def _prepare_blocks(self, plan: StepPlan) -> None:
         size = self._sizes.block_size
@@ -201,14 +186,9 @@ class GPUModelRunner:
 
     def collect(self, handle: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its results."""
-        handle.event.wait()
-        result = handle.extras.read() if handle.extras is not None else StepResult()
-        if handle.sampled is not None and handle.numbers_SC is not None:
-            sampled = accept_drafts(handle.planned, handle.sampled.read(handle.numbers_SC.tolist()))
-            result.tokens.update(sampled.tokens)
-            result.accepted.update(sampled.accepted)
-            result.failed.update(sampled.failed)
-        result.failed.update(handle.failed)
+        result = handle.read()
+        if handle.features_TF is not None and self._follower is not None:
+            self._follower.observe(handle.rows, handle.features_TF, result)
         return result
 
     @property
@@ -216,22 +196,19 @@ class GPUModelRunner:
         """Size of a graph that is worth capturing while requests run; None if there is none. A negative size
         is that of a graph with adapters.
         """
-        size = None if self.graphs is None else self.graphs.urgent_size
-        if size is None and self.adapted_graphs is not None:
-            adapted = self.adapted_graphs.urgent_size
-            return None if adapted is None else -adapted
-        return size
+        return self._capture_of(lambda graphs: graphs.urgent_size)
 
     @property
     def next_capture(self) -> int | None:
         """Size of the next graph to capture while the engine is idle; None if none is left. Negative: as
         above.
         """
-        size = None if self.graphs is None else self.graphs.next_size
-        if size is None and self.adapted_graphs is not None:
-            adapted = self.adapted_graphs.next_size
-            return None if adapted is None else -adapted
-        return size
+        return self._capture_of(lambda graphs: graphs.next_size)
+
+    def _capture_of(self, size_of: Callable[[DecodeGraphs], int | None]) -> int | None:
+        size = None if self.graphs is None else size_of(self.graphs)
+        adapted = None if size or self.adapted_graphs is None else size_of(self.adapted_graphs)
+        return -adapted if adapted else size
 
     def prepare(self) -> bool:
         """Capture one more graph, also of a draft model; False if none was left. Called while the engine is
@@ -258,21 +235,27 @@ class GPUModelRunner:
         graphs.capture(abs(size))
 
     def _launch_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> LaunchedStep:
-        """Launch a decoding step; without a graph of this size the padded rows run eagerly."""
-        planned, count = plan.rows, plan.num_tokens
-        inputs, self._contexts[:size] = decoding_numbers(planned, numbers, size, self._rows.spare)
+        self._run_decoding(plan, numbers, size)
+        count = plan.num_tokens
+        if self._follower is not None:
+            features_RF = self._hidden_RE if self._tapped_RF is None else self._tapped_RF
+            self._features_TF = features_RF[:count].clone()  # the next step writes there
+        row_S, end_S = self._decoding_4R[:2, :count]
+        return self._finish(self._hidden_RE[:count], plan.rows, numbers, row_S, end_S)
+
+    def _run_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> None:
+        """Compute a decoding step; without a graph of this size the padded rows run eagerly."""
+        inputs, self._contexts[:size] = decoding_numbers(plan.rows, numbers, size, self._rows.spare, self.lag)
         (uploaded,) = self._uploader.upload(inputs)
         self._decoding_4R[:, :size].copy_(uploaded.view(4, -1))
-        is_adapted = self._adapters.are_of(planned)
+        is_adapted = self._adapters.are_of(plan.rows)
         if is_adapted:
-            self._adapters.upload(planned, size)
-        graphs = self._graphs_of(planned)
+            self._adapters.upload(plan.rows, size)
+        graphs = self._graphs_of(plan.rows)
         if graphs is not None and graphs.has(size):
             graphs.replay(size)
         else:
             self._decode(size, is_adapted=is_adapted)
-        row_S, end_S = self._decoding_4R[:2, :count]
-        return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S)
 
     def _launch_mixed(self, plan: StepPlan, numbers: Sequence[int]) -> LaunchedStep:
         planned = plan.rows
@@ -285,17 +268,23 @@ class GPUModelRunner:
             with_states=self._states is not None,
             with_adapters=self._adapters.are_of(planned),
             with_lengths=self._rotary.short_context > 0,
+            lag=self.lag,
         )
         if self.images is not None and any(row.request.images for row in planned):
             forward = self._forward_with_images(step, plan, self.images)
         else:
             forward = self._forward(step.ids_T, step.ragged, None, step.is_long)
-        hidden_WE = self._model.hidden(forward, step.wanted_W)
+        if self._follower is None:
+            hidden_WE = self._hidden(forward, step.wanted_W)
+        else:
+            hidden_TE = self._hidden(forward, None)
+            self._features_TF = hidden_TE if self._tapped_RF is None else self._take_tapped()
+            hidden_WE = hidden_TE.index_select(0, step.wanted_W)
         count = len(step.row_S)
         of_logits = self._adapters.of_logits
         extras = queue_extras(step, hidden_WE[count:], self._model, self._device, of_logits)
         if not count:
-            return LaunchedStep(self._device.record(), None, None, extras=extras)
+            return LaunchedStep(self._device.record(), None, None, extras)
         return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, extras)
 
     def _finish(
@@ -323,7 +312,7 @@ class GPUModelRunner:
         if not layout.is_first:
             self._feedback.send(sampled.ids_S)
         host_SC = to_host(sampled.numbers_SC, self._device)
-        return LaunchedStep(self._device.record(), sampled, host_SC, sampling, extras)
+        return LaunchedStep(self._device.record(), sampled, host_SC, extras)
 
     def _decode(self, size: int, *, is_adapted: bool = False) -> None:
         """Decode the first `size` sequences and write hidden states to `_hidden_RE`: the body of graphs.
@@ -348,9 +337,19 @@ class GPUModelRunner:
         # A decoding row is the last of its sequence, so that its position tells the length.
         short = self._rotary.short_context
         is_long = ragged.positions_T >= short if short else False
-        hidden_NE = self._model.hidden(self._forward(ids_N, ragged, positions_N, is_long), None)
+        hidden_NE = self._hidden(self._forward(ids_N, ragged, positions_N, is_long), None)
         if self._rank.layout.is_last:
             self._hidden_RE[:size].copy_(hidden_NE)
+        if self._tapped_RF is not None:
+            self._tapped_RF[:size].copy_(self._take_tapped())
+
+    def _hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
+        assert isinstance(self._model, Decoder)
+        return self._model.hidden(forward, rows_R)
+
+    def _take_tapped(self) -> Tensor:
+        assert isinstance(self._model, Decoder)
+        return self._model.take_tapped()
 
     def _forward_with_images(self, step: MixedStep, plan: StepPlan, encoded: EncodedImages) -> ForwardContext:
         """Return the inputs of a step with requests that have pictures, be their rows in it or not."""

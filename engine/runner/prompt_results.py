@@ -1,7 +1,7 @@
-"""Results of prompts besides tokens: log-probabilities, and pooled states for embeddings.
+"""Results of a launched step: its tokens, log-probabilities of prompts, pooled states for embeddings.
 
-On a GPU they are asynchronous: the device computes numbers that are copied to the host like a step's tokens,
-and read when the step is collected.
+On a GPU they are asynchronous: the device computes numbers that are copied to the host, and read when the
+step is collected.
 
 A vector of a text is the mean of the final hidden states of some of its rows. States are summed as integers,
 in units of `UNIT`, so that the sum does not depend on its order: a text has the same vector alone and in a
@@ -12,8 +12,8 @@ E hidden, V this rank's vocabulary shard, C columns of `rank_columns`.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -24,12 +24,15 @@ from llmbox.kernels.lora import LoraTiles
 from llmbox.kernels.reference.sampling import rank_tokens
 
 from ..core.request import Request
-from ..core.step import UNIT, StepResult
-from ..device.device import Device, to_host
+from ..core.step import UNIT, ScheduledRequest, StepResult
+from ..device.device import Device, DeviceEvent, to_host
 from ..ipc.messages import TokenLogprobs
 from ..model.decoder import Decoder
+from ..model.draft_heads import DraftHead
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
+from ..sampling.device_sampler import DeviceSamplerOutput
 from ..sampling.sampler import logprobs_of, rank_column_count, rank_columns
+from .draft_verification import accept_drafts
 from .gpu_inputs import MixedStep
 from .input_batch import PooledRows, PromptRows
 
@@ -76,17 +79,49 @@ class StepExtras:
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """Handle of a launched step."""
+
+    event: DeviceEvent
+    sampled: DeviceSamplerOutput | None
+    numbers_SC: Tensor | None
+    """Sampler output on the host; valid after the event."""
+    extras: StepExtras | None = None
+    rows: Sequence[ScheduledRequest] = ()
+    features_TF: Tensor | None = None
+    """Input of a draft head, for the rows."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Requests whose adapter could not be loaded, with the reason."""
+
+    def wait(self) -> None:
+        self.event.wait()
+
+    def read(self) -> StepResult:
+        """Wait for the step and return its results."""
+        self.event.wait()
+        result = self.extras.read() if self.extras is not None else StepResult()
+        if self.sampled is not None and self.numbers_SC is not None:
+            sampling = [row for row in self.rows if row.samples]
+            sampled = accept_drafts(sampling, self.sampled.read(self.numbers_SC.tolist()))
+            result.tokens.update(sampled.tokens)
+            result.accepted.update(sampled.accepted)
+            result.failed.update(sampled.failed)
+        result.failed.update(self.failed)
+        return result
+
+
 def queue_extras(
     step: MixedStep,
     hidden_PE: Tensor,
-    model: Decoder,
+    model: Decoder | DraftHead,
     device: Device,
     of_logits: Callable[[Sequence[Request]], LoraTiles | None],
 ) -> StepExtras | None:
     """Queue prompt log-probabilities and pooling; None where a step has none. `of_logits`: tiles of rows of
     logits of these requests.
     """
-    if not (step.prompts or step.pooled) or not model.is_last:
+    if not (step.prompts or step.pooled) or not model.rank.layout.is_last:
         return None
     prompts, sums_KE, count = None, None, len(step.next_P)
     if step.prompts:
@@ -103,7 +138,7 @@ def queue_extras(
 
 
 def prompt_numbers(
-    model: Decoder,
+    model: Decoder | DraftHead,
     hidden_PE: Tensor,
     next_P: Tensor,
     top: int,

@@ -97,6 +97,7 @@ class DeviceRequestState:
         """Seed, top k, log-probabilities, the slot of recurrent state (-1 for none, as padding rows have),
         and the difference of a generated token's RoPE position to its place, which pictures make."""
         self._integers_R5[:, 3] = -1
+        self._integers_R5[count, 2] = 1  # rows behind a wrong draft are drawn with it, and read
         self.rules: DevicePenalties | None = None
         """Penalties, where a kernel of the backend applies them; set once, before the first step."""
         self._held: dict[Request, _Slot] = {}

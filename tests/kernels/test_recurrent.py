@@ -65,6 +65,26 @@ def test_chunks_batches_and_saved_states_change_no_bit(
         torch.testing.assert_close(tensor[1, 5], tensor[1, 0], atol=0, rtol=0, equal_nan=True)
 
 
+@KINDS
+@pytest.mark.parametrize("name", NATIVE)
+def test_rows_without_a_slot_read_and_write_none(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such rows fill up a graph: negative numbers are no slots, to save to either."""
+    monkeypatch.setenv("LLMBOX_KERNELS", name)
+    layer, ops = Layer(kind, torch.float32), select_ops(CPU, torch.float32)
+    rows, gates = layer.rows(8)
+    layout = layout_of([(7, 8), (0, 5), (20, 22)], [-1, 2, -1], [{8: -1}, {}, {21: -1, 22: -1}])
+    ours, theirs = fresh_state(layer), fresh_state(layer)
+    before = [tensor.clone() for tensor in ours.tensors]
+    seen = layer.apply(ops, rows, gates, ours, layout)
+    exact = layer.apply(REFERENCE, rows, gates, theirs, layout)
+    torch.testing.assert_close(seen, exact, atol=1e-4, rtol=1e-4)
+    for tensor, first in zip(ours.tensors, before, strict=True):
+        others = [slot for slot in range(tensor.shape[1]) if slot != 2]
+        assert torch.equal(tensor[:, others].nan_to_num(7.0), first[:, others].nan_to_num(7.0))
+
+
 @DTYPES
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("name", NATIVE)

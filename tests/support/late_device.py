@@ -12,8 +12,8 @@ from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.device.device import Device
 from llmbox.engine.runner.cuda_graphs import GraphCapture
+from llmbox.engine.runner.draft_head import DeviceHeadRunner
 from llmbox.engine.runner.draft_model import DraftModel
-from llmbox.engine.runner.gpu_runner import GPUModelRunner
 from support.real_engines import load, runner_of
 
 
@@ -109,29 +109,25 @@ def device_engine(
     graphs_bytes: int = 1 << 30,
     **options: Any,
 ) -> Engine:
-    """As `load` with a runner that launches steps ahead, on this device; so does that of a draft model."""
+    """As `load` with a runner that launches steps ahead, on this device, as those of draft models and heads
+    do.
+    """
     plain = load(directory, **{"speculate": "off", "overlap": True, **options})
     local, scheduler = runner_of(plain), plain._scheduler
     device = device or LateDevice()
 
-    def remake(local: Any, capture: GraphCapture | None) -> GPUModelRunner:
-        return GPUModelRunner(
-            local._model,
-            local._rotary,
-            local._cache,
-            device,
-            local._sizes,
-            capture,
-            graphs_bytes,
-            window_cache=local._window_cache,
-            states=local._states,
-            images=local.images,
-        )
+    def remake(local: Any, capture: GraphCapture | None, **parts: Any) -> Any:
+        shared = (local._model, local._rotary, local._cache, device, local._sizes, capture, graphs_bytes)
+        return type(local)(*shared, **parts)
 
-    runner, pool = remake(local, capture), scheduler.pool
+    parts = {"window_cache": local._window_cache, "states": local._states, "images": local.images}
+    runner, pool = remake(local, capture, **parts), scheduler.pool
     for each in local.proposers:
         beside = remake(each.executor, None if capture is None else FakeCapture())
-        runner.proposers.append(DraftModel(beside, pool.num_blocks, pool.block_size))
+        if isinstance(beside, DeviceHeadRunner):
+            beside.follow(runner, each.method, local._model._tapped)
+        else:
+            runner.proposers.append(DraftModel(beside, pool.num_blocks, pool.block_size))
     fresh = BlockPool(pool.num_blocks, pool.block_size, enable_prefix_cache=pool.caching)
     config, images = scheduler.config, scheduler.images
     return Engine(Scheduler(config, fresh, images=images, proposers=runner.proposers), runner, plain.info)

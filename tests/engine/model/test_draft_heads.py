@@ -34,17 +34,17 @@ class Heard:
     def __init__(self, engine: Engine) -> None:
         drafting = engine._scheduler.drafting
         drafting._rows = 16
-        proposer: Any = drafting._models[0].proposer
+        sampler: Any = drafting._models[0].proposer.executor.runner._sampler
         self.rows: list[Tensor] = []
         self.known: list[list[int]] = []
-        sample = proposer._sampler.sample
+        sample = sampler.sample
 
         def hear(logits_RV: Tensor, requests: list[Any]) -> list[Any]:
             self.rows.append(logits_RV[0].clone())
             self.known.append(list(requests[0].token_ids))
             return sample(logits_RV, requests)
 
-        proposer._sampler.sample = hear
+        sampler.sample = hear
         engine.add(ask("a", PROMPT, DRAFTS + 3))
         while len(self.rows) < DRAFTS:
             engine.step()

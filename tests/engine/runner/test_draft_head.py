@@ -236,7 +236,7 @@ def test_rows_of_answers_are_computed_together(
     ask_always(monkeypatch, 0)
     monkeypatch.setattr(ModelDrafting, "explore", lambda _self, _requests: None)
     engine = pairs["mtp"].load(max_running=1)
-    head, passes = engine._scheduler.drafting._models[0].proposer._head, list[int]()
+    head, passes = engine._scheduler.drafting._models[0].proposer.head, list[int]()
     enter = head.enter
     monkeypatch.setattr(head, "enter", lambda features: passes.append(len(features)) or enter(features))
     run(engine, [ask("a", range(5, 21), 49)])
@@ -244,7 +244,7 @@ def test_rows_of_answers_are_computed_together(
 
 
 def test_nothing_is_shown_to_a_head_that_is_not_there(pairs: dict[str, Pair]) -> None:
-    for options in ({"speculate": "off"}, {"mtp": "off"}, {"overlap": True}):
+    for options in ({"speculate": "off"}, {"mtp": "off"}):
         engine = load(pairs["mtp"].model, **options)
         runner = getattr(engine._runner, "runner", None)
         assert runner is None or runner._follower is None
@@ -340,7 +340,6 @@ def test_a_head_of_another_model_is_refused(
             {"mtp": "on", "tp": 2},
             "the MTP layer was asked for, but the model runs on 2 ranks.*without --draft",
         ),
-        ({"mtp": "on", "overlap": True}, "the MTP layer was asked for, but steps overlap"),
         ({"mtp": "on", "speculate": "off"}, "the MTP layer was asked for with --speculate off"),
     ],
 )

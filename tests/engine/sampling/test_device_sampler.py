@@ -136,3 +136,10 @@ def test_a_request_class_is_hashed_by_identity():
     """Rows are found by it: two requests of one name are two."""
     one, other = (Request(request_id="a", prompt_ids=[1], params=SamplingParams(max_tokens=1)) for _ in "ab")
     assert len({one, other}) == 2
+
+
+def test_rows_behind_a_wrong_draft_have_log_probabilities():
+    """They mean nothing, but are read like others; kernels leave those undefined that nobody wants."""
+    rows = DeviceRequestState(2, 1, 0, VOCAB, CPU)
+    sampling = rows.sampling(torch.tensor([rows.spare]), torch.tensor([5]))
+    assert sampling.logprobs.tolist() == [1]

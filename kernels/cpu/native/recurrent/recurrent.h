@@ -13,13 +13,13 @@ namespace llmbox {
 // The rows of one sequence, its slot, and the rows after which its state is also written to other slots.
 struct SequenceRows {
     int begin, end;
-    bool fresh;  // begins at position 0: its slot has nothing of it yet
-    int slot;
+    bool fresh;  // begins at position 0, or has no slot: there is nothing of it yet
+    int slot;    // -1: none, as rows have that fill up a graph
 
     SequenceRows(const Step& step, int sequence)
         : begin(step.query_starts[sequence]),
           end(step.query_starts[sequence + 1]),
-          fresh(step.contexts[sequence] == end - begin),
+          fresh(step.contexts[sequence] == end - begin || step.state_slots[sequence] < 0),
           slot(step.state_slots[sequence]),
           next_(step.save_starts[sequence]),
           last_(step.save_starts[sequence + 1]),
@@ -71,7 +71,7 @@ private:
             for (int k = 0; k < past; k++) window[k] = window[k + 1];
             if (const int to = rows.saved_after(row); to >= 0) keep(window, to, channel);
         }
-        keep(window, rows.slot, channel);
+        if (rows.slot >= 0) keep(window, rows.slot, channel);
     }
 
     void keep(const Floats* window, int to, int channel) {
@@ -198,7 +198,7 @@ private:
             advance(wide + static_cast<int64_t>(row) * width(), row, head, column, state, stride);
             if (const int to = rows.saved_after(row); to >= 0) keep(state, stride, at(to, head, column), left);
         }
-        if (!in_place) keep(state, stride, own, left);
+        if (!in_place && rows.slot >= 0) keep(state, stride, own, left);
     }
 
     NOINLINE void advance(const float* wide, int row, int head, int column, float* state, int stride) {
