@@ -11,7 +11,7 @@ from llmbox.engine.executor import multiproc as start
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 
-class Crew:
+class FakeGroup:
     """Workers that have loaded with kernels of these names."""
 
     layout = ParallelLayout(2, 1, 0)
@@ -34,20 +34,20 @@ class Crew:
 )
 def test_ranks_on_gpus_that_run_other_kernels_do_not_meet(monkeypatch, device, backend, refused):
     """They would exchange other things to draw a token."""
-    crew, met = Crew(backend), []
-    monkeypatch.setattr(start, "WorkerGroup", lambda _: crew)
+    group, met = FakeGroup(backend), []
+    monkeypatch.setattr(start, "WorkerGroup", lambda _: group)
     monkeypatch.setattr(start, "at_exit", lambda _: None)
     monkeypatch.setattr(start, "WorkerWatchdog", lambda _: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(start.RankProcesses, "_connect", lambda *_: met.append(True))
     config = EngineConfig(model_path="none", name="m")
-    ranks = start.RankProcesses(config, SimpleNamespace(device=device), crew.layout)
+    ranks = start.RankProcesses(config, SimpleNamespace(device=device), group.layout)
     mine = SimpleNamespace(backend="triton", measured=None)
     if refused:
         with pytest.raises(DeviceError, match=r"rank 1 can run other kernels \(reference\) than rank 0"):
             ranks.load(lambda *_: mine, lambda *_: None)
     else:
         assert ranks.load(lambda *_: mine, lambda *_: None) == (mine, None)
-    assert (bool(met), crew.closed) == (not refused, int(refused))
+    assert (bool(met), group.closed) == (not refused, int(refused))
 
 
 @pytest.fixture

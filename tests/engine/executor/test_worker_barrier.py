@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from llmbox.engine.errors import RankLost
-from llmbox.engine.executor import workers as roll_call
+from llmbox.engine.executor import workers
 from llmbox.engine.executor.step_codec import Frame, Link
 from llmbox.engine.executor.workers import Worker, WorkerBarrier, WorkerLoadFailed
 
@@ -73,7 +73,7 @@ def test_how_one_ended_is_told(start, number, words):
 
 
 def test_one_that_closed_its_end_and_lives_on_is_not_waited_for(start, monkeypatch):
-    monkeypatch.setattr(roll_call, "_END_SECONDS", 0.05)
+    monkeypatch.setattr(workers, "_END_SECONDS", 0.05)
     worker, theirs = start()
     theirs.end()
     with pytest.raises(RankLost, match="rank 1 closed its end"):
@@ -81,8 +81,8 @@ def test_one_that_closed_its_end_and_lives_on_is_not_waited_for(start, monkeypat
 
 
 def test_one_that_is_stopped_is_told_and_one_that_goes_on_again_is_not(start, monkeypatch):
-    monkeypatch.setattr(roll_call, "_TICK", 0.02)
-    monkeypatch.setattr(roll_call, "STOPPED_SECONDS", 0.2)
+    monkeypatch.setattr(workers, "_TICK", 0.02)
+    monkeypatch.setattr(workers, "STOPPED_SECONDS", 0.2)
     (one, first), (two, _second) = start(), start()
     say(first, "loaded")
     one.process.send_signal(signal.SIGSTOP)  # it has answered: nobody waits for it

@@ -7,8 +7,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from llmbox.engine.errors import DeviceError, EngineError, RankLost
-from llmbox.engine.executor import workers as crew
-from llmbox.engine.executor import workers as roll_call
+from llmbox.engine.executor import workers as worker_group
 from llmbox.engine.hardware.proc import finish
 from llmbox.engine.weights.packed_cache import source
 from llmbox.engine.weights.packed_cache.cache import cache_variables
@@ -61,7 +60,7 @@ def workers(monkeypatch):
 
     def change(failure="pass", write_seconds=0.0):
         program = WORKER.format(failure=failure, write_seconds=write_seconds)
-        monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-P", "-c", program))
+        monkeypatch.setattr(worker_group, "COMMAND", (sys.executable, "-P", "-c", program))
 
     return change
 
@@ -125,8 +124,8 @@ def test_rank_0_does_not_finish_its_own_load_for_nothing(model, workers, childre
 
 
 def test_a_rank_that_is_stopped_is_not_waited_for(model, workers, children, monkeypatch):
-    monkeypatch.setattr(roll_call, "STOPPED_SECONDS", 0.5)
-    monkeypatch.setattr(roll_call, "_TICK", 0.1)
+    monkeypatch.setattr(worker_group, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(worker_group, "_TICK", 0.1)
     workers("os.kill(os.getpid(), signal.SIGSTOP)")
     with pytest.raises(RankLost, match="rank 1 was stopped before it was loaded"):
         load(model, pp=2)
@@ -139,7 +138,7 @@ def test_all_ranks_finish_writing_what_they_packed_before_they_end(
     model, workers, children, monkeypatch, tmp_path, cut
 ):
     """A first run that is shorter than the write; the second load reads no checkpoint."""
-    monkeypatch.setattr(crew, "_END_SECONDS", 60.0)
+    monkeypatch.setattr(worker_group, "_END_SECONDS", 60.0)
     monkeypatch.setattr(source, "END_S", 60.0)
     folder = tmp_path / "repacked"
     for name, value in cache_variables(folder, 1.0).items():
