@@ -113,7 +113,7 @@ async def test_what_a_forked_engine_says_and_how_it_ends_is_known(
         subject = box.supervisor
         await subject.start()
         assert box.is_forked()
-        assert "fake | ready after" in caplog.text
+        await until(lambda: "fake | ready after" in caplog.text)  # lines come by another pipe than messages
         subject.submit(request(1, 500))
         await until(lambda: subject.restarts > 0)
         assert "exited with code" in caplog.text

@@ -113,7 +113,7 @@ def test_all_experts_take_memory_and_routers_stay_wide(tmp_path: Path) -> None:
     int8 = QUANTS["int8"]
     all_rounded = weights_bytes(replace(shape, experts=None), "bfloat16", int8)
     more = weights_bytes(shape, "bfloat16", int8) - all_rounded
-    assert more == pytest.approx(48 * 128 * 2048 * (4 - int8.bytes_per_weight), abs=2), "routers are float32"
+    assert more == pytest.approx(48 * 128 * 2048 * (2 - int8.bytes_per_weight), abs=2), "routers are bfloat16"
     assert is_fine("model.layers.0.mlp.experts.17.down_proj", 48)
     assert is_fine("model.layers.0.block_sparse_moe.experts.3.w2", 32)
     assert not is_fine("model.layers.0.mlp.experts.17.up_proj", 48)

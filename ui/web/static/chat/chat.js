@@ -114,8 +114,8 @@ function drawActions(message) {
     line.append(button("‹", step(-1), "Previous version"), element("span", "", `${at + 1} of ${all.length}`), button("›", step(1), "Next version"));
   }
   line.append(button("Copy", () => navigator.clipboard.writeText(message.content)));
-  if (message.role === "user") line.append(button("Edit", () => edit(message)));
-  else line.append(button("Again", () => answer(message.parent), "Answer again"), button("As code", () => showCall(message)));
+  if (message.role === "user") line.append(button("Edit", () => edit(message), "Edit", "link asks"));
+  else line.append(button("Again", () => answer(message.parent), "Answer again", "link asks"), button("As code", () => showCall(message)));
   if (message.measure) line.append(element("span", "measure", message.measure));
   if (message.request) {
     const link = element("a", "measure", "request");
