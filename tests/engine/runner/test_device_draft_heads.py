@@ -12,7 +12,7 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.speculation.model_drafting import ModelDrafting
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.executor import profile
-from llmbox.engine.kv_store import environment
+from llmbox.engine.kv_store.usage import cache_variables
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from llmbox.engine.planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
@@ -154,7 +154,7 @@ def test_requests_with_adapters_get_the_same(pairs: dict[str, Pair], tmp_path: P
 def test_blocks_on_disk_have_the_heads_keys(
     pairs: dict[str, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in environment.variables(tmp_path / "kv", 1 << 30, 1.0).items():
+    for name, value in cache_variables(tmp_path / "kv", 1 << 30, 1.0).items():
         monkeypatch.setenv(name, value)
     seen = []
     pair = pairs["eagle3"]
