@@ -127,6 +127,20 @@ def all_logits(runner: CPUModelRunner, ids: list[int]) -> Tensor:
     return model.logits(hidden[0])
 
 
+def drafts_of(engine: Engine) -> list[list[int]]:
+    """Return a list that gets all drafts that its draft model or head proposes from now on."""
+    proposer, proposed = engine._scheduler.drafting._models[0].proposer, list[list[int]]()
+    propose = proposer.propose
+
+    def noting(wanted: Any) -> Any:
+        found = propose(wanted)
+        proposed.extend(found.drafts)
+        return found
+
+    proposer.propose = noting
+    return proposed
+
+
 def draft_at_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have as many drafts verified as are proposed, whatever this machine's steps take."""
     monkeypatch.setattr(RowPrices, "table", lambda _self, _requests, most: [1.0] * (most + 1))

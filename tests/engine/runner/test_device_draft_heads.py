@@ -25,7 +25,7 @@ from support.families import make_family
 from support.grammars import learned
 from support.lanes import nightly
 from support.late_device import FakeCapture, device_engine
-from support.real_engines import ask, load, run
+from support.real_engines import ask, drafts_of, load, run
 from support.triton_interpreter import turn_on
 
 turn_on()
@@ -75,20 +75,6 @@ def test_what_a_request_gets_is_the_same(pairs: dict[str, Pair], kind: str, name
     assert (own is not None and own._capture.replays > 0) is (graphs and kind != "medusa"), (
         "passes are graphs"
     )
-
-
-def drafts_of(engine: Engine) -> list[list[int]]:
-    """All drafts that its head proposes from now on."""
-    proposer, proposed = engine._scheduler.drafting._models[0].proposer, list[list[int]]()
-    propose = proposer.propose
-
-    def noting(wanted: Any) -> Any:
-        found = propose(wanted)
-        proposed.extend(found.drafts)
-        return found
-
-    proposer.propose = noting
-    return proposed
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,7 +25,7 @@ from support.families import make_family
 from support.grammars import learned
 from support.lanes import first_in_the_suite
 from support.late_device import FakeCapture, device_engine
-from support.real_engines import ask, draft_at_no_price, load, run
+from support.real_engines import ask, draft_at_no_price, drafts_of, load, run
 from support.tiny_models import make_tiny_model
 from support.triton_interpreter import turn_on
 
@@ -95,20 +95,6 @@ def test_a_model_that_drafts_for_itself_is_always_right(model: Path) -> None:
         run(engine, [ask(f"r{number}", range(5 + number, 30), 40, seed=number, **way)])
     counts = engine.stats().draft_methods["draft_model"]
     assert counts.draft_tokens == counts.accepted_tokens > 90
-
-
-def drafts_of(engine: Engine) -> list[list[int]]:
-    """All drafts that its model proposes from now on."""
-    model, proposed = engine._scheduler.drafting._models[0].proposer, list[list[int]]()
-    propose = model.propose
-
-    def noting(wanted: Any) -> Any:
-        found = propose(wanted)
-        proposed.extend(found.drafts)
-        return found
-
-    model.propose = noting
-    return proposed
 
 
 def choose_few(_self: ModelDrafting, requests: Any, *_others: object) -> tuple[list[int], float]:
