@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final
@@ -37,6 +37,8 @@ BUSY: Final = (429, 503)
 MOST_TRIES: Final = 8
 LONGEST_PAUSE: Final = 30.0
 """Seconds between two tries, at most."""
+CTRL_C_SECONDS: Final = 0.5
+"""Longest time until a Ctrl-C is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
                 try:
                     tasks.extend(pool.submit(_answer, program, line, files, stopping) for line in lines)
                     for task in tasks:
+                        _wait_for(task)
                         task.result()
                 except BaseException:
                     _wait_or_leave(pool, tasks, files, stopping)
@@ -206,6 +209,14 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
     return Exit.FAILED if files.failed else Exit.OK
 
 
+def _wait_for(task: Future[None]) -> None:
+    """Wait for a request in short steps. Python does not see a Ctrl-C that comes just as a wait begins until
+    that wait ends.
+    """
+    while wait([task], timeout=CTRL_C_SECONDS).not_done:
+        pass
+
+
 def _wait_or_leave(
     pool: ThreadPoolExecutor, tasks: list[Future[None]], files: ResultFiles, stopping: threading.Event
 ) -> None:
@@ -219,6 +230,9 @@ def _wait_or_leave(
         running = sum(task.running() for task in tasks)
         text = f"Stopping after the {running} requests that are being answered"
         output.say(f"\n{text}. Ctrl-C stops at once.")
+        for task in tasks:
+            if not task.cancelled():
+                _wait_for(task)
         pool.shutdown()
     except KeyboardInterrupt:
         with files.lock:
