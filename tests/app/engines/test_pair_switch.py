@@ -1,5 +1,6 @@
 """Choice between one engine and a pair of engines by what was measured, and the switch between them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -120,7 +121,10 @@ async def test_at_the_next_idle_moment_it_becomes_a_pair(tmp_path, clock):
         await assert_undisturbed(second)
         assert subject.restarts == 0, "nobody died"
         assert subject.admitted.context == subject.info.context_window
-        assert switch.describe().startswith("a pair 1:1: steps with a prompt in them took ")
+        # Steps of the fake engine count as well: they take what the machine makes them take.
+        assert re.match(
+            r"a pair 1:1: steps with a prompt in them took \d\.\d times as long", switch.describe()
+        )
 
 
 async def test_without_an_idle_moment_open_requests_go_on_in_the_pair(tmp_path, clock):
