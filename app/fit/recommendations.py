@@ -43,6 +43,12 @@ class Recommendation:
         """True if it fits and is expected to answer as fast as people read; unknown speeds count as fast."""
         return self.fit.fits and (self.fit.speed is None or self.fit.speed.expected >= USABLE_RATE)
 
+    @property
+    def fitting_quant(self) -> str:
+        """Weight format with which a model fits that does not fit as published; empty: none does."""
+        flags = (remedy.partition(":")[0].split() for remedy in self.fit.remedies)
+        return next((words[1] for words in flags if words[0] == "--quant"), "")
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of `llmbox search --json` and of the admin API."""
         model, plan, speed = self.model, self.fit.plan, self.fit.speed
@@ -51,11 +57,13 @@ class Recommendation:
             "default": model.default,
             "repo": model.repo,
             "purpose": model.purpose,
+            "reads_pictures": model.reads_pictures,
             "license": model.license,
             "gated": model.gated,
             "params": model.params,
             "here": self.here,
             "fits": self.fit.fits,
+            "fitting_quant": self.fitting_quant,
             "reason": self.fit.reason,
             "download_bytes": self.fit.disk_need,
             "context": plan.context if plan else None,

@@ -1,10 +1,10 @@
 """Names of models: recommended ones with their repositories of the hub, and those that the user defined,
 which are aliases with their parameters and adopted models.
 
-`app/assets/recommended.json` has one model a line: name, repository, purpose, license, parameter count, and
-the fields of its config.json that decide its memory. A name is `family:size`; the family alone means its
-default size. What the hub says of these repositories is kept in a file of the cache once somebody asks it
-(`llmbox search --refresh`), and counts from then on.
+`app/assets/recommended.json` has one model a line: name, repository, purpose, license, published parameter
+count, and the fields of its config.json that decide its memory. A name is `family:size`; the family alone
+means its default size. What the hub says of these repositories is kept in a file of the cache once somebody
+asks it (`llmbox search --refresh`), and counts from then on.
 
 Names of the user are one JSON file in the data folder. The command line and the daemon write it under a lock,
 by an atomic replace. Readers check the file's stamp first, so a change takes effect at once and without a
@@ -46,7 +46,11 @@ class RecommendedModel:
     config: dict[str, Any]
     """Fields of config.json that decide shape and memory."""
     files: int = 0
-    """Bytes of the files to download, as the hub told; 0: not asked."""
+    """Bytes of the files to download, where they are quantized or the hub told them; 0: two a parameter."""
+    unused: int = 0
+    """Parameters in the files that are neither the language model nor its vision tower: layers that draft,
+    audio towers.
+    """
 
     @property
     def download_bytes(self) -> int:
@@ -55,6 +59,10 @@ class RecommendedModel:
     @property
     def family(self) -> str:
         return self.name.partition(":")[0]
+
+    @property
+    def reads_pictures(self) -> bool:
+        return "vision_config" in self.config
 
 
 @cache

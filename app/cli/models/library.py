@@ -124,9 +124,9 @@ def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
         rows.append(
             (
                 model.name + (" *" if model.default else ""),
-                model.purpose,
+                model.purpose + (", vision" if model.reads_pictures and model.purpose != "vision" else ""),
                 _count(model.params),
-                ("yes" if each.fit.fits else "no") + (", here" if each.here else ""),
+                ("yes" if each.fit.fits else each.fitting_quant or "no") + (", here" if each.here else ""),
                 plan.context if plan else "-",
                 formatting.size(plan.total_bytes if plan else None),
                 formatting.rate_range(*speed.one_stream) if speed else "-",
@@ -137,6 +137,8 @@ def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
     heads = ("NAME", "FOR", "PARAMS", "FITS", "CONTEXT", "MEMORY", "TOK/S", "FETCH", "LICENSE")
     output.table(heads, rows, right=(2, 4, 5, 6, 7))
     output.say("* is what the name before the colon means. All other models: llmbox search TEXT")
+    if any(each.fitting_quant for each in found):
+        output.say("int8 and int4 under FITS: the model fits with --quant int8 or --quant int4.")
     if choices := first_choices(found):
         named = ", ".join(f"{label.lower()} {each.model.name}" for label, each in choices.items())
         output.say(f"For chat on this machine: {named}. Begin: llmbox run {begin_with(choices).model.name}")

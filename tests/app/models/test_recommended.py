@@ -66,8 +66,10 @@ def planned(gigabytes: float, tmp_path, memory: float | None = 50e9, **options) 
 def test_the_config_describes_the_published_number_of_parameters(model):
     config = parse_config_files({"config.json": model.config})
     tower = sum(map(prod, config.vision.tensors.values())) if config.vision else 0
-    assert config.num_parameters + tower == model.params
-    assert (config.vision is not None and not config.image_problem) is (model.purpose == "vision")
+    assert config.num_parameters + tower + model.unused == model.params
+    assert model.unused < 0.07 * model.params
+    assert (config.vision is not None and not config.image_problem) is model.reads_pictures
+    assert model.reads_pictures or model.purpose != "vision"
 
 
 def test_names_are_unique_and_each_family_has_one_default():
@@ -112,6 +114,15 @@ def test_a_larger_machine_takes_more_and_the_hub_is_not_asked(tmp_path):
     assert "smollm2:135m" in small
     assert "qwen3:32b" not in small
     assert large == {model.name for model in recommended()}
+
+
+def test_a_model_that_fits_with_fewer_bits_names_them(tmp_path):
+    found = {each.model.name: each for each in planned(24, tmp_path)}
+    quants = {name: each.fitting_quant for name, each in found.items()}
+    assert (quants["qwen3:1.7b"], quants["qwen3:14b"], quants["qwen3:32b"]) == ("", "int8", "")
+    assert quants["qwen3:30b-a3b"] == "int4"
+    assert not found["qwen3:14b"].fit.fits
+    assert found["qwen3:14b"].as_dict()["fitting_quant"] == "int8"
 
 
 def test_what_is_on_this_disk_needs_no_download(tmp_path):
