@@ -26,7 +26,6 @@ from llmbox.app.security.key_store import KeyStore, LastUsed
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.security.quotas import QuotaLedger
 from llmbox.app.store.queries import requests as request_queries
-from llmbox.app.store.queries import requests as telemetry_queries
 from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.history import KEEP
 
@@ -125,20 +124,22 @@ def seed(folder: Path, now: float) -> None:
     used.close()
     database = open_database(paths.request_db)
     moments = sorted(now - 60 - draw_number.random() ** 2 * 7 * DAY for _ in range(1500))
-    request_queries.add(database, [(make_record(draw_number, at, i), None) for i, at in enumerate(moments)])
+    request_queries.add(
+        database, [(make_record(draw_number, at, i), None, ()) for i, at in enumerate(moments)]
+    )
     for step in (10, 60):
         begin = int(now) // step * step - min(KEEP[step], 7 * DAY)
         rows = [
             (step, at, json.dumps(make_point(draw_number, at, now))) for at in range(begin, int(now), step)
         ]
-        telemetry_queries.add_telemetry(database, rows, KEEP, int(now))
+        request_queries.add_telemetry(database, rows, KEEP, int(now))
     for hours, kind, text in (
         (20, "load", "ready"),
         (11, "restart", "the engine process ended with signal 9"),
         (10.9, "load", "ready"),
         (3, "refusal", "14 requests refused: queue_full"),
     ):
-        telemetry_queries.add_annotation(database, now - hours * 3600, kind, "builtin", text, 0)
+        request_queries.add_annotation(database, now - hours * 3600, kind, "builtin", text, 0)
     database.dispose()
 
 

@@ -444,6 +444,7 @@ def test_discover_and_first_run_offer_models_that_fit_without_asking_the_hub(pan
     assert "qwen3:0.6b" in page
     assert "Embeddings" in page
     assert page.count("/admin/models/pull") > 3
+    assert re.search(r"<summary>\d+ do not fit here as published</summary>", page)
     first = signed_in.get("/admin/first-run").text
     assert re.search(r"<h3>(Quick|Balanced|Best|Smallest): ", first)
     rows = signed_in.get("/admin/api/recommended").json()["models"]
