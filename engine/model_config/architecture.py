@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llmbox.kernels.activation import Activation
 
 from .attention import LatentRule, WindowRule, no_latent, no_windows
-from .fields import Fields, attends_both_ways
+from .fields import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Fields, attends_both_ways
 from .moe import ExpertRule, no_experts
 from .mtp import MTPStyle
 from .multipliers import Scales, no_scales
@@ -142,6 +142,17 @@ def as_it_is(_fields: Fields) -> Mapping[str, Any]:
     return {}
 
 
+class CommonSizes(NamedTuple):
+    """Sizes that config.json has for every architecture."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """Properties of one architecture. Rules get the fields of config.json, completed by `defaults`."""
@@ -223,6 +234,39 @@ class Architecture:
     another one."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""
+
+    def complete(self, fields: Fields) -> Fields:
+        """Return the fields with the defaults, under the names that most architectures have.
+
+        A file of older transformers has RoPE parameters of its own, so a default for them must not add to
+        these.
+        """
+        raw = {**self.defaults, **fields.raw}
+        raw |= {usual: raw[key] for usual, key in self.aliases.items() if raw.get(key) is not None}
+        if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
+            raw["rope_parameters"] = None
+        return Fields({**raw, **self.sizes(Fields(raw, fields.where))}, fields.where)
+
+    def read_sizes(self, fields: Fields) -> CommonSizes:
+        """Return the sizes of completed fields. Raises ModelError for those that fit no model."""
+        heads = fields.integer("num_attention_heads", most=MAX_HEADS)
+        hidden = fields.integer("hidden_size", most=MAX_WIDTH)
+        head_dim = fields.integer("head_dim", self.head_dim or hidden // heads or None, most=MAX_WIDTH)
+        kv_heads = fields.integer("num_key_value_heads", heads, most=MAX_HEADS)
+        if heads % kv_heads:
+            raise fields.error(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        if head_dim % 2:
+            raise fields.error(f"head_dim {head_dim} must be even")
+        if self.encoder is not None and (heads * head_dim, kv_heads) != (hidden, heads):
+            raise fields.error(f"{heads} heads of {head_dim} do not make up hidden_size {hidden}")
+        layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+        positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
+        return CommonSizes(layers, hidden, heads, kv_heads, head_dim, positions)
+
+    def has_qk_norm(self, fields: Fields) -> bool:
+        return not self.qk_norm_flag or fields.flag(self.qk_norm_flag, default=False)
 
 
 def refuse_unsupported(fields: Fields, kind: Architecture) -> None:

@@ -9,6 +9,12 @@ from ..errors import ModelError
 
 LARGEST: Final = 2**31 - 1
 """Maximum of integers in a model's config, because kernels count in 32 bits."""
+MAX_LAYERS: Final = 1024
+MAX_HEADS: Final = 1 << 12
+MAX_WIDTH: Final = 1 << 20
+"""Maximum width of hidden states and heads; MLPs and vocabularies may be 16 times as wide."""
+MAX_POSITIONS: Final = 1 << 27
+"""Maximum context: fourteen times the longest that any model was published with."""
 _SHOWN: Final = 80
 OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Keys that config.json may have next to `text_config` and not in it."""
