@@ -32,7 +32,7 @@ from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
-from ..planning.runnable import RunnablePlan, check_drafts, require_runnable
+from ..planning.runnable import RunnablePlan, check_drafts, not_deterministic, require_runnable
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
@@ -141,11 +141,7 @@ def _require_support(
             f"{plan.kv_dtype}: load with --kv-dtype auto"
         )
     if config.deterministic and not ops.row_invariant:
-        raise DeviceError(
-            f"deterministic was asked for, but the kernels that run here ({ops.name} on {device.type}, "
-            f"{plan.dtype}) may compute a row differently in another batch. It needs the Triton kernels on a "
-            "GPU, or the C++ kernels on a CPU, in bfloat16 or float32; see `llmbox doctor`"
-        )
+        raise not_deterministic(f"{ops.name} on {device.type}, {plan.dtype}")
     if model.recurrent is not None and ops.recurrent is None:
         raise DeviceError(f"the kernels that run here ({ops.name}) lack recurrent layers: use --device cpu")
 
