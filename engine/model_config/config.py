@@ -1,10 +1,9 @@
 """Parsing of config.json into a `ModelConfig`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from llmbox.kernels.activation import UNGATED, Activation
+from llmbox.kernels.activation import UNGATED
 
 from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
@@ -21,6 +20,7 @@ from ..errors import ModelError
 from .architecture import (
     AltUpConfig,
     Architecture,
+    ArchitectureTraits,
     BlockKind,
     CommonSizes,
     EncoderConfig,
@@ -52,10 +52,9 @@ from .vision.shape import vision_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ArchitectureTraits):
     """Validated configuration of a model."""
 
-    model_type: str
     dtype: Dtype
     """Dtype of the checkpoint: bfloat16, float16 or float32."""
     vocab_size: int
@@ -75,12 +74,8 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: QKNorm | None
-    block: BlockKind
     recurrent_block: BlockKind
-    """Position of norms, and that in recurrent layers."""
-    has_stacked_projections: bool
-    has_stacked_mlp: bool
-    """True if q, k and v, or gate and up, are one tensor in the checkpoint; see `Architecture`."""
+    """Position of norms in recurrent layers."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens; None for full attention."""
     ropes: tuple[RopeConfig, ...]
@@ -88,12 +83,6 @@ class ModelConfig:
     layer_ropes: tuple[int, ...]
     """Index into `ropes` for each layer."""
     scales: Scales
-    activation: Activation = "silu"
-    """Activation of gates."""
-    norms_add_one: bool = False
-    """True if norms multiply by 1 + w."""
-    fits_float16: bool = True
-    """True if the outputs of layers stay within the range of float16."""
     quant: str | None = None
     """Kernels' format for the numbers of a quantized checkpoint; None: no kernel has such numbers."""
     stored: WeightFormat | None = None
@@ -103,18 +92,13 @@ class ModelConfig:
     has_head: bool = True
     """False for a model that only gives embeddings."""
     experts: ExpertsConfig | None = None
-    norms_after_rope: bool = False
-    """True if QK-norm comes after RoPE."""
     recurrent: RecurrentConfig | None = None
-    has_attention_gate: bool = False
     has_head_gate: bool = False
     """True if the result of each head is multiplied by the sigmoid of one number."""
     head_bias: bool = False
     """True if the output head has a bias."""
     latent: LatentConfig | None = None
     """Latent attention (MLA); `head_dim` is then the width of the cached latents."""
-    has_sinks: bool = False
-    """True if each query head has a sink."""
     extra_layers: int = 0
     """Layers after the last, which predict several tokens and are not layers of the model."""
     mtp: MTPConfig | None = None
@@ -123,8 +107,6 @@ class ModelConfig:
     """True if each token attends to those after it too. The model then makes vectors, and keeps no KV."""
     encoder: EncoderConfig | None = None
     """Properties of an encoder of the BERT family."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Names of modules in the checkpoint, where they differ from those in `engine/model`."""
     layer_sizes: tuple[LayerSizes, ...] = ()
     """Sizes of each layer where they differ; `num_kv_heads` and `head_dim` then are those of full
     attention."""
@@ -132,8 +114,6 @@ class ModelConfig:
     """Width of the embedding that each layer has of its own; 0: none."""
     per_layer_vocab: int = 0
     """Tokens that these embeddings have rows for."""
-    norms_values: bool = False
-    """True if values are normed too, without a weight."""
     altup: AltUpConfig | None = None
     extra_params: tuple[int, int] = (0, 0)
     """Parameters of each layer, and of the whole model, beside those that most architectures have."""
@@ -300,7 +280,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     experts = kind.experts(fields, sizes.layers)
     per_layer_width, per_layer_vocab = kind.per_layer(fields)
     return ModelConfig(
-        model_type=kind.model_type,
+        **kind.traits(),
         dtype=checkpoint_dtype(fields),
         vocab_size=fields.integer("vocab_size", most=16 * MAX_WIDTH),
         hidden_size=sizes.hidden,
@@ -317,37 +297,26 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         o_bias=kind.attention_bias and fields.flag("attention_out_bias", default=bias),
         mlp_bias=kind.mlp_bias and fields.flag("mlp_bias", default=False),
         qk_norm=kind.qk_norm if kind.has_qk_norm(fields) else None,
-        block=kind.block,
         recurrent_block=kind.recurrent_block or kind.block,
-        has_stacked_projections=kind.has_stacked_projections,
-        has_stacked_mlp=kind.has_stacked_mlp,
         windows=kind.windows(fields, sizes.layers),
         ropes=ropes,
         layer_ropes=layer_ropes,
         scales=scales,
-        activation=kind.activation,
-        norms_add_one=kind.norms_add_one,
-        fits_float16=kind.fits_float16,
         quant=running_format(stored, has_experts=experts is not None),
         stored=stored,
         wide_params=0 if stored is None else count_unquantized_params(path, stored),
         experts=experts,
-        norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, sizes.layers),
-        has_attention_gate=kind.has_attention_gate,
         has_head_gate=bool(kind.head_gate_flag) and fields.flag(kind.head_gate_flag, default=True),
         head_bias=bool(kind.head_bias_flag) and fields.flag(kind.head_bias_flag, default=False),
         latent=latent,
-        has_sinks=kind.has_sinks,
         extra_layers=int(fields.number("num_nextn_predict_layers", 0)),
         mtp=None if isinstance(stored, GgufFormat) else find_mtp(kind.mtp, fields, path, sizes.layers),
         is_bidirectional=is_bidirectional,
         encoder=encoder,
-        names=kind.names,
         layer_sizes=kind.layer_sizes(fields, sizes.layers),
         per_layer_width=per_layer_width,
         per_layer_vocab=per_layer_vocab,
-        norms_values=kind.norms_values,
         altup=kind.altup(fields),
         extra_params=kind.extra_params(fields),
         vision=vision,
