@@ -103,8 +103,8 @@ class EngineConfig:
     """Split long prompts over several steps. Off: a prompt takes one step, whatever the budget (a
     baseline)."""
     speculate: Speculate = "auto"
-    """Speculative decoding, where verification cannot change the tokens (`executor/build.py`); `on` refuses
-    to load elsewhere."""
+    """Speculative decoding, where verification cannot change the tokens (`executor/drafting.py`); `on`
+    refuses to load elsewhere."""
     draft_path: str | None = None
     """Directory of a draft model with the same vocabulary, or of an EAGLE-3 or Medusa head. As `on`, it
     refuses to load where drafts cannot be verified."""

@@ -227,7 +227,7 @@ class EngineQueries:
 _QUIET_SECONDS: Final = 3.0
 """Seconds without requests before a spare is started: importing takes a core for about a second."""
 _PATIENCE: Final = 20
-"""Most times that the start is put off because of running requests."""
+"""Maximum number of times that the start is postponed because requests run."""
 
 
 class PrewarmedProcess:

@@ -14,6 +14,7 @@ from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
 from llmbox.engine.planning.performance_model import (
+    RankLink,
     decode_scaling,
     decode_tokens_per_second,
     expert_step_bytes,
@@ -370,26 +371,13 @@ def _scaling(
         plan.pp,
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
-        bandwidth=link.memory,
-        link_bandwidth=link.bandwidth,
-        sum_seconds=link.seconds,
+        link=link,
         rows=rows,
         context=context,
         expert_parallel=plan.expert_parallel,
         results=plan.exchanges_results,
     )
     return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
-
-
-@dataclass(frozen=True, slots=True)
-class RankLink:
-    """Link between two ranks: bytes a second one way, seconds of an empty all-reduce, and each rank's memory
-    bandwidth.
-    """
-
-    bandwidth: float
-    seconds: float
-    memory: float
 
 
 def link_of(plan: MemoryPlan, machine: Machine, bandwidth: float) -> RankLink:

@@ -12,11 +12,17 @@ from llmbox.engine.hardware.gpu_catalog import GpuModel
 from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.estimator import MemoryPlan, show_bytes
-from llmbox.engine.planning.performance_model import exchange_seconds, rank_shape, step_bytes, step_flops
+from llmbox.engine.planning.performance_model import (
+    RankLink,
+    exchange_seconds,
+    rank_shape,
+    step_bytes,
+    step_flops,
+)
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..engines.eviction import total_budget
-from .fit import SUSTAINED, RankLink, alternatives, link_of, plan_within_budget
+from .fit import SUSTAINED, alternatives, link_of, plan_within_budget
 
 _HOUR, _MILLION = 3600.0, 1e6
 _MOST_CARDS = (2, 4, 8)
@@ -66,8 +72,7 @@ class StepTimes:
             plan.tp,
             plan.pp,
             dtype=plan.dtype,
-            link_bandwidth=self.link.bandwidth,
-            sum_seconds=self.link.seconds,
+            link=self.link,
             rows=rows,
         )
         return StepCost(

@@ -117,8 +117,8 @@ def _current(model: RecommendedModel, told: HubFacts | None) -> tuple[Recommende
 
 
 def smaller_models(name: str, found: list[Recommendation]) -> Iterator[str]:
-    """Yield models that fit in place of `name`: of its family, else for chat; those that answer at a usable
-    speed first, then larger ones.
+    """Yield models that fit in place of `name`, of its family or else for chat. Those with a usable speed
+    come first, and larger ones before smaller ones.
     """
     family = family_of(name.partition("@")[0])
     fitting = [each for each in found if each.fit.fits and each.model.repo != name]
@@ -134,10 +134,10 @@ def smaller_models(name: str, found: list[Recommendation]) -> Iterator[str]:
 
 
 def first_choices(found: list[Recommendation]) -> dict[str, Recommendation]:
-    """Return up to three chat models for a newcomer by label, fastest first: none is gated, all fit.
+    """Return up to three chat models for a newcomer by label, fastest first. They fit and are not gated.
 
-    Each is the largest at its label's speed that is clearly smaller than the one before. Where none is
-    usable, the smallest stands alone.
+    Each is the largest that reaches the speed of its label and is clearly smaller than the slower one next to
+    it. Where none is fast enough, the result is the smallest alone.
     """
     fitting = [
         each

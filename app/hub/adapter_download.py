@@ -14,9 +14,9 @@ from ..models.catalog import HUB_ID, hub_cache
 from . import errors
 from .cache_layout import Repo
 from .download import with_retries
-from .errors import DownloadStopped, HubError, RateLimiter, Retries
+from .errors import DownloadStopped, HubError
 from .repo_files import CONFIG_LIMIT, Hub, RepoFile, RepoListing
-from .transfer import TransferContext, TransferProgress, fetch, free_space
+from .transfer import RateLimiter, Retries, TransferContext, TransferProgress, fetch, free_space
 
 FILES: Final = (CONFIG, WEIGHTS)
 PICKLE: Final = "adapter_model.bin"

@@ -16,10 +16,10 @@ from ..models.catalog import HUB_ID
 from ..util.threads import in_thread
 from . import errors
 from .cache_layout import Repo
-from .errors import DownloadStopped, HubError, RateLimiter, Retries
+from .errors import DownloadStopped, HubError
 from .model_info import remote_config
 from .repo_files import CONFIG_LIMIT, Hub, RepoFile, RepoListing
-from .transfer import TransferContext, TransferProgress, fetch, free_space
+from .transfer import RateLimiter, Retries, TransferContext, TransferProgress, fetch, free_space
 
 T = TypeVar("T")
 State = Literal["checking", "downloading", "paused", "ready", "failed", "cancelled"]

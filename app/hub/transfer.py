@@ -1,11 +1,13 @@
 """Transfer of one file from the hub to its blob: resumed by range, checked, in place only when its hash is
-right.
+right. Retries and the bandwidth cap.
 """
 
 import hashlib
 import os
+import random
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import BinaryIO, Protocol
 
 from . import errors
 from .cache_layout import Repo
-from .errors import DownloadStopped, HubError, RateLimiter, Retries
+from .errors import DownloadStopped, HubError
 from .http import HubHttpClient, HubResponse
 from .repo_files import RepoFile
 
@@ -36,6 +38,43 @@ class TransferProgress:
     retries: int = 0
     state: str = "waiting"
     """One of waiting, checking, fetching, done."""
+
+
+class RateLimiter:
+    """Bandwidth cap in bytes a second over all threads that share it. The bound may change at any time."""
+
+    def __init__(self, rate: Callable[[], float | None]) -> None:
+        self._rate = rate
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> float:
+        """Return the seconds to wait before these bytes are within the bound."""
+        rate = self._rate()
+        if not rate:
+            return 0.0
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(now, self._free_at) + count / rate
+            return self._free_at - now
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Tries in a row without a byte of progress, and the first wait in seconds, which doubles."""
+
+    tries: int = 8
+    first: float = 0.5
+    longest: float = 30.0
+
+    def wait(self, failures: int, asked: float | None) -> float:
+        """Return the seconds to wait before the next try, after so many failures in a row. A wait that the
+        server asks for is respected.
+        """
+        if asked is not None:
+            return asked
+        bound: float = min(self.longest, self.first * 2 ** (failures - 1))
+        return bound * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients out, protects nothing
 
 
 @dataclass(frozen=True, slots=True)

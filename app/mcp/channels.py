@@ -34,7 +34,7 @@ class ServerProblem(Exception):  # noqa: N818 - reported as ApiError, with the s
 
 
 class McpChannel(Protocol):
-    """Way to a server. `request` raises ServerProblem, or RpcError for an error object."""
+    """Connection to a server. `request` raises ServerProblem, or RpcError for an error object."""
 
     async def request(self, method: str, params: Mapping[str, Any]) -> Any: ...
     async def notify(self, method: str, params: Mapping[str, Any]) -> None: ...

@@ -19,7 +19,7 @@ from .protocol import VERSIONS, RpcError
 START_SECONDS: Final = 20.0
 CALL_SECONDS: Final = 120.0
 IDLE_SECONDS: Final = 900.0
-"""Time without a call after which a server is left; the next call starts it again."""
+"""Time without a call after which the connection to a server is closed. The next call opens it again."""
 MOST_PAGES: Final = 20
 MOST_TEXT: Final = 100_000
 """Characters of a result that reach the model."""

@@ -14,7 +14,7 @@ from .rate_limit import KeyLimiter, KeyLimiters
 from .sessions import PATH, OneTimeTokens, Session, Sessions, SignInBackoff
 
 BACKGROUND_PRIORITY = 1000
-"""Added to the priority of a background request, which puts it behind every key's class."""
+"""Number added to the priority of a background request, which puts it behind every key's class."""
 PANEL = "(panel)"
 """Name of panel sessions in the request log, where a key has its name; no key can have it."""
 

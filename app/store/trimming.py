@@ -21,7 +21,7 @@ _EVERY_S = 3600.0
 _EVERY_BYTES = 8 << 20  # sooner after so much was written
 _FIRST_S = 60.0  # after the start, which has other work to do
 _LEAP_S = 3 * 86_400.0
-"""Seconds that the wall clock may be ahead of the reckoned time: a weekend of sleep."""
+"""Seconds that the wall clock may be ahead of the expected time, as after a weekend of sleep."""
 _DOUBT_S = 86_400.0
 """Seconds of running after which a wall clock that jumped further ahead is believed."""
 

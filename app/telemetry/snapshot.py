@@ -140,7 +140,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     tpot_target: Number = NA
     """Latency target of the model (`usage.targets`), for its 95th percentiles."""
     target_problem: str = ""
-    """Reason why requests cannot meet it even alone, found by `limits.admission`."""
+    """Reason why even a request alone misses it, as `limits.admission` found; empty: it may be met."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Draft tokens that were accepted."""

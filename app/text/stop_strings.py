@@ -111,7 +111,7 @@ class RepeatedCalls:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Return the text that is certainly not behind a loop. Called once a token."""
+        """Return the text before the point where a loop may have begun. Called once a token."""
         self._tokens += 1
         mark, begin = self._mark, 0
         for end, char in enumerate(text, 1):

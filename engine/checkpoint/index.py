@@ -270,8 +270,8 @@ class ExpectedTensors:
             self.left.pop(name, None)
 
     def take_stack(self, name: str, shape: tuple[int, int, int], biases: int) -> bool:
-        """Take the tensors of all experts of a layer, whose names begin so; False if there are none. Those
-        of a quantized checkpoint are checked by their format. `biases`: of an expert; 0: it has none.
+        """Take the tensors of all experts of a layer, whose names begin with `name`; False if there are none.
+        Those of a quantized checkpoint are checked by their format. `biases`: number for each expert.
         """
         stack = [each for each in self.left if each.startswith(name)]
         for each in stack:

@@ -224,9 +224,9 @@ class Request:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """True if the host must know the last token before the next is sampled: a grammar reads it, it may be
-        the one at which thoughts are ended, the first for which the request is computed again, or nobody
-        knows how many tokens come before it.
+        """True if the host must know the last token before the next one is sampled: a grammar reads it, the
+        reasoning may be ended at it, or it may be the first token behind the short factors of LongRoPE, after
+        which the request is computed again. Also true if drafts leave the number of tokens before it open.
         """
         if self.has_open_drafts or self.num_scheduled >= self.num_short:
             return True

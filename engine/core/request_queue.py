@@ -194,7 +194,7 @@ class WaitingQueue:
         return list(self._aside)
 
     def end_fork_wait(self, sibling: Request) -> None:
-        """Queue the forks of `sibling` like other requests: its prompt is computed, or it is gone."""
+        """Queue the forks of `sibling` like other requests, because its prompt is computed or it is gone."""
         for request in self._aside.pop(sibling.request_id, ()):
             self._standing_aside.discard(request.request_id)
             if self._is_present(request):

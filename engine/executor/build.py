@@ -1,27 +1,22 @@
 """Build an engine: plan its memory, load the weights of every rank, and connect runner and scheduler.
 
-`load_engine` is the entry point of the engine process, `load_rank` that of every rank.
+`load_engine` is the entry point of the engine process, `rank_engine.load_rank` that of every rank.
 """
 
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmbox.kernels.cpu.build import compile_progress, native_obtainable
-from llmbox.kernels.cpu.isa import pick_cores
-from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
+from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.lora import MAX_SLOTS
-from llmbox.kernels.ops import Ops
-from llmbox.kernels.quant_formats import QUANTS, Quant
-from llmbox.kernels.recurrent import make_state
-from llmbox.kernels.support import KernelSite
 
 from ..config import EngineConfig, SchedulerConfig
 from ..core.adapter_slots import AdapterSlots
@@ -32,76 +27,60 @@ from ..core.kv_cache.block_pool import BlockPool
 from ..core.kv_cache.handover import HandoverIntake, HandoverOutlet
 from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
-from ..core.speculation.proposer import Proposer
-from ..device.device import CudaDevice, cuda_machine
-from ..device.host_experts import with_host_experts
+from ..device.device import cuda_machine
 from ..distributed.communicator import TensorParallel
-from ..errors import DeviceError, EngineError
+from ..errors import DeviceError
 from ..hardware.machine import Machine, read_machine
 from ..ipc.messages import Progress, ToDaemon
-from ..kv_store.block_file import segment_bytes
-from ..model.decoder import Decoder
-from ..model.rotary import Rotary
+from ..kv_store.block_file import HandoverSegment, segment_bytes
 from ..model_config.config import parse_config
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.disaggregation import decode_config, prefill_config
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
-from ..planning.runnable import RunnablePlan, check_drafts, require_runnable
 from ..runner.block_memory import DeviceBlockMemory
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
-from ..runner.image_rows import EncodedImages, load_images
-from ..sampling import Sampler
-from .drafting import DraftTarget, draft_rows, load_draft_parts, load_proposers
 from .expert_load import place_hot_experts
 from .expert_moves import count_experts
 from .kv_tiers import make_segment, open_tiers
-from .load_model import WeightsWanted, cache_shapes, load_weights, model_info, read_model_vectors, state_shape
+from .load_model import model_info
 from .multiproc import RankProcesses
-from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
 from .rank_blocks import RankBlockMemory
-from .workers import cores_of_rank
+from .rank_engine import RankEngine, load_rank
+
+if TYPE_CHECKING:
+    from .prefill_process import EnginePair
 
 log = logging.getLogger("llmbox.engine")
 
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
 
 @dataclass(frozen=True, slots=True)
-class RankEngine:
-    """One rank's loaded shard of the model."""
+class LoadedRanks:
+    """Rank 0 of a loaded model, with the other ranks if there are any."""
 
-    rotary: Rotary
-    kernels: tuple[str, ...]
-    """Names of the kernels, of their layout and of a draft head, by which the bits of blocks may differ."""
-    runner: CPUModelRunner | EncoderRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
-    """Runner on a CPU, or a callable that creates the GPU runner after the rendezvous of all ranks."""
+    share: RankEngine
     plan: MemoryPlan
-    """Memory plan: measured where memory is profiled, else estimated."""
-    backend: str
+    """Memory plan, measured where memory is profiled."""
+    executor: Executor
     measured: int | None
-    """Bytes of memory that the weights took; None where the system does not report it."""
-    draft_rows: tuple[int, float] = (0, 0.0)
-    """Rows and their price, see `SchedulerConfig`."""
-    proposers: Sequence[Proposer] = ()
-    """Proposers of draft tokens that run a model."""
-    images: EncodedImages | None = None
-    """Pictures of a model with a vision tower."""
-    takes_adapters: bool = False
-    """Rows may have a LoRA adapter."""
+    """Bytes that the weights of all ranks took; None where the system does not report it."""
+    local: CPUModelRunner | EncoderRunner | GPUModelRunner | None = None
+    """Runner of a model on one rank."""
+    ranks: RankProcesses | None = None
+    """All ranks, where there are several."""
 
-    def finish(
-        self, agree: Agree = int
-    ) -> tuple[CPUModelRunner | EncoderRunner | GPUModelRunner, MemoryPlan]:
-        """Return the runner and the final plan, after the rendezvous of all ranks. Raises DoesNotFit."""
-        runner = self.runner
-        if isinstance(runner, CPUModelRunner | EncoderRunner):
-            return runner, self.plan
-        return runner(agree)
+    @property
+    def worker_pids(self) -> list[int]:
+        return [] if self.ranks is None else self.ranks.worker_pids
+
+    def block_memory(self, config: EngineConfig) -> DeviceBlockMemory | RankBlockMemory | None:
+        """Return access to KV blocks by index; None where nothing copies them."""
+        if self.ranks is not None:
+            return self.ranks.block_memory() if config.prefix_cache else None
+        return None if isinstance(self.local, EncoderRunner | None) else self.local.block_memory()
 
 
 def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> Engine:
@@ -111,12 +90,12 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
     """
     started = time.monotonic()
     progress(Progress(phase="weights", done=0, total=0))
-    model = parse_config(Path(config.model_path))
+    directory = Path(config.model_path)
+    model = parse_config(directory)
     if model.is_bidirectional:
         config = encoder_options(config)
-    device = resolve_device(config.device)
-    plan = estimate(model.shape(config.context), memory_budget(device), config)
-    pair = None
+    plan = estimate(model.shape(config.context), memory_budget(resolve_device(config.device)), config)
+    pair: EnginePair | None = None
     if config.disaggregate is not None:
         from .prefill_process import start_pair  # noqa: PLC0415 - one engine alone must do without msgspec
 
@@ -124,139 +103,70 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
         config = decode_config(config)
     elif config.prefill_role is not None:
         os.sched_setaffinity(0, config.prefill_role.cores)
-    plan = place_hot_experts(plan, model.experts, Path(config.model_path))
+    plan = place_hot_experts(plan, model.experts, directory)
     layout = plan.layout(0)
-    runner: Executor
-    local: object = None
-    worker_pids: list[int] = []
-    ranks: RankProcesses | None = None
-    if layout.ranks == 1:
-        share = load_rank(config, plan, TensorParallel(layout), weights_progress(progress))
-        local, plan = share.finish()
-        if isinstance(local, GPUModelRunner):
-            runner, share = local, replace(share, proposers=local.proposers)
-        else:
-            runner = SyncExecutor(local, local.prepare if isinstance(local, CPUModelRunner) else bool)
-        measured = share.measured
-    else:
+    loaded = load_ranks(config, plan, layout, weights_progress(progress))
+    took = time.monotonic() - started
+    info = model_info(
+        config, model, loaded.plan, loaded.share.backend, took, loaded.measured, loaded.worker_pids
+    )
+    scheduler = make_scheduler(config, loaded.plan, loaded.share)
+    if loaded.share.takes_adapters:
+        scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes)
+    memory = loaded.block_memory(config)
+    if config.prefill_role is not None:
+        assert isinstance(memory, DeviceBlockMemory)
+        segment = make_segment(config.prefill_role.segment, config, loaded.plan, loaded.share, memory)
+        blocks = CacheMemory(memory, scheduler.kv_cache)
+        scheduler.kv_cache.outlet = HandoverOutlet(segment, blocks, progress)
+        return Engine(scheduler, loaded.executor, info)
+    if pair is not None:
+        assert isinstance(memory, DeviceBlockMemory)
+        segment = load_prefill_engine(pair, config, loaded, memory, progress)
+        blocks = CacheMemory(memory, scheduler.kv_cache)
+        scheduler.kv_cache.intake = HandoverIntake(pair.link, segment, blocks)
+    if memory is not None:
+        answers = open_tiers(config, loaded.plan, loaded.share, memory, scheduler.kv_cache)
+        scheduler.drafting.answers.stores.files = answers
+    move = None if loaded.ranks is None else loaded.ranks.move_experts
+    experts = count_experts(loaded.share.runner, layout, directory, move)
+    return Engine(scheduler, loaded.executor, info, experts=experts)
+
+
+def load_ranks(
+    config: EngineConfig, plan: MemoryPlan, layout: ParallelLayout, progress: Callable[[int, int], None]
+) -> LoadedRanks:
+    """Load the weights of all ranks: in this process, or in worker processes too if there are several."""
+    load = partial(load_rank, config, plan)
+    if layout.ranks > 1:
         log.info("%s", "; ".join(plan.notes) or f"{layout.ranks} ranks: tp {plan.tp}, pp {plan.pp}")
         ranks = RankProcesses(config, plan, layout)
-        load = partial(load_rank, config, plan)
-        share, measured = ranks.load(load, weights_progress(progress))
-        (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
-    info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    scheduler = make_scheduler(config, plan, share)
-    if share.takes_adapters:
-        scheduler.kv_cache.adapters = AdapterSlots(MAX_SLOTS, config.lora_bytes)
-    memory: DeviceBlockMemory | RankBlockMemory | None = None
-    if isinstance(local, CPUModelRunner | GPUModelRunner):
-        memory = local.block_memory()
-        if config.prefill_role is not None:
-            segment = make_segment(config.prefill_role.segment, config, plan, share, memory)
-            blocks = CacheMemory(memory, scheduler.kv_cache)
-            scheduler.kv_cache.outlet = HandoverOutlet(segment, blocks, progress)
-            return Engine(scheduler, runner, info)
-        if pair is not None:
-            os.ftruncate(pair.handle, segment_bytes(max(memory.sizes.values())))
-            segment = make_segment(pair.handle, config, plan, share, memory)
-            if isinstance(local, CPUModelRunner):
-                local.populate()  # blocks arrive beside streams, which would wait for pages
-            pair.link.load(prefill_config(config, plan, pair.handle, pair.cores), progress)
-            blocks = CacheMemory(memory, scheduler.kv_cache)
-            scheduler.kv_cache.intake = HandoverIntake(pair.link, segment, blocks)
-    elif ranks is not None and config.prefix_cache:
-        memory = ranks.block_memory()
-    if memory is not None:
-        answers = open_tiers(config, plan, share, memory, scheduler.kv_cache)
-        scheduler.drafting.answers.stores.files = answers
-    move = None if ranks is None else ranks.move_experts
-    experts = count_experts(share.runner, layout, Path(config.model_path), move)
-    return Engine(scheduler, runner, info, experts=experts)
+        share, measured = ranks.load(load, progress)
+        executor, plan = ranks.runner(share)
+        return LoadedRanks(share, plan, executor, measured, ranks=ranks)
+    share = load(TensorParallel(layout), progress)
+    local, plan = share.finish()
+    if isinstance(local, GPUModelRunner):
+        share = replace(share, proposers=local.proposers)
+        return LoadedRanks(share, plan, local, share.measured, local)
+    executor = SyncExecutor(local, local.prepare if isinstance(local, CPUModelRunner) else bool)
+    return LoadedRanks(share, plan, executor, share.measured, local)
 
 
-def load_rank(
-    config: EngineConfig, plan: MemoryPlan, rank: TensorParallel, progress: Callable[[int, int], None]
-) -> RankEngine:
-    """Load this rank's shard of the model. Raises ModelError or DeviceError."""
-    layout, directory = rank.layout, Path(config.model_path)
-    rank.sums_in_shares = config.exact == "portable"
-    model_config = parse_config(directory)
-    device, free_before = rank_device(plan, layout)
-    threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
-    torch.set_num_threads(threads)
-    dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
-    wanted = RunnablePlan.of(plan, model_config)
-    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config, wanted)
-    if plan.expert_bytes:
-        ops = with_host_experts(ops, CudaDevice(device), threads, QUANTS.get(plan.expert_quant))
-        config = replace(config, cuda_graphs=False)
-    if kv_dtype not in ops.kv_dtypes:
-        raise DeviceError(
-            f"the kernels that run here ({ops.name} on {device.type}) keep no keys and values in "
-            f"{plan.kv_dtype}: load with --kv-dtype auto"
-        )
-    if config.deterministic and not ops.row_invariant:
-        raise DeviceError(
-            f"deterministic was asked for, but the kernels that run here ({ops.name} on {device.type}, "
-            f"{plan.dtype}) may compute a row differently in another batch. It needs the Triton kernels on a "
-            "GPU, or the C++ kernels on a CPU, in bfloat16 or float32; see `llmbox doctor`"
-        )
-    overlaps = config.overlaps_on(device.type)
-    rows = draft_rows(config, plan, ops, overlaps=overlaps)
-    if model_config.recurrent is not None and ops.recurrent is None:
-        raise DeviceError(f"the kernels that run here ({ops.name}) lack recurrent layers: use --device cpu")
-    check_drafts(model_config, config)
-    weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
-    model, measured = load_weights(model_config, weights, progress)
-    rotary = Rotary(model_config, plan.context, device, ops.cos_sin)
-    kernels: tuple[str, ...] = (ops.name, "" if ops.packing is None else ops.packing.layout, config.exact)
-    if model_config.is_bidirectional:
-        vectors = read_model_vectors(model_config, directory)
-        context, size = plan.context, plan.block_size
-        encoder = EncoderRunner(model, rotary, vectors, context=context, block_size=size, device=device)
-        if device.type == "cuda":
-            encoder.warm_up(ops.warmup_batch_sizes, plan.token_budget)
-        return RankEngine(rotary, kernels, encoder, plan, ops.name, measured)
-    assert isinstance(model, Decoder)
-    kv_shape, window_shape = cache_shapes(model_config, plan, layout, kv_dtype, dtype)
-    states = None
-    if model_config.recurrent is not None:
-        count = model_config.layers_with(layout.layers(model_config.num_layers), state=True)
-        states = state_shape(model_config.recurrent, count, plan, layout.tp)
-    images = None if plan.image_problem else load_images(model_config, directory, ops, dtype, device, layout)
-    target = DraftTarget(config, plan, model, ops, threads, kv_dtype, progress, device)
-    if overlaps:
-        # Recurrent layers verify drafts as they compute prompts.
-        drafts, (draft, head) = rows[0] if states is None else 0, load_draft_parts(target)
-        parts = GPUEngineParts(model, rotary, kv_shape, window_shape, states, images, drafts, draft)
-        make = partial(make_device_runner, parts, config, plan, device, free_before)
-        takes = model.adapters is not None and model.adapters.takes_tiles
-        kernels += (head,) if head else ()
-        return RankEngine(
-            rotary, kernels, make, plan, ops.name, measured, rows, images=images, takes_adapters=takes
-        )
-    sampler = Sampler(model_config.vocab_size, device, ops, rank)
-    cache = ops.make_kv_cache(kv_shape, device)
-    window_cache = None if window_shape is None else ops.make_kv_cache(window_shape, device)
-    runner = CPUModelRunner(
-        model,
-        rotary,
-        cache,
-        sampler,
-        block_size=plan.block_size,
-        device=device,
-        window_cache=window_cache,
-        has_window_blocks=plan.window > 0,
-        states=None if states is None else make_state(states, device),
-        images=images,
-        lora_bytes=config.lora_bytes,
-    )
-    if config.plans_adapters:
-        runner.adapters.prepare()
-    proposers, head = load_proposers(replace(target, runner=runner))
-    kernels += (head,) if head else ()
-    takes = model.adapters is not None
-    return RankEngine(rotary, kernels, runner, plan, ops.name, measured, rows, proposers, images, takes)
+def load_prefill_engine(
+    pair: "EnginePair",
+    config: EngineConfig,
+    loaded: LoadedRanks,
+    memory: DeviceBlockMemory,
+    progress: Callable[[ToDaemon], None],
+) -> HandoverSegment:
+    """Load the model in the prefill engine of a pair; return the memory through which its blocks come."""
+    os.ftruncate(pair.handle, segment_bytes(max(memory.sizes.values())))
+    segment = make_segment(pair.handle, config, loaded.plan, loaded.share, memory)
+    assert isinstance(loaded.local, CPUModelRunner)
+    loaded.local.populate()  # blocks arrive beside streams, which would wait for pages
+    pair.link.load(prefill_config(config, loaded.plan, pair.handle, pair.cores), progress)
+    return segment
 
 
 def encoder_options(config: EngineConfig) -> EngineConfig:
@@ -291,25 +201,6 @@ def resolve_device(asked: str) -> torch.device:
     return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
-def rank_device(plan: MemoryPlan, layout: ParallelLayout) -> tuple[torch.device, int]:
-    """Return this rank's device and the bytes that were free on a GPU before this process used it."""
-    if plan.device == "cpu":
-        return torch.device("cpu"), 0
-    gpu = plan.gpus[layout.rank]
-    return torch.device("cuda", gpu), select_gpu(gpu)
-
-
-def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> int:
-    """Return this rank's share of `threads`. On a CPU, pin the rank to its own cores if there are enough."""
-    if layout.ranks == 1 or device.type != "cpu":
-        return threads
-    cores = pick_cores(threads)
-    mine = cores_of_rank(cores, layout)
-    if len(mine) < len(cores) and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, mine)
-    return max(1, threads // layout.ranks)
-
-
 def memory_budget(device: torch.device) -> MemoryBudget:
     if device.type == "cpu":
         return replace(MemoryBudget.of(read_machine(), "cpu"), native_kernels=native_ready())
@@ -336,31 +227,6 @@ def _without_nvml(device: torch.device, machine: Machine) -> MemoryBudget:
         host_available=machine.memory.available,
         host_native=native_obtainable(),
     )
-
-
-def backend(
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    threads: int,
-    quant: Quant | None,
-    config: EngineConfig,
-    plan: RunnablePlan,
-) -> Ops:
-    """Select the kernels of this device. Raises DeviceError, with the reasons that `fit` gives."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    has_native = device.type == "cpu" and native_ready()
-    place: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
-    require_runnable(plan, KernelSite(device=place, has_native=has_native, capability=capability), config)
-    try:
-        portable = config.exact == "portable"
-        return select_ops(
-            device, dtype, kv_dtype, threads, quant, deterministic=config.deterministic, portable=portable
-        )
-    except QuantUnavailable as error:
-        raise DeviceError(f"{error}: load with --quant none, or another checkpoint") from None
-    except UnknownBackend as error:
-        raise EngineError(str(error)) from None
 
 
 def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int], None]:

@@ -35,7 +35,7 @@ from ..runner.draft_model import DraftModel, DraftSampler, SyncDraftExecutor
 from ..weights.checkpoint import Checkpoint
 from ..weights.packed_cache.cache import identity
 from .load_model import WeightsWanted, cache_shapes, load_part, load_weights
-from .profile import GPUEngineParts
+from .profile import RunnerParts
 
 log = logging.getLogger("llmbox.engine")
 
@@ -153,20 +153,20 @@ def load_proposers(target: DraftTarget) -> tuple[list[Proposer], str]:
     return [proposer], loaded.name
 
 
-def load_draft_parts(target: DraftTarget) -> tuple[GPUEngineParts | None, str]:
+def load_draft_parts(target: DraftTarget) -> tuple[RunnerParts | None, str]:
     """Load the draft model or head of a target on a GPU, whose runner comes with the target's; None where
     there is none. Returns also a name of a head's weights. Raises ModelError and DeviceError.
     """
     if target.plan.draft_method == "draft_model":
         model = _load_draft_weights(target)
         cache = target.cache_shape(model.config)
-        return GPUEngineParts(model, target.rotary(model.config), cache, None, None), ""
+        return RunnerParts(model, target.rotary(model.config), cache, None, None), ""
     loaded = _load_head(target)
     if loaded is None:
         return None, ""
     head, shape = loaded.model, _head_cache(target, loaded.model)
     rows, _ = draft_rows(target.config, target.plan, target.ops, overlaps=True)
-    parts = GPUEngineParts(head, target.rotary(head.config), shape, None, None, draft_rows=rows)
+    parts = RunnerParts(head, target.rotary(head.config), shape, None, None, draft_rows=rows)
     return replace(parts, method=loaded.method, taps=loaded.taps), loaded.name
 
 

@@ -1,8 +1,9 @@
 """Copies of hot experts that follow the load of a running engine.
 
-Rank 0 measures how unevenly ranks are loaded, and has single experts change places between two steps: the
-weights of one go over another's, whose place is needed no longer or taken in return. Each move leaves all
-experts somewhere, so a step may follow any of them. A token does not change: see `expert_load.py`.
+Rank 0 measures how unevenly ranks are loaded, and moves single experts between two steps. The weights of the
+moved expert overwrite those of another one on the target rank: a copy that is no longer needed, or an expert
+that moves the other way. After each move every expert is on some rank, so a step may follow. Tokens do not
+change: see `expert_load.py`.
 """
 
 import hashlib
@@ -277,7 +278,7 @@ def balance_layer(
 
 
 def _totals(load: Sequence[int], holders: Sequence[Sequence[int]], ranks: int) -> list[float]:
-    """Return the rows of each rank, where copies of an expert have equal shares."""
+    """Return the rows that each rank computes if the copies of an expert share its rows equally."""
     totals = [0.0] * ranks
     for rows, held in zip(load, holders, strict=True):
         for rank in held:

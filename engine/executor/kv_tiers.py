@@ -2,10 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -27,6 +25,7 @@ from ..planning.memory_plan import MemoryPlan
 from ..runner.block_memory import DeviceBlockMemory
 from ..weights.packed_cache.cache import PackKey
 from .rank_blocks import RankBlockMemory
+from .rank_engine import RankEngine
 
 log = logging.getLogger("llmbox.engine")
 
@@ -38,21 +37,10 @@ _PROBED = (1, 1000)
 """Positions at which the tables of RoPE are compared: `dynamic` frequencies follow the served context."""
 
 
-class ComputedBy(Protocol):
-    """Parts of a rank that decide the bits of keys and values on this machine."""
-
-    @property
-    def rotary(self) -> Rotary: ...
-    @property
-    def kernels(self) -> Sequence[str]:
-        """Names of the kernels and of their layout."""
-        ...
-
-
 def open_tiers(
     config: EngineConfig,
     plan: MemoryPlan,
-    computed: ComputedBy,
+    computed: RankEngine,
     memory: DeviceBlockMemory | RankBlockMemory,
     kv_cache: KVCacheManager,
 ) -> AnswerFiles | None:
@@ -85,7 +73,7 @@ def open_host_tier(plan: MemoryPlan, memory: BlockMemory) -> HostTier | None:
 def _open_store(
     config: EngineConfig,
     plan: MemoryPlan,
-    computed: ComputedBy,
+    computed: RankEngine,
     memory: DeviceBlockMemory | RankBlockMemory,
 ) -> tuple[BlockStore | None, AnswerFiles | None]:
     place = usage.read_variables()
@@ -119,14 +107,14 @@ def _open_store(
 
 
 def make_segment(
-    handle: int, config: EngineConfig, plan: MemoryPlan, computed: ComputedBy, memory: DeviceBlockMemory
+    handle: int, config: EngineConfig, plan: MemoryPlan, computed: RankEngine, memory: DeviceBlockMemory
 ) -> HandoverSegment:
     """Map the hand-over segment of a pair. Raises ModelError and OSError."""
     digest = fingerprint(_pack_key(config, plan, computed), plan, computed.rotary, memory)
     return HandoverSegment(handle, max(memory.sizes.values()), digest, memory.checksums)
 
 
-def _pack_key(config: EngineConfig, plan: MemoryPlan, computed: ComputedBy) -> PackKey:
+def _pack_key(config: EngineConfig, plan: MemoryPlan, computed: RankEngine) -> PackKey:
     layout = "\0".join(computed.kernels)
     return PackKey(directory=Path(config.model_path), dtype=plan.dtype, quant=plan.quant, layout=layout)
 

@@ -75,7 +75,7 @@ class WeightsWanted:
     quant: str
     rank: TensorParallel = SINGLE
     part: str = ""
-    """Name of a part of the checkpoint that is packed for itself; empty: the model."""
+    """Name of a part of the checkpoint that is packed on its own; empty: the whole model."""
 
 
 M = TypeVar("M")

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -30,6 +30,7 @@ from ..runner.image_rows import EncodedImages
 from ..runner.prompt_results import LaunchedStep
 from .expert_moves import ExpertMover
 from .rank_blocks import RankBlockMemory
+from .rank_engine import RankEngine
 from .step_codec import Frame, StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
 from .workers import Transport, WorkerGroup
@@ -134,16 +135,6 @@ class AsyncMultiprocExecutor(MultiprocExecutor):
         self._local.capture(size)
 
 
-class LoadedRanks(Protocol):
-    """Loaded shard of one rank: `build.RankEngine`."""
-
-    @property
-    def backend(self) -> str: ...
-    @property
-    def measured(self) -> int | None: ...
-    def finish(self, agree: Callable[[int], int]) -> tuple[Any, MemoryPlan]: ...
-
-
 _CHOICE: Final = "LLMBOX_RANKS"
 """Environment variable. gloo: torch.distributed between CPU ranks instead of shared memory. nccl: only NCCL
 between GPUs, without one-shot and fused all-reduce kernels."""
@@ -152,7 +143,6 @@ _NCCL_HINT: Final = (
     "(--shm-size 1g)"
 )
 
-L = TypeVar("L", bound=LoadedRanks)
 Progress = Callable[[int, int], None]
 
 
@@ -168,7 +158,9 @@ class RankProcesses:
         self._local: object = None
         self._mover: ExpertMover | None = None
 
-    def load(self, load: Callable[[TensorParallel, Progress], L], progress: Progress) -> tuple[L, int | None]:
+    def load(
+        self, load: Callable[[TensorParallel, Progress], RankEngine], progress: Progress
+    ) -> tuple[RankEngine, int | None]:
         """Load all ranks; return rank 0's shard and the bytes that the weights of all ranks took.
 
         Raises EngineError.
@@ -204,7 +196,7 @@ class RankProcesses:
     def worker_pids(self) -> list[int]:
         return [worker.process.pid for worker in self._workers.processes]
 
-    def runner(self, share: LoadedRanks) -> tuple[Executor, MemoryPlan]:
+    def runner(self, share: RankEngine) -> tuple[Executor, MemoryPlan]:
         """Return the executor and the plan as measured by all ranks. Raises DoesNotFit."""
         assert self._watchdog is not None
         try:

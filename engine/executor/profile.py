@@ -107,7 +107,7 @@ Agree = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class GPUEngineParts:
+class RunnerParts:
     """Parts of a runner, all but the KV cache."""
 
     model: Decoder | DraftHead
@@ -122,7 +122,7 @@ class GPUEngineParts:
     """For a model with a vision tower."""
     draft_rows: int = 0
     """See `DeviceSizes`."""
-    draft: "GPUEngineParts | None" = None
+    draft: "RunnerParts | None" = None
     """Draft model or head beside it."""
     method: DraftMethod = "draft_model"
     """Method of a draft model or head."""
@@ -131,7 +131,7 @@ class GPUEngineParts:
 
 
 def make_device_runner(
-    parts: GPUEngineParts,
+    parts: RunnerParts,
     config: EngineConfig,
     plan: MemoryPlan,
     device: torch.device,
@@ -157,7 +157,7 @@ def make_device_runner(
 
 
 def build(
-    parts: GPUEngineParts,
+    parts: RunnerParts,
     plan: MemoryPlan,
     device: Device,
     make_capture: Callable[[], GraphCapture] | None,

@@ -100,7 +100,7 @@ _GRAPH = "graph"
 _ADAPTERS = "adapters"
 _IMAGES = "images"
 _GONE = -1
-"""Admission of a mirror that has left: runners recognize its stale state by it."""
+"""Admission of a mirrored request that has left, by which runners recognize its stale state."""
 
 
 @dataclass(slots=True)

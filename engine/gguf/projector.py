@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from ..checkpoint.safetensors import shown
 from ..errors import ModelError
-from ..model_config.fields import Fields, show
-from ..model_config.vision.config import MAX_LAYERS
+from ..model_config.fields import MAX_LAYERS, Fields, show
 from ..model_config.vision.families import VISION_FAMILIES, describe_vision
 from .projector_tensors import check_projector_tensors
 from .reader import GgufFile, read_gguf

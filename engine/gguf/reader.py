@@ -19,8 +19,7 @@ from typing import Any, BinaryIO, Final
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, refuse_overlaps, shown
 from ..errors import ModelError
-from ..model_config.fields import is_number
-from ..model_config.vision.config import MAX_LAYERS
+from ..model_config.fields import MAX_LAYERS, is_number
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)

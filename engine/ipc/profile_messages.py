@@ -35,7 +35,7 @@ class StepProfile:
     tokens: int = 0
     seconds: float = 0.0
     spans: dict[str, float] = field(default_factory=dict)
-    """Time by part of the engine, without its kernels; that of the output head is with them."""
+    """Seconds by part of the engine, without those in kernels. Only the output head's include its kernels."""
     kernels: list[KernelShare] = field(default_factory=list)
     """Time by kind of operation, the output head's left out of `seconds`."""
     threads: int = 0

@@ -36,7 +36,7 @@ _CHECKSUMS: Final = struct.Struct("<II")
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUMS.size
 
 Checksums = Callable[[memoryview, int, int], tuple[int, int]]
-"""(data, CRC-32 and Adler-32 of what is before it) -> both, as zlib computes them."""
+"""(data, checksums of the bytes before it) -> CRC-32 and Adler-32 of all, as zlib computes them."""
 
 
 def zlib_checksums(data: memoryview | bytes, crc: int, adler: int) -> tuple[int, int]:

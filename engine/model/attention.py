@@ -68,16 +68,10 @@ class Attention:
         )
         self.head_gate = self.spread = None
         if config.has_head_gate:
-            self.head_gate = weights.linear(
-                {"g_proj": heads}, ShardSlice.whole(config.hidden_size), bias=False
-            )
+            hidden = ShardSlice.whole(config.hidden_size)
+            self.head_gate = weights.linear({"g_proj": heads}, hidden, bias=False)
             self.spread = self._spread(weights)
-        self.norm_nD = None
-        if config.qk_norm == "heads":
-            self.norm_nD = self._make_norms(config, weights)
-        elif config.qk_norm == "no_weight" and config.ropes[self.rope].rotary_dim:
-            rows = self.heads + self.kv_heads, self.head_dim
-            self.norm_nD = torch.ones(rows, dtype=weights.dtype, device=weights.device)
+        self.norm_nD = self._make_norms(config, weights)
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
         gated = self.has_gate or config.has_head_gate
         self._attend = ops.attention if gated else ops.before(self.output).attention
@@ -103,8 +97,15 @@ class Attention:
         ones_HH = torch.eye(self.heads, dtype=weights.dtype, device=weights.device)
         return self.ops.pack_router(ones_HH.repeat_interleave(self.head_dim, 0), None)
 
-    def _make_norms(self, config: ModelConfig, weights: Weights) -> Tensor:
-        """Stack one norm weight per head, so that queries and keys are normed in one operation."""
+    def _make_norms(self, config: ModelConfig, weights: Weights) -> Tensor | None:
+        """Stack one norm weight per head, so that queries and keys are normed in one operation. None where
+        heads are not normed.
+        """
+        if config.qk_norm == "no_weight" and config.ropes[self.rope].rotary_dim:
+            rows = self.heads + self.kv_heads, self.head_dim
+            return torch.ones(rows, dtype=weights.dtype, device=weights.device)
+        if config.qk_norm != "heads":
+            return None
         q_D = norm_weight(config, weights, "q_norm", self.head_dim)
         k_D = norm_weight(config, weights, "k_norm", self.head_dim)
         if self._order is not None:

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import fields as dataclass_fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llmbox.kernels.activation import Activation
 
 from .attention import LatentRule, WindowRule, no_latent, no_windows
-from .fields import Fields, attends_both_ways
+from .fields import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Fields, attends_both_ways
 from .moe import ExpertRule, no_experts
 from .mtp import MTPStyle
 from .multipliers import Scales, no_scales
@@ -142,23 +143,57 @@ def as_it_is(_fields: Fields) -> Mapping[str, Any]:
     return {}
 
 
+class CommonSizes(NamedTuple):
+    """Sizes that config.json has for every architecture."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """Properties of one architecture. Rules get the fields of config.json, completed by `defaults`."""
+class ArchitectureTraits:
+    """Properties that all models of an architecture share. `ModelConfig` has them too, as they are."""
 
     model_type: str
+    activation: Activation = "silu"
+    """Activation of the gates of MLPs, or of MLPs without one."""
+    norms_add_one: bool = False
+    """True if norms multiply by 1 + w."""
+    fits_float16: bool = True
+    """True if the outputs of layers stay within the range of float16, 65504."""
+    has_sinks: bool = False
+    """True if each head has a sink: one more score of its softmax, which takes a share and adds nothing."""
+    block: BlockKind = "pre_norm"
+    """Position of norms."""
+    has_stacked_projections: bool = False
+    """True if checkpoints hold q, k and v as one tensor."""
+    has_stacked_mlp: bool = False
+    """True if checkpoints hold gate and up of MLPs as one tensor."""
+    has_attention_gate: bool = False
+    """True if attention's results are multiplied by the sigmoid of a gate, half of `q_proj` of each head."""
+    norms_after_rope: bool = False
+    """True if QK-norm comes after RoPE."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Modules of a layer, or whole names of tensors, that its checkpoints call otherwise: {name in
+    `engine/model`: name there}."""
+    norms_values: bool = False
+    """True if values are normed too, without a weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture(ArchitectureTraits):
+    """Properties of one architecture. Rules get the fields of config.json, completed by `defaults`."""
+
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers, where they differ from those that most architectures share."""
     head_dim: int | None = None
     """Default head dimension; None: hidden_size / num_attention_heads."""
     hidden_acts: tuple[str, ...] = ("silu",)
     """Values that config.json may have for `hidden_act`, the default first."""
-    activation: Activation = "silu"
-    """Activation that they mean."""
-    norms_add_one: bool = False
-    """True if norms multiply by 1 + w."""
-    fits_float16: bool = True
-    """True if the outputs of layers stay within the range of float16, 65504."""
     is_nested: bool = False
     """True if config.json has it in `text_config`, as the language model of a vision-language model."""
     nested: tuple["Architecture", ...] = ()
@@ -172,19 +207,10 @@ class Architecture:
     qk_norm: QKNorm | None = None
     qk_norm_flag: str = ""
     """Key of config.json without which there is no QK-norm; empty: there is."""
-    has_sinks: bool = False
-    """True if each head has a sink: one more score of its softmax, which takes a share and adds nothing."""
-    block: BlockKind = "pre_norm"
     recurrent_block: BlockKind | None = None
     """Position of norms in recurrent layers, if it is another."""
-    has_stacked_projections: bool = False
-    """True if checkpoints hold q, k and v as one tensor."""
-    has_stacked_mlp: bool = False
-    """True if checkpoints hold gate and up of MLPs as one tensor."""
     head_bias_flag: str = ""
     """Key of config.json that says if the output head has a bias; empty: it has none."""
-    has_attention_gate: bool = False
-    """True if attention's results are multiplied by the sigmoid of a gate, half of `q_proj` of each head."""
     head_gate_flag: str = ""
     """Key of config.json without which each head's result is multiplied by the sigmoid of a gate of its own
     (`g_proj`); empty: there are no such gates."""
@@ -201,20 +227,13 @@ class Architecture:
     own_code: str = ""
     """Class in `auto_map` of its repositories that transformers has adopted, so that the code need not be
     run. Models with other code of their own are refused."""
-    norms_after_rope: bool = False
-    """True if QK-norm comes after RoPE."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that this architecture calls otherwise: {usual key: its key}."""
     sizes: Callable[[Fields], Mapping[str, Any]] = as_it_is
     """Rule that returns the fields which this architecture computes from others."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a layer, or whole names of tensors, that its checkpoints call otherwise: {name in
-    `engine/model`: name there}."""
     layer_sizes: SizesRule = equal_layers
     per_layer: Callable[[Fields], tuple[int, int]] = no_extras
     """Rule that returns the width of the embeddings that each layer has, and the tokens that these know."""
-    norms_values: bool = False
-    """True if values are normed too, without a weight."""
     altup: Callable[[Fields], AltUpConfig | None] = no_altup
     extra_params: Callable[[Fields], tuple[int, int]] = no_extras
     """Rule that returns `ModelConfig.extra_params`."""
@@ -223,6 +242,43 @@ class Architecture:
     another one."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""
+
+    def traits(self) -> dict[str, Any]:
+        """Return the fields of `ArchitectureTraits`."""
+        return {each.name: getattr(self, each.name) for each in dataclass_fields(ArchitectureTraits)}
+
+    def complete(self, fields: Fields) -> Fields:
+        """Return the fields with the defaults, under the names that most architectures have.
+
+        A file of older transformers has RoPE parameters of its own, so a default for them must not add to
+        these.
+        """
+        raw = {**self.defaults, **fields.raw}
+        raw |= {usual: raw[key] for usual, key in self.aliases.items() if raw.get(key) is not None}
+        if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
+            raw["rope_parameters"] = None
+        return Fields({**raw, **self.sizes(Fields(raw, fields.where))}, fields.where)
+
+    def read_sizes(self, fields: Fields) -> CommonSizes:
+        """Return the sizes of completed fields. Raises ModelError for those that fit no model."""
+        heads = fields.integer("num_attention_heads", most=MAX_HEADS)
+        hidden = fields.integer("hidden_size", most=MAX_WIDTH)
+        head_dim = fields.integer("head_dim", self.head_dim or hidden // heads or None, most=MAX_WIDTH)
+        kv_heads = fields.integer("num_key_value_heads", heads, most=MAX_HEADS)
+        if heads % kv_heads:
+            raise fields.error(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        if head_dim % 2:
+            raise fields.error(f"head_dim {head_dim} must be even")
+        if self.encoder is not None and (heads * head_dim, kv_heads) != (hidden, heads):
+            raise fields.error(f"{heads} heads of {head_dim} do not make up hidden_size {hidden}")
+        layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+        positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
+        return CommonSizes(layers, hidden, heads, kv_heads, head_dim, positions)
+
+    def has_qk_norm(self, fields: Fields) -> bool:
+        return not self.qk_norm_flag or fields.flag(self.qk_norm_flag, default=False)
 
 
 def refuse_unsupported(fields: Fields, kind: Architecture) -> None:

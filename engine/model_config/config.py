@@ -1,10 +1,9 @@
 """Parsing of config.json into a `ModelConfig`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from llmbox.kernels.activation import UNGATED, Activation
+from llmbox.kernels.activation import UNGATED
 
 from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
@@ -18,11 +17,28 @@ from ..checkpoint.formats.weight_format import GgufFormat, NotReadable, WeightFo
 from ..checkpoint.index import list_tensors
 from ..config import Dtype
 from ..errors import ModelError
-from .architecture import AltUpConfig, Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
+from .architecture import (
+    AltUpConfig,
+    Architecture,
+    ArchitectureTraits,
+    BlockKind,
+    CommonSizes,
+    EncoderConfig,
+    QKNorm,
+    refuse_unsupported,
+)
 from .architectures import architecture_of
 from .attention import LatentConfig
 from .encoders.pooling import has_head, read_vectors
-from .fields import Fields, attends_both_ways, checkpoint_dtype, norm_eps, text_fields
+from .fields import (
+    MAX_POSITIONS,
+    MAX_WIDTH,
+    Fields,
+    attends_both_ways,
+    checkpoint_dtype,
+    norm_eps,
+    text_fields,
+)
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
 from .multipliers import Scales
@@ -34,19 +50,11 @@ from .vision.config import VisionConfig
 from .vision.families import find_vision, why_no_tower
 from .vision.shape import vision_shape
 
-MAX_LAYERS = 1024
-MAX_HEADS = 1 << 12
-MAX_WIDTH = 1 << 20
-"""Maximum width of hidden states and heads; MLPs and vocabularies may be 16 times as wide."""
-MAX_POSITIONS = 1 << 27
-"""Maximum context: fourteen times the longest that any model was published with."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ArchitectureTraits):
     """Validated configuration of a model."""
 
-    model_type: str
     dtype: Dtype
     """Dtype of the checkpoint: bfloat16, float16 or float32."""
     vocab_size: int
@@ -66,12 +74,8 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: QKNorm | None
-    block: BlockKind
     recurrent_block: BlockKind
-    """Position of norms, and that in recurrent layers."""
-    has_stacked_projections: bool
-    has_stacked_mlp: bool
-    """True if q, k and v, or gate and up, are one tensor in the checkpoint; see `Architecture`."""
+    """Position of norms in recurrent layers."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens; None for full attention."""
     ropes: tuple[RopeConfig, ...]
@@ -79,12 +83,6 @@ class ModelConfig:
     layer_ropes: tuple[int, ...]
     """Index into `ropes` for each layer."""
     scales: Scales
-    activation: Activation = "silu"
-    """Activation of gates."""
-    norms_add_one: bool = False
-    """True if norms multiply by 1 + w."""
-    fits_float16: bool = True
-    """True if the outputs of layers stay within the range of float16."""
     quant: str | None = None
     """Kernels' format for the numbers of a quantized checkpoint; None: no kernel has such numbers."""
     stored: WeightFormat | None = None
@@ -94,18 +92,13 @@ class ModelConfig:
     has_head: bool = True
     """False for a model that only gives embeddings."""
     experts: ExpertsConfig | None = None
-    norms_after_rope: bool = False
-    """True if QK-norm comes after RoPE."""
     recurrent: RecurrentConfig | None = None
-    has_attention_gate: bool = False
     has_head_gate: bool = False
     """True if the result of each head is multiplied by the sigmoid of one number."""
     head_bias: bool = False
     """True if the output head has a bias."""
     latent: LatentConfig | None = None
     """Latent attention (MLA); `head_dim` is then the width of the cached latents."""
-    has_sinks: bool = False
-    """True if each query head has a sink."""
     extra_layers: int = 0
     """Layers after the last, which predict several tokens and are not layers of the model."""
     mtp: MTPConfig | None = None
@@ -114,8 +107,6 @@ class ModelConfig:
     """True if each token attends to those after it too. The model then makes vectors, and keeps no KV."""
     encoder: EncoderConfig | None = None
     """Properties of an encoder of the BERT family."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Names of modules in the checkpoint, where they differ from those in `engine/model`."""
     layer_sizes: tuple[LayerSizes, ...] = ()
     """Sizes of each layer where they differ; `num_kv_heads` and `head_dim` then are those of full
     attention."""
@@ -123,8 +114,6 @@ class ModelConfig:
     """Width of the embedding that each layer has of its own; 0: none."""
     per_layer_vocab: int = 0
     """Tokens that these embeddings have rows for."""
-    norms_values: bool = False
-    """True if values are normed too, without a weight."""
     altup: AltUpConfig | None = None
     extra_params: tuple[int, int] = (0, 0)
     """Parameters of each layer, and of the whole model, beside those that most architectures have."""
@@ -273,89 +262,61 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         fields = text_fields(fields)
         named = fields.raw.get("model_type")
         kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
-    fields = completed(fields, kind)
+    fields = kind.complete(fields)
     refuse_unsupported(fields, kind)
-    heads = fields.integer("num_attention_heads", most=MAX_HEADS)
-    hidden = fields.integer("hidden_size", most=MAX_WIDTH)
-    head_dim = fields.integer("head_dim", kind.head_dim or hidden // heads or None, most=MAX_WIDTH)
-    kv_heads = fields.integer("num_key_value_heads", heads, most=MAX_HEADS)
-    if heads % kv_heads:
-        raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if head_dim % 2:
-        raise fields.error(f"head_dim {head_dim} must be even")
-    if kind.encoder is not None and (heads * head_dim, kv_heads) != (hidden, heads):
-        raise fields.error(f"{heads} heads of {head_dim} do not make up hidden_size {hidden}")
-    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-    positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
+    sizes = kind.read_sizes(fields)
     is_bidirectional = kind.encoder is not None or attends_both_ways(fields)
     head = not is_bidirectional and has_head(fields, path)
     encoder = None if kind.encoder is None else kind.encoder(fields)
     if is_bidirectional and (encoder is None or encoder.head is None):
-        read_vectors(path, hidden)  # raises for a declaration that cannot be followed
+        read_vectors(path, sizes.hidden)  # raises for a declaration that cannot be followed
     bias = kind.attention_bias and fields.flag("attention_bias", default=False)
     scales = kind.scales(fields)
     latent = kind.latent(fields)
-    ropes, layer_ropes = kind.ropes(fields, latent.rope if latent else head_dim, positions, layers)
-    ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
-    if len({rope.short_context for rope in ropes} - {0}) > 1:
-        raise fields.error("original_max_position_embeddings must be the same in all RoPE parameters")
+    ropes, layer_ropes = _read_ropes(fields, kind, sizes, latent)
     stored = stored_format(fields, path)
     if encoder is not None and stored is not None and not isinstance(stored, GgufFormat):
         raise fields.error("quantized checkpoints of encoders are not read: take another, with --quant int8")
-    experts = kind.experts(fields, layers)
-    if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
-        raise fields.error(
-            f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"
-        )
+    experts = kind.experts(fields, sizes.layers)
+    per_layer_width, per_layer_vocab = kind.per_layer(fields)
     return ModelConfig(
-        model_type=kind.model_type,
+        **kind.traits(),
         dtype=checkpoint_dtype(fields),
         vocab_size=fields.integer("vocab_size", most=16 * MAX_WIDTH),
-        hidden_size=hidden,
+        hidden_size=sizes.hidden,
         intermediate_size=fields.integer("intermediate_size", most=16 * MAX_WIDTH),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=positions,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=sizes.positions,
         rms_norm_eps=norm_eps(fields) / scales.residual**2,
         tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
         has_head=head,
         qkv_bias=bias or kind.qkv_bias,
         o_bias=kind.attention_bias and fields.flag("attention_out_bias", default=bias),
         mlp_bias=kind.mlp_bias and fields.flag("mlp_bias", default=False),
-        qk_norm=kind.qk_norm if has_qk_norm(fields, kind) else None,
-        block=kind.block,
+        qk_norm=kind.qk_norm if kind.has_qk_norm(fields) else None,
         recurrent_block=kind.recurrent_block or kind.block,
-        has_stacked_projections=kind.has_stacked_projections,
-        has_stacked_mlp=kind.has_stacked_mlp,
-        windows=kind.windows(fields, layers),
+        windows=kind.windows(fields, sizes.layers),
         ropes=ropes,
         layer_ropes=layer_ropes,
         scales=scales,
-        activation=kind.activation,
-        norms_add_one=kind.norms_add_one,
-        fits_float16=kind.fits_float16,
         quant=running_format(stored, has_experts=experts is not None),
         stored=stored,
         wide_params=0 if stored is None else count_unquantized_params(path, stored),
         experts=experts,
-        norms_after_rope=kind.norms_after_rope,
-        recurrent=kind.recurrence(fields, layers),
-        has_attention_gate=kind.has_attention_gate,
+        recurrent=kind.recurrence(fields, sizes.layers),
         has_head_gate=bool(kind.head_gate_flag) and fields.flag(kind.head_gate_flag, default=True),
         head_bias=bool(kind.head_bias_flag) and fields.flag(kind.head_bias_flag, default=False),
         latent=latent,
-        has_sinks=kind.has_sinks,
         extra_layers=int(fields.number("num_nextn_predict_layers", 0)),
-        mtp=None if isinstance(stored, GgufFormat) else find_mtp(kind.mtp, fields, path, layers),
+        mtp=None if isinstance(stored, GgufFormat) else find_mtp(kind.mtp, fields, path, sizes.layers),
         is_bidirectional=is_bidirectional,
         encoder=encoder,
-        names=kind.names,
-        layer_sizes=kind.layer_sizes(fields, layers),
-        per_layer_width=(per_layer := kind.per_layer(fields))[0],
-        per_layer_vocab=per_layer[1],
-        norms_values=kind.norms_values,
+        layer_sizes=kind.layer_sizes(fields, sizes.layers),
+        per_layer_width=per_layer_width,
+        per_layer_vocab=per_layer_vocab,
         altup=kind.altup(fields),
         extra_params=kind.extra_params(fields),
         vision=vision,
@@ -363,20 +324,21 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     )
 
 
-def has_qk_norm(fields: Fields, kind: Architecture) -> bool:
-    return not kind.qk_norm_flag or fields.flag(kind.qk_norm_flag, default=False)
-
-
-def completed(fields: Fields, kind: Architecture) -> Fields:
-    """Return the fields with the architecture's defaults, under the names that most architectures have.
-
-    A file of older transformers has RoPE parameters of its own, so a default for them must not add to these.
-    """
-    raw = {**kind.defaults, **fields.raw}
-    raw |= {usual: raw[key] for usual, key in kind.aliases.items() if raw.get(key) is not None}
-    if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
-        raw["rope_parameters"] = None
-    return Fields({**raw, **kind.sizes(Fields(raw, fields.where))}, fields.where)
+def _read_ropes(
+    fields: Fields, kind: Architecture, sizes: CommonSizes, latent: LatentConfig | None
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return the RoPE variants, those of queries alone last, and the index of each layer's."""
+    width = latent.rope if latent else sizes.head_dim
+    ropes, layer_ropes = kind.ropes(fields, width, sizes.positions, sizes.layers)
+    ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
+    if len({rope.short_context for rope in ropes} - {0}) > 1:
+        raise fields.error("original_max_position_embeddings must be the same in all RoPE parameters")
+    longest = max(rope.context_limit(sizes.positions) for rope in ropes)
+    if longest > MAX_POSITIONS:
+        raise fields.error(
+            f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"
+        )
+    return ropes, layer_ropes
 
 
 def stored_format(fields: Fields, directory: Path) -> WeightFormat | None:

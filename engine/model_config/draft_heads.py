@@ -13,8 +13,8 @@ from typing import Any
 from ..checkpoint.files import read_json
 from ..checkpoint.index import list_tensors
 from ..errors import ModelError
-from .config import MAX_LAYERS, MAX_WIDTH, ModelConfig, parse_fields
-from .fields import Fields
+from .config import ModelConfig, parse_fields
+from .fields import MAX_LAYERS, MAX_WIDTH, Fields
 from .shape import ModelShape
 
 EAGLE3_CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

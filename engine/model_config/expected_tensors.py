@@ -208,12 +208,12 @@ def _take_recurrent(
             found.linears(module, qkv, hidden, stacks=("in_proj_qkv",))
     stacks = ("in_proj",) if recurrent.kind in {"short_conv", "mamba2"} else ()
     found.linears(module, parts, hidden, bias=recurrent.bias, stacks=stacks)
-    if not found.has(found.at(module, convolution)):
+    if found.has(found.at(module, convolution)):
+        found.take(found.at(module, f"{convolution}.weight"), channels, 1, width)
+    else:
         sizes = (keys, keys, values) if recurrent.kind == "gated_delta" else (values,) * 3
         for name, rows in zip(("q_conv1d", "k_conv1d", "v_conv1d"), sizes, strict=True):
             found.take(found.at(module, f"{name}.weight"), rows, 1, width)
-    else:
-        found.take(found.at(module, f"{convolution}.weight"), channels, 1, width)
     if recurrent.conv_bias:
         found.take(found.at(module, f"{convolution}.bias"), channels)
     if heads:

@@ -9,6 +9,12 @@ from ..errors import ModelError
 
 LARGEST: Final = 2**31 - 1
 """Maximum of integers in a model's config, because kernels count in 32 bits."""
+MAX_LAYERS: Final = 1024
+MAX_HEADS: Final = 1 << 12
+MAX_WIDTH: Final = 1 << 20
+"""Maximum width of hidden states and heads; MLPs and vocabularies may be 16 times as wide."""
+MAX_POSITIONS: Final = 1 << 27
+"""Maximum context: fourteen times the longest that any model was published with."""
 _SHOWN: Final = 80
 OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Keys that config.json may have next to `text_config` and not in it."""
@@ -128,5 +134,7 @@ def text_fields(fields: Fields) -> Fields:
 
 
 def attends_both_ways(fields: Fields) -> bool:
-    """Return whether each token attends to all; `vision`: pictures see themselves whole, texts as ever."""
+    """Return whether each token attends to all others. `vision` means that tokens of one picture do, and
+    those of text do not.
+    """
     return fields.raw.get("use_bidirectional_attention") not in (None, False, "vision")

@@ -37,7 +37,7 @@ class StackedExperts:
     is_interleaved: bool = False
     """True if gate and up alternate, row by row; else the gates come first."""
     turns_adapters: bool = False
-    """True if PEFT takes inputs for outputs: they are transposed, and transformers does not tell it."""
+    """True if PEFT takes inputs for outputs, as transformers does not say that tensors are transposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,49 +133,66 @@ def _rank(plan: MemoryPlan) -> tuple[bool, int]:
 
 def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut: Placement) -> MemoryPlan:
     """Plan each rank of a placement. On a CPU all ranks share one memory, on GPUs each has its own."""
-    rank_budget, rank_config = budget, config
+    rank_budget, rank_config = _share_of_rank(budget, config, cut)
     ranks_in_memory = cut.ranks if budget.device == "cpu" else 1
-    if budget.device == "cuda":
-        free = (budget.available, *budget.more_gpus)
-        rank_budget = replace(budget, available=min(free[gpu] for gpu in cut.gpus))
-    elif cut.ranks > 1:
-        asked = config.memory_bytes
-        rank_config = replace(config, memory_bytes=None if asked is None else asked // cut.ranks)
-        cores = max(1, budget.cores // cut.ranks)
-        rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
-    quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
     problem = why_no_images(shape, config)
     if problem:
         shape = replace(shape, vision=None)
-    tries = list(quants.values()) if config.quant == "auto" else [rank_config]
+    whole, copies = config.expert_parallel, config.redundant_experts
+    part = rank_shape(shape, cut.tp, cut.pp, expert_parallel=whole, redundant_experts=copies)
+    if part.vision is not None and ranks_in_memory > 1:
+        part = replace(part, vision=part.vision.share(ranks_in_memory))
+
+    def plan_with(options: EngineConfig) -> MemoryPlan:
+        make = partial(Planner, part, rank_budget, options, cut.pp, ranks_in_memory)
+        return _plan_with_drafts(shape, rank_budget, options, cut.ranks, make)
+
+    if config.quant == "auto":
+        plan, choice = _choose_quant(plan_with, rank_config)
+    else:
+        plan, choice = plan_with(rank_config), ()
+    notes = ((cut.reason,) if cut.reason else ()) + plan.notes + choice
+    if budget.device == "cpu" and 1 < budget.cores < cut.ranks:
+        notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
+    images = describe_images(shape, plan, problem)
+    notes += note_images(shape, images, problem)
+    notes += note_factors(shape, plan.context)
+    host, lowered = host_bytes(shape, budget, config, cut.ranks)
+    plan = replace(plan, host_bytes=host, **images)
+    plan = replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes + lowered)
+    return replace(plan, expert_parallel=whole, redundant_experts=copies)
+
+
+def _share_of_rank(
+    budget: MemoryBudget, config: EngineConfig, cut: Placement
+) -> tuple[MemoryBudget, EngineConfig]:
+    """Return the budget and the options of one rank."""
+    if budget.device == "cuda":
+        free = (budget.available, *budget.more_gpus)
+        return replace(budget, available=min(free[gpu] for gpu in cut.gpus)), config
+    if cut.ranks == 1:
+        return budget, config
+    asked, cores = config.memory_bytes, max(1, budget.cores // cut.ranks)
+    config = replace(config, memory_bytes=None if asked is None else asked // cut.ranks)
+    return replace(budget, available=budget.available // cut.ranks, cores=cores), config
+
+
+def _choose_quant(
+    plan_with: Callable[[EngineConfig], MemoryPlan], config: EngineConfig
+) -> tuple[MemoryPlan, tuple[str, ...]]:
+    """Return the plan with the least quantization that fits, and a note on the choice. Raises DoesNotFit."""
     reason = ""
-    for attempt in tries:
-        whole, copies = config.expert_parallel, config.redundant_experts
-        part = rank_shape(shape, cut.tp, cut.pp, expert_parallel=whole, redundant_experts=copies)
-        if part.vision is not None and ranks_in_memory > 1:
-            part = replace(part, vision=part.vision.share(ranks_in_memory))
-        make = partial(Planner, part, rank_budget, attempt, cut.pp, ranks_in_memory)
+    tries = [replace(config, quant=quant) for quant in ("none", "int8", "int4")]
+    for options in tries:
         try:
-            plan = _plan_with_drafts(shape, rank_budget, attempt, cut.ranks, make)
+            plan = plan_with(options)
+            break
         except DoesNotFit as error:
-            if attempt is tries[-1]:
+            if options is tries[-1]:
                 raise
             reason = reason or str(error).partition(" (")[0]
-            continue
-        notes = (cut.reason, *plan.notes) if cut.reason else plan.notes
-        if config.quant == "auto":
-            choice = f"{plan.quant}, as without rounding {reason}" if reason else "none: it fits"
-            notes += (f"quant auto took {choice}",)
-        if budget.device == "cpu" and 1 < budget.cores < cut.ranks:
-            notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
-        images = describe_images(shape, plan, problem)
-        notes += note_images(shape, images, problem)
-        notes += note_factors(shape, plan.context)
-        host, lowered = host_bytes(shape, budget, config, cut.ranks)
-        plan, notes = replace(plan, host_bytes=host, **images), notes + lowered
-        plan = replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
-        return replace(plan, expert_parallel=whole, redundant_experts=copies)
-    raise AssertionError("one try is the last")
+    choice = f"{plan.quant}, as without rounding {reason}" if reason else "none: it fits"
+    return plan, (f"quant auto took {choice}",)
 
 
 def host_bytes(

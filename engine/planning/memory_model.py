@@ -62,7 +62,7 @@ def router_bytes(experts: int, hidden: int) -> int:
 
 
 LORA_STACK = 5
-"""Adapted tensors of one stacked linear: the most, of recurrent layers."""
+"""Maximum number of adapted tensors in one stacked linear. Recurrent layers have that many."""
 LORA_LOW_BYTES, LORA_EXPERT_ROW = 8 << 20, 100
 """Products of a launch on a GPU, as `kernels/triton/linear/lora.py` has them; bytes of a row of an expert
 while rows are sorted: keys, places, a tile.

@@ -187,6 +187,18 @@ def traffic(shape: ModelShape, tp: int, pp: int, dtype: str, *, results: bool = 
 
 
 @dataclass(frozen=True, slots=True)
+class RankLink:
+    """Ranks of a model as decoding sees them: the link between two of them, and the memory of each."""
+
+    bandwidth: float
+    """Bytes a second one way between two ranks."""
+    seconds: float
+    """Latency of an all-reduce, and of a message to the next stage."""
+    memory: float
+    """Bytes a second that a rank reads of its memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scaling:
     """Expected decoding speed in tokens per second, on one rank and on all."""
 
@@ -206,26 +218,22 @@ def decode_scaling(
     *,
     dtype: str,
     kv_dtype: str,
-    bandwidth: float,
-    link_bandwidth: float,
-    sum_seconds: float,
+    link: RankLink,
     rows: int = 1,
     context: int = 0,
     expert_parallel: bool = False,
     results: bool = False,
 ) -> Scaling:
-    """Return the expected decoding speed. `bandwidth`: bytes/s of one rank's memory; `link_bandwidth`:
-    bytes/s one way between ranks; `sum_seconds`: latency of an all-reduce. Ranks with whole experts are
-    counted as if rows chose as many of each; a step waits for the one with most. `results`: as in `traffic`.
+    """Return the expected decoding speed. Ranks with whole experts are counted as if rows chose as many of
+    each; a step waits for the one with most. `results`: as in `traffic`.
 
     The stages process the `rows` of one step one after another, so `pp` does not divide their time. Work for
     other steps at the same time is not counted.
     """
-    alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
+    alone = decode_tokens_per_second(shape, dtype, kv_dtype, link.memory, rows=rows, context=context)
     part = rank_shape(shape, tp, 1, expert_parallel=expert_parallel)
-    reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, bandwidth, rows=rows, context=context)
-    link = {"link_bandwidth": link_bandwidth, "sum_seconds": sum_seconds}
-    sums, handing_on = exchange_seconds(shape, tp, pp, dtype=dtype, rows=rows, results=results, **link)
+    reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, link.memory, rows=rows, context=context)
+    sums, handing_on = exchange_seconds(shape, tp, pp, dtype=dtype, link=link, rows=rows, results=results)
     return Scaling(alone, rows / (reading + sums + handing_on))
 
 
@@ -235,8 +243,7 @@ def exchange_seconds(
     pp: int,
     *,
     dtype: str,
-    link_bandwidth: float,
-    sum_seconds: float,
+    link: RankLink,
     rows: int,
     results: bool = False,
 ) -> tuple[float, float]:
@@ -247,6 +254,6 @@ def exchange_seconds(
     sums = 0.0
     if tp > 1:
         more = shape.experts.layers if results and shape.experts and shape.experts.shared else 0
-        sums = (2 * shape.layers + 1 + more) * sum_seconds + rows * moved.sums * pp / link_bandwidth
-    handing_on = (pp - 1) * (sum_seconds + rows * moved.stages / link_bandwidth) if pp > 1 else 0.0
+        sums = (2 * shape.layers + 1 + more) * link.seconds + rows * moved.sums * pp / link.bandwidth
+    handing_on = (pp - 1) * (link.seconds + rows * moved.stages / link.bandwidth) if pp > 1 else 0.0
     return sums, handing_on

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from llmbox.kernels.cpu.isa import kv_width
 from llmbox.kernels.quant_formats import QUANTS
@@ -54,8 +53,8 @@ class Planner:
         """`stages`: pipeline-parallel size. `ranks`: number of ranks in the memory of `budget`, this one
         included. `draft`: draft model or head, which shares the block tables.
         """
-        self.shape, self.budget, self.config, self.stages = shape, budget, config, stages
-        self.ranks = ranks
+        self.shape, self.budget, self.config = shape, budget, config
+        self.stages, self.ranks = stages, ranks
         self.dtype, self.kv_dtype = resolve_dtypes(
             shape, budget.device, config, native_kernels=budget.native_kernels
         )
@@ -64,8 +63,8 @@ class Planner:
         self.token_budget = config.token_budget or budget.default_token_budget(shape, self.max_running)
         self.window = self._bounded_window()
         sliding = shape.sliding if self.window else None
-        part: Literal["all", "full"] = "all" if sliding is None else "full"
-        self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, self._stored_width, part)
+        kv_bytes = partial(shape.kv_bytes_per_token, self.kv_dtype, self._stored_width)
+        self.kv_bytes_per_token = kv_bytes("all" if sliding is None else "full")
         if shape.latent is not None and not self._is_native:  # values are a part of the keys
             self.kv_bytes_per_token //= 2
         self.draft = draft
@@ -73,11 +72,7 @@ class Planner:
         if draft is not None:
             self._add_draft(draft)
         self.block_bytes = config.block_size * self.kv_bytes_per_token
-        self.window_bytes_per_token = 0
-        if sliding is not None:
-            self.window_bytes_per_token = shape.kv_bytes_per_token(
-                self.kv_dtype, self._stored_width, "sliding"
-            )
+        self.window_bytes_per_token = 0 if sliding is None else kv_bytes("sliding")
         self.wanted_slots = self.max_running + _KEPT_STATES if shape.slot_bytes else 0
         self.least_slots = min(_LEAST_SLOTS, self.wanted_slots)
 
@@ -95,16 +90,7 @@ class Planner:
     def plan(self) -> MemoryPlan:
         """Return the plan, with a lowered context if none was requested. Raises `DoesNotFit`."""
         limit, have = self._wanted_context(), self._usable()
-        context = limit
-        if self._need(limit) > have:
-            if self.config.context is not None:
-                raise DoesNotFit(self._refusal(limit, have))
-            context = self._largest_context(limit, have)
-            if context < min(limit, _SMALLEST_CONTEXT):
-                raise DoesNotFit(self._refusal(min(limit, _SMALLEST_CONTEXT), have))
-            self.notes.append(
-                f"context lowered from {limit} to {context} tokens to fit in {show_bytes(have)}"
-            )
+        context = self._choose_context(limit, have)
         prefill = self._prefill_bytes(context)
         have -= prefill
         spare = have - self._own_need(context)
@@ -153,6 +139,18 @@ class Planner:
             draft_method=None if self.draft is None else self.draft.method,
         )
 
+    def _choose_context(self, limit: int, have: int) -> int:
+        """Return the requested context, or as much of `limit` as fits if none was requested."""
+        if self._need(limit) <= have:
+            return limit
+        if self.config.context is not None:
+            raise DoesNotFit(self._refusal(limit, have))
+        context = self._largest_context(limit, have)
+        if context < min(limit, _SMALLEST_CONTEXT):
+            raise DoesNotFit(self._refusal(min(limit, _SMALLEST_CONTEXT), have))
+        self.notes.append(f"context lowered from {limit} to {context} tokens to fit in {show_bytes(have)}")
+        return context
+
     def _stored_width(self, head_dim: int) -> int:
         return kv_width(head_dim, self.kv_dtype, self.budget.level) if self._is_native else head_dim
 
@@ -183,11 +181,10 @@ class Planner:
         if not self.window:
             return 0
         least, running = self._window_bytes(self._window_blocks(1)), self.max_running
-        while (
-            running > 1 and self._window_bytes(self._window_blocks(running)) - least > spare * _STATES_SHARE
-        ):
+        most = least + spare * _STATES_SHARE
+        while running > 1 and self._window_bytes(self._window_blocks(running)) > most:
             running -= 1
-        each = (self._window_bytes(self._window_blocks(2)) - least) or 0
+        each = self._window_bytes(self._window_blocks(2)) - least
         if running < self.max_running:
             self.notes.append(
                 f"{running} requests run at once, not {self.max_running}: the sliding windows of each take "

@@ -224,13 +224,8 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
     if reason := why_no_kv_dtype(plan.kv_dtype, site):
         raise DeviceError(f"{reason}: use --kv-dtype int8, as small")
     invariant = is_row_invariant(plan.dtype, plan.kv_dtype, site, deterministic=config.deterministic)
-    where = f"({site.device}, {plan.dtype})"
     if config.deterministic and not invariant:
-        raise DeviceError(
-            f"deterministic was asked for, but the kernels that run here {where} may compute a row "
-            "differently in another batch. It needs the Triton kernels on a GPU, or the C++ kernels on a "
-            "CPU, in bfloat16 or float32; see `llmbox doctor`"
-        )
+        raise not_deterministic(f"{site.device}, {plan.dtype}")
     if config.exact == "portable" and (reason := _why_not_portable(plan, site)):
         raise DeviceError(f"exact portable was asked for, but {reason}")
     overlaps = config.overlaps_on(site.device)
@@ -239,15 +234,29 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             f"the {plan.cpu_part} of this model run on CPUs only, one step at a time: load with --device cpu "
             "and without --overlap"
         )
+    _require_drafts(plan, config, overlaps=overlaps, row_invariant=invariant)
+
+
+def not_deterministic(kernels: str) -> DeviceError:
+    """Make the error of `deterministic` with kernels (where and in which dtype) that cannot keep it."""
+    return DeviceError(
+        f"deterministic was asked for, but the kernels that run here ({kernels}) may compute a row "
+        "differently in another batch. It needs the Triton kernels on a GPU, or the C++ kernels on a CPU, in "
+        "bfloat16 or float32; see `llmbox doctor`"
+    )
+
+
+def _require_drafts(plan: RunnablePlan, config: EngineConfig, *, overlaps: bool, row_invariant: bool) -> None:
+    """Raise DeviceError if draft tokens, or what proposes them, were asked for and cannot be verified."""
     beside = plan.has_host_experts
-    reason = why_no_drafts(plan.stages, overlaps=overlaps, row_invariant=invariant, host_experts=beside)
+    reason = why_no_drafts(plan.stages, overlaps=overlaps, row_invariant=row_invariant, host_experts=beside)
     if config.speculate == "on" and reason:
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
-    wanted = "a draft model" if config.draft_path is not None else ""
-    wanted = "the MTP layer" if config.mtp == "on" else wanted
-    is_head = config.mtp == "on" or plan.draft_method not in {None, "draft_model"}
-    if wanted == "a draft model" and is_head:
-        wanted = "a draft head"
+    wanted = ""
+    if config.mtp == "on":
+        wanted = "the MTP layer"
+    elif config.draft_path is not None:
+        wanted = "a draft model" if plan.draft_method in {None, "draft_model"} else "a draft head"
     if wanted and config.speculate == "off":
         raise DeviceError(f"{wanted} was asked for with --speculate off: leave one of them out")
     reason = why_no_draft_model(plan.ranks) or reason

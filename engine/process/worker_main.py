@@ -28,10 +28,10 @@ from ..core.executor_interface import ModelRunner
 from ..distributed.communicator import TensorParallel
 from ..distributed.shm_communicator import PeerSockets
 from ..errors import DoesNotFit, EngineError, RankLost
-from ..executor.build import RankEngine, load_rank
 from ..executor.expert_moves import ExpertMover
 from ..executor.multiproc import connect
 from ..executor.rank_blocks import WorkerBlocks
+from ..executor.rank_engine import RankEngine, load_rank
 from ..executor.step_codec import Frame, Link, StepDecoder, decode_graph, encode_result
 from ..executor.workers import all_min_on_worker
 from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr

@@ -193,8 +193,8 @@ class DeviceAdapters(LoadedAdapters):
 def upload_tiles(
     slots_T: Iterable[tuple[int, range]], uploader: Uploader, into: Tensor | None = None
 ) -> LoraTiles | None:
-    """Return the tiles of (slot, rows) on the device; None where no row has an adapter. `into`: write them
-    there, and no tiles behind them.
+    """Return the tiles of (slot, rows) on the device; None where no row has an adapter. `into`: buffer to
+    write them to; the rest of it is marked as empty.
     """
     numbers = LoraTiles.numbers(slots_T)
     if not numbers and into is None:

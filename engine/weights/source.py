@@ -211,8 +211,8 @@ class Weights:
     def note_experts(
         self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
     ) -> None:
-        """Keep a layer's experts, and tell the listener of them and of routers. The linears of experts were
-        requested below `name`. `turned`: adapters of all of them have inputs for outputs.
+        """Keep a layer's experts, and report them and their routers to the listener. The linears of experts
+        were requested below `name`. `turned`: adapters of stacked experts have inputs and outputs swapped.
         """
         self.mixtures.append(mixture)
         if self._listener is not None:

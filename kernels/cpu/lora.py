@@ -43,7 +43,7 @@ class CPULora:
         self._memory: dict[int, list[LoraMemory]] = {}
         """By slot."""
         self._spare: LoraMemory | None = None
-        """Memory that was released or prepared. The system would hand out its pages slowly."""
+        """Memory for the next adapter, from another one or prepared: new pages of the system are slow."""
         self._preparing: threading.Thread | None = None
 
     def ops(self) -> LoraOps:

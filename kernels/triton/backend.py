@@ -36,10 +36,9 @@ from .linear.quantize_activations import RowFormat, Rows8
 from .linear.scaled_mm_choice import ScaledMMSelector
 from .linear.tile_config import ROW_COUNTS, has_fp8
 from .linear.weight_packing import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
-from .prepare_decode import prepare_decode_inputs
 from .recurrent import recurrent_ops
 from .sampling.penalties import count_last_tokens
-from .sampling.sample import sample
+from .sampling.sample import prepare_decode_inputs, sample
 
 FP8 = torch.float8_e4m3fn
 

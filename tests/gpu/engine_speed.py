@@ -69,7 +69,7 @@ def engine(shape: dict[str, Any], **options: Any) -> Engine:
         config = EngineConfig(
             model_path=folder, name="random", prefix_cache=False, **{"device": "cuda", **options}
         )
-        with mock.patch("llmbox.engine.executor.build.load_weights", random_weights):
+        with mock.patch("llmbox.engine.executor.rank_engine.load_weights", random_weights):
             return load_engine(config, lambda _: None)
 
 

@@ -120,7 +120,7 @@ def in_plain_torch(quant: str, kv: str) -> Engine:
     """
     ops = fake_quantized_ops(QUANTS.get(quant), torch.float8_e4m3fn if kv == "fp8" else None)
     asked = {"quant": quant, "kv_dtype": "int8" if kv == "fp8" else kv, "dtype": "bfloat16"}
-    with mock.patch("llmbox.engine.executor.build.backend", return_value=ops):
+    with mock.patch("llmbox.engine.executor.rank_engine.backend", return_value=ops):
         return load_engine(config_for(ASSETS, 1, **asked), lambda _: None)
 
 

@@ -20,7 +20,10 @@ HEAVY = {
     "starts processes": (
         "subprocess", "multiprocessing", "playwright", "pty", "llmbox.engine.ipc.spawn", "llmbox.app.sandbox",
     ),
-    "runs whole engines": ("llmbox.engine.executor.build", "llmbox.engine.quantize.quantize", "transformers"),
+    "runs whole engines": (
+        "llmbox.engine.executor.build", "llmbox.engine.executor.rank_engine",
+        "llmbox.engine.quantize.quantize", "transformers",
+    ),
     "runs Triton's interpreter": ("triton", "llmbox.kernels.triton", "support.triton_interpreter"),
 }  # fmt: skip
 """Files that `make test-fast` leaves out import one of these, or a helper or a conftest.py that does."""

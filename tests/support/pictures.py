@@ -16,8 +16,9 @@ from llmbox.engine.core.images import ImageScheduler
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.distributed.communicator import SINGLE
-from llmbox.engine.executor.build import load_rank, memory_budget
+from llmbox.engine.executor.build import memory_budget
 from llmbox.engine.executor.load_model import model_info
+from llmbox.engine.executor.rank_engine import load_rank
 from llmbox.engine.ipc.messages import AddRequest, PreparedImage
 from llmbox.engine.model.rotary import Rotary
 from llmbox.engine.model_config.config import parse_config

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
@@ -76,41 +77,8 @@ def top(
     key_file: Path | None,
 ) -> None:
     """Watch this machine: devices, models, requests, memory, log; chat. `?` shows the keys."""
-    if (remote is None) != (key_file is None):
-        raise CliError(
-            "--remote and --key-file go together",
-            "the admin API of another box takes an admin key",
-            "over there: llmbox key add top --scope admin > FILE",
-            Exit.USAGE,
-        )
     given = {"--once": once, "--mock": mock, "--record": record, "--replay": replay, "--remote": remote}
-    for pair in (
-        ("--record", "--replay"),
-        ("--mock", "--record"),
-        ("--mock", "--replay"),
-        ("--mock", "--remote"),
-        ("--once", "--record"),
-        ("--once", "--replay"),
-        ("--replay", "--remote"),
-    ):
-        if all(given[name] for name in pair):
-            raise CliError(f"{pair[0]} and {pair[1]} exclude each other", "", "give one of them", Exit.USAGE)
-    if as_json and not once:
-        raise CliError(
-            "--json goes with --once",
-            "",
-            "llmbox top --once --json, or llmbox stats --watch --json",
-            Exit.USAGE,
-        )
-    if seed is not None and not mock:
-        raise CliError("--seed goes with --mock", "", "llmbox top --mock --seed 3", Exit.USAGE)
-    if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise CliError(
-            "llmbox top needs a terminal",
-            "stdin or stdout is not one",
-            "llmbox top --once, or llmbox stats --watch",
-            Exit.USAGE,
-        )
+    _check_options({**given, "--json": as_json, "--seed": seed, "--key-file": key_file})
     if remote is not None and key_file is not None:
         from .data.api import RemoteClient  # noqa: PLC0415
 
@@ -126,6 +94,48 @@ def top(
             return
         source = "demo" if mock else "replay" if replay else "recording" if record else ""
         _run(api, program.paths.state_dir / "top.json", theme, source, url, read_only=read_only)
+
+
+_EXCLUSIVE: Final = (
+    ("--record", "--replay"),
+    ("--mock", "--record"),
+    ("--mock", "--replay"),
+    ("--mock", "--remote"),
+    ("--once", "--record"),
+    ("--once", "--replay"),
+    ("--replay", "--remote"),
+)
+"""Options of `llmbox top` that exclude each other."""
+
+
+def _check_options(given: Mapping[str, object]) -> None:
+    """Raise CliError for options that exclude each other, and without a terminal. `given`: by option."""
+    if (given["--remote"] is None) != (given["--key-file"] is None):
+        raise CliError(
+            "--remote and --key-file go together",
+            "the admin API of another box takes an admin key",
+            "over there: llmbox key add top --scope admin > FILE",
+            Exit.USAGE,
+        )
+    for pair in _EXCLUSIVE:
+        if all(given[name] for name in pair):
+            raise CliError(f"{pair[0]} and {pair[1]} exclude each other", "", "give one of them", Exit.USAGE)
+    if given["--json"] and not given["--once"]:
+        raise CliError(
+            "--json goes with --once",
+            "",
+            "llmbox top --once --json, or llmbox stats --watch --json",
+            Exit.USAGE,
+        )
+    if given["--seed"] is not None and not given["--mock"]:
+        raise CliError("--seed goes with --mock", "", "llmbox top --mock --seed 3", Exit.USAGE)
+    if not given["--once"] and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise CliError(
+            "llmbox top needs a terminal",
+            "stdin or stdout is not one",
+            "llmbox top --once, or llmbox stats --watch",
+            Exit.USAGE,
+        )
 
 
 def _open(

@@ -3,7 +3,7 @@ with itself.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -136,6 +136,10 @@ def bench(program: Program, /, scenario: str, earlier: Path | None, *, find: boo
         _compare(program, names, **options)
 
 
+LevelResult = tuple[int, Summary, list[str]]
+"""Streams of a level, its figures and the errors of its requests."""
+
+
 def _load(
     program: Program,
     model: str,
@@ -149,7 +153,7 @@ def _load(
     if profile and url:
         raise CliError(
             "--profile needs the local daemon",
-            "another server does not tell its steps",
+            "another server does not report its steps",
             "llmbox bench --profile",
         )
     target = BenchTarget(url or local_url(program), model, key)
@@ -166,16 +170,7 @@ def _load(
         return result
 
     rows = asyncio.run(_levels(target, levels, options, measure))
-    failed = next((error for _, _, errors in rows for error in errors), None)
-    if failed and not any(summary.output_tokens for _, summary, _ in rows):
-        raise CliError(f"no request to {target.url} succeeded", failed, "check --url, --key and MODEL")
-    data = [
-        {"concurrency": level, **summary.as_dict(), "first_error": (errors or [""])[0]}
-        for level, summary, errors in rows
-    ]
-    for figures in data:
-        if (found := profiles.get(figures["concurrency"])) is not None:
-            figures["profile"] = found.as_dict()
+    data = _figures(target, rows, profiles)
     _keep(program, target, data)
     compared = ratios(data, before) if before is not None else None
     if as_json:
@@ -188,6 +183,23 @@ def _load(
         _print_ratios(compared)
     for level, of_level in profiles.items():
         _print_profile(level, of_level)
+
+
+def _figures(
+    target: BenchTarget, rows: Sequence[LevelResult], profiles: Mapping[int, LevelProfile]
+) -> list[dict[str, Any]]:
+    """Return the figures of each level as `--json` has them. Raises CliError where no request succeeded."""
+    failed = next((error for _, _, errors in rows for error in errors), None)
+    if failed and not any(summary.output_tokens for _, summary, _ in rows):
+        raise CliError(f"no request to {target.url} succeeded", failed, "check --url, --key and MODEL")
+    data = [
+        {"concurrency": level, **summary.as_dict(), "first_error": (errors or [""])[0]}
+        for level, summary, errors in rows
+    ]
+    for figures in data:
+        if (found := profiles.get(figures["concurrency"])) is not None:
+            figures["profile"] = found.as_dict()
+    return data
 
 
 def _print_profile(level: int, profile: LevelProfile) -> None:
@@ -224,7 +236,7 @@ async def _levels(
     levels: list[int],
     options: dict[str, Any],
     measure: Callable[[int, Workload], Awaitable[BenchRun]],
-) -> list[tuple[int, Summary, list[str]]]:
+) -> list[LevelResult]:
     rows = []
     # New prompts in every run: those of the last one may be in the server's prefix cache.
     prompts = Prompts(token_hex(8), id_range(options["ids"]))

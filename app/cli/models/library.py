@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,9 +244,6 @@ def _what_goes(program: Program, refs: Sequence[str]) -> str:
 def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: bool) -> None:
     """Show the disk space of models, with unfinished downloads, packed weights and KV cache."""
     from ...control.kv_cache import prune_kv_cache
-    from ...hub.remove import disk_use, folder_size
-    from ...hub.transfer import free_space
-    from ...models.catalog import hub_cache
 
     packed = packed_weights(program)
     freed = None
@@ -254,6 +251,22 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
         cache_settings = program.settings().settings.cache
         freed = packed.prune(everything=prune_all)
         freed += prune_kv_cache(program.paths, cache_settings, everything=prune_all)
+    report = {**disk_report(program, packed), "freed": freed}
+    if as_json:
+        output.write_json("df", report)
+    elif quiet:
+        for row in report["models"]:
+            output.write(row["name"])
+    else:
+        print_disk_report(report)
+
+
+def disk_report(program: Program, packed: "PackedWeightCache") -> dict[str, Any]:
+    """Return the bytes that models, caches and files of the daemon take, as `df --json` shows them."""
+    from ...hub.remove import disk_use, folder_size
+    from ...hub.transfer import free_space
+    from ...models.catalog import hub_cache
+
     repacked = [repacked_row(entry) for entry in packed.entries()]
     kv_cache = kv_cache_rows(program)
     taken = disk_use(program.environ, program.names)
@@ -262,82 +275,74 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
         "state": folder_size(program.paths.state_dir),
         "cache": folder_size(program.paths.cache_dir),
     }
-    total = sum(each.size + each.partial for each in taken)
-    free = free_space(cache)
-    if as_json:
-        rows = [{**asdict(each), "path": str(each.path)} for each in taken]
-        output.write_json(
-            "df",
-            {
-                "models": rows,
-                "total": total,
-                "free": free,
-                "models_folder": str(cache),
-                "own": own,
-                "repacked": repacked,
-                "kv_cache": kv_cache,
-                "freed": freed,
-            },
-        )
-        return
-    if quiet:
-        for each in taken:
-            output.write(each.name)
-        return
+    return {
+        "models": [{**asdict(each), "path": str(each.path)} for each in taken],
+        "total": sum(each.size + each.partial for each in taken),
+        "free": free_space(cache),
+        "models_folder": str(cache),
+        "own": own,
+        "repacked": repacked,
+        "kv_cache": kv_cache,
+    }
+
+
+def print_disk_report(report: Mapping[str, Any]) -> None:
+    size = formatting.size
     output.table(
         ("NAME", "SOURCE", "SIZE", "UNFINISHED", "REVISIONS"),
         [
             (
-                each.name,
-                each.source,
-                formatting.size(each.size),
-                formatting.size(each.partial) if each.partial else "-",
-                each.revisions,
+                row["name"],
+                row["source"],
+                size(row["size"]),
+                size(row["partial"]) if row["partial"] else "-",
+                row["revisions"],
             )
-            for each in taken
+            for row in report["models"]
         ],
         right=(2, 3, 4),
     )
-    if repacked:
+    if report["repacked"]:
         output.write("")
         output.table(
             ("PACKED WEIGHTS OF", "FORMAT", "SIZE", "LAST USED", ""),
             [
                 (
-                    row["model"] or "?",
-                    row["format"] or "?",
-                    formatting.size(row["size"]),
+                    *_model_and_format(row),
+                    size(row["size"]),
                     formatting.clock(row["last_used"]),
                     "of no use" if row["useless"] else "",
                 )
-                for row in repacked
+                for row in report["repacked"]
             ],
             right=(2,),
         )
-    if kv_cache:
+    if report["kv_cache"]:
         output.write("")
         output.table(
             ("KV CACHE OF", "FORMAT", "BLOCKS", "SIZE", "LAST USED"),
             [
                 (
-                    row["model"] or "?",
-                    row["format"] or "?",
+                    *_model_and_format(row),
                     row["blocks"],
-                    formatting.size(row["size"]),
+                    size(row["size"]),
                     formatting.clock(row["last_used"]),
                 )
-                for row in kv_cache
+                for row in report["kv_cache"]
             ],
             right=(2, 3),
         )
     output.write("")
-    if freed is not None:
-        output.write(f"{formatting.size(freed)} of packed weights and KV cache deleted")
-    output.write(f"{formatting.size(total)} in models, {formatting.size(free)} free on the disk of {cache}")
-    output.write(
-        f"{formatting.size(own['state'])} of logs and state, "
-        f"{formatting.size(own['cache'])} of files safe to delete"
-    )
+    if report["freed"] is not None:
+        output.write(f"{size(report['freed'])} of packed weights and KV cache deleted")
+    folder = report["models_folder"]
+    output.write(f"{size(report['total'])} in models, {size(report['free'])} free on the disk of {folder}")
+    own = report["own"]
+    output.write(f"{size(own['state'])} of logs and state, {size(own['cache'])} of files safe to delete")
+
+
+def _model_and_format(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["model"] or "?", row["format"] or "?"
 
 
 def packed_weights(program: Program) -> "PackedWeightCache":

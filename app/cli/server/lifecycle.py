@@ -73,7 +73,7 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def print_overview(program: Program) -> None:
-    """Print where one is and what can be done next: `llmbox` without a command."""
+    """Print the state of the daemon and the next commands to try: `llmbox` without a command."""
     running = find_running(program.paths)
     steps = {"llmbox search": "recommended models, with how each fits this machine"}
     if running is None:

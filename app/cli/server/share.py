@@ -309,6 +309,18 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
         data |= {"key": key, "secret": secret or None, "certificate": running.certificate or None}
         output.write_json("share", {**data, "certificate_sha256": fingerprint or None})
         return
+    _show_addresses(roots, key, secret, fingerprint)
+    _show_sign_in(_sign_in(program, running, roots[0]))
+    output.write("A program on another machine:")
+    output.write(f"  export OPENAI_BASE_URL={roots[0]}/v1 OPENAI_API_KEY=KEY")
+    if running.certificate:
+        output.write(f"  and copy {running.certificate} there: export SSL_CERT_FILE=certificate.pem")
+    output.write("")
+    output.write(f"No connection? The firewall must let TCP port {running.port} in.")
+    output.write(f"Undo: {shlex.join(['llmbox', *program.location_flags])} share --off")
+
+
+def _show_addresses(roots: Sequence[str], key: str, secret: str, fingerprint: str) -> None:
     output.write("llmbox is shared on your network.")
     for root in roots:
         output.write(f"  API     {root}/v1")
@@ -322,7 +334,11 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
         output.write(f"  TLS     SHA-256 {fingerprint}")
         output.write("          (a browser that warns shows the same: then go on)")
     output.write("")
-    if sign_in := _sign_in(program, running, roots[0]):
+
+
+def _show_sign_in(sign_in: str) -> None:
+    """Show the link that signs another device in, and its QR code on a terminal; else why there is none."""
+    if sign_in:
         output.write(
             "Phone or tablet: scan this, or open the link. It signs one browser in, within 15 minutes."
         )
@@ -335,17 +351,10 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
             "Open the panel on this machine (llmbox up --open), or share with HTTPS: llmbox share --tls"
         )
     output.write("")
-    output.write("A program on another machine:")
-    output.write(f"  export OPENAI_BASE_URL={roots[0]}/v1 OPENAI_API_KEY=KEY")
-    if running.certificate:
-        output.write(f"  and copy {running.certificate} there: export SSL_CERT_FILE=certificate.pem")
-    output.write("")
-    output.write(f"No connection? The firewall must let TCP port {running.port} in.")
-    output.write(f"Undo: {shlex.join(['llmbox', *program.location_flags])} share --off")
 
 
 def _sign_in(program: Program, running: RunningDaemon, root: str) -> str:
-    """Return a link for other devices; empty without HTTPS, where who listens would be signed in as owner."""
+    """Return a link for other devices; empty without HTTPS, where anyone who listens could use it."""
     if not running.certificate:
         return ""
     link = urlsplit(sign_in_link(program))

@@ -97,7 +97,8 @@ class OllamaGenerateFields(Struct, kw_only=True):
     format: str | dict[str, Any] | None = None
     """`json`, or a JSON schema."""
     keep_alive: float | str | None = None
-    """Seconds or a duration (`5m`) that the model stays unused; 0: not at all, below 0: for good."""
+    """Time that the model stays loaded without use, in seconds or as a duration (`5m`). 0: it is unloaded at
+    once; negative: it stays."""
 
 
 class ChatRequest(OllamaGenerateFields, kw_only=True):

@@ -77,7 +77,7 @@ class _ChunkEncoder:
         self._plain = not (chat.wants_logprobs or chat.body.return_token_ids or self._running_usage)
         self._parsers = [chat.parsing.parser() for _ in opened.sequences] if chat.parsing.needed else []
         self.has_text_alone = self._plain and not self._parsers
-        """Chunks but the first and the last have the text of a delta and nothing else."""
+        """All chunks but the first and the last hold only the text of a delta."""
         self.glue = [self._glued(index) for index in range(len(opened.sequences))]
         """Bytes around the text of such a chunk, by choice."""
 

@@ -55,7 +55,7 @@ class RequestContext:
     body: bytes = b""
     """Body as it was sent."""
     receive: Receive | None = None
-    """Channel by which the end of the connection is heard; None where no client waits."""
+    """Channel that reports the end of the connection; None where no client waits."""
     arrived: float = field(default_factory=time.monotonic)
     clock: ExchangeClock = field(default_factory=ExchangeClock)
 

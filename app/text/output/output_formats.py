@@ -68,10 +68,10 @@ class ToolSyntax:
     padding: str = ""
     """Text inside each mark, next to it."""
     parameter: tuple[str, str, str] = ("", "", "")
-    """Text before a parameter's name, between name and value, and after the value. `xml`."""
+    """Texts before a parameter's name, between name and value, and after the value, in the kind `xml`."""
     after_parameter: str = ""
     quote: str = '"'
-    """Mark around strings. `gemma`."""
+    """Mark around strings, in the kind `gemma`."""
 
     @property
     def call_mark(self) -> CallMark | None:

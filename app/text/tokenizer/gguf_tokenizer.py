@@ -263,8 +263,8 @@ def _of_pieces(words: _Words) -> Tokenizer:
 
 
 def _of_words(words: _Words) -> Tokenizer:
-    """Build BERT's WordPiece. A file marks beginnings of words where the original marks what goes on. Whether
-    capitals matter it does not say: they do if words have some.
+    """Build BERT's WordPiece. A GGUF file marks the pieces that begin a word; the original marks those that
+    continue one. It does not say whether case matters: it does if some pieces have capitals.
     """
     whole = words.vocabulary
     known = {_original_word(word): number for word, number in whole.items()}
@@ -314,8 +314,8 @@ def _of_scores(words: _Words) -> Tokenizer:
 
 
 def _around(words: _Words) -> Any:
-    """Return what puts an encoder's special tokens around texts. RoBERTa and XLM-R end the first of a pair
-    twice.
+    """Return the post-processor that puts an encoder's special tokens around texts. RoBERTa and XLM-R write
+    two of them after the first text of a pair.
     """
     first, last = words.named("cls") or words.named("bos"), words.named("seperator") or words.named("eos")
     if first is None or last is None:

@@ -40,8 +40,8 @@ class TextEncoder:
         return _encode(self._tokenizer, text, special=special)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
-        """Encode two texts as one, with the tokens around them. Returns the ids, and the place of the first
-        of another token type; None if all have one.
+        """Encode two texts as one, with the tokens around them. Returns the ids and the position of the
+        first one with another token type; None if all have the same type.
         """
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])

@@ -234,23 +234,12 @@ def _from_words(folder: Path, config: Mapping[str, Any], added: list[dict[str, A
         each["content"]: each["id"] for each in added
     }
     is_mpnet = kind == "MPNet"
-    usual = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
-    if not is_mpnet:
-        usual = {name: f"[{name[:3].upper()}]" for name in usual} | {"mask_token": "[MASK]"}
-    special = {"unk_token": "[UNK]", **usual}
-    for name, content in list(special.items()):
-        value = config.get(name, content)
-        special[name] = str(value.get("content") if isinstance(value, dict) else value)
-    first, last, unknown = (special[name] for name in ("cls_token", "sep_token", "unk_token"))
+    special = _special_words(config, is_mpnet=is_mpnet)
     tokens = {known[each]: _added(known[each], each) for each in special.values() if each in known}
     tokens |= {each["id"]: each for each in added}
-    begin, end = ({"SpecialToken": {"id": each, "type_id": 0}} for each in (first, last))
-    single = [begin, {"Sequence": {"id": "A", "type_id": 0}}, end]
-    other = 0 if is_mpnet else 1
-    second = [
-        {"Sequence": {"id": "B", "type_id": other}},
-        {"SpecialToken": {"id": last, "type_id": other}},
-    ]
+    first, last = special["cls_token"], special["sep_token"]
+    single, other = [_special(first), _text("A"), _special(last)], 0 if is_mpnet else 1
+    pair = [*single, *([_special(last)] if is_mpnet else []), _text("B", other), _special(last, other)]
     return {
         "version": "1.0",
         "added_tokens": [tokens[number] for number in sorted(tokens)],
@@ -262,22 +251,26 @@ def _from_words(folder: Path, config: Mapping[str, Any], added: list[dict[str, A
             "lowercase": bool(config.get("do_lower_case", True)),
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, *([end] if is_mpnet else []), *second],
-            "special_tokens": {
-                each: {"id": each, "ids": [known[each]], "tokens": [each]} for each in (first, last)
-            },
-        },
+        "post_processor": _template(single, pair, known, (first, last)),
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",
-            "unk_token": unknown,
+            "unk_token": special["unk_token"],
             "continuing_subword_prefix": "##",
             "max_input_chars_per_word": 100,
             "vocab": known,
         },
+    }
+
+
+def _special_words(config: Mapping[str, Any], *, is_mpnet: bool) -> dict[str, str]:
+    """Return the special tokens by their keys in tokenizer_config.json."""
+    usual = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+    if not is_mpnet:
+        usual = {name: f"[{name[:3].upper()}]" for name in usual} | {"mask_token": "[MASK]"}
+    named = {name: config.get(name, content) for name, content in {"unk_token": "[UNK]", **usual}.items()}
+    return {
+        name: str(value.get("content") if isinstance(value, dict) else value) for name, value in named.items()
     }
 
 
@@ -323,12 +316,28 @@ def _around(config: Mapping[str, Any], known: Mapping[str, int], *, begin: bool)
     last = named("eos_token", "</s>") if config.get("add_eos_token", False) else None
     if first is None and last is None:
         return None
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    before, after = ([{"SpecialToken": {"id": each, "type_id": 0}}] if each else [] for each in (first, last))
-    tokens = {each: {"id": each, "ids": [known[each]], "tokens": [each]} for each in (first, last) if each}
-    pair = [*before, text, *after, *before, {"Sequence": {"id": "B", "type_id": 1}}, *after]
-    single = [*before, text, *after]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+    before, after = ([_special(each)] if each else [] for each in (first, last))
+    single = [*before, _text("A"), *after]
+    pair = [*single, *before, _text("B", 1), *after]
+    return _template(single, pair, known, [each for each in (first, last) if each])
+
+
+def _text(name: str, type_id: int = 0) -> dict[str, Any]:
+    return {"Sequence": {"id": name, "type_id": type_id}}
+
+
+def _special(token: str, type_id: int = 0) -> dict[str, Any]:
+    return {"SpecialToken": {"id": token, "type_id": type_id}}
+
+
+def _template(
+    single: list[dict[str, Any]], pair: list[dict[str, Any]], known: Mapping[str, int], tokens: Sequence[str]
+) -> dict[str, Any]:
+    """Return a post-processor. `single`, `pair`: what it makes of one text and of two; `tokens`: the special
+    tokens in them.
+    """
+    special = {each: {"id": each, "ids": [known[each]], "tokens": [each]} for each in tokens}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
 
 
 def _read_object(folder: Path, name: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ LONGEST_PERIOD: Final = 256
 
 
 class ThoughtTracker:
-    """Place of one answer in its thoughts. `texts` are those of all tokens, None where ids tell the marks."""
+    """Position of an answer in its reasoning. `texts`: of all tokens; None where ids show the marks."""
 
     def __init__(
         self, params: ThinkingParams, texts: Sequence[bytes] | None, *, is_strict: bool = False

@@ -72,7 +72,7 @@ class PrefixCache:
         """Indexed blocks without references, which can be evicted, least recently used first."""
         self.history = PrefixHistory()
         self.on_evict: Callable[[int, bytes], None] | None = None
-        """Called with a block that is evicted and its hash, while its content is there."""
+        """Callback with a block that is evicted and its hash, while the block still has its content."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of

@@ -131,7 +131,7 @@ class RecordedDrafts(DraftScheduler):
 
 
 class ReplayedEngine:
-    """A scheduler with its cache, driven as `Engine` drives them; the tokens come from the records."""
+    """Scheduler and cache, driven as by `Engine`; the tokens come from the records."""
 
     def __init__(self, facts: EngineFacts, clock: Callable[[], float], on_plan: OnPlan | None = None) -> None:
         config = SchedulerConfig(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from ..fields import Fields, show
+from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, show
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 PositionTable = Literal["", "whole", "buckets", "bilinear", "antialiased", "axes", "places"]
@@ -232,8 +232,6 @@ HALF: Final = (0.5, 0.5, 0.5)
 MAX_SIDE: Final = 1 << 14
 """Largest tile, edge or patch in pixels."""
 MAX_PIXELS: Final = 1 << 28
-MAX_LAYERS: Final = 1024
-MAX_WIDTH: Final = 1 << 20
 _ACTIVATIONS: Final[dict[str, VisionActivation]] = {
     **{name: name for name in get_args(VisionActivation)},
     "gelu_pytorch_tanh": "gelu_tanh",

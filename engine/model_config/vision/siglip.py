@@ -3,13 +3,12 @@
 from dataclasses import replace
 from typing import Any, Final
 
-from ..fields import Fields, show
+from ..fields import MAX_WIDTH, Fields, show
 from .config import (
     CLIP_MEAN,
     CLIP_STD,
     HALF,
     MAX_SIDE,
-    MAX_WIDTH,
     ImageProcessorConfig,
     TowerConfig,
     TowerNames,

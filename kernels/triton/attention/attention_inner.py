@@ -213,7 +213,7 @@ def fold(
 
 @triton.jit
 def add_sink(total: tl.tensor, top: tl.tensor, sink: tl.tensor) -> tl.tensor:
-    """Add the weight of one more score, of which nothing else follows. Rows that see no key stay 0."""
+    """Add the weight of one more score (a sink), which has no value. Rows that see no key stay 0."""
     return tl.where(total > 0, total + tl.exp2(sink * LOG2_E - top), total)
 
 

@@ -1,4 +1,5 @@
-"""Sampler: draws a token for every row on the device, bit for bit as `kernels/reference/sampling.py`.
+"""Sampler: draws a token for every row on the device, bit for bit as `kernels/reference/sampling.py`, and
+prepares the decode step after it.
 
 A token weighs floor(2^40 exp((logit - best) / temperature)). Sums of integers do not depend on their order:
 neither the batch nor the way this kernel walks a row can change what is drawn. Nothing is sorted. Each
@@ -16,13 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...sampling_types import PenaltyState, Sampled, SampleRows
+from ...sampling_types import DecodeInputs, DecodeRows, PenaltyState, Sampled, SampleRows
 from .chunk_max import CHUNK, best_of_chunks, canonicalize_best, chunk_maxima, ordered, value_of, weights
 from .penalties import IS_ONLY_LISTED, edit, largest_in_list, logit_in_list, put_back
 from .topk_topp_search import above, find, pick, ties_before
 
 LOWEST = tl.constexpr(-2139095041)
 """Key of minus infinity, see `ordered`."""
+ROWS = 128
+"""Rows of a program that prepares a decode step."""
 
 
 def sample(logits_RV: Tensor, rows: SampleRows, rules: PenaltyState | None = None) -> Sampled:
@@ -230,3 +233,61 @@ def draw(
         point = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
         token = pick(row, bottom, point, best, temperature, least, CHUNK, False, LISTED)
     return token
+
+
+def prepare_decode_inputs(
+    rows: DecodeRows, drawn_R: Tensor | None, inputs: DecodeInputs, block_size: int
+) -> None:
+    """Implement `Ops.prepare_decode_inputs`: from the state on the device, no host tensor is read."""
+    count = len(rows.lengths_R)
+    if not count:
+        return
+    advance_kernel[(triton.cdiv(count, ROWS),)](
+        rows.ids_R,
+        rows.lengths_R,
+        rows.tables_RB,
+        rows.ids_R if drawn_R is None else drawn_R,
+        inputs.positions_R,
+        inputs.slots_R,
+        inputs.context_lens_R,
+        count,
+        rows.tables_RB.stride(0),
+        PAGE=block_size,
+        DRAWN=drawn_R is not None,
+        BLOCK=ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["count", "table_row"])
+def advance_kernel(
+    ids: tl.tensor,
+    lengths: tl.tensor,
+    tables: tl.tensor,
+    drawn: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    contexts: tl.tensor,
+    count: tl.tensor,
+    table_row: tl.tensor,
+    PAGE: tl.constexpr,
+    DRAWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Append sampled tokens to the rows (with DRAWN), then write position, slot and context length of each.
+
+    All numbers are integers. A free row (length 0) gets position 0, slot -1 and context length 0.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = row < count
+    length = tl.load(lengths + row, mask=real, other=0)
+    taken = length > 0
+    if DRAWN:
+        token = tl.load(drawn + row, mask=taken, other=0)
+        tl.store(ids + row, token, mask=taken)
+        length = tl.where(taken, length + 1, 0)
+        tl.store(lengths + row, length, mask=taken)
+    position = tl.maximum(length - 1, 0)
+    block = tl.load(tables + row.to(tl.int64) * table_row + position // PAGE, mask=taken, other=0)
+    tl.store(positions + row, position, mask=real)
+    tl.store(slots + row, tl.where(taken, block * PAGE + position % PAGE, -1), mask=real)
+    tl.store(contexts + row, length, mask=real)

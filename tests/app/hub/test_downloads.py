@@ -20,9 +20,10 @@ from llmbox.app.hub import transfer
 from llmbox.app.hub.cache_layout import Repo
 from llmbox.app.hub.download import Download, DownloadSettings
 from llmbox.app.hub.download_queue import Downloads
-from llmbox.app.hub.errors import HubError, Retries
+from llmbox.app.hub.errors import HubError
 from llmbox.app.hub.http import HubHttpClient
 from llmbox.app.hub.repo_files import Hub
+from llmbox.app.hub.transfer import Retries
 from llmbox.app.models.catalog import describe, resolve
 from llmbox.engine.model_config.draft_heads import read_draft_head
 from support.draft_heads import make_eagle3, make_medusa, make_target

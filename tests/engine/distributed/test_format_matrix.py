@@ -64,7 +64,7 @@ def test_ranks_give_the_tokens_of_one(
     """Steps launched ahead, from graphs at last; each request a second time, to find its prefix."""
     model = make_tiny_model(tmp_path, tokenizer=False, **SIZES)
     options = {"dtype": "float32", "max_running": 4}
-    with mock.patch("llmbox.engine.executor.build.select_ops") as select:
+    with mock.patch("llmbox.engine.executor.rank_engine.select_ops") as select:
         select.return_value = cached_in(plain_torch(QUANTS.get(quant or "")), KV[kv])
         expected = tokens(load(model, **options), REQUESTS)
         with device_ranks(model, graphs=True, **cut, **options, **WAYS[way]) as (engine, ranks):

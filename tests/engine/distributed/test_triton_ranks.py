@@ -57,7 +57,7 @@ def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for owner, name in ((interpreter.GridExecutor, "__call__"), (interpreter.InterpretedFunction, "rewrite")):
         monkeypatch.setattr(owner, name, alone(getattr(owner, name)))
-    with mock.patch("llmbox.engine.executor.build.backend") as backend:
+    with mock.patch("llmbox.engine.executor.rank_engine.backend") as backend:
         backend.side_effect = lambda _device, dtype, _kv, _threads, _quant, config, _plan: triton_ops(
             CPU, dtype, deterministic=config.deterministic
         )

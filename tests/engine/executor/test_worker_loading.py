@@ -23,7 +23,7 @@ import os, runpy, signal, sys, time
 from llmbox.engine.light_torch import import_torch
 import_torch()
 import torch
-import llmbox.engine.executor.build as loader
+import llmbox.engine.executor.rank_engine as loader
 from llmbox.engine.weights.packed_cache import cache, source
 
 source.END_S = 60.0

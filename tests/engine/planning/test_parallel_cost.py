@@ -9,7 +9,13 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.shape import ExpertShape
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
-from llmbox.engine.planning.performance_model import decode_scaling, exchange_seconds, rank_shape, traffic
+from llmbox.engine.planning.performance_model import (
+    RankLink,
+    decode_scaling,
+    exchange_seconds,
+    rank_shape,
+    traffic,
+)
 from llmbox.kernels.quant_formats import QUANTS
 from support.rank_threads import load_threads
 from support.shapes import LLAMA_3_8B
@@ -103,15 +109,15 @@ def test_traffic_of_experts_whose_results_are_exchanged(shared):
     assert (
         traffic(LLAMA_3_8B, 4, 1, "bfloat16", results=True).sums == traffic(LLAMA_3_8B, 4, 1, "bfloat16").sums
     )
-    cost = {"dtype": "bfloat16", "link_bandwidth": 1e10, "sum_seconds": 1e-5, "rows": 4}
+    cost = {"dtype": "bfloat16", "link": RankLink(1e10, 1e-5, 4.8e12), "rows": 4}
     slower, faster = (exchange_seconds(shape, 4, 1, results=results, **cost)[0] for results in (True, False))
     assert slower - faster == pytest.approx(4 * more / 1e10 + (30e-5 if shared else 0))
 
 
 def test_expected_scaling():
-    gpu = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "bandwidth": 4.8e12, "context": 2048}
-    nvlink = {"link_bandwidth": 450e9, "sum_seconds": 5e-6}
-    pcie = {"link_bandwidth": 25e9, "sum_seconds": 30e-6}
+    gpu = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "context": 2048}
+    nvlink = {"link": RankLink(450e9, 5e-6, 4.8e12)}
+    pcie = {"link": RankLink(25e9, 30e-6, 4.8e12)}
     two, eight = (decode_scaling(LLAMA_3_8B, tp, 1, **gpu, **nvlink) for tp in (2, 8))
     assert 1.5 < two.factor < 2
     assert two.factor < eight.factor < 8

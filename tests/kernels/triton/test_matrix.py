@@ -84,7 +84,7 @@ def test_tokens_are_those_of_plain_torch(
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **SIZES, **changes)
     rounding, kv_dtype = QUANTS.get(quant or ""), KV[kv]
     kernels = triton_ops(CPU, torch.float32, rounding, deterministic=deterministic)
-    with mock.patch("llmbox.engine.executor.build.select_ops") as select:
+    with mock.patch("llmbox.engine.executor.rank_engine.select_ops") as select:
         select.return_value = cached_in(plain_torch(rounding), kv_dtype)
         expected, logprobs = seen_by(load(model, **OPTIONS))
         select.return_value = cached_in(kernels, kv_dtype)

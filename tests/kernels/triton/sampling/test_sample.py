@@ -7,8 +7,7 @@ import torch
 
 from llmbox.kernels.reference.sampling import SamplingKinds, rank_tokens, sample_rows
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
-from llmbox.kernels.triton.prepare_decode import prepare_decode_inputs
-from llmbox.kernels.triton.sampling.sample import sample
+from llmbox.kernels.triton.sampling.sample import prepare_decode_inputs, sample
 from support.sampling import sample_rows_by
 
 V = 333
