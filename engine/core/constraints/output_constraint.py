@@ -197,7 +197,7 @@ class OutputConstraint:
         """End of the text before a trigger."""
         self._stops = [i for i in params.stop_token_ids if 0 <= i < vocab_size]
         self._vocab_size = vocab_size
-        self._seen = num_prompt
+        self._seen = self._num_prompt = num_prompt
         self._known: tuple[bytes | None] | None = None
         """Mask after the tokens seen, where it was asked for."""
 
@@ -282,8 +282,8 @@ class OutputConstraint:
         grammar = self._governing(token_ids)
         if grammar is None or self._tokens is None:
             return [] if self._thoughts is None else self._thoughts.forced_ids[:most]
-        texts = self._tokens.texts
-        return grammar.guess(b"".join(texts[token] for token in token_ids[-_TOKENS_BEFORE:]), most)
+        said = token_ids[max(self._num_prompt, len(token_ids) - _TOKENS_BEFORE) :]
+        return grammar.guess(b"".join(self._tokens.texts[token] for token in said), most)
 
     def _governing(self, token_ids: Sequence[int]) -> GrammarState | None:
         """Return the grammar where it alone decides what may follow `token_ids`, else None."""

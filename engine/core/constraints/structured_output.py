@@ -97,18 +97,18 @@ class GrammarVocabulary:
         """Return tokens of a text, the longest first; those before the first byte that no token has."""
         ids, place = list[int](), 0
         while place < len(text):
-            pieces = (text[place:end] for end in range(min(len(text), place + self._longest), place, -1))
-            piece = next((each for each in pieces if each in self._ids), None)
+            parts = (text[place:end] for end in range(min(len(text), place + self._longest), place, -1))
+            piece = next((part for part in parts if part in self._pieces), None)
             if piece is None:
                 break
-            ids.append(self._ids[piece])
+            ids.append(self._pieces[piece])
             place += len(piece)
         return ids
 
     @cached_property
     def letters(self) -> int:
         """Bits of the tokens that are one byte, without white space."""
-        ids = (self._ids.get(bytes([byte])) for byte in range(256) if byte not in _WHITE_SPACE)
+        ids = (self._pieces.get(bytes([byte])) for byte in range(256) if byte not in _WHITE_SPACE)
         return _bits(i for i in ids if i is not None)
 
     @cached_property
@@ -118,7 +118,12 @@ class GrammarVocabulary:
 
     @cached_property
     def _longest(self) -> int:
-        return max(map(len, self._ids))
+        return max(map(len, self._pieces))
+
+    @cached_property
+    def _pieces(self) -> dict[bytes, int]:
+        """Ids of texts. Of one byte the last, as SentencePiece has all bytes once more before its pieces."""
+        return self._ids | {text: i for i, text in enumerate(self.texts) if len(text) == 1}
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
@@ -235,7 +240,8 @@ def guess_space(said: bytes, sign: bytes) -> bytes:
     after = rb"[}\]]" if closes else rb"\S" if opens else re.escape(sign)
     used = re.findall(before + rb"([ \t\r\n]*)" + after, text) if last else []
     space: bytes = used[-1] if used else b" " if last in (b",", b":") else b""
-    if b"\n" in space or (closes and not used and b"\n" in text) or (b"\n" in written and last != b":"):
+    begins = closes or last in (b"{", b"[", b",")
+    if b"\n" in space or (begins and b"\n" in (written if used else text + written)):
         lines = re.findall(rb"\n([ \t]*)", text)
         step, indent = next(filter(None, lines), b""), lines[-1] if lines else b""
         indent = indent + step if opens else indent.removesuffix(step) if closes else indent
