@@ -25,6 +25,10 @@ _REMEMBERED: Final = 512
 """Bytes before a guess whose white space it imitates."""
 _BYTES_OF_TOKEN: Final = 4
 """Bytes of text to guess for each token."""
+_MOST_MASKS: Final = 8
+"""Masks that a guess may take: each costs as much as that of a token."""
+_SPECIAL: Final = re.compile(rb"\xff\[(\d+)\]")
+"""Special token in the text that a grammar fixes."""
 _SLICES: Final = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
 """llguidance slices: tokens of these kinds are checked together inside JSON strings. The masks are the same
 and take a quarter of the time."""
@@ -94,9 +98,15 @@ class GrammarVocabulary:
         return found
 
     def split(self, text: bytes) -> list[int]:
-        """Return tokens of a text, the longest first; those before the first byte that no token has."""
+        """Return tokens of a text, the longest first; those before the first byte that no token has. Special
+        tokens are written as llguidance does.
+        """
         ids, place = list[int](), 0
         while place < len(text):
+            if special := _SPECIAL.match(text, place):
+                ids.append(int(special[1]))
+                place = special.end()
+                continue
             parts = (text[place:end] for end in range(min(len(text), place + self._longest), place, -1))
             piece = next((part for part in parts if part in self._pieces), None)
             if piece is None:
@@ -179,9 +189,11 @@ class GrammarState:
         """
         if self.problem is not None:
             return []
-        ahead, ids, text = self._matcher.deep_copy(), list[int](), b""
-        while len(ids) + len(text) // _BYTES_OF_TOKEN < most:
-            piece = ahead.compute_ff_bytes() or self._only_text(ahead, said[-_REMEMBERED:] + text)
+        ahead, ids, text, masks = self._matcher.deep_copy(), list[int](), b"", 0
+        while masks < _MOST_MASKS and len(ids) + len(text) // _BYTES_OF_TOKEN < most:
+            piece: bytes | int = ahead.compute_ff_bytes()
+            if not piece:
+                piece, masks = self._only_text(ahead, said[-_REMEMBERED:] + text), masks + 1
             if isinstance(piece, int):
                 ids, text, found = [*ids, *self._tokens.split(text), piece], b"", [piece]
             else:

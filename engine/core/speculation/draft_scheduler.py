@@ -265,7 +265,8 @@ class DraftScheduler:
         limited = [each for each in wanted if each.request.constraint is not None]
         self._take_lookups(self._grammars, limited)
         for each in wanted:
-            found = bool(each.drafts) or each.request.constraint is not None
+            constraint = each.request.constraint
+            found = bool(each.drafts) or (constraint is not None and constraint.has_grammar)
             each.history.record_lookup(each.request.num_output, found=found)
         return candidates
 

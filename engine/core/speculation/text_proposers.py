@@ -110,9 +110,8 @@ class GrammarProposer:
     def _guess(self, request: Request, most: int) -> list[int]:
         tokens, (place, guess) = request.token_ids, self._guesses.get(request, (0, []))
         passed = len(tokens) - place
-        if (
-            0 <= passed < len(guess) and guess[:passed] == tokens[place:]
-        ):  # not taken in whole: no row was free
+        # Where no row was free for all of it, the rest is still right.
+        if 0 <= passed < len(guess) and guess[:passed] == tokens[place:]:
             return guess[passed : passed + most]
         if request.constraint is None:
             return []

@@ -12,7 +12,7 @@ from llmbox.engine.core.constraints.output_constraint import (
     GrammarCompiler,
     OutputConstraint,
 )
-from llmbox.engine.core.constraints.structured_output import GrammarVocabulary
+from llmbox.engine.core.constraints.structured_output import GrammarState, GrammarVocabulary
 from llmbox.engine.sampling_params import ThinkingParams
 from support.grammars import (
     BREAK,
@@ -391,6 +391,25 @@ def test_no_end_is_guessed():
     constraint = constraint_of(wrapped({"lark_grammar": 'start: "ab"'}))
     assert constraint.guess([5, 6], 15) == split("ab")
     assert constraint.guess([5, 6, *split("ab")], 15) == []
+
+
+def test_special_tokens_are_guessed():
+    constraint = constraint_of(wrapped({"lark_grammar": 'start: "ab" <[1]> "cd" /x|y/'}))
+    assert constraint.guess([5, 6], 15) == [*split("ab"), 1, *split("cd")]
+
+
+def test_a_guess_takes_few_masks(monkeypatch):
+    """Each may cost twenty milliseconds, and a guess may be wrong each time."""
+    masks, constraint = (
+        list[bytes](),
+        constraint_of(wrapped({"lark_grammar": 'start: "a" / *b *c *d *e *f *g *h *i *j *k/'})),
+    )
+    only_text = GrammarState._only_text
+    monkeypatch.setattr(
+        GrammarState, "_only_text", lambda self, *others: (masks.append(b""), only_text(self, *others))[1]
+    )
+    assert constraint.guess([5, 6], 15) == split("abcdefghi")
+    assert len(masks) == 8
 
 
 def test_the_forced_end_of_thoughts_is_guessed():
