@@ -279,11 +279,11 @@ class OutputConstraint:
         """Return at most so many tokens that should follow, because the grammar or the end of thoughts leaves
         no choice.
         """
-        grammar = self._governing(token_ids)
-        if grammar is None or self._tokens is None:
+        mask, grammar = self.allowed(token_ids), self._governing(token_ids)
+        if grammar is None or mask is None or self._tokens is None:
             return [] if self._thoughts is None else self._thoughts.forced_ids[:most]
         said = token_ids[max(self._num_prompt, len(token_ids) - _TOKENS_BEFORE) :]
-        return grammar.guess(b"".join(self._tokens.texts[token] for token in said), most)
+        return grammar.guess(b"".join(self._tokens.texts[token] for token in said), mask, most)
 
     def _governing(self, token_ids: Sequence[int]) -> GrammarState | None:
         """Return the grammar where it alone decides what may follow `token_ids`, else None."""

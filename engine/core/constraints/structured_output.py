@@ -123,8 +123,8 @@ class GrammarVocabulary:
 
     @cached_property
     def marks(self) -> int:
-        """Bits of special tokens and the end of an answer."""
-        return _bits([*self.special, self.end])
+        """Bits of special tokens."""
+        return _bits(self.special)
 
     @cached_property
     def _longest(self) -> int:
@@ -164,6 +164,7 @@ class GrammarState:
         self._matcher = matcher
         self._tokens = tokens
         self._stops = [i for i in stops if 0 <= i < tokens.size]
+        self._end_bits = _bits([*self._stops, tokens.end])
 
     def fork(self) -> "GrammarState":
         """Return a copy that goes on by itself."""
@@ -181,9 +182,9 @@ class GrammarState:
         ids = list(ids[: next(ends, len(ids))])
         return self._matcher.validate_tokens(ids) if ids and self.problem is None else 0
 
-    def guess(self, said: bytes, most: int) -> list[int]:
+    def guess(self, said: bytes, mask: bytes, most: int) -> list[int]:
         """Return at most so many tokens that should come next, because the text has no choice there but
-        between spaces. `said`: the text before, whose spaces are imitated.
+        between spaces. `said`: the text before, whose spaces are imitated. `mask`: result of `allowed`.
 
         A grammar allows any tokens of its text. The guess has the longest ones, as tokenizers mostly do.
         """
@@ -193,7 +194,8 @@ class GrammarState:
         while masks < _MOST_MASKS and len(ids) + len(text) // _BYTES_OF_TOKEN < most:
             piece: bytes | int = ahead.compute_ff_bytes()
             if not piece:
-                piece, masks = self._only_text(ahead, said[-_REMEMBERED:] + text), masks + 1
+                known = ahead.compute_bitmask() if ids or text else mask
+                piece, masks = self._only_text(ahead, known, said[-_REMEMBERED:] + text), masks + 1
             if isinstance(piece, int):
                 ids, text, found = [*ids, *self._tokens.split(text), piece], b"", [piece]
             else:
@@ -203,13 +205,15 @@ class GrammarState:
         ids += self._tokens.split(text)
         return ids[: self.count_allowed(ids[:most])]
 
-    def _only_text(self, ahead: "LLMatcher", said: bytes) -> bytes | int:
+    def _only_text(self, ahead: "LLMatcher", mask: bytes, said: bytes) -> bytes | int:
         """Return the byte that must come next after some white space, with white space as before it. A token
         if it must be this one, no bytes if there is a choice.
         """
         tokens = self._tokens
-        found = int.from_bytes(ahead.compute_bitmask(), "little")
-        if found.bit_count() == 1 and found != 1 << tokens.end:
+        found = int.from_bytes(mask, "little")
+        if found & self._end_bits:
+            return b""
+        if found.bit_count() == 1:
             return found.bit_length() - 1
         byte = found & tokens.letters
         if byte.bit_count() != 1 or found & tokens.marks:
