@@ -6,13 +6,16 @@ so that a request that never has any costs nothing. What the cache holds of a bl
 of its tokens.
 
 A draft token is sampled as the target samples: same noise of (seed, position), same logits processors. So a
-draft model whose logits are close proposes the target's token in sampled answers too.
+draft model whose logits are close proposes the target's token in sampled answers too. A grammar's mask after
+each draft comes from a copy of its state.
 
 On a GPU the passes are launched on the stream of the target's steps, each before the host knows the token of
 the one before, which stays on the device:
 
     host     launch 1 | launch 2 | read 1 | launch 3 | read 2 | read 3 | launch the verification
     device            |- pass 1 -|-- pass 2 --|-- pass 3 --|
+
+Where one of the requests has a grammar, each pass waits for the tokens of the one before.
 """
 
 from abc import ABC, abstractmethod
@@ -90,8 +93,8 @@ class DraftedRequest:
     """Number of its tokens."""
     most: int
     drafts: list[int] = field(default_factory=list)
-    is_broken: bool = False
-    """A pass gave no token for it."""
+    has_ended: bool = False
+    """A pass gave no token for it, or the answer's last one."""
 
 
 class ModelProposer(ABC):
@@ -110,14 +113,15 @@ class ModelProposer(ABC):
         going = {request: DraftedRequest(request.num_tokens, most) for request, most in wanted}
         executor, passes, num_rows = self.executor, 0, 0
         launched = deque[tuple[list[ScheduledRequest], Any]]()
-        with drafting(wanted):
+        with drafting(wanted) as is_limited:
+            ahead = 0 if is_limited else executor.depth  # a mask follows the token before
             executor.take_back(list(going))
             rows = self._catch_up(wanted)
             while rows or launched:
                 if rows:
                     passes, num_rows = passes + 1, num_rows + sum(row.num_tokens for row in rows)
                     launched.append((rows, executor.launch(StepPlan(rows=rows))))
-                if len(launched) > executor.depth or not rows:
+                if len(launched) > ahead or not rows:
                     self._collect(*launched.popleft(), going)
                 rows = self._next_rows(rows, going)
         return Proposals([each.drafts for each in going.values()], passes, num_rows)
@@ -144,7 +148,7 @@ class ModelProposer(ABC):
         following = []
         for row in rows:
             request, drafted = row.request, going[row.request]
-            if row.samples and row.end + 1 < drafted.known + drafted.most and not drafted.is_broken:
+            if row.samples and row.end + 1 < drafted.known + drafted.most and not drafted.has_ended:
                 request.num_pending += 1
                 following.append(self._row(request, row.end, 1, samples=True))
         return following
@@ -156,15 +160,18 @@ class ModelProposer(ABC):
         result = self.executor.collect(handle)
         for row in rows:
             request, drafted = row.request, going[row.request]
-            if drafted.is_broken:  # this pass was launched before that was known
+            if drafted.has_ended:  # this pass was launched before that was known
                 continue
             self._note_computed(row, drafted.known)
             token = result.tokens.get(request.request_id)
             if token is not None:
                 drafted.drafts.append(token.token_id)
                 request.append([token.token_id])
+                if (constraint := request.constraint) is not None and constraint.has_grammar:
+                    request.update_mask()
+                    drafted.has_ended = constraint.problem is not None
             elif row.samples:
-                drafted.is_broken = True
+                drafted.has_ended = True
 
 
 class DraftModel(ModelProposer):

@@ -142,18 +142,22 @@ def _restoring_token_ids(rows: Sequence[ScheduledRequest]) -> Iterator[None]:
 
 
 @contextmanager
-def drafting(wanted: Sequence[tuple[Request, int]]) -> Iterator[None]:
-    """Take the grammars' masks, which are of the token before, from these requests; give these back and take
-    back the drafts that were appended meanwhile.
+def drafting(wanted: Sequence[tuple[Request, int]]) -> Iterator[bool]:
+    """Let these requests take drafts as tokens, and their grammars follow these; at exit all is as before.
+    Yields whether a grammar limits any of them.
     """
-    kept = [(request, request.mask, request.num_tokens, request.num_pending) for request, _ in wanted]
+    kept = [(each, each.mask, each.constraint, each.num_tokens, each.num_pending) for each, _ in wanted]
+    limited = [each for each, _ in wanted if each.constraint is not None and each.constraint.has_grammar]
     try:
         for request, _ in wanted:
-            request.mask = None
-        yield
+            request.mask = None  # of the token before
+        for request in limited:
+            request.update_mask()
+            request.constraint = request.constraint.fork() if request.constraint else None
+        yield bool(limited)
     finally:
-        for request, mask, size, pending in kept:
-            request.mask, request.num_pending = mask, pending
+        for request, mask, constraint, size, pending in kept:
+            request.mask, request.constraint, request.num_pending = mask, constraint, pending
             del request.token_ids[size:]
 
 

@@ -3,6 +3,7 @@
 tools    a loop of tool calls: records come as JSON and go back with a field changed, between short notes
 edits    a file of this repository is written again with some lines changed
 quotes   an answer about a page of docs/ that quotes paragraphs of it among other sentences
+forms    fields that a JSON schema names are filled in from a letter, under its grammar
 adverse  the worst text for lookups: the last tokens stood before, and what followed them never follows
 
 The texts are those of this repository and of seeded scripts. A token is a word with the space before it, six
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmbox.engine.core.engine import Engine
+from llmbox.engine.ipc.messages import Vocabulary
 
 ROOT = Path(__file__).parents[2]
 FIRST_ID = 1000
@@ -27,19 +29,36 @@ PIECE = re.compile(r" ?\w{1,6}|\s+| ?[^\w\s]")
 NOTES = "docs/operations.md", "docs/security.md", "docs/reliability.md", "docs/models.md"
 
 
+JSON_PIECE = re.compile(r" ?\w{1,6}| ?[^\w\s]{1,3}|\s+")
+"""Signs of JSON stand together, as in published vocabularies."""
+
+
 class TracedAnswer(NamedTuple):
     prompt: list[int]
     answer: list[int]
+    grammar: str | None = None
+    vocabulary: Vocabulary | None = None
+    """Of the engine, for the grammar."""
 
 
 class Tokens:
     """Ids of pieces of text, in the order of their first appearance."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece: re.Pattern[str] = PIECE) -> None:
+        self._piece = piece
         self._ids: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
-        return [self._ids.setdefault(piece, FIRST_ID + len(self._ids)) for piece in PIECE.findall(text)]
+        return [self._ids.setdefault(piece, FIRST_ID + len(self._ids)) for piece in self._piece.findall(text)]
+
+    def vocabulary(self) -> Vocabulary:
+        """Return these and, as the first ids, single bytes."""
+        texts = (
+            [bytes([byte]) for byte in range(256)]
+            + [b""] * (FIRST_ID - 256)
+            + [i.encode() for i in self._ids]
+        )
+        return Vocabulary(data=b"".join(texts), sizes=list(map(len, texts)), special=[])
 
 
 def follow(engine: Engine, scripts: dict[str, list[int]]) -> None:
@@ -62,6 +81,10 @@ def make_traces(kind: str, count: int, seed: str) -> list[TracedAnswer]:
     rng, tokens = random.Random(f"{kind} {seed}"), Tokens()
     if kind == "adverse":
         return _adverse(count, rng)
+    if kind == "forms":
+        tokens = Tokens(JSON_PIECE)
+        pairs = [[tokens.encode(text) for text in _form(rng)] for _ in range(count)]
+        return [TracedAnswer(*pair, _schema_grammar(), tokens.vocabulary()) for pair in pairs]
     make = {"tools": _tool_turn, "edits": _edit, "quotes": _quote}[kind]
     return [TracedAnswer(*map(tokens.encode, make(rng))) for _ in range(count)]
 
@@ -103,6 +126,37 @@ def _tool_turn(rng: random.Random) -> tuple[str, str]:
         call = {"name": "update_order", "arguments": {"order": record, "reason": _sentences(rng, 1)[:40]}}
         answer += f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n"
     return prompt, answer
+
+
+def _form(rng: random.Random) -> tuple[str, str]:
+    """Return a letter, and its order as JSON: numbers and names stand in both, the fields in the answer."""
+    order = _record(rng)
+    ids = f"{order['order_id']} of {order['customer']['name']}, account {order['customer']['account']}"
+    items = "; ".join(f"{i['quantity']} times {i['sku']} at {i['price']} each" for i in order["items"])
+    letter = (
+        f"{_sentences(rng, 2)} Order {ids}, last changed {order['updated_at']}: {items}. {_sentences(rng, 2)}"
+    )
+    return f"{letter}\nIt is {order['status']}. Fill in the form.\n", json.dumps(order)
+
+
+def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _schema_grammar() -> str:
+    """Return the grammar of `_record`, as the daemon writes it for a request with this JSON schema."""
+    text, number = {"type": "string"}, {"type": "integer"}
+    items = {"type": "array", "items": _closed({"sku": text, "quantity": number, "price": number})}
+    fields = {"order_id": text, "customer": _closed({"name": text, "account": number})}
+    fields |= {
+        "status": {"enum": ["open", "packed", "shipped", "returned"]},
+        "items": items,
+        "updated_at": text,
+    }
+    schema = {**_closed(fields), "x-guidance": {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?"}}
+    top = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @answer'}
+    return json.dumps({"grammars": [top, {"name": "answer", "json_schema": schema}]})
 
 
 def _edit(rng: random.Random) -> tuple[str, str]:

@@ -9,7 +9,7 @@ misleads    sampled among 30 ids: nearly every pair of tokens stood before, and 
 new         sampled at temperature 1 among all ids
 unlike      greedy without repetitions: what a draft model can guess and n-grams cannot
 cycle       greedy, for a target of `random_model.py --agreement`: no token occurs twice
-tools, edits, quotes, adverse    recorded answers, see `agent_traces.py`
+tools, edits, quotes, forms, adverse    recorded answers, see `agent_traces.py`
 
 `--draft` adds a draft model (`random_model.py --draft` makes a pair that often agrees, `--agreement` one that
 agrees so often).
@@ -51,7 +51,7 @@ WORK: dict[str, dict[str, Any]] = {
     "unlike": {"temperature": 0.0, "repetition_penalty": 2.0},
     "cycle": {"temperature": 0.0},
 }
-TRACES = "tools", "edits", "quotes", "adverse"
+TRACES = "tools", "edits", "quotes", "forms", "adverse"
 SCRIPTS: dict[str, list[int]] = {}
 """Recorded answers by request id."""
 
@@ -151,12 +151,14 @@ def requests(
     if work in TRACES:
         traces = make_traces(work, streams, f"{streams} {number}")
         traces = [trace._replace(answer=trace.answer[: options.longest]) for trace in traces]
+        if (vocabulary := traces[-1].vocabulary) is not None:
+            engine.set_vocabulary(vocabulary)
         SCRIPTS.update(zip(names, (trace.answer for trace in traces), strict=True))
         return [
             AddRequest(
                 request_id=name,
                 prompt_ids=trace.prompt,
-                params=SamplingParams(max_tokens=len(trace.answer), temperature=0.0),
+                params=SamplingParams(max_tokens=len(trace.answer), temperature=0.0, grammar=trace.grammar),
             )
             for name, trace in zip(names, traces, strict=True)
         ]

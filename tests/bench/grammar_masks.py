@@ -63,14 +63,16 @@ def main() -> None:
     for name, body in KINDS.items():
         params = SamplingParams(max_tokens=1, grammar=wrapped(body), stop_token_ids=(stop,))
         _, compiling = timed(lambda params=params: grammars.constraint(params, 0))
-        masks, picks = [], []
+        masks, picks, guesses = [], [], []
         for seed in range(20):
             rng, ids = random.Random(seed), list[int]()
             constraint, _ = timed(lambda params=params: grammars.constraint(params, 0))
             while len(ids) < 60:
                 mask, spent = timed(lambda ids=ids, at=constraint: at.allowed(ids))
                 left, picking = timed(lambda mask=mask: masked_ids(mask, None))
+                _, guessing = timed(lambda ids=ids, at=constraint: at.guess(ids, 15))
                 masks.append(spent)
+                guesses.append(guessing)
                 picks.append(picking)
                 ids.append(int(left[rng.randrange(len(left))]))
                 if ids[-1] == stop:
@@ -78,7 +80,9 @@ def main() -> None:
         most = sorted(masks)[len(masks) * 95 // 100]
         print(f"{name}: compiled in {compiling / 1000:.1f} ms; a token's mask: median", end=" ")
         print(
-            f"{statistics.median(masks):.0f} µs, 95th {most:.0f}; its ids {statistics.median(picks):.0f} µs"
+            f"{statistics.median(masks):.0f} µs, 95th {most:.0f}; its ids {statistics.median(picks):.0f} µs;",
+            f"a guess of drafts {statistics.median(guesses):.0f} µs,",
+            f"95th {sorted(guesses)[len(guesses) * 95 // 100]:.0f}",
         )
 
 

@@ -22,8 +22,7 @@ from .structured_output import (
     bytes_of,
     clear,
     clear_after,
-    format_error,
-    parser_limits,
+    compile_grammar,
     set_bits,
 )
 
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 _Place = Literal["start", "thoughts", "gap", "answer"]
 _MOST_COMPILED: Final = 32
 """Number of compiled grammars to cache: clients send the same ones again and again."""
+_TOKENS_BEFORE: Final = 128
+"""Last tokens whose white space a guess imitates."""
 _OPENER_WITHIN: Final = 4
 """Tokens of an answer among which reasoning may begin."""
 LOOP_STRIDE: Final = 16
@@ -65,26 +66,22 @@ class ThoughtTracker:
         self._seen = 0
         self._ids: deque[int] = deque(maxlen=LOOP_REPEATS * LONGEST_PERIOD)
         self._last: deque[int] = deque(maxlen=max(len(params.opener_ids), len(params.closer_ids), 1))
-        self._forced: list[int] = []
+        self.forced_ids: list[int] = []
+        """Ids that must come next, in order."""
         self._force()
 
     def fork(self) -> "ThoughtTracker":
         """Return a copy that goes on by itself."""
         forked = copy.copy(self)
-        for name in ("_ids", "_last", "_forced"):
+        for name in ("_ids", "_last", "forced_ids"):
             setattr(forked, name, getattr(self, name).copy())
         return forked
-
-    @property
-    def forced(self) -> int | None:
-        """Id that must come next; None: any may."""
-        return self._forced[0] if self._forced else None
 
     def take(self, token: int) -> None:
         """Follow one token of the answer."""
         self._seen += 1
-        if self._forced:
-            self._forced.pop(0)
+        if self.forced_ids:
+            self.forced_ids.pop(0)
         self._last.append(token)
         if self._texts is not None:
             self.tail = (self.tail + self._texts[token])[-64:]
@@ -101,14 +98,14 @@ class ThoughtTracker:
         self._force()
 
     def _force(self) -> None:
-        if self.place == "thoughts" and not self._forced and self._must_end():
-            self._forced = list(self.params.end_ids)
+        if self.place == "thoughts" and not self.forced_ids and self._must_end():
+            self.forced_ids = list(self.params.end_ids)
 
     def may_force(self, unknown: int) -> bool:
         """Return True if the end of the thoughts may be forced once `unknown` more tokens are there: then all
         of them must be known.
         """
-        if self._forced:
+        if self.forced_ids:
             return True
         if self.place == "answer" and not self.params.anywhere:
             return False
@@ -200,12 +197,18 @@ class OutputConstraint:
         """End of the text before a trigger."""
         self._stops = [i for i in params.stop_token_ids if 0 <= i < vocab_size]
         self._vocab_size = vocab_size
-        self._seen = num_prompt
+        self._seen = self._num_prompt = num_prompt
+        self._known: tuple[bytes | None] | None = None
+        """Mask after the tokens seen, where it was asked for."""
 
     @property
     def problem(self) -> str | None:
         """Reason why the grammar cannot be followed any further, or None."""
         return None if self._grammar is None else self._grammar.problem
+
+    @property
+    def has_grammar(self) -> bool:
+        return self._grammar is not None
 
     def needs_all_tokens(self, token_ids: Sequence[int], pending: int) -> bool:
         """Return True if all tokens must be known before the next one is drawn. `pending`: those that are
@@ -221,10 +224,15 @@ class OutputConstraint:
         8. None: all are. No bit is set if there is a `problem`.
         """
         self._follow(token_ids)
+        if self._known is None:
+            self._known = (self._mask(),)
+        return self._known[0]
+
+    def _mask(self) -> bytes | None:
         thoughts, grammar = self._thoughts, self._grammar
-        if thoughts is not None and (forced := thoughts.forced) is not None:
+        if thoughts is not None and thoughts.forced_ids:
             mask = bytearray(bytes_of(self._vocab_size))
-            set_bits(mask, [forced])
+            set_bits(mask, thoughts.forced_ids[:1])
             return bytes(mask)
         if grammar is None:
             return None
@@ -253,7 +261,7 @@ class OutputConstraint:
         """Return what is allowed after each of the drafts, up to the first that is not allowed itself or ends
         the answer. `mask`: what is allowed after `token_ids`.
         """
-        ahead, tokens, masks = self._fork(), list(token_ids), list[bytes | None]()
+        ahead, tokens, masks = self.fork(), list(token_ids), list[bytes | None]()
         for draft in drafts:
             if draft in self._stops or (mask is not None and not mask[draft // 8] >> draft % 8 & 1):
                 break
@@ -262,13 +270,41 @@ class OutputConstraint:
             masks.append(mask)
         return masks
 
-    def _fork(self) -> "OutputConstraint":
+    def count_allowed(self, token_ids: Sequence[int], drafts: Sequence[int]) -> int:
+        """Return how many of the drafts the grammar may allow after `token_ids`."""
+        grammar = self._governing(token_ids)
+        return len(drafts) if grammar is None else grammar.count_allowed(drafts)
+
+    def guess(self, token_ids: Sequence[int], most: int) -> list[int]:
+        """Return at most so many tokens that should follow, because the grammar or the end of thoughts leaves
+        no choice.
+        """
+        mask, grammar = self.allowed(token_ids), self._governing(token_ids)
+        if grammar is None or mask is None or self._tokens is None:
+            return [] if self._thoughts is None else self._thoughts.forced_ids[:most]
+        said = token_ids[max(self._num_prompt, len(token_ids) - _TOKENS_BEFORE) :]
+        return grammar.guess(b"".join(self._tokens.texts[token] for token in said), mask, most)
+
+    def _governing(self, token_ids: Sequence[int]) -> GrammarState | None:
+        """Return the grammar where it alone decides what may follow `token_ids`, else None."""
+        self._follow(token_ids)
+        thoughts = self._thoughts
+        if self._triggers or (thoughts is not None and thoughts.forced_ids):
+            return None
+        is_free = thoughts is None or self._beside or self._by_trigger or thoughts.place == "answer"
+        return self._grammar if is_free else None
+
+    def fork(self) -> "OutputConstraint":
+        """Return a copy that goes on by itself."""
         forked = copy.copy(self)
         forked._thoughts = None if self._thoughts is None else self._thoughts.fork()  # noqa: SLF001 - its own
         forked._grammar = None if self._grammar is None else self._grammar.fork()  # noqa: SLF001
         return forked
 
     def _follow(self, token_ids: Sequence[int]) -> None:
+        if self._seen == len(token_ids):
+            return
+        self._known = None
         for token in token_ids[self._seen :]:
             self._take(token)
         self._seen = len(token_ids)
@@ -356,12 +392,7 @@ class GrammarCompiler:
         """Return a new matcher at the start of the grammar. Raises GrammarError if it does not compile."""
         found = self._compiled.get(grammar)
         if found is None:
-            from llguidance import LLMatcher  # noqa: PLC0415
-
-            found = LLMatcher(tokens.tree, grammar, log_level=0, limits=parser_limits())
-            if found.is_error():
-                raise GrammarError(f"The grammar cannot be compiled: {format_error(found)}")
-            self._compiled[grammar] = found
+            found = self._compiled[grammar] = compile_grammar(grammar, tokens)
             if len(self._compiled) > _MOST_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)

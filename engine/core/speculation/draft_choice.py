@@ -290,14 +290,14 @@ def choose_lengths(
     lengths: Sequence[int],
     prices: Sequence[float],
     *,
-    others: int = 0,
+    others: float = 0.0,
     extra: float = 0.0,
 ) -> tuple[list[int], float]:
     """Return how many drafts of each request give most tokens in a unit of time, and how many times those of
     a step without drafts these are; no drafts where the gain is below `MIN_GAIN`.
 
     `chances`: acceptance of each request's drafts. `lengths`: how many each has. `prices`: of steps with 0,
-    1, ... drafts. `others`: requests of the step that have none. `extra`: price of the passes that propose.
+    1, ... drafts. `others`: tokens that the step gives besides. `extra`: price of the passes that propose.
     """
     guesses = sorted(
         (

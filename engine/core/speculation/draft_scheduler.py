@@ -6,6 +6,7 @@ none. Proposers are asked in this order:
 
     ngram     tokens that followed the same ones before, in the request
     suffix    tokens that followed them in earlier answers to the same caller, without a long match there
+    grammar   tokens that the request's grammar leaves no choice about
     models    draft models and heads, where they are expected to gain more (`model_drafting.py`)
 
 Where steps are launched ahead, as on GPUs, drafts follow only a token that the host knows: while they are
@@ -33,9 +34,9 @@ from .draft_choice import (
     expected_gain,
 )
 from .model_drafting import ModelDrafting, ModelWaits, choose_model
-from .ngram_proposer import LONGER, NgramProposer
 from .proposer import DraftMethod, DraftStatistics, DraftStats, Proposer
 from .suffix_proposer import SuffixProposer
+from .text_proposers import LONGER, GrammarProposer, NgramProposer
 
 FIRST_CHARGE: Final = 0.03
 """Tokens that a wrong draft is expected to cost before there was one."""
@@ -104,6 +105,7 @@ class DraftScheduler:
         self._kv_cache = kv_cache
         self._clock = clock
         self._ngrams, self.answers = NgramProposer(), SuffixProposer()
+        self._grammars = GrammarProposer()
         self._models = [ModelDrafting(proposer, clock) for proposer in proposers]
         self._prices = RowPrices(config.draft_row_price)
         self._open: deque[OpenStep] = deque()
@@ -119,7 +121,12 @@ class DraftScheduler:
         self._callers: OrderedDict[tuple[str, str], CallerDrafts] = OrderedDict()
         self._charge = 0.0
         """Tokens that a wrong draft of the last step with drafts costs; 0: there was none."""
-        methods: list[DraftMethod] = ["ngram", "suffix", *(each.proposer.method for each in self._models)]
+        methods: list[DraftMethod] = [
+            "ngram",
+            "suffix",
+            "grammar",
+            *(each.proposer.method for each in self._models),
+        ]
         self._statistics = DraftStatistics(methods, clock())
         self.counts = self._statistics.counts
 
@@ -255,8 +262,12 @@ class DraftScheduler:
                     wanted.append(candidate)
         self._take_lookups(self._ngrams, wanted)
         self._take_lookups(self.answers, [each for each in wanted if each.match < LONGER[0]])
+        limited = [each for each in wanted if each.request.constraint is not None]
+        self._take_lookups(self._grammars, limited)
         for each in wanted:
-            each.history.record_lookup(each.request.num_output, found=bool(each.drafts))
+            constraint = each.request.constraint
+            found = bool(each.drafts) or (constraint is not None and constraint.has_grammar)
+            each.history.record_lookup(each.request.num_output, found=found)
         return candidates
 
     def _take_lookups(self, proposer: Proposer, candidates: Sequence[DraftCandidate]) -> None:
@@ -269,7 +280,10 @@ class DraftScheduler:
         proposed = proposer.propose(
             [(each.request, min(each.most, each.history.affordable(charge))) for each in candidates]
         )
-        for each, drafts, match in zip(candidates, proposed.drafts, proposed.matches, strict=True):
+        for each, found, match in zip(candidates, proposed.drafts, proposed.matches, strict=True):
+            drafts, constraint = found, each.request.constraint
+            if found and constraint is not None:
+                drafts = found[: constraint.count_allowed(each.request.token_ids, found)]
             if not drafts:
                 continue
             chance = each.history.chance(proposer.method, match)
@@ -296,11 +310,15 @@ class DraftScheduler:
         # A model's passes would wait for the steps under way.
         if self._models and not any(row.request.num_unknown for row in step.plan.rows):
             self._ask_model(candidates, prices, running)
+        # Those of a model are all verified, as its passes are spent; lookups get the rows that are left.
+        kept = [each for each in candidates if each.model is not None]
+        first = min(sum(len(each.drafts) for each in kept), len(prices) - 1)
+        gained = sum(expected_gain(each.chance, len(each.drafts)) for each in kept)
         lengths, _ = choose_lengths(
             [each.chance for each in candidates],
-            [len(each.drafts) for each in candidates],
-            prices,
-            others=size - len(candidates),
+            [0 if each.model else len(each.drafts) for each in candidates],
+            [price / prices[first] for price in prices[first:]] if kept else prices,
+            others=size - len(candidates) + gained,
         )
         added = 0
         for each, length in zip(candidates, lengths, strict=True):

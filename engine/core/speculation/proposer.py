@@ -19,8 +19,8 @@ log = logging.getLogger("llmbox.engine")
 LOG_SECONDS: Final = 60.0
 """Time between two lines of the log about drafts."""
 
-DraftMethod = Literal["ngram", "suffix", "draft_model", "mtp", "eagle3", "medusa"]
-"""Methods under the names that vLLM's `--speculative-config` has for them."""
+DraftMethod = Literal["ngram", "suffix", "grammar", "draft_model", "mtp", "eagle3", "medusa"]
+"""Methods, most under the names that vLLM's `--speculative-config` has for them."""
 
 
 class Proposals(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Final
 
 from ..request import Request
 from .answer_files import AnswerFiles, Caller
-from .ngram_proposer import match_length
 from .proposer import DraftMethod, Proposals
+from .text_proposers import match_length
 
 SIZE: Final = 4
 """Length of the n-grams that are looked for in earlier answers."""

@@ -22,7 +22,7 @@ from support.adapters import plain_tensors, write_adapter
 from support.draft_heads import add_mtp, ask_always, make_eagle3, make_medusa, make_predictable, make_target
 from support.fake_cuda import Card, fake_cuda
 from support.families import make_family
-from support.grammars import learned
+from support.grammars import JSON, constrained, learned
 from support.lanes import nightly
 from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, drafts_of, load, run
@@ -68,9 +68,11 @@ def test_what_a_request_gets_is_the_same(pairs: dict[str, Pair], kind: str, name
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
     engine._scheduler.check()
     drafted, accepted = counts(engine)
-    assert drafted > accepted > 0, "both ways were taken"
+    assert accepted > 0
     if name == "preempted":
         assert engine.stats().preemptions > 0
+    else:
+        assert drafted > accepted, "both ways were taken"
     own = engine._runner.proposers[0].executor.graphs
     assert (own is not None and own._capture.replays > 0) is (graphs and kind != "medusa"), (
         "passes are graphs"
@@ -84,6 +86,7 @@ def test_it_proposes_what_it_proposes_one_step_after_another(pairs: dict[str, Pa
         ask("greedy", range(5, 45), 16),
         ask("drawn", range(5, 33), 16, temperature=1.0, seed=3),
         ask("ruled", range(5, 33), 16, temperature=1.0, seed=4, frequency_penalty=1.0),
+        constrained("grammar", JSON, 16, prompt=range(5, 33), seed=5),
     ]
     options = {"dtype": "float32", "max_running": 2, "token_budget": 16, "context": 64, "block_size": 4}
     plain, ahead = pairs[kind].load(**options), on_device(pairs[kind], capture=FakeCapture(), **options)

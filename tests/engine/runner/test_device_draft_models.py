@@ -22,7 +22,7 @@ from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.kernels.support import KernelSite
 from support.fake_cuda import Card, fake_cuda
 from support.families import make_family
-from support.grammars import learned
+from support.grammars import JSON, REGEX, constrained, learned
 from support.lanes import first_in_the_suite
 from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, draft_at_no_price, drafts_of, load, run
@@ -88,11 +88,15 @@ def test_what_a_request_gets_is_the_same(model: Path, near: Path, name: str, dra
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(model: Path) -> None:
-    """Greedy, sampled, and with penalties, which are counted ahead of the host."""
+    """Greedy, sampled, with penalties, which are counted ahead of the host, and with grammars, whose masks
+    wait for it.
+    """
     engine = drafting_engine(model, model, dtype="float32", max_running=2)
     ways = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "repetition_penalty": 1.2}]
     for number, way in enumerate(ways * 2):
         run(engine, [ask(f"r{number}", range(5 + number, 30), 40, seed=number, **way)])
+    for number in range(3):
+        run(engine, [constrained(f"grammar{number}", REGEX, seed=number)])
     counts = engine.stats().draft_methods["draft_model"]
     assert counts.draft_tokens == counts.accepted_tokens > 90
 
@@ -117,9 +121,10 @@ def test_it_proposes_what_it_proposes_one_pass_after_another(
         ask("drawn", range(5, 13), 16, temperature=1.0, seed=3),
         ask("ruled", [20, 21, 20], 16, temperature=1.0, seed=4, frequency_penalty=1.0, **few),
         ask("words", [20, 21, 20], 16, seed=5, bad_words=((20, 21), (22, 22, 22)), temperature=1.0, **few),
+        constrained("grammar", JSON, 16, seed=6),
     ]
     options = {"dtype": "float32", "deterministic": True, "max_running": 2, "token_budget": 32, "context": 64}
-    plain = load(model, draft_path=str(near), overlap=False, **options)
+    plain = learned(load(model, draft_path=str(near), overlap=False, **options))
     ahead = drafting_engine(model, near, **options)
     for engine in (plain, ahead):
         engine._scheduler.drafting._rows = 16

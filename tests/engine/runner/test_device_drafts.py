@@ -74,6 +74,7 @@ def test_what_a_request_gets_is_the_same(model: Path, name: str) -> None:
     ruled = [seen[f"few{n}"] for n in range(16) if n % 8]
     assert sum(map(accepted, ruled)) > 0, "what was drawn before decides, row by row"
     assert sum(accepted(seen[f"grammar{n}"]) for n in range(4)) > 0
+    assert engine.stats().draft_methods["grammar"].accepted_tokens > 0
     if name == "preempted":
         assert engine.stats().preemptions > 0
 

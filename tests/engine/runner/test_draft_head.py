@@ -104,7 +104,7 @@ def mixed() -> list[AddRequest]:
 
 def counts(engine: Engine) -> tuple[int, int]:
     """Draft tokens of the head, and those that were accepted."""
-    (method,) = engine._scheduler.drafting.counts.keys() - {"ngram", "suffix"}
+    (method,) = engine._scheduler.drafting.counts.keys() - {"ngram", "suffix", "grammar"}
     found = engine._scheduler.drafting.counts[method]
     return found.draft_tokens, found.accepted_tokens
 
@@ -248,7 +248,7 @@ def test_nothing_is_shown_to_a_head_that_is_not_there(pairs: dict[str, Pair]) ->
         engine = load(pairs["mtp"].model, **options)
         runner = getattr(engine._runner, "runner", None)
         assert runner is None or runner._follower is None
-        assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix"}
+        assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
 
 
 def test_their_memory_is_planned(pairs: dict[str, Pair]) -> None:
@@ -274,7 +274,7 @@ def test_an_mtp_layer_takes_no_memory_that_the_model_needs(pairs: dict[str, Pair
     total += need.info.state_bytes
     engine = load(model, max_running=1, memory_bytes=total, context=64)
     assert "the MTP layer drafts no tokens: the model needs its memory" in engine.info.notes
-    assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix"}
+    assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
 
 
 def changed(folder: Path, head: Path, target: Path, change: str) -> Path:
@@ -386,6 +386,6 @@ def test_a_damaged_mtp_layer_is_left_out_unless_it_is_asked_for(
     del weights["mtp.norm.weight"]
     save_file(weights, folder / "model.safetensors")
     engine = load(folder)
-    assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix"}
+    assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
     with pytest.raises(ModelError, match=r"tensor 'mtp\.norm\.weight' is missing"):
         load(folder, mtp="on")

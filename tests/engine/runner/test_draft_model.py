@@ -13,7 +13,8 @@ from llmbox.engine.core.speculation.model_drafting import ModelDrafting
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.runnable import require_draft_for
-from support.grammars import CHOICE, JSON, constrained, learned
+from llmbox.engine.sampling_params import ThinkingParams
+from support.grammars import CHOICE, JSON, REGEX, THOUGHT, constrained, learned
 from support.real_engines import ask, draft_at_no_price, load, run
 from support.tiny_models import make_tiny_model
 
@@ -78,6 +79,8 @@ def told(outputs) -> tuple[object, ...]:
     )
 
 
+THOUGHTS = ThinkingParams(begins="inside", closer_ids=(THOUGHT,), end_ids=(THOUGHT,), budget=6)
+
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "logprobs": 1},
@@ -136,6 +139,22 @@ def test_a_model_that_drafts_for_itself_is_always_right(model):
     stats = engine.stats()
     counts = stats.draft_methods["draft_model"]
     assert counts.draft_tokens == counts.accepted_tokens > 60
+
+
+def without_lookups(engine):
+    engine._scheduler.drafting._take_lookups = lambda *_others: None
+    return engine
+
+
+@pytest.mark.parametrize("limits", [{}, {"repetition_penalty": 1.3}, {"thinking": THOUGHTS}])
+def test_a_grammars_mask_holds_for_drafts(model, limits):
+    """After each draft by itself, up to the end of the answer; so a model that is its own draft is right."""
+    engine = without_lookups(engine_with(model, model, dtype="float32", max_running=2))
+    requests = [constrained(f"r{n}", [JSON, REGEX][n % 2], seed=n, **limits) for n in range(6)]
+    expected, seen = run(engine_with(model, dtype="float32", max_running=2), requests), run(engine, requests)
+    assert {name: told(each) for name, each in seen.items()} == {n: told(o) for n, o in expected.items()}
+    counts = engine.stats().draft_methods["draft_model"]
+    assert counts.draft_tokens == counts.accepted_tokens > 40
 
 
 def test_the_draft_of_a_cached_prompt_computes_only_the_rest(model):

@@ -50,25 +50,25 @@ def test_thoughts_may_come_again_where_their_marks_are_special():
     thoughts = follow(
         tracker(begins="no", anywhere=True, budget=3), [WORD, OPEN, WORD, CLOSE, WORD, OPEN, WORD]
     )
-    assert (thoughts.place, thoughts.count, thoughts.forced) == ("thoughts", 2, None)
+    assert (thoughts.place, thoughts.count, thoughts.forced_ids) == ("thoughts", 2, [])
     thoughts.take(WORD)
-    assert thoughts.forced == CLOSE
+    assert thoughts.forced_ids[0] == CLOSE
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_the_end_is_forced_at_the_budget(budget):
     thoughts = follow(tracker(begins="inside", budget=budget, end_ids=(CLOSE, 3, 4)), [WORD] * budget)
     for forced in (CLOSE, 3, 4):
-        assert thoughts.forced == forced
+        assert thoughts.forced_ids[0] == forced
         thoughts.take(forced)
-    assert thoughts.forced is None
+    assert not thoughts.forced_ids
 
 
 def test_marks_are_found_in_texts_that_no_token_stands_for():
     texts = [b"", b"<th", b"ink>", b"a", b"</thi", b"nk>\n", b"\n"]
     params = ThinkingParams(begins="may", end_ids=(4, 5), budget=2)
     thoughts = follow(ThoughtTracker(params, texts), [6, 1, 2, 3])
-    assert (thoughts.place, thoughts.count, thoughts.forced) == ("thoughts", 1, None)
+    assert (thoughts.place, thoughts.count, thoughts.forced_ids) == ("thoughts", 1, [])
     assert follow(thoughts, [4, 5]).place == "gap"
 
 
@@ -77,11 +77,11 @@ def test_what_may_be_forced_is_known_in_time(count):
     """A step ahead of its tokens is allowed only where none of them can be the last thought."""
     thoughts = tracker(begins="inside", budget=40, stop_loops=True)
     for _ in range(count):
-        if thoughts.forced is not None:
+        if thoughts.forced_ids:
             break
         ahead = tracker(begins="inside", budget=40, stop_loops=True)
         follow(ahead, [WORD] * (thoughts.count + 1))
-        assert thoughts.may_force(1) or ahead.forced is None
+        assert thoughts.may_force(1) or not ahead.forced_ids
         thoughts.take(WORD)
     assert not tracker(begins="inside").may_force(2)
 
@@ -96,7 +96,7 @@ def test_a_line_again_and_again_ends_the_thought_within_256_tokens(line, before)
     source = random.Random(before)
     follow(thoughts, (source.randrange(100, 400) for _ in range(before)))
     for number in range(256):
-        if thoughts.forced is not None:
+        if thoughts.forced_ids:
             assert number >= LOOP_TOKENS
             return
         thoughts.take(line[number % len(line)])
@@ -111,7 +111,7 @@ def test_long_lines_are_found_at_their_fourth_time():
 
 def test_loops_may_be_wanted():
     thoughts = follow(tracker(begins="inside", stop_loops=False), [WORD] * 2000)
-    assert thoughts.forced is None
+    assert not thoughts.forced_ids
 
 
 def texts(source: random.Random):

@@ -7,7 +7,12 @@ from dataclasses import replace
 import jsonschema_rs
 import pytest
 
-from llmbox.engine.core.constraints.output_constraint import LOOP_TOKENS
+from llmbox.engine.core.constraints.output_constraint import (
+    LOOP_TOKENS,
+    GrammarCompiler,
+    OutputConstraint,
+)
+from llmbox.engine.core.constraints.structured_output import GrammarState, GrammarVocabulary
 from llmbox.engine.sampling_params import ThinkingParams
 from support.grammars import (
     BREAK,
@@ -19,6 +24,7 @@ from support.grammars import (
     TEXTS,
     THINK,
     THOUGHT,
+    VOCABULARY,
     constrained,
     learned,
     text_of,
@@ -334,3 +340,90 @@ def test_the_kernels_of_a_gpu_draw_the_same(tmp_path, monkeypatch):
     assert {name: told(outputs) for name, outputs in seen.items()} == {
         name: told(outputs) for name, outputs in wanted.items()
     }
+
+
+RECORD = {"name": "abc", "age": 7, "ok": True, "tags": ["a", "a"]}
+SPACED = wrapped({"json_schema": {**SCHEMA, "x-guidance": {"whitespace_pattern": r"( |\n[ ]{0,20})?"}}})
+
+
+def constraint_of(grammar: str, **params) -> OutputConstraint:
+    """Of a request whose prompt has two tokens."""
+    compiler = GrammarCompiler(len(TEXTS))
+    compiler.set_vocabulary(VOCABULARY)
+    found = compiler.constraint(constrained("a", grammar, **params).params, 2)
+    assert found is not None
+    return found
+
+
+def split(text: str) -> list[int]:
+    vocabulary = GrammarVocabulary(VOCABULARY, len(TEXTS))
+    return vocabulary.split(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("style", "most_wrong"),
+    [({}, 2), ({"separators": (",", ":")}, 5), ({"indent": 2}, 6), ({"indent": 4}, 8)],
+    ids=["one line", "no spaces", "two", "four"],
+)
+def test_names_and_signs_are_guessed(style, most_wrong):
+    """In the spaces that the answer has so far; nothing where there is a choice, nor what may not follow."""
+    ids, right, wrong = split(json.dumps(RECORD, **style)), 0, 0
+    constraint = constraint_of(SPACED)
+    for place in range(len(ids)):
+        so_far = [5, 6, *ids[:place]]
+        guess = constraint.guess(so_far, 6)
+        assert len(guess) <= 6
+        assert constraint.count_allowed(so_far, guess) == len(guess)
+        right += guess[:1] == ids[place : place + 1]
+        wrong += bool(guess) and guess[0] != ids[place]
+    assert right / len(ids) > 0.55
+    assert wrong <= most_wrong, "where the style is not known yet"
+
+
+def test_text_without_a_choice_is_guessed_whole():
+    constraint = constraint_of(JSON)
+    assert b"".join(TEXTS[token] for token in constraint.guess([5, 6], 15)) == b'{"name":"'
+    assert constraint.guess([5, 6], 2) == split('{"name":"')[:2]
+    assert constraint.guess([5, 6, *split('{"name":"')], 15) == [], "any text may follow"
+
+
+def test_no_end_is_guessed():
+    constraint = constraint_of(wrapped({"lark_grammar": 'start: "ab"'}))
+    assert constraint.guess([5, 6], 15) == split("ab")
+    assert constraint.guess([5, 6, *split("ab")], 15) == []
+
+
+def test_special_tokens_are_guessed():
+    constraint = constraint_of(wrapped({"lark_grammar": 'start: "ab" <[1]> "cd" /x|y/'}))
+    assert constraint.guess([5, 6], 15) == [*split("ab"), 1, *split("cd")]
+
+
+def test_a_guess_takes_few_masks(monkeypatch):
+    """Each may cost twenty milliseconds, and a guess may be wrong each time."""
+    masks, constraint = (
+        list[bytes](),
+        constraint_of(wrapped({"lark_grammar": 'start: "a" / *b *c *d *e *f *g *h *i *j *k/'})),
+    )
+    only_text = GrammarState._only_text
+    monkeypatch.setattr(
+        GrammarState, "_only_text", lambda self, *others: (masks.append(b""), only_text(self, *others))[1]
+    )
+    assert constraint.guess([5, 6], 15) == split("abcdefghi")
+    assert len(masks) == 8
+
+
+def test_the_forced_end_of_thoughts_is_guessed():
+    thinking = ThinkingParams(begins="inside", closer_ids=(THOUGHT,), end_ids=(BREAK, THOUGHT), budget=2)
+    constraint = constraint_of(CHOICE, thinking=thinking)
+    assert constraint.guess([5, 6], 9) == constraint.guess([5, 6, 40], 9) == []
+    assert constraint.count_allowed([5, 6, 40], split("nothing like it")) == len(split("nothing like it"))
+    assert constraint.guess([5, 6, 40, 41], 9) == [BREAK, THOUGHT]
+    assert constraint.guess([5, 6, 40, 41, BREAK, THOUGHT], 9) == [], "one of three words follows"
+    assert constraint.guess([5, 6, 40, 41, BREAK, THOUGHT, *split("gr")], 9) == split("e")
+
+
+def test_drafts_end_before_the_first_that_may_not_follow():
+    constraint = constraint_of(JSON)
+    assert constraint.count_allowed([5, 6], split('{"name":"abc","agx')) == len(split('{"name":"abc","ag'))
+    assert constraint.count_allowed([5, 6], [EOS]) == 0
+    assert constraint.allowed([5, 6]) == constraint_of(JSON).allowed([5, 6]), "asking changes nothing"

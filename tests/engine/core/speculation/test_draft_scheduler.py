@@ -200,6 +200,24 @@ def test_drafts_of_a_model_take_no_more_states_than_are_free(monkeypatch):
     play_model(scheduler, plan)
 
 
+def test_lookups_get_the_rows_that_a_model_leaves(monkeypatch):
+    """The drafts of a model are all verified, be those of lookups ever so likely."""
+    scheduler = make_scheduler(draft_rows=12, cache=False, proposers=[AnyDrafts()])
+    scheduler.add(make_request("b", range(100, 120), max_tokens=60))
+    decoding(scheduler, "a", prompt=32, max_tokens=60)
+    monkeypatch.setattr(
+        scheduler.drafting._models[0],
+        "choose",
+        lambda requests, *_: ([6 * (request.request_id == "b") for request, _ in requests], 2.0),
+    )
+    plan = scheduler.schedule()
+    drafts = drafts_of(plan)
+    assert drafts["b"] == [90] * 6
+    assert drafts["a"]
+    assert plan.num_tokens == 12, "two requests, and ten drafts"
+    play_model(scheduler, plan)
+
+
 def test_the_log_has_the_acceptance_of_each_method_once_a_minute(caplog):
     now = [0.0]
     scheduler = make_scheduler(draft_rows=16, clock=lambda: now[0])

@@ -9,7 +9,7 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.hardware.proc import finish
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
-from support.grammars import CHOICE, JSON, REGEX, constrained, learned
+from support.grammars import CHOICE, JSON, REGEX, constrained, learned, wrapped
 from support.mixes import drawn
 from support.real_engines import ask, draft_at_no_price, load, run
 from support.tiny_models import make_tiny_model
@@ -102,6 +102,7 @@ def test_what_a_request_gets_is_the_same(model, name):
     assert engine._scheduler.pool.num_used == 0
     assert stats.output_tokens == sum(len(told(outputs)[0]) for outputs in seen.values())
     assert stats.draft_tokens > stats.accepted_tokens > 0, "both ways were taken"
+    assert stats.draft_methods["grammar"].accepted_tokens > 0
     if name == "preempted":
         assert stats.preemptions > 0
 
@@ -126,6 +127,19 @@ def test_a_repeating_answer_takes_fewer_steps(model):
     assert stats.steps < 16
     assert stats.steps + stats.accepted_tokens == 64
     assert max(len(output.token_ids) for output in outputs) > 8
+
+
+def test_a_grammars_fixed_text_takes_fewer_steps(model):
+    """Nothing of it stood before. A model may write it in other tokens; this one takes the longest."""
+    word = wrapped({"lark_grammar": 'start: "the answer is " /[01]{3}/ " of the answers"'})
+    plain, engine = engine_with(model, "off"), engine_with(model, "on")
+    request = constrained("a", word)
+    outputs = run(engine, [request])["a"]
+    assert told(outputs) == told(run(plain, [request])["a"])
+    counts = engine.stats().draft_methods["grammar"]
+    assert counts.accepted_tokens == counts.draft_tokens > 20
+    assert engine.stats().steps + engine.stats().accepted_tokens == len(told(outputs)[0])
+    assert engine.stats().steps < plain.stats().steps / 3
 
 
 @pytest.mark.parametrize("cut", [3, 9])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.core.speculation import ngram_proposer as drafts
-from llmbox.engine.core.speculation.ngram_proposer import (
+from llmbox.engine.core.speculation import text_proposers as drafts
+from llmbox.engine.core.speculation.text_proposers import (
     SIZES,
     NgramProposer,
     SuffixIndex,

@@ -1,7 +1,11 @@
-"""N-gram proposer: draft tokens looked up in a request's own tokens, after a copy of its last n-gram.
+"""Proposers that read a request's own text: drafts cost only the rows that verify them.
 
-Answers repeat text: a quoted passage, the code to change, the names of fields (Saxena, "Prompt Lookup
-Decoding", 2023). A draft costs only the rows that verify it.
+N-gram: tokens after a copy of the last n-gram. Answers repeat text: a quoted passage, the code to change, the
+names of fields (Saxena, "Prompt Lookup Decoding", 2023).
+
+Grammar: names of fields and signs between values, which are known before the model writes them (jump-forward
+decoding of SGLang). They are drafts as others are, because a grammar tells the text alone: the model may
+write it in other tokens, or with other spaces.
 """
 
 from collections.abc import Sequence
@@ -85,3 +89,32 @@ class NgramProposer:
             drafts.append(found)
             matches.append(match)
         return Proposals(drafts, matches=matches)
+
+
+class GrammarProposer:
+    """Guesses where a request's grammar leaves no choice but between spaces, and of the end of thoughts that
+    are over their budget.
+    """
+
+    method: DraftMethod = "grammar"
+
+    def __init__(self) -> None:
+        self._guesses: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
+        """Last guess of each request, and how many tokens came before it."""
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
+        """Guess drafts of requests with constraints."""
+        drafts = [self._guess(request, most) for request, most in wanted]
+        return Proposals(drafts, matches=[LONGER[0] if found else 0 for found in drafts])
+
+    def _guess(self, request: Request, most: int) -> list[int]:
+        tokens, (place, guess) = request.token_ids, self._guesses.get(request, (0, []))
+        passed = len(tokens) - place
+        # Where no row was free for all of it, the rest is still right.
+        if 0 <= passed < len(guess) and guess[:passed] == tokens[place:]:
+            return guess[passed : passed + most]
+        if request.constraint is None:
+            return []
+        found = request.constraint.guess(tokens, most)
+        self._guesses[request] = len(tokens), found
+        return found
