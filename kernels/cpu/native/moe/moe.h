@@ -130,32 +130,41 @@ public:
         pool.shared().template take<uint8_t>(memory_of(step.rows, nullptr).bytes);
     }
 
+    // The experts are not known before; but what a linear behind them reads would not stay in the caches.
+    Upcoming upcoming(const Step&, const Member&) const override {
+        const uint8_t* none = linears_.gate_ups[0]->packed();
+        return {none, none};
+    }
+
     void run(const Step& step, Member& member) override {
         const Memory memory = memory_of(step.rows, member.pool.shared().template get<uint8_t>());
-        choose(step.rows, member);
-        member.barrier();
-        if (member.index == 0) {
-            routes_.place(step.rows, call_.load);
-            if (adapters_) adapters_.place(step.rows, call_.per_row, routes_);
-            gate_up_items_.deal(items(*linears_.gate_ups[0]), member.size);
-            down_items_.deal(items(*linears_.downs[0]), member.size);
-        }
-        member.barrier();
         const Copies rows(memory.rows, routes_.room(step.rows), *linears_.gate_ups[0]);
-        copy(step.rows, rows, member);
-        member.barrier();
-        multiply(linears_.gate_ups, rows, memory.gate_ups, gate_up_items_, member);
+        const bool one = step.rows == 1 && !call_.routing.scales_inputs;  // its copies are equal: they are one
+        if (one) {
+            route_one(rows, member);
+            member.barrier();
+        } else {
+            choose(step.rows, member);
+            member.barrier();
+            if (member.index == 0) place(step.rows, member);
+            member.barrier();
+            copy(step.rows, rows, member);
+            Upcoming gate_ups = upcoming_of(linears_.gate_ups, gate_up_items_, member);
+            member.barrier(gate_ups);
+        }
+        multiply(linears_.gate_ups, rows, one, memory.gate_ups, gate_up_items_, member);
         const int hidden = linears_.hidden(), gates = linears_.gates();
+        Upcoming downs = upcoming_of(linears_.downs, down_items_, member);
         if (adapters_) shrink_gate_ups(memory.low, member);
-        member.barrier();
+        member.barrier(downs);
         if (adapters_) {
             adapters_.template expand<T>(call_.gate_up_adapters, memory.low, memory.gate_ups, gates, member);
             member.barrier();
         }
         const Copies inner(memory.inner, routes_.room(step.rows), *linears_.downs[0]);
         gate(step.rows, memory.gate_ups, inner, member);
-        member.barrier();
-        multiply(linears_.downs, inner, memory.results, down_items_, member);
+        member.barrier(downs);
+        multiply(linears_.downs, inner, false, memory.results, down_items_, member);
         if (adapters_) {
             const auto x = [&](int, int place) { return memory.gate_ups + static_cast<size_t>(place) * gates; };
             adapters_.template shrink<T>(call_.down_adapters, x, linears_.inner(), memory.low, member);
@@ -200,6 +209,38 @@ private:
 
     int items(const Shape& linear) const { return static_cast<int>(routes_.runs().size()) * linear.panels(); }
 
+    // The first weights that this thread reads of those experts.
+    Upcoming upcoming_of(const std::vector<const Shape*>& linears, const WorkPartition& items, const Member& member) const {
+        const int panels = linears[0]->panels();
+        const size_t item = items.first(member.index);
+        if (item / panels >= routes_.runs().size()) return {};
+        const Shape& linear = *linears[routes_.runs()[item / panels].expert];
+        const size_t bytes = linear.packed_bytes(), begin = bytes / panels * (item % panels);
+        return {linear.packed() + begin, linear.packed() + std::min(bytes, begin + Upcoming::MOST)};
+    }
+
+    // By one thread.
+    void place(int rows, Member& member) {
+        routes_.place(rows, call_.load);
+        if (adapters_) adapters_.place(rows, call_.per_row, routes_);
+        gate_up_items_.deal(items(*linears_.gate_ups[0]), member.size);
+        down_items_.deal(items(*linears_.downs[0]), member.size);
+    }
+
+    // One thread routes the only row; the others make it what linears multiply.
+    void route_one(const Copies& to, Member& member) {
+        if (member.index == 0) {
+            routes_.choose(0, call_.logits, call_.normalized, call_.routing,
+                           member.scratch.template take<float>(4 * call_.experts));
+            place(1, member);
+        }
+        const int others = std::max(1, member.size - 1), index = member.index - (member.size > 1);
+        if (index < 0) return;
+        const int parts = Copies::parts(*linears_.gate_ups[0]);
+        for (int part = parts * index / others; part < parts * (index + 1) / others; part++)
+            to.fill_part(0, part, call_.x, linears_.hidden());
+    }
+
     void choose(int rows, Member& member) {
         float* scratch = member.scratch.template take<float>(4 * call_.experts);
         const auto mine = member.share(rows);
@@ -217,7 +258,8 @@ private:
             const T* x = call_.x + copy / call_.per_row * call_.x_stride;
             for (int i = 0; scaled && i < hidden; i += LANES)
                 store(scaled + i, load(x + i, hidden - i) * splat(routes_.share_of(copy)), hidden - i);
-            to.fill(routes_.place_of(copy), scaled ? scaled : x, hidden);
+            for (int part = 0; part < Copies::parts(*linears_.gate_ups[0]); part++)
+                to.fill_part(routes_.place_of(copy), part, scaled ? scaled : x, hidden);
         }
     }
 
@@ -228,8 +270,8 @@ private:
                                      [&](int copy) { return scaled ? routes_.share_of(copy) : 1.f; });
     }
 
-    // out[place][outputs] of all copies: an item is one panel of one expert.
-    void multiply(const std::vector<const Shape*>& linears, const Copies& rows, T* out, WorkPartition& items,
+    // out[place][outputs] of all copies: an item is one panel of one expert. `one`: all copies are those of row 0.
+    void multiply(const std::vector<const Shape*>& linears, const Copies& rows, bool one, T* out, WorkPartition& items,
                   Member& member) const {
         float* tile = member.scratch.template take<float>(ROW_BLOCK * PANEL);
         const int panels = linears[0]->panels(), outputs = linears[0]->outputs;
@@ -241,7 +283,7 @@ private:
                 const int first = run.first + row, count = std::min(block, run.rows - row);
                 const Shape& linear = *linears[run.expert];
                 const float* bias = linear.bias.empty() ? nullptr : linear.bias.data() + panel * PANEL;
-                rows.multiply(linear, panel, first, count, tile, member);
+                rows.multiply(linear, panel, one ? 0 : first, count, tile, member);
                 T* to = out + static_cast<size_t>(first) * outputs + panel * PANEL;
                 write_tile<T>(tile, count, columns, bias, to, outputs);
             }
@@ -249,17 +291,21 @@ private:
     }
 
     void gate(int rows, T* gate_ups, const Copies& to, Member& member) const {
-        const int inner = linears_.inner();
-        const auto mine = member.share(routes_.copies(rows));
-        for (int copy = mine.begin; copy < mine.end; copy++) {
-            const int place = routes_.place_of(copy);
+        // Parts, because one row may have fewer copies than there are threads.
+        const int inner = linears_.inner(), parts = Copies::parts(*linears_.downs[0]);
+        const int size = Copies::part_size(*linears_.downs[0]);
+        const auto mine = member.share(routes_.copies(rows) * parts);
+        for (int i = mine.begin; i < mine.end; i++) {
+            const int place = routes_.place_of(i / parts), part = i % parts, begin = part * size;
             if (place < 0) continue;
             T* row = gate_ups + static_cast<size_t>(place) * linears_.gates();
-            if (call_.activation == GELU_TANH) gate_mul<GELU_TANH>(row, row + inner, inner);
-            else if (call_.activation == RELU2) gate_mul<RELU2>(row, row, inner);
-            else if (call_.activation == SWIGLU_OAI) gate_mul<SWIGLU_OAI>(row, row + inner, inner);
-            else gate_mul<SILU>(row, row + inner, inner);
-            to.fill(place, row, inner);
+            T *gates = row + begin, *ups = gates + inner;
+            const int count = std::min(size, inner - begin);
+            if (call_.activation == GELU_TANH) gate_mul<GELU_TANH>(gates, ups, count);
+            else if (call_.activation == RELU2) gate_mul<RELU2>(gates, gates, count);
+            else if (call_.activation == SWIGLU_OAI) gate_mul<SWIGLU_OAI>(gates, ups, count);
+            else gate_mul<SILU>(gates, ups, count);
+            to.fill_part(place, part, row, inner);
         }
     }
 

@@ -1,7 +1,7 @@
 // Rows of x as the linears of experts multiply them: gathered, padded and quantized.
 //
 // Each kind has the products of gemm.h, gemm_amx.h and quant_linear.h, so a row's bits are those of the linear alone. The rows
-// of an expert begin at a multiple of ALIGN.
+// of an expert begin at a multiple of ALIGN. A row may be filled in parts, by several threads.
 #pragma once
 
 #include "linear/gemm_amx.h"
@@ -19,6 +19,9 @@ public:
     static size_t bytes(int rows, const Linear& linear) { return static_cast<size_t>(rows) * linear.words * 4; }
     WordCopies(uint8_t* memory, int, const Linear& linear) : data_(memory), words_(linear.words) {}
 
+    static int parts(const Linear&) { return 1; }
+    static int part_size(const Linear& linear) { return linear.inputs; }
+    void fill_part(int row, int, const In* from, int inputs) const { fill(row, from, inputs); }
     void fill(int row, const In* from, int inputs) const {
         auto* to = reinterpret_cast<In*>(data_ + static_cast<size_t>(row) * words_ * 4);
         pad_row(from, inputs, to, static_cast<size_t>(words_) * E::PACK);
@@ -43,11 +46,11 @@ public:
     static size_t bytes(int rows, const QuantLinear& linear) { return QuantRows::bytes(rows, linear); }
     RoundedCopies(uint8_t* memory, int rows, const QuantLinear& linear) : rows_(memory, rows, linear) {}  // not ordered
 
-    void fill(int row, const In* from, int inputs) const {
-        for (int g = 0; g < rows_.groups; g++) {
-            const int begin = g * rows_.group;
-            quantize_group(from + begin, std::min(rows_.group, inputs - begin), rows_.cell(row, g), rows_);
-        }
+    static int parts(const QuantLinear& linear) { return linear.groups; }
+    static int part_size(const QuantLinear& linear) { return linear.group; }
+    void fill_part(int row, int part, const In* from, int inputs) const {
+        const int begin = part * rows_.group;
+        quantize_group(from + begin, std::min(rows_.group, inputs - begin), rows_.cell(row, part), rows_);
     }
     void multiply(const QuantLinear& linear, int panel, int row, int rows, float* tile, Member& member) const {
         QuantPanels panels(linear);
@@ -75,6 +78,9 @@ public:
     static size_t bytes(int rows, const Linear& linear) { return packed_room(rows, linear.words); }
     TileCopies(uint8_t* memory, int, const Linear& linear) : data_(memory), words_(linear.words) {}
 
+    static int parts(const Linear&) { return 1; }
+    static int part_size(const Linear& linear) { return linear.inputs; }
+    void fill_part(int row, int, const bf16* from, int inputs) const { fill(row, from, inputs); }
     void fill(int row, const bf16* from, int inputs) const { pack_row(from, inputs, row, data_, words_); }
     void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member& member) const {
         const auto x = RowTiles::packed(data_, words_).from(row, 0);
