@@ -1,5 +1,8 @@
 """Packed weights in parts: rounded apart, taken up again from bytes, and the same results either way."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -93,3 +96,28 @@ def test_numbers_of_checkpoints_are_multiplied_as_they_are(level: str, name: str
         panels.copy_(torch.frombuffer(bytearray(packing.panels(packed)), dtype=torch.uint8))
         again = packing.attach(packing.format_name(packed), (outputs, inputs), torch.float32, panels)
         assert torch.equal(ops.linear(again, rows), got)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages"
+)
+def test_weights_smaller_than_a_huge_page_ask_for_them(level: str) -> None:
+    """All of them: one that ends inside a huge page shares it with the next."""
+    _, packing = offered(level, "int8")
+    packed = [packing.pack("linear", torch.randn(rows, 512)) for rows in (64, 700, 1500)]
+    for each in packed:
+        panels = packing.panels(each)
+        first = torch.frombuffer(panels, dtype=torch.uint8).data_ptr()
+        assert "hg" in mapping_flags(first)
+        assert "hg" in mapping_flags(first + panels.nbytes - 1)
+
+
+def mapping_flags(address: int) -> list[str]:
+    """Return the flags of the mapping that has this address (`VmFlags` of /proc/self/smaps)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
