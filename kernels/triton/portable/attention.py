@@ -360,8 +360,9 @@ def portable_attention_kernel(
         weights = weights * tl.load(v_scale + cell, mask=known, other=0.0)[None, :]
         most_p, finite_p = range_of(weights, seen)
         p_high, p_low = parts_of(codes_of_rows(weights, most_p, finite_p, LARGEST))
-        before = tl.where(most == float("-inf"), 0.0, power_of_two(tl.where(now == most, 0.0, most - now)))
-        kept = tl.where(now == most, 1.0, before)
+        previous = tl.where(most == float("-inf"), zero, most)
+        by = tl.where(most == float("-inf"), 0.0, power_of_two(previous - zero))
+        kept = tl.where(now == most, 1.0, by)
         total = multiply_add(total, kept[:, None], of_chunk)
         values = tl.load(v + cell[:, None] * D + d[None, :], mask=in_cell, other=0)
         high = tl.dot(p_high, values, out_dtype=tl.int32)
@@ -374,7 +375,7 @@ def portable_attention_kernel(
     if SINKS:
         sink = tl.load(sinks + member, mask=real, other=0.0)
         sum_r += power_of_two(sink * 1.44269504 - most)
-    inverse = quotient(constant(1.0, sum_r), sum_r)
+    inverse = quotient(constant(1.0, sum_r), tl.where(real, sum_r, 1.0))
     to = out + (at_row * (kv_heads * GROUP) + member)[:, None] * D + d[None, :]
     tl.store(to, rounded(acc * inverse[:, None], out.dtype.element_ty), mask=inside)
 

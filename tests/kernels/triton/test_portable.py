@@ -59,15 +59,15 @@ def test_a_multiply_add_is_rounded_once() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 256)).astype(np.float32)
     c = (rng.standard_normal(256) * 2.0 ** rng.integers(-30, 30, 256)).astype(np.float32)
-    # 1 + 2^-24 + 2^-60: up, though float64 has no room for the last digit.
-    a[0], b[0], c[0] = 2.0**-30, 2.0**-30, 1.0
-    a[1], b[1], c[1] = 1 + 2.0**-23, 1 + 2.0**-23, 2.0**30
-    a[2], b[2], c[2] = 2.0**-24, 1 + 2.0**-23, 1.0
+    # 1 + 2^-23 + 2^-24 - 2^-70 is below the half, and float64 rounds it to the half.
+    a[0], b[0], c[0] = 2.0**-24 * (1 + 2.0**-23), 1 - 2.0**-23, 1 + 2.0**-23
+    assert np.float32(np.float64(a[0]) * b[0] + c[0]) == 1 + 2.0**-22
     found = torch.empty(256)
     multiply_add_kernel[(1,)](found, *map(torch.from_numpy, (a, b, c)), N=256)
     wanted = [
         Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)
     ]
+    assert found[0] == 1 + 2.0**-23
     for got, exact in zip(found.numpy(), wanted, strict=True):
         near = [got, np.nextafter(got, np.float32(np.inf)), np.nextafter(got, np.float32(-np.inf))]
         assert min(near, key=lambda each: abs(Fraction(float(each)) - exact)) == got
@@ -75,15 +75,15 @@ def test_a_multiply_add_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(dtype: torch.dtype) -> None:
-    triton_ops_, cpp = both(dtype)
+    ours, cpp = both(dtype)
     for width in (256, 200):
         x, weight, eps = torch.randn(37, width).to(dtype), torch.randn(width).to(dtype), 1e-6
-        assert_same(triton_ops_.rms_norm(x, weight, eps), cpp.rms_norm(x, weight, eps))
-        ours, theirs = (torch.ones(37, width).to(dtype) for _ in "ab")
-        assert_same(triton_ops_.add_rms_norm(x, ours, weight, eps), cpp.add_rms_norm(x, theirs, weight, eps))
-        assert_same(ours, theirs)
+        assert_same(ours.rms_norm(x, weight, eps), cpp.rms_norm(x, weight, eps))
+        residual, copied = (torch.ones(37, width).to(dtype) for _ in "ab")
+        assert_same(ours.add_rms_norm(x, residual, weight, eps), cpp.add_rms_norm(x, copied, weight, eps))
+        assert_same(residual, copied)
     x, weight = torch.randn(5, 3, 34).to(dtype), torch.randn(3, 34).to(dtype)
-    assert_same(triton_ops_.rms_norm(x, weight, eps), cpp.rms_norm(x, weight, eps))
+    assert_same(ours.rms_norm(x, weight, eps), cpp.rms_norm(x, weight, eps))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
