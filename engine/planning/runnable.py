@@ -318,9 +318,12 @@ def _why_not_portable(plan: RunnablePlan, site: KernelSite) -> str:
 
 def _why_not_portable_triton(plan: RunnablePlan) -> str:
     """Do as `_why_not_portable` for Triton's interpreter."""
-    stored = _PORTABLE_QUANTS if plan.is_stored else frozenset({"int8", "int8-g32"})
-    if plan.quant not in stored:
-        return f"weights are {plan.quant}, which Triton's kernels round themselves: load with --quant int8"
+    rounded_alike = {"int8", "int8-g32"} | ({"int4", "int4-g128"} if plan.is_stored else set())
+    if plan.quant not in rounded_alike:
+        return (
+            f"weights are {plan.quant}, which Triton's interpreter rounds otherwise or was not compared "
+            "with: load with --quant int8, or an int4 folder of `llmbox quantize`"
+        )
     if plan.kv_dtype != "int8":
         return f"keys and values are {plan.kv_dtype}: load with --kv-dtype int8"
     if plan.dtype == "float16":

@@ -117,29 +117,12 @@ def portable_product_kernel(
     real_m, real_n = m < rows, n < outputs
     part = groups // SHARES
     x_rows, s_rows = x + m.to(tl.int64)[:, None] * (groups * GROUP), x_scales + m * groups
-    added = tl.zeros((COLUMNS,), tl.float32)
-    if BIAS:
-        added = widen(tl.load(bias + n, mask=real_n, other=0.0))
     total = sum_groups(
-        x_rows,
-        s_rows,
-        weight,
-        scales,
-        offsets,
-        n,
-        real_m,
-        real_n,
-        outputs,
-        0,
-        part,
-        ROWS,
-        COLUMNS,
-        GROUP,
-        BITS,
-        GRID,
-    )
+        x_rows, s_rows, weight, scales, offsets, n, real_m, real_n, outputs, 0, part,
+        ROWS, COLUMNS, GROUP, BITS, GRID,
+    )  # fmt: skip
     if BIAS:
-        total += added[None, :]
+        total += widen(tl.load(bias + n, mask=real_n, other=0.0))[None, :]
     if SHARES > 1:
         total += sum_groups(
             x_rows, s_rows, weight, scales, offsets, n, real_m, real_n, outputs, part, 2 * part,
