@@ -177,7 +177,7 @@ class RunnablePlan:
     has_latent: bool = False
     """True for attention over a compressed latent (MLA)."""
     is_plain: bool = True
-    """True for a dense decoder of RMSNorms, gated MLPs and attention alone."""
+    """True for a dense decoder of RMSNorms, gated MLPs and attention alone, which reads no pictures."""
     draft_method: DraftMethod | None = None
     """Proposer of draft tokens that runs a model; None: there is none."""
 
@@ -201,7 +201,7 @@ class RunnablePlan:
 
 
 def _is_plain(model: ModelConfig) -> bool:
-    others = model.experts, model.latent, model.recurrent, model.altup, model.encoder
+    others = model.experts, model.latent, model.recurrent, model.altup, model.encoder, model.vision
     gates = model.has_attention_gate or model.has_head_gate or model.activation == "xielu"
     norms = model.block in {"pre_norm", "post_norm", "sandwich"} and not model.norms_values
     return norms and not gates and not model.layer_sizes and all(other is None for other in others)
