@@ -49,12 +49,13 @@ def select_ops(
 
     The C++ kernels have a thread pool of their own, so torch is set to one thread. `deterministic` asks for
     row-invariant kernels at the cost of speed; `Ops.row_invariant` says whether the selected backend is.
-    `portable` leaves out C++ kernels whose results over int8 keys and values are not those of all others.
+    `portable` leaves out C++ kernels whose results over int8 keys and values are not those of all others, and
+    takes the Triton kernels that have the same.
     Raises UnknownBackend if LLMBOX_KERNELS cannot be followed, QuantUnavailable if no backend runs `quant`.
     """
     requested = os.environ.get("LLMBOX_KERNELS")
     if requested == TRITON or (device.type == "cuda" and requested not in TORCH_BACKENDS):
-        return select_triton(device, dtype, quant, requested, deterministic=deterministic)
+        return select_triton(device, dtype, quant, requested, deterministic=deterministic, portable=portable)
     site = KernelSite(device="cpu" if device.type == "cpu" else "cuda")
     if quant is not None and (why := why_no_quant(quant, _name(dtype), _name(kv_dtype or dtype), site)):
         raise QuantUnavailable(why)
@@ -91,6 +92,7 @@ def select_triton(
     requested: str | None,
     *,
     deterministic: bool,
+    portable: bool,
 ) -> Ops:
     """Select the Triton backend, or the reference if Triton cannot run and was not requested."""
     if requested not in {None, TRITON}:
@@ -111,6 +113,7 @@ def select_triton(
                 dtype,
                 quant,
                 deterministic=deterministic,
+                portable=portable,
                 sdpa_from=sdpa_from(),
                 scaled_mm=torch_multiplies(),
             )

@@ -176,6 +176,8 @@ class RunnablePlan:
     """True if the CPU computes the experts, beside a GPU."""
     has_latent: bool = False
     """True for attention over a compressed latent (MLA)."""
+    is_plain: bool = True
+    """True for a dense decoder of RMSNorms, gated MLPs and attention alone, which reads no pictures."""
     draft_method: DraftMethod | None = None
     """Proposer of draft tokens that runs a model; None: there is none."""
 
@@ -193,8 +195,16 @@ class RunnablePlan:
             has_experts=model.experts is not None,
             has_host_experts=plan.expert_bytes > 0,
             has_latent=model.latent is not None,
+            is_plain=_is_plain(model),
             draft_method=plan.draft_method,
         )
+
+
+def _is_plain(model: ModelConfig) -> bool:
+    others = model.experts, model.latent, model.recurrent, model.altup, model.encoder, model.vision
+    gates = model.has_attention_gate or model.has_head_gate or model.activation == "xielu"
+    norms = model.block in {"pre_norm", "post_norm", "sandwich"} and not model.norms_values
+    return norms and not gates and not model.layer_sizes and all(other is None for other in others)
 
 
 def kernel_site(budget: MemoryBudget, plan: MemoryPlan) -> KernelSite:
@@ -296,6 +306,8 @@ def _why_not_portable(plan: RunnablePlan, site: KernelSite) -> str:
     does.
     """
     tp = plan.ranks // plan.stages
+    if site.uses_triton and site.device == "cpu":
+        return _why_not_portable_triton(plan)
     if site.device != "cpu" or not site.has_native:
         return "it needs the C++ kernels on a CPU: load with --device cpu; see `llmbox doctor`"
     if plan.quant not in _PORTABLE_QUANTS:
@@ -311,3 +323,20 @@ def _why_not_portable(plan: RunnablePlan, site: KernelSite) -> str:
     if tp > 1 and plan.has_experts:
         return "ranks round the results of experts: load this mixture without --tp; --pp works"
     return ""
+
+
+def _why_not_portable_triton(plan: RunnablePlan) -> str:
+    """Do as `_why_not_portable` for Triton's interpreter."""
+    rounded_alike = {"int8", "int8-g32"} | ({"int4", "int4-g128"} if plan.is_stored else set())
+    if plan.quant not in rounded_alike:
+        return (
+            f"weights are {plan.quant}, which Triton's interpreter rounds otherwise or was not compared "
+            "with: load with --quant int8, or an int4 folder of `llmbox quantize`"
+        )
+    if plan.kv_dtype != "int8":
+        return f"keys and values are {plan.kv_dtype}: load with --kv-dtype int8"
+    if plan.dtype == "float16":
+        return "the C++ kernels have no float16: load with --dtype bfloat16"
+    if not plan.is_plain:
+        return "Triton's kernels have the same bits for dense decoders only: unset LLMBOX_KERNELS"
+    return "" if plan.ranks == 1 else "Triton's interpreter was compared on one rank only: load without --tp"

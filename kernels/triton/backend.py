@@ -49,14 +49,20 @@ def triton_ops(
     quant: Quant | None = None,
     *,
     deterministic: bool = False,
+    portable: bool = False,
     sdpa_from: int | None = None,
     scaled_mm: bool = True,
 ) -> Ops:
     """Build `Ops`. `dtype` is the model's. `deterministic`: a row's bits never depend on its neighbors.
+    `portable`: nor are they others than those of the C++ kernels, see `portable/`.
 
     `sdpa_from`: prompt length from which PyTorch computes attention; `scaled_mm`: PyTorch may multiply FP8
     matrices. Both are ignored with `deterministic`.
     """
+    if portable:
+        from .portable import make_portable  # noqa: PLC0415 - few engines take these
+
+        return make_portable(TritonBackend(dtype, quant, fixed=True), device)
     scaled_mm = scaled_mm and not deterministic
     return TritonBackend(dtype, quant, fixed=deterministic, sdpa_from=sdpa_from, scaled_mm=scaled_mm).ops(
         device

@@ -22,6 +22,7 @@ from gpu.variants import (
     latents,
     linears,
     made_wide,
+    portable,
     rows,
     sampling,
     sums_and_norms,
@@ -55,6 +56,7 @@ def once(_: tuple[int, int]) -> Iterator[Group]:
     yield "adapters", adapters.compile_all
     yield "recurrent", partial(compile_layers, ("conv", "kda", "ssm"))
     yield "recurrent", compile_gates
+    yield "portable", portable
 
 
 def few(capability: tuple[int, int]) -> Iterator[Group]:

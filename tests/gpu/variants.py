@@ -21,6 +21,7 @@ from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, dequantize
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 from llmbox.kernels.triton.rms_norm import norm_rows
+from support.paged import ragged_rows
 
 CPU = torch.device("cpu")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -173,6 +174,34 @@ def gemma_rows(hidden: int = 2560, ffn: int = 10240) -> None:
     ops.softcap(zeros(3, VOCAB), 30.0)
     ops.gate_mul(zeros(3, 2 * 2880), "swiglu_oai")
     ops.gate_mul(zeros(3, ffn), XIELU(0.8, 0.9, 0.5, -1e-6))
+
+
+def portable(hidden: int = 256, ffn: int = 512) -> None:
+    """All of `--exact portable`, in small shapes: only the interpreter runs these kernels."""
+    x, weight, norm = zeros(3, hidden), zeros(ffn, hidden), zeros(hidden)
+    for quant in ("int8", "int4"):
+        ops = triton_ops(CPU, BF16, QUANTS[quant], portable=True)
+        packed = ops.pack_linear(weight, zeros(ffn))
+        ops.linear(packed, x)
+        assert ops.linear_in_shares is not None
+        ops.linear_in_shares(packed, x, 1)
+        for tied in (True, False):
+            ops.embedding(ops.pack_embedding(weight, tied), zeros(3, dtype=I64), 50.5)
+    ops.rms_norm(x, norm, 1e-6)
+    ops.add_rms_norm(x, zeros(3, hidden), norm, 1e-6)
+    for activation in ("silu", "gelu_tanh", "swiglu_oai", "relu2"):
+        ops.gate_mul(zeros(3, 2 * ffn), activation)
+    ops.softcap(zeros(3, ffn, dtype=F32), 30.0)
+    cache = ops.make_kv_cache(KVShape(2, 8, 16, 2, 64, I8, BF16), CPU)
+    ragged = ragged_rows([[0, 1], [2, 3]], [(20, 21), (0, 30)], 16)
+    qkv, norm_nD, angles = zeros(31, 8, 64), zeros(6, 64), zeros(31, 64, dtype=F32)
+    assert ops.rotate_and_write is not None
+    for window, cap, sinks in ((None, None, None), (-8, None, None), (8, 30.0, zeros(4, dtype=F32))):
+        plan = ops.plan_attention(ragged, cache, window)
+        q = ops.rotate_and_write(qkv, norm_nD, 1e-6, angles, angles, cache, 1, plan)
+        ops.attention(q, cache, 1, plan, 0.1, cap, sinks)
+    ops.rotary(qkv, angles, angles)
+    ops.write_kv(cache, 0, qkv[:, 4:6], qkv[:, 6:], plan)
 
 
 def given_rows(hidden: int = HIDDEN, ffn: int = FFN) -> None:
