@@ -150,6 +150,10 @@ class QueueModel:
         self._serial: float | None = None
         """Seconds a prompt token where another engine computes prompts (`--disaggregate`)."""
         self._first_at = -math.inf
+        self._step_at = -math.inf
+        """When the step under way began, or a little later."""
+        self._new_tokens = 0
+        """Prompt tokens of requests that came since then, which it does not compute."""
         self._answer: float | None = None
         """Mean output tokens of ended requests."""
         self._open: dict[str, _Entry] = {}
@@ -171,6 +175,7 @@ class QueueModel:
     def observe(self, stats: EngineStats) -> None:
         """Learn from the step that came with these counters, or pass over it."""
         before, self._stats = self._stats, stats
+        self._step_at, self._new_tokens = self._clock(), 0
         steps = stats.work.steps
         if self.learns_all or steps % _SAMPLED == 0 or steps <= 2 * _SAMPLED:
             self.times.observe(before, stats)
@@ -180,12 +185,15 @@ class QueueModel:
         entry = self._estimates.pop(request.request_id, None)
         if entry is None:
             entry = _Entry(_band(request), 0 if request.fork_of else len(request.prompt_ids))
+        if not self._open:
+            self._step_at, self._new_tokens = self._clock(), 0
         entry.most, entry.output = request.params.max_tokens, output
         if entry.hashes:
             self._prefixes.record("", entry.hashes)
         self._open[request.request_id] = entry
         self._requests[entry.band] += 1
         self._prompts[entry.band] += entry.tokens
+        self._new_tokens += entry.tokens
 
     def note_first(self, request: AddRequest, sent_at: float, cached: int) -> None:
         """Note a request's first token. `cached`: prompt tokens found in a cache."""
@@ -270,7 +278,8 @@ class QueueModel:
         wait = self._places_wait(band, rows, answer, info) * tpot
         wait = max(wait, self._block_ends(own, info) * ends_every)
         ahead = self._ahead(band)
-        ttft = wait + self._in_flight(beside, info) + self._prefill(ahead + own, beside - 1, info)
+        prefill = self._prefill(ahead + own, beside - 1, info, is_filled=ahead > 0)
+        ttft = wait + max(0.0, self._in_flight(beside, ahead, info) + prefill)
         ttft, tpot = ttft * self.times.pace, tpot * self.times.pace
         errors = self.errors[ahead > 0]
         ttft_factor, tpot_factor = errors.ttft.factor, errors.tpot.factor
@@ -357,16 +366,31 @@ class QueueModel:
             return 0
         return math.ceil(lacking * stats.running / max(1, stats.blocks_used))
 
-    def _in_flight(self, rows: int, info: ModelInfo) -> float:
-        """Return the time of the step under way, which a new request waits for."""
+    def _in_flight(self, rows: int, ahead: int, info: ModelInfo) -> float:
+        """Return the rest of the step under way, which a new request waits for. Below zero where it computes
+        some of the `ahead` tokens, whose whole time is counted apart.
+        """
         if not self._open:
             return 0.0
-        waiting = 0 if info.disaggregate else self._prompts.total()
-        return self.times.predict_mixed(rows, min(waiting, _chunk(info, rows, waiting)))
+        elapsed = self._clock() - self._step_at
+        prompts = 0 if info.disaggregate else self._prompts.total()
+        if worse := max(0, prompts - ahead):
+            step = self.times.predict_mixed(rows, min(worse, _chunk(info, rows, worse)))
+        elif prompts <= self._new_tokens:
+            step = self.times.predict_decode(rows)
+        else:
+            return -min(self.times.predict_mixed(rows, min(ahead, _chunk(info, rows, ahead))), elapsed)
+        return max(0.0, step - elapsed)
 
-    def _prefill(self, tokens: int, rows: int, info: ModelInfo) -> float:
+    def _prefill(self, tokens: int, rows: int, info: ModelInfo, *, is_filled: bool = False) -> float:
+        """Predict the steps that compute `tokens` of prompts. `is_filled`: requests that come later fill the
+        last one.
+        """
         if info.disaggregate:
             return tokens * (self._serial or 0.0) + self.times.predict_decode(rows + 1)
+        if is_filled:
+            chunk = _chunk(info, rows, tokens)
+            tokens = math.ceil(tokens / chunk) * chunk
         return self.times.predict_prompts(tokens, rows, info.step_tokens(rows) or tokens + rows)
 
     def _tpot(self, rows: int, prompts: int, answer: float, info: ModelInfo) -> float:

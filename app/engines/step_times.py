@@ -4,8 +4,9 @@ Nothing is assumed of the model or the machine. Times are seconds, sizes are tok
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from llmbox.engine.ipc.messages import EngineStats, ModelInfo
@@ -16,6 +17,8 @@ STALE_S: Final = 120.0
 busy when it was measured must not have requests refused for ever."""
 LEAST_WEIGHT: Final = 0.1
 """Weight of a new measurement in a running mean."""
+_KEPT: Final = 16
+"""Times of a size that are kept."""
 _SLOW_WEIGHT: Final = 1 / 64
 """Weight of a step in means over many steps."""
 _FAST_WEIGHT: Final = 1 / 4
@@ -27,9 +30,19 @@ _PACES: Final = (0.5, 3.0)
 @dataclass(slots=True)
 class _Point:
     size: float
-    seconds: float
     at: float
     count: int = 0
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    seconds: float = 0.0
+    """Mean of the middle third of `times`: the first step after a load, or one that another program kept from
+    the cores, takes many times as long, and would count for all of the next ones.
+    """
+
+    def add(self, seconds: float) -> None:
+        self.times.append(seconds)
+        cut = len(self.times) // 3
+        middle = sorted(self.times)[cut : len(self.times) - cut]
+        self.seconds = sum(middle) / len(middle)
 
 
 class StepCurve:
@@ -44,13 +57,13 @@ class StepCurve:
         return bool(self._points)
 
     def add(self, size: int, seconds: float) -> None:
-        """Learn from one step. Steps of about the same size share a running mean."""
+        """Learn from one step. Steps of about the same size are one."""
         now = self._clock()
-        point = self._points.setdefault(_bucket(size), _Point(size, seconds, now))
+        point = self._points.setdefault(_bucket(size), _Point(size, now))
         point.count += 1
         weight = max(LEAST_WEIGHT, 1 / point.count)
         point.size += weight * (size - point.size)
-        point.seconds += weight * (seconds - point.seconds)
+        point.add(seconds)
         point.at = now
 
     def predict(self, size: float) -> float:
