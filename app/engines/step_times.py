@@ -34,14 +34,14 @@ class _Point:
     count: int = 0
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     seconds: float = 0.0
-    """Mean of the middle third of `times`: the first step after a load, or one that another program kept from
-    the cores, takes many times as long, and would count for all of the next ones.
+    """Mean of the middle third of `times`, of two the shorter: the first step after a load, or one that another
+    program kept from the cores, takes many times as long, and would count for all of the next ones.
     """
 
     def add(self, seconds: float) -> None:
         self.times.append(seconds)
-        cut = len(self.times) // 3
-        middle = sorted(self.times)[cut : len(self.times) - cut]
+        kept = len(self.times)
+        middle = sorted(self.times)[kept // 3 : max(1, kept - (kept + 1) // 3)]
         self.seconds = sum(middle) / len(middle)
 
 
@@ -73,11 +73,7 @@ class StepCurve:
         largest one it goes on as steeply as from half of that size. Where nothing tells how steep that is, it
         stays flat up to twice the size and is proportional from there on.
         """
-        now = self._clock()
-        known: list[tuple[float, float]] = []
-        for point in sorted(self._points.values(), key=lambda point: point.size):
-            seconds = point.seconds * max(0.5, min(1.0, 2.0 - (now - point.at) / STALE_S))
-            known.append((point.size, max(seconds, known[-1][1] if known else 0.0)))
+        known = self._known()
         below = known[0]
         if size <= below[0]:
             return below[1]
@@ -90,6 +86,23 @@ class StepCurve:
         if half is None:
             return at_most * max(1.0, size / (2 * most))
         return at_most + (size - most) * (at_most - half[1]) / (most - half[0])
+
+    def _known(self) -> list[tuple[float, float]]:
+        """Return sizes and their times, in order. Where a size took less time than a smaller one, all from that
+        one on have the mean of their steps: one size that was measured once, by chance on a busy machine, does
+        not make the larger ones slow.
+        """
+        now = self._clock()
+        pools: list[tuple[float, int, list[float]]] = []
+        for point in sorted(self._points.values(), key=lambda point: point.size):
+            seconds, count, sizes = point.seconds, len(point.times), [point.size]
+            seconds *= max(0.5, min(1.0, 2.0 - (now - point.at) / STALE_S))
+            while pools and pools[-1][0] > seconds:
+                earlier, steps, smaller = pools.pop()
+                seconds = (seconds * count + earlier * steps) / (count + steps)
+                count, sizes = count + steps, smaller + sizes
+            pools.append((seconds, count, sizes))
+        return [(size, seconds) for seconds, _, sizes in pools for size in sizes]
 
 
 def _bucket(size: int) -> int:
