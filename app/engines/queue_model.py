@@ -8,7 +8,7 @@ are seconds, sizes are tokens.
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -18,15 +18,12 @@ from llmbox.engine.ipc.messages import AddRequest, EngineStats, ModelInfo
 
 from ..config.entries import LatencyTarget
 from .prefix_table import PrefixTable, block_hashes
-from .step_times import LEAST_WEIGHT, MeasuredSteps
+from .step_times import LEAST_WEIGHT, ForecastErrors, MeasuredSteps
 
 USUAL_ANSWER: Final = 512
 """Tokens of an answer before any has ended; fewer where a request asks for fewer."""
 LOWEST_BAND: Final = 8
 """Priorities beyond it are one, as in the engine's scheduler."""
-_FEW: Final = 8
-"""Forecasts whose error says nothing yet."""
-_MOST_FACTOR: Final = 3.0
 _LONGEST_WAIT: Final = 60
 _SAMPLED: Final = 8
 """Steps of which one is learned from while nothing depends on it; the first two of these all."""
@@ -75,32 +72,6 @@ def missed_targets(ttft: float | None, tpot: float | None, target: LatencyTarget
     """Return which targets these times miss: `ttft`, `tpot`."""
     pairs = {"ttft": (ttft, target.ttft), "tpot": (tpot, target.tpot)}
     return [name for name, (value, most) in pairs.items() if value is not None and value > most]
-
-
-class ForecastError:
-    """Factor for forecasts: nine of ten recent requests took no longer than it makes of theirs."""
-
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=64)
-
-    def add(self, predicted: float, actual: float) -> None:
-        """Learn from one request; `predicted` without a factor."""
-        if predicted > 0:
-            self._ratios.append(actual / predicted)
-
-    @property
-    def factor(self) -> float:
-        if len(self._ratios) < _FEW:
-            return 1.0
-        ninth = sorted(self._ratios)[math.ceil(0.9 * len(self._ratios)) - 1]
-        return min(_MOST_FACTOR, max(1.0, ninth))
-
-
-class ForecastErrors:
-    """Errors of both times of a request."""
-
-    def __init__(self) -> None:
-        self.ttft, self.tpot = ForecastError(), ForecastError()
 
 
 @dataclass(slots=True)
@@ -279,7 +250,7 @@ class QueueModel:
         wait = max(wait, self._block_ends(own, info) * ends_every)
         ahead = self._ahead(band)
         prefill = self._prefill(ahead + own, beside - 1, info, is_filled=ahead > 0)
-        ttft = wait + max(0.0, self._in_flight(beside, ahead, info) + prefill)
+        ttft = wait + max(0.0, self._in_flight(band, beside, ahead, info) + prefill)
         ttft, tpot = ttft * self.times.pace, tpot * self.times.pace
         errors = self.errors[ahead > 0]
         ttft_factor, tpot_factor = errors.ttft.factor, errors.tpot.factor
@@ -366,17 +337,17 @@ class QueueModel:
             return 0
         return math.ceil(lacking * stats.running / max(1, stats.blocks_used))
 
-    def _in_flight(self, rows: int, ahead: int, info: ModelInfo) -> float:
-        """Return the rest of the step under way, which a new request waits for. Below zero where it computes
-        some of the `ahead` tokens, whose whole time is counted apart.
+    def _in_flight(self, band: int, rows: int, ahead: int, info: ModelInfo) -> float:
+        """Return the rest of the step under way, which a new request of a band waits for. Below zero where it
+        computes some of the `ahead` tokens, whose whole time is counted apart.
         """
         if not self._open:
             return 0.0
         elapsed = self._clock() - self._step_at
-        prompts = 0 if info.disaggregate else self._prompts.total()
-        if worse := max(0, prompts - ahead):
+        worse = sum(tokens for each, tokens in self._prompts.items() if each > band)
+        if worse and not info.disaggregate:
             step = self.times.predict_mixed(rows, min(worse, _chunk(info, rows, worse)))
-        elif prompts <= self._new_tokens:
+        elif info.disaggregate or self._prompts.total() <= self._new_tokens:
             step = self.times.predict_decode(rows)
         else:
             return -min(self.times.predict_mixed(rows, min(ahead, _chunk(info, rows, ahead))), elapsed)

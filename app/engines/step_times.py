@@ -1,4 +1,5 @@
-"""Time of an engine's steps by what is in them, learned from the counters that come with each step.
+"""Time of an engine's steps by what is in them, learned from the counters that come with each step, and how
+wrong the forecasts were that were made from it.
 
 Nothing is assumed of the model or the machine. Times are seconds, sizes are tokens.
 """
@@ -34,8 +35,8 @@ class _Point:
     count: int = 0
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     seconds: float = 0.0
-    """Mean of the middle third of `times`, of two the shorter: the first step after a load, or one that another
-    program kept from the cores, takes many times as long, and would count for all of the next ones.
+    """Mean of the middle third of `times`, of two the shorter: the first step after a load, or one that
+    another program kept from the cores, takes many times as long, and would count for all of the next ones.
     """
 
     def add(self, seconds: float) -> None:
@@ -88,9 +89,9 @@ class StepCurve:
         return at_most + (size - most) * (at_most - half[1]) / (most - half[0])
 
     def _known(self) -> list[tuple[float, float]]:
-        """Return sizes and their times, in order. Where a size took less time than a smaller one, all from that
-        one on have the mean of their steps: one size that was measured once, by chance on a busy machine, does
-        not make the larger ones slow.
+        """Return sizes and their times, in order. Where a size took less time than a smaller one, those from
+        that one on have the mean of their steps: a size that was measured once, while the machine was busy,
+        does not make larger ones slow.
         """
         now = self._clock()
         pools: list[tuple[float, int, list[float]]] = []
@@ -261,3 +262,34 @@ class MeasuredSteps:
         full, rest = divmod(tokens, chunk)
         seconds = full * self.predict_mixed(rows, chunk) if full else 0.0
         return seconds + (self.predict_mixed(rows, rest) if rest else 0.0)
+
+
+_FEW: Final = 8
+"""Forecasts whose error says nothing yet."""
+_MOST_FACTOR: Final = 3.0
+
+
+class ForecastError:
+    """Factor for forecasts: nine of ten recent requests took no longer than it makes of theirs."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=64)
+
+    def add(self, predicted: float, actual: float) -> None:
+        """Learn from one request; `predicted` without a factor."""
+        if predicted > 0:
+            self._ratios.append(actual / predicted)
+
+    @property
+    def factor(self) -> float:
+        if len(self._ratios) < _FEW:
+            return 1.0
+        ninth = sorted(self._ratios)[math.ceil(0.9 * len(self._ratios)) - 1]
+        return min(_MOST_FACTOR, max(1.0, ninth))
+
+
+class ForecastErrors:
+    """Errors of both times of a request."""
+
+    def __init__(self) -> None:
+        self.ttft, self.tpot = ForecastError(), ForecastError()
