@@ -140,6 +140,7 @@ class QueueModel:
     def begin(self, info: ModelInfo) -> None:
         """Note that an engine is ready: its counters and its prefix cache are empty."""
         self._info, self._stats = info, EngineStats()
+        self._step_at, self._new_tokens = self._clock(), 0
         self.times = self._times_of.setdefault(info.disaggregate, MeasuredSteps(self._refusing))
         self._prefixes = PrefixTable(most_blocks=max(1, info.num_blocks))
 

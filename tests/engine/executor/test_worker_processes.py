@@ -312,8 +312,8 @@ runpy.run_module(program or "llmbox.engine.process.engine_main", run_name="__mai
 """
 
 
-@pytest.mark.parametrize(("tp", "rank"), [(2, 1), nightly(2, 0), nightly(3, 1)])
-async def test_a_rank_killed_at_any_stage_of_a_move_of_experts_costs_a_restart(tmp_path, tp, rank):
+@pytest.mark.parametrize("rank", [1, nightly(0)])
+async def test_a_rank_killed_at_any_stage_of_a_move_of_experts_costs_a_restart(tmp_path, rank):
     """Streams go on with their tokens: weights that were half overwritten, mapped from a file as they are,
     go with the processes.
     """
@@ -321,10 +321,8 @@ async def test_a_rank_killed_at_any_stage_of_a_move_of_experts_costs_a_restart(t
     program = tmp_path / "killed_in_a_move.py"
     program.write_text(KILLED_IN_A_MOVE.format(note=str(note)))
     sizes = {"torch_dtype": "bfloat16", "mlp_only_layers": []}
-    if tp == 3:
-        sizes |= {"num_attention_heads": 6, "num_key_value_heads": 3}
     model = make_tiny_model(tmp_path / "model", arch="qwen3_moe", tokenizer=False, **sizes)
-    options = {"quant": "int8-g32", "tp": tp, "expert_parallel": True, "redundant_experts": 2}
+    options = {"quant": "int8-g32", "tp": 2, "expert_parallel": True, "redundant_experts": 2}
     async with supervised(model, Launch(env=folder), **(options | {"redundant_experts": 0})) as supervisor:
         wanted = await answers(supervisor, asks("a"))
     launch = Launch((sys.executable, "-P", str(program)), env=folder)
