@@ -8,7 +8,7 @@ are seconds, sizes are tokens.
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -18,15 +18,12 @@ from llmbox.engine.ipc.messages import AddRequest, EngineStats, ModelInfo
 
 from ..config.entries import LatencyTarget
 from .prefix_table import PrefixTable, block_hashes
-from .step_times import LEAST_WEIGHT, MeasuredSteps
+from .step_times import LEAST_WEIGHT, ForecastErrors, MeasuredSteps
 
 USUAL_ANSWER: Final = 512
 """Tokens of an answer before any has ended; fewer where a request asks for fewer."""
 LOWEST_BAND: Final = 8
 """Priorities beyond it are one, as in the engine's scheduler."""
-_FEW: Final = 8
-"""Forecasts whose error says nothing yet."""
-_MOST_FACTOR: Final = 3.0
 _LONGEST_WAIT: Final = 60
 _SAMPLED: Final = 8
 """Steps of which one is learned from while nothing depends on it; the first two of these all."""
@@ -77,32 +74,6 @@ def missed_targets(ttft: float | None, tpot: float | None, target: LatencyTarget
     return [name for name, (value, most) in pairs.items() if value is not None and value > most]
 
 
-class ForecastError:
-    """Factor for forecasts: nine of ten recent requests took no longer than it makes of theirs."""
-
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=64)
-
-    def add(self, predicted: float, actual: float) -> None:
-        """Learn from one request; `predicted` without a factor."""
-        if predicted > 0:
-            self._ratios.append(actual / predicted)
-
-    @property
-    def factor(self) -> float:
-        if len(self._ratios) < _FEW:
-            return 1.0
-        ninth = sorted(self._ratios)[math.ceil(0.9 * len(self._ratios)) - 1]
-        return min(_MOST_FACTOR, max(1.0, ninth))
-
-
-class ForecastErrors:
-    """Errors of both times of a request."""
-
-    def __init__(self) -> None:
-        self.ttft, self.tpot = ForecastError(), ForecastError()
-
-
 @dataclass(slots=True)
 class AdmissionCounts:
     """Requests by what became of them, since the model was loaded."""
@@ -150,6 +121,10 @@ class QueueModel:
         self._serial: float | None = None
         """Seconds a prompt token where another engine computes prompts (`--disaggregate`)."""
         self._first_at = -math.inf
+        self._step_at = -math.inf
+        """When the step under way began, or a little later."""
+        self._new_tokens = 0
+        """Prompt tokens of requests that came since then, which it does not compute."""
         self._answer: float | None = None
         """Mean output tokens of ended requests."""
         self._open: dict[str, _Entry] = {}
@@ -165,12 +140,14 @@ class QueueModel:
     def begin(self, info: ModelInfo) -> None:
         """Note that an engine is ready: its counters and its prefix cache are empty."""
         self._info, self._stats = info, EngineStats()
+        self._step_at, self._new_tokens = self._clock(), 0
         self.times = self._times_of.setdefault(info.disaggregate, MeasuredSteps(self._refusing))
         self._prefixes = PrefixTable(most_blocks=max(1, info.num_blocks))
 
     def observe(self, stats: EngineStats) -> None:
         """Learn from the step that came with these counters, or pass over it."""
         before, self._stats = self._stats, stats
+        self._step_at, self._new_tokens = self._clock(), 0
         steps = stats.work.steps
         if self.learns_all or steps % _SAMPLED == 0 or steps <= 2 * _SAMPLED:
             self.times.observe(before, stats)
@@ -180,12 +157,15 @@ class QueueModel:
         entry = self._estimates.pop(request.request_id, None)
         if entry is None:
             entry = _Entry(_band(request), 0 if request.fork_of else len(request.prompt_ids))
+        if not self._open:
+            self._step_at, self._new_tokens = self._clock(), 0
         entry.most, entry.output = request.params.max_tokens, output
         if entry.hashes:
             self._prefixes.record("", entry.hashes)
         self._open[request.request_id] = entry
         self._requests[entry.band] += 1
         self._prompts[entry.band] += entry.tokens
+        self._new_tokens += entry.tokens
 
     def note_first(self, request: AddRequest, sent_at: float, cached: int) -> None:
         """Note a request's first token. `cached`: prompt tokens found in a cache."""
@@ -270,7 +250,8 @@ class QueueModel:
         wait = self._places_wait(band, rows, answer, info) * tpot
         wait = max(wait, self._block_ends(own, info) * ends_every)
         ahead = self._ahead(band)
-        ttft = wait + self._in_flight(beside, info) + self._prefill(ahead + own, beside - 1, info)
+        prefill = self._prefill(ahead + own, beside - 1, info, is_filled=ahead > 0)
+        ttft = wait + max(0.0, self._in_flight(band, beside, ahead, info) + prefill)
         ttft, tpot = ttft * self.times.pace, tpot * self.times.pace
         errors = self.errors[ahead > 0]
         ttft_factor, tpot_factor = errors.ttft.factor, errors.tpot.factor
@@ -357,16 +338,31 @@ class QueueModel:
             return 0
         return math.ceil(lacking * stats.running / max(1, stats.blocks_used))
 
-    def _in_flight(self, rows: int, info: ModelInfo) -> float:
-        """Return the time of the step under way, which a new request waits for."""
+    def _in_flight(self, band: int, rows: int, ahead: int, info: ModelInfo) -> float:
+        """Return the rest of the step under way, which a new request of a band waits for. Below zero where it
+        computes some of the `ahead` tokens, whose whole time is counted apart.
+        """
         if not self._open:
             return 0.0
-        waiting = 0 if info.disaggregate else self._prompts.total()
-        return self.times.predict_mixed(rows, min(waiting, _chunk(info, rows, waiting)))
+        elapsed = self._clock() - self._step_at
+        worse = sum(tokens for each, tokens in self._prompts.items() if each > band)
+        if worse and not info.disaggregate:
+            step = self.times.predict_mixed(rows, min(worse, _chunk(info, rows, worse)))
+        elif info.disaggregate or self._prompts.total() <= self._new_tokens:
+            step = self.times.predict_decode(rows)
+        else:
+            return -min(self.times.predict_mixed(rows, min(ahead, _chunk(info, rows, ahead))), elapsed)
+        return max(0.0, step - elapsed)
 
-    def _prefill(self, tokens: int, rows: int, info: ModelInfo) -> float:
+    def _prefill(self, tokens: int, rows: int, info: ModelInfo, *, is_filled: bool = False) -> float:
+        """Predict the steps that compute `tokens` of prompts. `is_filled`: requests that come later fill the
+        last one.
+        """
         if info.disaggregate:
             return tokens * (self._serial or 0.0) + self.times.predict_decode(rows + 1)
+        if is_filled:
+            chunk = _chunk(info, rows, tokens)
+            tokens = math.ceil(tokens / chunk) * chunk
         return self.times.predict_prompts(tokens, rows, info.step_tokens(rows) or tokens + rows)
 
     def _tpot(self, rows: int, prompts: int, answer: float, info: ModelInfo) -> float:

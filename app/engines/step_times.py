@@ -1,11 +1,13 @@
-"""Time of an engine's steps by what is in them, learned from the counters that come with each step.
+"""Time of an engine's steps by what is in them, learned from the counters that come with each step, and how
+wrong the forecasts were that were made from it.
 
 Nothing is assumed of the model or the machine. Times are seconds, sizes are tokens.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from llmbox.engine.ipc.messages import EngineStats, ModelInfo
@@ -16,6 +18,8 @@ STALE_S: Final = 120.0
 busy when it was measured must not have requests refused for ever."""
 LEAST_WEIGHT: Final = 0.1
 """Weight of a new measurement in a running mean."""
+_KEPT: Final = 16
+"""Times of a size that are kept."""
 _SLOW_WEIGHT: Final = 1 / 64
 """Weight of a step in means over many steps."""
 _FAST_WEIGHT: Final = 1 / 4
@@ -27,9 +31,19 @@ _PACES: Final = (0.5, 3.0)
 @dataclass(slots=True)
 class _Point:
     size: float
-    seconds: float
     at: float
     count: int = 0
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    seconds: float = 0.0
+    """Mean of the middle third of `times`, of two the shorter: the first step after a load, or one that
+    another program kept from the cores, takes many times as long, and would count for all of the next ones.
+    """
+
+    def add(self, seconds: float) -> None:
+        self.times.append(seconds)
+        kept = len(self.times)
+        middle = sorted(self.times)[kept // 3 : max(1, kept - (kept + 1) // 3)]
+        self.seconds = sum(middle) / len(middle)
 
 
 class StepCurve:
@@ -44,13 +58,13 @@ class StepCurve:
         return bool(self._points)
 
     def add(self, size: int, seconds: float) -> None:
-        """Learn from one step. Steps of about the same size share a running mean."""
+        """Learn from one step. Steps of about the same size are one."""
         now = self._clock()
-        point = self._points.setdefault(_bucket(size), _Point(size, seconds, now))
+        point = self._points.setdefault(_bucket(size), _Point(size, now))
         point.count += 1
         weight = max(LEAST_WEIGHT, 1 / point.count)
         point.size += weight * (size - point.size)
-        point.seconds += weight * (seconds - point.seconds)
+        point.add(seconds)
         point.at = now
 
     def predict(self, size: float) -> float:
@@ -60,11 +74,7 @@ class StepCurve:
         largest one it goes on as steeply as from half of that size. Where nothing tells how steep that is, it
         stays flat up to twice the size and is proportional from there on.
         """
-        now = self._clock()
-        known: list[tuple[float, float]] = []
-        for point in sorted(self._points.values(), key=lambda point: point.size):
-            seconds = point.seconds * max(0.5, min(1.0, 2.0 - (now - point.at) / STALE_S))
-            known.append((point.size, max(seconds, known[-1][1] if known else 0.0)))
+        known = self._known()
         below = known[0]
         if size <= below[0]:
             return below[1]
@@ -77,6 +87,23 @@ class StepCurve:
         if half is None:
             return at_most * max(1.0, size / (2 * most))
         return at_most + (size - most) * (at_most - half[1]) / (most - half[0])
+
+    def _known(self) -> list[tuple[float, float]]:
+        """Return sizes and their times, in order. Where a size took less time than a smaller one, those from
+        that one on have the mean of their steps: a size that was measured once, while the machine was busy,
+        does not make larger ones slow.
+        """
+        now = self._clock()
+        pools: list[tuple[float, int, list[float]]] = []
+        for point in sorted(self._points.values(), key=lambda point: point.size):
+            seconds, count, sizes = point.seconds, len(point.times), [point.size]
+            seconds *= max(0.5, min(1.0, 2.0 - (now - point.at) / STALE_S))
+            while pools and pools[-1][0] > seconds:
+                earlier, steps, smaller = pools.pop()
+                seconds = (seconds * count + earlier * steps) / (count + steps)
+                count, sizes = count + steps, smaller + sizes
+            pools.append((seconds, count, sizes))
+        return [(size, seconds) for seconds, _, sizes in pools for size in sizes]
 
 
 def _bucket(size: int) -> int:
@@ -235,3 +262,34 @@ class MeasuredSteps:
         full, rest = divmod(tokens, chunk)
         seconds = full * self.predict_mixed(rows, chunk) if full else 0.0
         return seconds + (self.predict_mixed(rows, rest) if rest else 0.0)
+
+
+_FEW: Final = 8
+"""Forecasts whose error says nothing yet."""
+_MOST_FACTOR: Final = 3.0
+
+
+class ForecastError:
+    """Factor for forecasts: nine of ten recent requests took no longer than it makes of theirs."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=64)
+
+    def add(self, predicted: float, actual: float) -> None:
+        """Learn from one request; `predicted` without a factor."""
+        if predicted > 0:
+            self._ratios.append(actual / predicted)
+
+    @property
+    def factor(self) -> float:
+        if len(self._ratios) < _FEW:
+            return 1.0
+        ninth = sorted(self._ratios)[math.ceil(0.9 * len(self._ratios)) - 1]
+        return min(_MOST_FACTOR, max(1.0, ninth))
+
+
+class ForecastErrors:
+    """Errors of both times of a request."""
+
+    def __init__(self) -> None:
+        self.ttft, self.tpot = ForecastError(), ForecastError()

@@ -85,6 +85,35 @@ async def test_whichever_engine_is_killed_the_tokens_are_those_of_one(tmp_path):
         await pair.stop()
 
 
+async def test_a_prefill_engine_that_dies_with_half_of_the_kv_handed_over_loses_nothing(tmp_path):
+    make_tiny_model(tmp_path)
+    options = {"device": "cpu", "memory_bytes": 512 << 20, "token_budget": 16, "disaggregate": (1, 1)}
+    config = EngineConfig(model_path=str(tmp_path), name="tiny", **options)
+    pair = Supervisor(config, SupervisorOptions(deaths=RestartLimits(pauses=(0.0,))))
+    missing = sum(70 + 15 * number for number in range(8))
+    handed = []
+
+    async def kill_amid_the_hand_over(streams):
+        before = pair.stats.handed_tokens
+        await until(lambda: pair.stats.handed_tokens > before)
+        os.kill(pair.stats.prefill_pid, signal.SIGKILL)
+        handed.append(pair.stats.handed_tokens - before)
+
+    try:
+        await pair.start()
+        expected = await ask(pair, "whole")
+        assert pair.stats.prefill_restarts == 0
+        for turn in range(3):
+            assert await ask(pair, f"half{turn}", kill_amid_the_hand_over) == expected
+        assert (pair.stats.prefill_restarts, pair.restarts) == (3, 0)
+        assert any(0 < each < missing / 2 for each in handed), handed
+        assert pair.stats.handed_damaged == 0
+        assert await ask(pair, "after") == expected
+        await until(lambda: pair.stats.blocks_used == 0)
+    finally:
+        await pair.stop()
+
+
 async def test_one_engine_becomes_a_pair_and_one_again_with_the_same_tokens(tmp_path):
     make_tiny_model(tmp_path)
     clock = Clock()

@@ -28,7 +28,7 @@ from ...bench.profile import LevelProfile, profiled
 from ...errors import CliError
 from ...lifecycle.program import Command, Program, pass_program
 from .. import output
-from .bench_find import default_model, find_point, id_range, local_url, show_ms
+from .bench_find import default_model, find_point, id_range, local_url, no_success, show_ms
 
 
 @click.command(cls=Command)
@@ -191,7 +191,7 @@ def _figures(
     """Return the figures of each level as `--json` has them. Raises CliError where no request succeeded."""
     failed = next((error for _, _, errors in rows for error in errors), None)
     if failed and not any(summary.output_tokens for _, summary, _ in rows):
-        raise CliError(f"no request to {target.url} succeeded", failed, "check --url, --key and MODEL")
+        raise no_success(target, failed)
     data = [
         {"concurrency": level, **summary.as_dict(), "first_error": (errors or [""])[0]}
         for level, summary, errors in rows

@@ -66,6 +66,12 @@ def find_point(
         raise _nothing_within(server, spec, result)
     if not as_json:
         _print_found(found, spec, result, most)
+    if write and not result.is_over and found.concurrency < most:
+        raise CliError(
+            "nothing was written: the time was over before the search",
+            f"more than {found.concurrency} may be within the targets, and max_running would keep them out",
+            f"--time {2 * seconds:g}, or --most {found.concurrency} where that is enough",
+        )
     if write:
         _write(program, name, target, found)
 
@@ -75,7 +81,7 @@ async def _search(
 ) -> OperatingPointSearch:
     first = await complete(server, prompts.ids(spec.prompt), max(2, spec.output))  # pays for warm-up
     if first.error:
-        raise CliError(f"no request to {server.url} succeeded", first.error, "check --url, --key and MODEL")
+        raise no_success(server, first.error)
 
     async def measure(streams: int, left: float) -> LoadPoint:
         point = await measure_point(server, prompts, spec, streams, left, spread=first.ended - first.started)
@@ -207,6 +213,13 @@ def _write(program: Program, name: str, target: LatencyTarget, found: LoadPoint)
     output.say(f"max_running holds for {name} alone, from its next load on.")
     if (running := find_running(program.paths)) is not None:
         output.say(f"Apply them: kill -HUP {running.pid}, then load the model again")
+
+
+def no_success(server: BenchTarget, error: str) -> CliError:
+    """Error of a server that answered no request."""
+    is_loading = "model_loading" in error
+    fix = "llmbox ps says when it is ready" if is_loading else "check --url, --key and MODEL"
+    return CliError(f"no request to {server.url} succeeded", error, fix)
 
 
 def default_model(program: Program, url: str | None) -> str:

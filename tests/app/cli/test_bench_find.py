@@ -98,6 +98,32 @@ def test_the_most_streams_are_said_to_be_a_bound(call):
     )
 
 
+def test_a_search_that_time_ended_writes_nothing(call, monkeypatch):
+    """More streams than it found may be within the targets: max_running would keep them out."""
+
+    async def out_of_time(server, prompts, spec, streams, seconds, spread):
+        missed = ("time",) if streams == 4 else ()
+        return LoadPoint(streams, 20, 0, "", 2.0, 100.0, 0.1, 0.01, missed)
+
+    monkeypatch.setattr(bench_find, "measure_point", out_of_time)
+    done = find(call, "--targets", "5000/500", "--time", 20, "--write")
+    assert done.code == Exit.FAILED
+    assert "2 streams, 2.00 requests/s, are within" in done.out
+    assert "nothing was written: the time was over before the search" in done.err
+    assert "--time 40, or --most 2" in done.err
+    assert call("config", "get", "model.overrides").out == "\n"
+    assert find(call, "--targets", "5000/500", "--most", 2, "--write").code == 0
+    assert call("config", "get", "model.overrides").out == "org/one:max_running=2\n"
+
+
+def test_a_model_that_is_loading_is_waited_for_by_the_user(call, monkeypatch):
+    async def loading(server, prompt, most):
+        return RequestTiming(wanted_tokens=most, error='HTTP 503: {"error":{"code":"model_loading"}}')
+
+    monkeypatch.setattr(bench_find, "complete", loading)
+    assert "llmbox ps says when it is ready" in find(call, "--targets", "800/50").err
+
+
 def test_what_was_found_is_written(call):
     assert call("config", "set", "usage.targets", "org/one=1/1,*=9/9").code == 0
     done = find(call, "--targets", "5000/35.5", "--write")

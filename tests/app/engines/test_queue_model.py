@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from llmbox.app.config.entries import LatencyTarget
-from llmbox.app.engines.queue_model import ForecastError, QueueModel
+from llmbox.app.engines.queue_model import QueueModel
+from llmbox.app.engines.step_times import ForecastError
 from llmbox.engine.ipc.messages import AddRequest, EngineStats
 from llmbox.engine.ipc.sequence_times import StepWork
 from llmbox.engine.sampling_params import SamplingParams
@@ -174,7 +175,7 @@ def test_what_is_computed_of_a_prompt_is_no_longer_waited_for(box):
     for _ in range(5):
         box.step()
     after = box.forecast(10).forecast.ttft
-    assert before - after == pytest.approx(5 * (STEP + BUDGET * TOKEN), rel=0.1)
+    assert before - after == pytest.approx(5 * (STEP + BUDGET * TOKEN), rel=0.2)
 
 
 def test_a_premium_request_waits_for_none_of_a_worse_class(box):
@@ -235,9 +236,9 @@ def test_a_prompt_that_was_computed_before_is_short(box):
     assert again.forecast.ttft < first / 4
     assert again.ttft <= again.forecast.ttft
     other = box.forecast(ids, cache_namespace="another key")
-    assert other.forecast.ttft == pytest.approx(first)
+    assert other.forecast.ttft == pytest.approx(first, rel=0.01)
     told = replace(other.request, cache_namespace="", params=replace(other.request.params, prompt_logprobs=1))
-    assert box.queue.forecast([told]).ttft == pytest.approx(first)
+    assert box.queue.forecast([told]).ttft == pytest.approx(first, rel=0.01)
 
 
 def test_choices_of_one_call_share_a_prompt(box):
@@ -350,6 +351,47 @@ def test_what_was_measured_before_a_long_pause_holds_for_the_burst_after_it(box,
     late, admitted = burst(box, random.Random(seed))
     assert not late
     assert 1 < admitted < 26
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_a_burst_as_many_are_admitted_as_would_be_in_time(monkeypatch, seed):
+    """Nearly: those that come first, until the next one would be late."""
+    monkeypatch.setattr(sys.modules[__name__], "TOKEN", TOKEN / 5)
+    sizes = random.Random(seed).choices((64, 64, 64, 256), k=60)
+    loose, tight = (Box(max_running=64, token_budget=512) for _ in range(2))
+    sent, admitted = [], []
+    for box in (loose, tight):
+        for _ in range(2):
+            for prompt in (64, 200, 800, 2000):
+                for _ in range(4):
+                    box.send(prompt)
+                box.run()
+        box.send(800)  # its steps are under way
+        box.step()
+    for size in sizes:
+        sent.append(loose.send(size))
+        each = tight.forecast(size)
+        if not each.forecast.missed(replace(TARGET, tpot=1.0)):
+            tight.submit(each)
+            admitted.append(each)
+    loose.run()
+    tight.run()
+    could = [each for each in sent if each.ttft <= TARGET.ttft]
+    assert 10 < len(could) < 60
+    assert len(admitted) >= 0.85 * len(could)
+    assert all(each.ttft <= TARGET.ttft for each in admitted)
+
+
+def test_the_step_under_way_is_waited_for_once(box):
+    for _ in range(3):
+        box.send(200)
+    box.step()
+    begun = box.forecast(20).forecast.ttft
+    box.clock.now += STEP  # it goes on
+    assert box.forecast(20).forecast.ttft == pytest.approx(begun - STEP)
+    box.clock.now += 10.0  # the daemon has not heard of its end yet
+    whole = STEP + BUDGET * TOKEN
+    assert box.forecast(20).forecast.ttft == pytest.approx(begun - whole, rel=0.05)
 
 
 def test_a_burst_whose_steps_are_slower_teaches_the_next_one_and_no_request_alone(box, monkeypatch):

@@ -279,6 +279,78 @@ async def test_ranks_with_whole_experts_give_one_answer_and_survive_the_loss_of_
         assert history.placement(2, 8, 2, 3)[0][hot] == (0, 1)
 
 
+KILLED_IN_A_MOVE = """
+import os, runpy, signal, sys
+from pathlib import Path
+from llmbox.engine.executor import expert_moves, workers
+
+note, mover = Path({note!r}), expert_moves.ExpertMover
+run_move, run_transfer = mover._move, mover._transfer
+
+def end_at(self, stage):
+    if note.exists() and note.read_text() == f"{{self._rank.layout.tp_rank}} {{stage}}":
+        note.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def move(self, move):
+    end_at(self, "before it")
+    run_move(self, move)
+    end_at(self, "after it")
+
+def transfer(self, memory, *ranks):
+    for part in memory:
+        run_transfer(self, [part], *ranks)
+        end_at(self, "in a transfer")
+    end_at(self, "before the tables change")
+
+mover._move, mover._transfer = move, transfer
+for name, value in dict(CHECK_SECONDS=0.0, LONGEST_CHECK=0.0, ROWS_OF_EXPERT=1, WORTH_IT=1.0).items():
+    setattr(expert_moves, name, value)
+workers.COMMAND = (sys.executable, "-P", __file__, "llmbox.engine.process.worker_main")
+program = sys.argv.pop(1) if len(sys.argv) > 1 and "worker_main" in sys.argv[1] else ""
+runpy.run_module(program or "llmbox.engine.process.engine_main", run_name="__main__")
+"""
+
+
+async def experts_move(supervisor, name):
+    """Nothing moves until all ranks have written their weights to disk."""
+    async with asyncio.timeout(PATIENCE):
+        for number in itertools.count():
+            await answers(supervisor, [ask(f"{name}{number}", [5 + number % 200, 7, 9], 8)])
+            if supervisor.stats.expert_moves:
+                break
+
+
+@pytest.mark.parametrize("rank", [1, nightly(0)])
+async def test_a_rank_killed_at_any_stage_of_a_move_of_experts_costs_a_restart(tmp_path, rank):
+    """Streams go on with their tokens: weights that were half overwritten, mapped from a file as they are,
+    go with the processes.
+    """
+    folder, note = cache_variables(tmp_path / "kept", 1.0), tmp_path / "note"
+    program = tmp_path / "killed_in_a_move.py"
+    program.write_text(KILLED_IN_A_MOVE.format(note=str(note)))
+    sizes = {"torch_dtype": "bfloat16", "mlp_only_layers": []}
+    model = make_tiny_model(tmp_path / "model", arch="qwen3_moe", tokenizer=False, **sizes)
+    options = {"quant": "int8-g32", "tp": 2, "expert_parallel": True, "redundant_experts": 2}
+    async with supervised(model, Launch(env=folder), **(options | {"redundant_experts": 0})) as supervisor:
+        wanted = await answers(supervisor, asks("a"))
+    launch = Launch((sys.executable, "-P", str(program)), env=folder)
+    async with supervised(model, launch, **options) as supervisor:
+        await experts_move(supervisor, "w")
+        for stage in ("before it", "in a transfer", "before the tables change", "after it"):
+            for attempt in itertools.count():  # an idle engine moves experts too, and dies without streams
+                before = list(supervisor.pids)
+                note.write_text(f"{rank} {stage}")
+                streams = [supervisor.submit(request) for request in asks(f"{stage}{attempt}")]
+                assert [ids for ids, _ in await all_of(streams)] == wanted
+                if any(stream.resumes for stream in streams):
+                    break
+            assert not any(map(is_running, before))
+        assert supervisor.restarts >= 4
+        await experts_move(supervisor, "x")
+        assert await answers(supervisor, asks("z")) == wanted
+
+
 def test_a_cut_that_cannot_be_is_refused_before_anything_starts(model):
     with pytest.raises(ParallelError, match=r"--tp 3: the model's 4 attention heads cannot be shared"):
         load(model, tp=3)
