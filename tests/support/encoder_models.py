@@ -220,3 +220,41 @@ def make_jina_v3(directory: Path) -> Any:
 def _stack_of(name: str) -> list[str]:
     plain = name.removeprefix("roberta.encoder.")
     return [plain.replace("q_proj", f"{part}_proj") for part in "qkv"]
+
+
+_JINA_RERANKER_NAMES = {
+    "embeddings.LayerNorm": "emb_ln",
+    "encoder.layer.": "encoder.layers.",
+    ".attention.output.dense": ".mixer.out_proj",
+    ".attention.output.LayerNorm": ".norm1",
+    ".output.LayerNorm": ".norm2",
+    ".intermediate.dense": ".mlp.fc1",
+    ".output.dense": ".mlp.fc2",
+}
+
+
+def make_jina_reranker(directory: Path) -> Any:
+    """Write a jina-reranker-v2 as its repository has it, and return the XLM-R of transformers."""
+    model = make_encoder(directory, "xlm-roberta", "ForSequenceClassification", num_labels=1)
+    stored, weights = {}, model.state_dict()
+    for name, tensor in weights.items():
+        if ".self.key" in name or ".self.value" in name:
+            continue
+        plain = name
+        for ours, theirs in _JINA_RERANKER_NAMES.items():
+            plain = plain.replace(ours, theirs)
+        if ".self.query" in name:
+            parts = [weights[name.replace("query", part)] for part in ("query", "key", "value")]
+            plain, tensor = plain.replace("attention.self.query", "mixer.Wqkv"), torch.cat(parts)  # noqa: PLW2901
+        stored[plain] = tensor.contiguous()
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    code = "modeling_xlm_roberta.XLMRoberta"
+    change_config(
+        directory,
+        auto_map={
+            "AutoModel": f"{code}Model",
+            "AutoModelForSequenceClassification": f"{code}ForSequenceClassification",
+        },
+        position_embedding_type="absolute",
+    )
+    return model

@@ -21,7 +21,15 @@ from ...errors import ApiError
 from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, TokenUsage
-from ...text.reranker import Reranker, answer_ids, build_rerank_prompts, not_a_reranker, read_reranker
+from ...text.reranker import (
+    Reranker,
+    answer_ids,
+    build_rerank_prompts,
+    not_a_reranker,
+    read_reranker,
+    reranker_of,
+    rows_of_gguf,
+)
 from ...util.threads import off_loop
 from .completions import prompt_ids, prompt_items
 from .request_context import (
@@ -308,6 +316,10 @@ async def find_reranker(model: LoadedModel) -> Reranker:
     asks = info.generates or info.pooling_problem
     answers = await model.text.off_loop(0, lambda: answer_ids(model.text)) if asks else None
     try:
+        asked = await off_loop(info.vocab_size, lambda: rows_of_gguf(model.path, model.loaded_at, answers))
+        if asked is not None:
+            found = await model.supervisor.weight_rows(asked)
+            return reranker_of(model.path, found)
         return await off_loop(info.vocab_size, lambda: read_reranker(model.path, model.loaded_at, answers))
     except ModelError:
         raise not_a_reranker("the rows of its head cannot be read from its files") from None

@@ -286,8 +286,13 @@ async def _find_pair_reranker(model: LoadedModel) -> Reranker | None:
     assert info is not None
     try:
         return await find_reranker(model)
-    except ApiError:
-        if info.generates or info.pooling_problem or await find_classifier(model) is not None:
+    except ApiError as error:
+        if (
+            error.status != 400
+            or info.generates
+            or info.pooling_problem
+            or await find_classifier(model) is not None
+        ):
             raise
         return None
 

@@ -24,6 +24,7 @@ from support.encoder_models import (
     change_config,
     declare_vectors,
     make_encoder,
+    make_jina_reranker,
     make_jina_v3,
     make_nomic_v2,
     write_encoder,
@@ -319,6 +320,20 @@ def test_jina_v3_as_its_repository_has_it(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="position_embedding_type is not supported of this encoder, only 'rot"
     ):
+        load(tmp_path)
+
+
+def test_jina_reranker_as_its_repository_has_it(tmp_path: Path) -> None:
+    """Stacked tensors under other names."""
+    model, engine = make_jina_reranker(tmp_path), load(tmp_path)
+    check_weights(str(tmp_path), parse_config(tmp_path), list_tensors(tmp_path))
+    found = vectors(engine, [ask(name, ids, "classify") for name, ids in TEXTS.items()])
+    for name, ids in TEXTS.items():
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(found[name], logits, rtol=1e-5, atol=1e-5)
+    change_config(tmp_path, position_embedding_type="rotary")
+    with pytest.raises(ModelError, match="position_embedding_type 'rotary' is not supported, only 'abs"):
         load(tmp_path)
 
 
