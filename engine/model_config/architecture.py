@@ -26,6 +26,9 @@ BlockKind = Literal[
 MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both. The
 last two are those of Gemma 4 and 3n: norms as in "sandwich", then the embedding of the layer, and a scalar or
 streams (`AltUpConfig`)."""
+AttentionGate = Literal["q_proj", "gate_proj"]
+"""Linear with gates, by whose sigmoid attention's results are multiplied: behind the query of each head, or
+one of their own."""
 QKNorm = Literal["heads", "width", "no_weight"]
 """QK-norm: RMS norm of queries and keys per head, over all heads of a row together, or per head without a
 weight and in layers with RoPE alone."""
@@ -183,8 +186,7 @@ class Architecture:
     """True if checkpoints hold gate and up of MLPs as one tensor."""
     head_bias_flag: str = ""
     """Key of config.json that says if the output head has a bias; empty: it has none."""
-    has_attention_gate: bool = False
-    """True if attention's results are multiplied by the sigmoid of a gate, half of `q_proj` of each head."""
+    attention_gate: AttentionGate | None = None
     head_gate_flag: str = ""
     """Key of config.json without which each head's result is multiplied by the sigmoid of a gate of its own
     (`g_proj`); empty: there are no such gates."""
@@ -236,3 +238,19 @@ def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     if both or fields.raw.get("is_causal") is False:
         raise fields.error("attention in both directions is not supported, only to tokens before")
     kind.refuse(fields)
+
+
+def has_qk_norm(fields: Fields, kind: Architecture) -> bool:
+    return not kind.qk_norm_flag or fields.flag(kind.qk_norm_flag, default=False)
+
+
+def completed(fields: Fields, kind: Architecture) -> Fields:
+    """Return the fields with the architecture's defaults, under the names that most architectures have.
+
+    A file of older transformers has RoPE parameters of its own, so a default for them must not add to these.
+    """
+    raw = {**kind.defaults, **fields.raw}
+    raw |= {usual: raw[key] for usual, key in kind.aliases.items() if raw.get(key) is not None}
+    if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
+        raw["rope_parameters"] = None
+    return Fields({**raw, **kind.sizes(Fields(raw, fields.where))}, fields.where)

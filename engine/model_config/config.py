@@ -18,7 +18,16 @@ from ..checkpoint.formats.weight_format import GgufFormat, NotReadable, WeightFo
 from ..checkpoint.index import list_tensors
 from ..config import Dtype
 from ..errors import ModelError
-from .architecture import AltUpConfig, Architecture, BlockKind, EncoderConfig, QKNorm, refuse_unsupported
+from .architecture import (
+    AltUpConfig,
+    AttentionGate,
+    BlockKind,
+    EncoderConfig,
+    QKNorm,
+    completed,
+    has_qk_norm,
+    refuse_unsupported,
+)
 from .architectures import architecture_of
 from .attention import LatentConfig
 from .encoders.pooling import has_head, read_vectors
@@ -97,7 +106,7 @@ class ModelConfig:
     norms_after_rope: bool = False
     """True if QK-norm comes after RoPE."""
     recurrent: RecurrentConfig | None = None
-    has_attention_gate: bool = False
+    attention_gate: AttentionGate | None = None
     has_head_gate: bool = False
     """True if the result of each head is multiplied by the sigmoid of one number."""
     head_bias: bool = False
@@ -342,7 +351,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         experts=experts,
         norms_after_rope=kind.norms_after_rope,
         recurrent=kind.recurrence(fields, layers),
-        has_attention_gate=kind.has_attention_gate,
+        attention_gate=kind.attention_gate,
         has_head_gate=bool(kind.head_gate_flag) and fields.flag(kind.head_gate_flag, default=True),
         head_bias=bool(kind.head_bias_flag) and fields.flag(kind.head_bias_flag, default=False),
         latent=latent,
@@ -361,22 +370,6 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         vision=vision,
         image_problem=image_problem,
     )
-
-
-def has_qk_norm(fields: Fields, kind: Architecture) -> bool:
-    return not kind.qk_norm_flag or fields.flag(kind.qk_norm_flag, default=False)
-
-
-def completed(fields: Fields, kind: Architecture) -> Fields:
-    """Return the fields with the architecture's defaults, under the names that most architectures have.
-
-    A file of older transformers has RoPE parameters of its own, so a default for them must not add to these.
-    """
-    raw = {**kind.defaults, **fields.raw}
-    raw |= {usual: raw[key] for usual, key in kind.aliases.items() if raw.get(key) is not None}
-    if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
-        raw["rope_parameters"] = None
-    return Fields({**raw, **kind.sizes(Fields(raw, fields.where))}, fields.where)
 
 
 def stored_format(fields: Fields, directory: Path) -> WeightFormat | None:

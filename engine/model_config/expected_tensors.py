@@ -151,7 +151,9 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, la
     sizes, hidden = config.sizes_of(layer), config.hidden_size
     head_dim, has_kv = sizes.head_dim, sizes.kv_source == layer
     q, kv = config.num_heads * head_dim, sizes.kv_heads * head_dim
-    rows = {"q_proj": q * (1 + config.has_attention_gate)}
+    rows = {"q_proj": q * (1 + (config.attention_gate == "q_proj"))}
+    if config.attention_gate == "gate_proj":
+        rows["gate_proj"] = q
     if has_kv:
         rows |= {"k_proj": kv, "v_proj": kv} if sizes.has_values else {"k_proj": kv}
     else:  # some checkpoints have them, unused

@@ -105,6 +105,11 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
     ("name", "fields", "problem"),
     [
         ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual is not supported"),
+        ("AfmoeForCausalLM", {"score_func": "softmax"}, "score_func 'softmax' is not supported of an AFMoE"),
+        ("AfmoeForCausalLM", {"route_norm": False}, "route_norm False is not supported of an AFMoE"),
+        ("HyperCLOVAXForCausalLM", {"use_post_norm": False}, "use_post_norm false is not supported"),
+        ("MellumForCausalLM", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse"),
+        ("NemotronForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'relu2'"),
         ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm is not supported"),
         ("GraniteSWAForCausalLM", {"layer_rope_theta": [1.0, 0]}, "layer_rope_theta must have 2 numbers"),
         ("GraniteSWAForCausalLM", {"layer_types": ["full"]}, "layer_types must name full_attention"),
