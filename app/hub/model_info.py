@@ -216,12 +216,13 @@ def _facts(
         check_tensors(config.stored, split_experts(config.stored, {each.name: each for each in entries}))
     extra = range(config.num_layers, config.num_layers + config.extra_layers)
     layers_of_drafts = ("mtp.", *(f"{at}.{layer}." for layer in extra for at in ("model.layers", "blk")))
+    has_tasks = config.encoder is not None and bool(config.encoder.tasks)
     counted = [
         e
         for e in entries
         if not (config.tie_word_embeddings and e.name.endswith(_TIED))
         and not e.name.startswith(layers_of_drafts)
-        and not e.name.endswith((".lora_A", ".lora_B"))
+        and (has_tasks or not e.name.endswith((".lora_A", ".lora_B")))
     ]
     return ModelFacts(
         name,

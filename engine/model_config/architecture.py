@@ -102,12 +102,23 @@ class EncoderConfig:
     has_expert_bias: bool = True
     """True if a bias is added to the sum of experts, and the matrices behind their activation are stored with
     inputs as rows; False: as a GGUF file has them."""
+    tasks: tuple[tuple[str, str], ...] = ()
+    """Tasks with a LoRA adapter each, which a request may name, and the text that each puts before a text."""
+    task_rank: int = 0
+    task_scale: float = 1.0
     head: ClassifierConfig | None = None
     renames: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement) for names of tensors, applied in order."""
 
     def has_experts(self, layer: int) -> bool:
         return self.experts[0] > 0 and layer % self.experts_every == 1
+
+    def task_linears(self, config: "ModelConfig") -> dict[str, tuple[int, int]]:
+        """Return inputs and outputs of a layer's linears that tasks adapt, by name."""
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        found = {"self_attn.qkv_proj": (hidden, 3 * hidden), "self_attn.o_proj": (hidden, hidden)}
+        found |= {"mlp.up_proj": (hidden, ffn), "mlp.down_proj": (ffn, hidden)}
+        return found if self.tasks else {}
 
     def rename(self, name: str) -> str:
         for pattern, replacement in self.renames:
@@ -125,6 +136,9 @@ class EncoderConfig:
         experts = self.experts[0] * (2 * hidden * ffn + hidden) + hidden * self.has_expert_bias
         layers = config.num_layers * (attention + mlp + 2 * norm * hidden) + sparse * (experts - mlp)
         others = norm * hidden + self.relative_buckets * config.num_heads
+        linears = sum(map(sum, self.task_linears(config).values()))
+        adapted = config.vocab_size + self.type_rows + (1 + (self.type_rows > 0)) * hidden
+        others += len(self.tasks) * self.task_rank * (config.num_layers * linears + adapted)
         if (head := self.head) is not None:
             others += hidden * (hidden + head.dense_bias + norm * head.has_norm) + head.labels * (hidden + 1)
         return tables * hidden + layers + others

@@ -12,6 +12,7 @@ from litestar.params import Body
 from msgspec import UNSET
 
 from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.encoders.pooling import read_prompts
 from llmbox.engine.sampling_params import Pooling, SamplingParams
 
@@ -79,12 +80,16 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
     check_inputs(items, "input")
     model = await call.find_model(body.model, Deadlines.of(call).next)
     check_dimensions(body.dimensions, model)
-    items = await with_prompt(items, model, body.prompt_name, body.input_type)
+    task, instruction = await find_task(model, body.task)
+    if body.prompt_name is None and instruction:
+        items = [instruction + item if isinstance(item, str) else item for item in items]
+    else:
+        items = await with_prompt(items, model, body.prompt_name, body.input_type)
     special = body.add_special_tokens is not False
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=special)
     prompts, _ = truncate_prompts(prompts, body.truncate_prompt_tokens, None, model)
-    return build_pooling_generation(
+    generation = build_pooling_generation(
         call,
         model,
         prompts,
@@ -93,6 +98,33 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
         priority=body.priority,
         cache_salt=body.cache_salt or "",
     )
+    return replace(generation, params=replace(generation.params, task=task))
+
+
+async def find_task(model: LoadedModel, name: str | None) -> tuple[int | None, str]:
+    """Return the index of a task that has an adapter, and its instruction; None for a model without tasks.
+    Raises ApiError 400 for a name that is none of them.
+    """
+    if name is None:
+        return None, ""
+    tasks = await off_loop(1 << 20, lambda: _read_tasks(model.path, model.loaded_at))
+    names = [each for each, _ in tasks]
+    if tasks and name not in names:
+        raise invalid("task", f"{name!r} is no task of this model; it has {', '.join(names)}")
+    return (names.index(name), tasks[names.index(name)][1]) if tasks else (None, "")
+
+
+@lru_cache(maxsize=16)
+def _read_tasks(folder: Path, loaded_at: float) -> tuple[tuple[str, str], ...]:  # noqa: ARG001
+    """Read the tasks of a model and their instructions, once each time it is loaded. Raises ModelError."""
+    encoder = parse_config(folder).encoder
+    return () if encoder is None else encoder.tasks
+
+
+def _ignored_task(generation: Generation, body: EmbeddingRequest) -> list[str]:
+    if body.task is None or generation.params.task is not None:
+        return []
+    return ["'task' has no effect on this model: it has no adapters of tasks."]
 
 
 def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
@@ -236,7 +268,9 @@ async def embeddings(
     return await answer(
         request,
         lambda call: prepare_embeddings(call, data),
-        lambda call, made: embed(call.gateway, made, data, call.warnings(EmbeddingRequest)),
+        lambda call, made: embed(
+            call.gateway, made, data, call.warnings(EmbeddingRequest) + _ignored_task(made, data)
+        ),
     )
 
 
