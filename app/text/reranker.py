@@ -122,7 +122,7 @@ def reranker_of(folder: Path, found: WeightRows | None) -> Reranker:
     if found is None:
         raise ApiError(
             503,
-            "The engine was too busy to read the rows of weights that documents are ranked with.",
+            "The engine did not give the weights that documents are ranked with: it is busy or restarts.",
             code="engine_busy",
             type="server_error",
             headers={"Retry-After": "1"},

@@ -117,7 +117,7 @@ class LayerNorm:
 
 
 class TaskAdapters:
-    """LoRA adapters of one linear or table, one for each task: A and B of N tasks, R numbers between them."""
+    """LoRA adapters of one linear, one for each task: A and B of N tasks, with R numbers between them."""
 
     def __init__(self, weights: Weights, name: str, config: EncoderConfig, inputs: int, outputs: int) -> None:
         tasks, rank = len(config.tasks), config.task_rank
@@ -133,7 +133,7 @@ class TaskAdapters:
 
 
 class TaskTable:
-    """Adapters of a table: its rows have R numbers for each task (A), which B makes an embedding of."""
+    """Adapters of a table of V rows: A has R numbers of a row for each task, B makes an embedding of them."""
 
     def __init__(self, weights: Weights, name: str, config: EncoderConfig, rows: int, hidden: int) -> None:
         tasks, rank = len(config.tasks), config.task_rank

@@ -81,7 +81,7 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
     model = await call.find_model(body.model, Deadlines.of(call).next)
     check_dimensions(body.dimensions, model)
     task, instruction = await find_task(model, body.task)
-    if body.prompt_name is None and instruction:
+    if body.prompt_name is None and task is not None:
         items = [instruction + item if isinstance(item, str) else item for item in items]
     else:
         items = await with_prompt(items, model, body.prompt_name, body.input_type)
