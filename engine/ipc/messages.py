@@ -10,7 +10,7 @@ from typing import Literal
 from ..config import EngineConfig
 from ..sampling_params import Pooling, SamplingParams
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
-from .profile_messages import AskProfile, AskRows, BlockMap, StepProfile, WeightRows
+from .profile_messages import AskProfile, AskRows, EngineAnswer
 from .sequence_times import SequenceTimes, StepWork
 
 PrefixMissReason = Literal[
@@ -397,6 +397,4 @@ Question = Ping | AskBlocks | AskProfile | AskRows
 ToEngine = (
     Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Question | Shutdown | Prefill | TakenSlots
 )
-ToDaemon = (
-    Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap | StepProfile | HandedBlocks | WeightRows
-)
+ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | EngineAnswer | HandedBlocks

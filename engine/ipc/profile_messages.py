@@ -112,3 +112,6 @@ class WeightRows:
     asked: AskRows
     rows: list[list[float]]
     """Empty if they cannot be read."""
+
+
+EngineAnswer = BlockMap | StepProfile | WeightRows

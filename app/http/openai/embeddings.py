@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from litestar import Response
@@ -13,7 +13,6 @@ from msgspec import UNSET
 
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.model_config.encoders.pooling import read_prompts
 from llmbox.engine.sampling_params import Pooling, SamplingParams
 
 from ...engines.admission import QueueReservation
@@ -32,7 +31,7 @@ from ...text.reranker import (
     rows_of_gguf,
 )
 from ...util.threads import off_loop
-from .completions import prompt_ids, prompt_items
+from .completions import prompt_ids, prompt_items, with_prompt
 from .request_context import (
     Deadlines,
     HttpRequest,
@@ -56,11 +55,6 @@ from .unsupported import refuse_unsupported
 
 MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
-
-
-_QUERY, _DOCUMENT = ("query", "search_query"), ("document", "passage", "search_document")
-_PROMPTS_OF: Final = {**dict.fromkeys(_QUERY, _QUERY), **dict.fromkeys(_DOCUMENT, _DOCUMENT)}
-"""Names of prompts for each `input_type`, the usual one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,33 +128,6 @@ def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
     for i, item in enumerate(items):
         if not item:
             raise invalid(param if len(items) == 1 else f"{param}[{i}]", "it must not be empty")
-
-
-async def with_prompt(
-    items: list[Any], model: LoadedModel, name: str | None = None, input_type: str | None = None
-) -> list[Any]:
-    """Put the prompt of the model's folder before each text: the named one, that of the input type, or the
-    default. Token ids stay as they are. Raises ApiError 400.
-    """
-    try:
-        prompts, default = await off_loop(1 << 20, lambda: _read_prompts(model.path, model.loaded_at))
-    except ModelError as error:
-        raise invalid("prompt_name", f"the model's prompts cannot be read: {error}") from None
-    if name is None and input_type is not None:
-        name = next((each for each in _PROMPTS_OF[input_type] if each in prompts), None)
-    elif name is not None and name not in prompts:
-        known = ", ".join(prompts) or "none"
-        raise invalid("prompt_name", f"{name!r} is no prompt of this model; it has {known}")
-    elif name is None:
-        name = default
-    prompt = prompts[name] if name is not None else ""
-    return [prompt + item if isinstance(item, str) else item for item in items] if prompt else items
-
-
-@lru_cache(maxsize=16)
-def _read_prompts(folder: Path, loaded_at: float) -> tuple[dict[str, str], str | None]:  # noqa: ARG001
-    """Read the prompts of a model, once each time it is loaded. Raises ModelError."""
-    return read_prompts(folder)
 
 
 def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:

@@ -19,7 +19,7 @@ from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.generation import Generation
 from ...text.reranker import Classifier, Reranker, build_rerank_prompts, not_a_classifier, read_classifier
 from ...util.threads import off_loop
-from .completions import prompt_ids, prompt_items
+from .completions import prompt_ids, prompt_items, with_prompt
 from .embeddings import (
     PooledPrompts,
     build_pooling_generation,
@@ -30,7 +30,6 @@ from .embeddings import (
     has_encoder_head,
     pool,
     pooled,
-    with_prompt,
 )
 from .request_context import (
     Deadlines,
