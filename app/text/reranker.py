@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from llmbox.engine.checkpoint.index import count_rows, read_row
-from llmbox.engine.gguf.folder import gguf_of
-from llmbox.engine.gguf.names import SCORES
 from llmbox.engine.ipc.profile_messages import AskRows, WeightRows
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..errors import ApiError
 from ..models.catalog import read_config
+from ..models.gguf_folders import head_rows, score_rows, weights_of
 from ..sandbox.pool import TemplatePool, job
 from .tokenizer.text_encoder import SpecialTokenMarkers
 from .tokenizer.tokenizer import TextModel
@@ -104,17 +103,14 @@ def rows_of_gguf(folder: Path, loaded_at: float, answers: tuple[int, int] | None
     """Return the rows of weights that a model in a GGUF file ranks with, which only its engine can
     dequantize; None for other models. Raises ApiError 400 and ModelError.
     """
-    file = gguf_of(folder)
-    if file is None:
+    if weights_of(folder) == folder.resolve():
         return None
     labels = read_config(folder).get("id2label")
     if isinstance(labels, dict):
         order = sorted(labels, key=lambda idx: (labels[idx] == "no", idx))
-        return AskRows(file=str(file), tensor=SCORES, rows=tuple(map(int, order)))
+        return score_rows(folder, tuple(map(int, order)))
     config = parse_config(folder)
-    answers = _checked(config, answers)
-    name = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
-    return AskRows(file=str(file), tensor=name, rows=answers)
+    return head_rows(folder, _checked(config, answers), is_tied=config.tie_word_embeddings)
 
 
 def reranker_of(folder: Path, found: WeightRows | None) -> Reranker:
