@@ -73,6 +73,8 @@ class SamplingParams:
     """Return an embedding of the prompt instead of sampling tokens. Then `max_tokens` is 0."""
     pair_start: int | None = None
     """Position of the first token of the second text, for encoders that tell the texts of a pair apart."""
+    task: int | None = None
+    """Index of the task whose adapter an encoder applies; None: none."""
 
     @property
     def needs_vocabulary(self) -> bool:

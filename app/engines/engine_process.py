@@ -16,7 +16,7 @@ from llmbox.engine.errors import RankLost
 from llmbox.engine.hardware.proc import can_fork
 from llmbox.engine.ipc.client import EngineClient, EngineExit
 from llmbox.engine.ipc.messages import AskBlocks, LoadFailed, ToDaemon, ToEngine, Vocabulary
-from llmbox.engine.ipc.profile_messages import AskProfile, BlockMap, StepProfile
+from llmbox.engine.ipc.profile_messages import AskProfile, AskRows, BlockMap, StepProfile, WeightRows
 from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
@@ -203,18 +203,31 @@ class EngineQueries:
             lambda: send(AskProfile(seconds=_PROFILE_S))
         )
         self._profile_ends: EngineQuery[StepProfile] = EngineQuery(lambda: send(AskProfile(seconds=0.0)))
+        self._rows: dict[AskRows, EngineQuery[WeightRows]] = {}
+        self._read: dict[AskRows, WeightRows] = {}
+        self._send = send
 
     async def profile(self, *, is_on: bool) -> StepProfile | None:
         """Start or end counting where the time of steps goes."""
         return await self._profile(is_on=is_on).fetch(_PROFILE_ANSWER_S)
 
+    async def rows(self, asked: AskRows) -> WeightRows | None:
+        """Read rows of weights, once."""
+        if asked in self._read:
+            return self._read[asked]
+        query = self._rows.setdefault(asked, EngineQuery(lambda: self._send(asked)))
+        return await query.fetch(_PROFILE_ANSWER_S)
+
     def _profile(self, *, is_on: bool) -> EngineQuery[StepProfile]:
         return self._profile_starts if is_on else self._profile_ends
 
-    def complete(self, found: BlockMap | StepProfile) -> None:
+    def complete(self, found: BlockMap | StepProfile | WeightRows) -> None:
         """Pass an answer on."""
         if isinstance(found, BlockMap):
             self.blocks.complete(found)
+        elif isinstance(found, WeightRows):
+            self._read[found.asked] = found
+            self._rows[found.asked].complete(found)
         else:
             self._profile(is_on=found.is_on).complete(found)
 
@@ -222,6 +235,8 @@ class EngineQueries:
         """Answer all with None: the engine is gone."""
         for query in (self.blocks, self._profile_starts, self._profile_ends):
             query.complete(None)
+        for rows in self._rows.values():
+            rows.complete(None)
 
 
 _QUIET_SECONDS: Final = 3.0

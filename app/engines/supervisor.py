@@ -25,7 +25,7 @@ from llmbox.engine.ipc.messages import (
     ToEngine,
     Vocabulary,
 )
-from llmbox.engine.ipc.profile_messages import BlockMap, StepProfile
+from llmbox.engine.ipc.profile_messages import AskRows, BlockMap, StepProfile, WeightRows
 from llmbox.engine.ipc.spawn import SpawnedProcess, spawn
 
 from ..errors import ApiError
@@ -160,6 +160,10 @@ class Supervisor:
     async def profile_steps(self, *, is_on: bool) -> StepProfile | None:
         """Start or end counting where the time of steps goes. None as for `block_map`."""
         return await self._queries.profile(is_on=is_on) if self.state == "ready" else None
+
+    async def weight_rows(self, asked: AskRows) -> WeightRows | None:
+        """Rows of weights that the engine reads. None as for `block_map`."""
+        return await self._queries.rows(asked) if self.state == "ready" else None
 
     @property
     def open_requests(self) -> int:
@@ -334,7 +338,7 @@ class Supervisor:
                     self.pair_switch.note_step()
             case Pong():
                 self.stats = message.stats
-            case BlockMap() | StepProfile():
+            case BlockMap() | StepProfile() | WeightRows():
                 self._queries.complete(message)
             case Progress():
                 self.progress = message

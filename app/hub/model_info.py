@@ -16,9 +16,9 @@ from llmbox.engine.checkpoint.index import full_names, list_tensors
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError
-from llmbox.engine.gguf.folder import config_json, gguf_of
+from llmbox.engine.gguf.folder import config_json, gguf_of, vector_files
 from llmbox.engine.gguf.matrices import check_matrices
-from llmbox.engine.gguf.names import NOT_NEEDED
+from llmbox.engine.gguf.names import parts_of_model
 from llmbox.engine.gguf.projector import check_projector
 from llmbox.engine.gguf.reader import MAX_HEADER, GgufFile, read_gguf, read_header
 from llmbox.engine.model_config.config import ModelConfig, parse_config
@@ -71,8 +71,7 @@ def local_facts(ref: ModelRef) -> ModelFacts:
     if file is not None:
         gguf = read_gguf(file)
         check_matrices(gguf)
-        found = gguf.tensors
-        tensors = {name: each for name, each in found.items() if not NOT_NEEDED.fullmatch(name)}
+        tensors = parts_of_model(gguf.tensors)
     else:
         tensors = list_tensors(ref.path)
     size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
@@ -165,10 +164,10 @@ def _gguf_facts(hub: Hub, listing: RepoListing, files: list[RepoFile], name: str
     config, size = _gguf_config(hub, listing, whole, files), sum(file.size for file in files)
     try:
         check_matrices(whole)
+        vector_files(whole)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
-    needed = [entry for each, entry in tensors.items() if not NOT_NEEDED.fullmatch(each)]
-    return _facts(name, config, needed, size, size)
+    return _facts(name, config, parts_of_model(tensors).values(), size, size)
 
 
 def parse_config_files(files: Mapping[str, object]) -> ModelConfig:
@@ -217,12 +216,13 @@ def _facts(
         check_tensors(config.stored, split_experts(config.stored, {each.name: each for each in entries}))
     extra = range(config.num_layers, config.num_layers + config.extra_layers)
     layers_of_drafts = ("mtp.", *(f"{at}.{layer}." for layer in extra for at in ("model.layers", "blk")))
+    has_tasks = config.encoder is not None and bool(config.encoder.tasks)
     counted = [
         e
         for e in entries
         if not (config.tie_word_embeddings and e.name.endswith(_TIED))
         and not e.name.startswith(layers_of_drafts)
-        and not e.name.endswith((".lora_A", ".lora_B"))
+        and (has_tasks or not e.name.endswith((".lora_A", ".lora_B")))
     ]
     return ModelFacts(
         name,

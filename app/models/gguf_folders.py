@@ -17,8 +17,10 @@ from pathlib import Path
 from llmbox import __version__
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.config import name_of
-from llmbox.engine.gguf.folder import LINK, PROJECTOR_LINK, write_folder
+from llmbox.engine.gguf.folder import LINK, PROJECTOR_LINK, gguf_of, write_folder
+from llmbox.engine.gguf.names import SCORES
 from llmbox.engine.gguf.reader import PART, is_gguf, read_gguf
+from llmbox.engine.ipc.profile_messages import AskRows
 
 from ..errors import CliError, Exit
 
@@ -175,6 +177,17 @@ def weights_of(folder: Path) -> Path:
     """Return where the weights of a loaded model's folder lie: the GGUF file that it links to, or itself."""
     link = folder / LINK
     return link.resolve() if link.is_symlink() else folder.resolve()
+
+
+def score_rows(folder: Path, rows: tuple[int, ...]) -> AskRows:
+    """Return the question for rows of scores in the GGUF file of a folder."""
+    return AskRows(file=str(gguf_of(folder)), tensor=SCORES, rows=rows)
+
+
+def head_rows(folder: Path, rows: tuple[int, ...], *, is_tied: bool) -> AskRows:
+    """Return the question for rows of the head. `is_tied`: the head is the input embedding."""
+    tensor = "token_embd.weight" if is_tied else "output.weight"
+    return AskRows(file=str(gguf_of(folder)), tensor=tensor, rows=rows)
 
 
 def _make(file: Path, place: Path, projector: Path | None, problem: str, *, is_asked: bool) -> Path:

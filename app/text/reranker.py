@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from llmbox.engine.checkpoint.index import count_rows, read_row
-from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.ipc.profile_messages import AskRows, WeightRows
+from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..errors import ApiError
 from ..models.catalog import read_config
+from ..models.gguf_folders import head_rows, score_rows, weights_of
 from ..sandbox.pool import TemplatePool, job
 from .tokenizer.text_encoder import SpecialTokenMarkers
 from .tokenizer.tokenizer import TextModel
@@ -81,14 +83,50 @@ def read_reranker(folder: Path, loaded_at: float, answers: tuple[int, int] | Non
     if labels == 1:
         return Reranker([read_row(folder, "score", 0)])
     config = parse_config(folder)
-    if not config.has_head:
-        raise not_a_reranker("it has neither a head nor a row of scores")
-    if answers is None:
-        raise not_a_reranker("'yes' and 'no' are no tokens of it")
+    answers = _checked(config, answers)
     name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     quant = None if config.quant is None or QUANTS[config.quant].keeps_head else QUANTS[config.quant].head
     rows, scales = [read_row(folder, name, token, quant) for token in answers], config.scales
     return Reranker(rows, scales.logits, scales.logits_cap)
+
+
+def _checked(config: ModelConfig, answers: tuple[int, int] | None) -> tuple[int, int]:
+    if not config.has_head:
+        raise not_a_reranker("it has neither a head nor a row of scores")
+    if answers is None:
+        raise not_a_reranker("'yes' and 'no' are no tokens of it")
+    return answers
+
+
+@lru_cache(maxsize=16)
+def rows_of_gguf(folder: Path, loaded_at: float, answers: tuple[int, int] | None) -> AskRows | None:  # noqa: ARG001
+    """Return the rows of weights that a model in a GGUF file ranks with, which only its engine can
+    dequantize; None for other models. Raises ApiError 400 and ModelError.
+    """
+    if weights_of(folder) == folder.resolve():
+        return None
+    labels = read_config(folder).get("id2label")
+    if isinstance(labels, dict):
+        order = sorted(labels, key=lambda idx: (labels[idx] == "no", idx))
+        return score_rows(folder, tuple(map(int, order)))
+    config = parse_config(folder)
+    return head_rows(folder, _checked(config, answers), is_tied=config.tie_word_embeddings)
+
+
+def reranker_of(folder: Path, found: WeightRows | None) -> Reranker:
+    """Return the reranker that has these rows. Raises ApiError 400, and 503 if the engine did not answer."""
+    if found is None:
+        raise ApiError(
+            503,
+            "The engine did not give the weights that documents are ranked with: it is busy or restarts.",
+            code="engine_busy",
+            type="server_error",
+            headers={"Retry-After": "1"},
+        )
+    if not found.rows:
+        raise not_a_reranker("the rows of its head cannot be read from its file")
+    scales = parse_config(folder).scales
+    return Reranker(found.rows, scales.logits, scales.logits_cap)
 
 
 def not_a_reranker(why: str) -> ApiError:

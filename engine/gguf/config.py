@@ -13,6 +13,7 @@ from ..errors import ModelError
 from ..model_config.architectures import named_architecture
 from ..model_config.fields import Fields
 from .architectures import GgufArchitecture, architecture_of
+from .names import SCORES
 from .reader import FLOATS, GgufFile
 
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -24,6 +25,11 @@ RopeFactors = Mapping[str, Sequence[float]]
 _FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
+_ANSWERS: Final = ["yes", "no"]
+RANKING: Final = {"qwen3", "qwen3vl"}
+"""Decoders of which files may be rerankers (Qwen3-Reranker): they have the rows of the answers in place of a
+head, or are asked as they are.
+"""
 _ENDLESS: Final = 1e29
 """Divisors from here on stand for dimensions that are not rotated."""
 
@@ -54,7 +60,7 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
         config["hidden_act"] = kind.activation
     if kind.has_attention:
         config |= _attention(gguf, kind, config["num_hidden_layers"], factors or {})
-    config |= kind.fields(gguf, config)
+    config |= kind.fields(gguf, config) | _scores(gguf, config)
     config["model_type"] = named_architecture(Fields(config, str(gguf.path))).model_type
     return config if kind.has_attention else _with_part(config, factors or {})
 
@@ -79,6 +85,26 @@ def _with_part(config: dict[str, Any], factors: RopeFactors) -> dict[str, Any]:
     if divisors and (full := ropes.get("full_attention")):
         full["partial_rotary_factor"] = sum(each < _ENDLESS for each in divisors) / len(divisors)
     return config
+
+
+def _scores(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a decoder with rows of scores is called. Raises ModelError for others than a reranker's."""
+    entry = gguf.tensors.get(SCORES)
+    if entry is None or gguf.architecture not in RANKING:
+        return {}
+    labels = gguf.value("classifier.output_labels", _ANSWERS if entry.shape[0] == 2 else ["score"])
+    rows, is_known = len(labels) if isinstance(labels, list) else 0, labels in (_ANSWERS, _ANSWERS[::-1])
+    if not 1 <= rows <= 2 or (rows == 2 and not is_known):
+        raise ModelError(
+            f"{gguf.path}: {gguf.architecture}.classifier.output_labels must be yes and no, or one label"
+        )
+    if entry.shape != (wanted := (rows, config["hidden_size"])):
+        raise ModelError(
+            f"{entry.file}: tensor {shown(SCORES)} has shape {list(entry.shape)}, what the file says of the "
+            f"model wants {list(wanted)}"
+        )
+    name = config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+    return {"architectures": [name], "num_labels": rows, "id2label": dict(enumerate(labels))}
 
 
 def count_layers(gguf: GgufFile) -> int:

@@ -20,7 +20,7 @@ from ..model_config.encoders.pooling import MODULES_FILE, POOLING_FILE, PROMPTS_
 from ..model_config.shape import DTYPE_BYTES
 from ..model_config.vision.families import IMAGE_PROBLEM
 from .architectures import architecture_of
-from .config import RopeFactors, config_of, dtype_of, generation_of, rope_factors
+from .config import RANKING, RopeFactors, config_of, dtype_of, generation_of, rope_factors
 from .families import has_scores
 from .projector import PROJECTOR_FAMILIES, read_projector, with_vision
 from .reader import BLOCKS, FLOATS, GgufFile
@@ -151,12 +151,16 @@ def vector_files(gguf: GgufFile) -> dict[str, Any]:
     if prompts := _PROMPTS.get(gguf.architecture):
         files[PROMPTS_FILE] = {"prompts": prompts}
     kind, is_encoder = gguf.value("pooling_type", 0), architecture_of(gguf).is_encoder
-    if has_scores(gguf):
+    has_head = kind == _RANKS or any(name.startswith("cls.") for name in gguf.tensors)
+    if has_scores(gguf) or (has_head and gguf.architecture in RANKING):
         return files
-    if kind == _RANKS or any(name.startswith("cls.") for name in gguf.tensors):
+    if has_head:
         why = "of encoders with a head (rerankers) only those of XLM-R and ModernBERT can be read from GGUF"
         if not is_encoder:
-            why = "rerankers of decoders cannot be read from GGUF; take its safetensors"
+            why = (
+                f"rerankers of {gguf.architecture} cannot be read from GGUF, of decoders only those of "
+                "Qwen3; take its safetensors"
+            )
         raise ModelError(f"{gguf.path}: {why}")
     dense = [name for name in _DENSE if f"{name}.weight" in gguf.tensors]
     if kind == 0 and not dense:

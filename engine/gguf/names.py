@@ -1,8 +1,9 @@
 """Names of a checkpoint's tensors in a GGUF file. Torch-free."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from ..errors import ModelError
 
@@ -227,6 +228,18 @@ NOT_NEEDED = re.compile(
 """Tensors that are no part of the transformer: config.json has their content, they are of activations in 4
 bits (NVFP4), or of dense layers over the pooled vector.
 """
+
+SCORES: Final = "cls.output.weight"
+"""Rows of scores. An encoder's head has them behind another linear, `cls`."""
+_Entry = TypeVar("_Entry")
+
+
+def parts_of_model(tensors: Mapping[str, _Entry]) -> dict[str, _Entry]:
+    """Return the tensors that are part of the transformer. The rows of scores of a decoder are none."""
+    found = {name: entry for name, entry in tensors.items() if not NOT_NEEDED.fullmatch(name)}
+    if "cls.weight" not in found:
+        found.pop(SCORES, None)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

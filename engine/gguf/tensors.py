@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from .architectures import architecture_of
 from .blocks import dequantize
 from .config import count_layers, dtype_of
 from .families import has_delta_nets, has_tiled_outputs, has_tiled_values
-from .names import NOT_NEEDED, GgufTensorPlace, places_of
-from .reader import BLOCKS, FLOATS, GgufFile
+from .names import GgufTensorPlace, parts_of_model, places_of
+from .reader import BLOCKS, FLOATS, GgufFile, read_gguf
 
 CHUNK_BLOCKS = 1 << 18
 """Blocks that are dequantized at once."""
@@ -51,7 +52,7 @@ class GgufTensors:
         self._heads = {"attn_q": heads, "attn_k": kv_heads} if self._kind.has_pairs else {}
         self._values = value_heads_of(gguf)
         self._parts: dict[str, StoredRows] = {}
-        self._left = {name for name in gguf.tensors if is_needed(gguf, name)}
+        self._left = needed_tensors(gguf)
         self._progress = progress
         self._done = 0
         self._total = sum(gguf.tensors[name].nbytes for name in self._left)
@@ -203,10 +204,11 @@ class GgufTensors:
         return scales[expert if len(scales) > 1 else 0]
 
 
-def is_needed(gguf: GgufFile, name: str) -> bool:
-    """Return whether the model needs a tensor. Layers that predict several tokens are not part of it."""
-    layer, beyond = _OF_LAYER.match(name), range(count_layers(gguf), gguf.integer("block_count"))
-    return not NOT_NEEDED.fullmatch(name) and (layer is None or int(layer[1]) not in beyond)
+def needed_tensors(gguf: GgufFile) -> set[str]:
+    """Return the names of tensors that the model needs: none of layers that predict several tokens."""
+    beyond = range(count_layers(gguf), gguf.integer("block_count"))
+    layers = {name: _OF_LAYER.match(name) for name in parts_of_model(gguf.tensors)}
+    return {name for name, layer in layers.items() if layer is None or int(layer[1]) not in beyond}
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,14 @@ def read_tensor(gguf: GgufFile, name: str, shape: tuple[int, ...]) -> Tensor:
     numbers = read_numbers(entry)
     refuse_non_finite(numbers, entry, "")
     return numbers.view(shape)
+
+
+def read_rows(file: Path, name: str, rows: Sequence[int]) -> list[list[float]]:
+    """Return rows of a matrix by its name in the file. Raises ModelError."""
+    entry = read_gguf(file).tensors.get(name)
+    if entry is None or len(entry.shape) != 2 or entry.dtype in GGUF_DEQUANTIZED:
+        raise ModelError(f"{file}: tensor {shown(name)} has no rows that can be read")
+    return [read_numbers(_rows(entry, row, 1)).tolist() for row in rows]
 
 
 def read_numbers(entry: TensorEntry, progress: Callable[[int], None] = lambda _nbytes: None) -> Tensor:

@@ -25,7 +25,7 @@ import msgspec
 from . import messages
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
 from .messages import ToDaemon, ToEngine
-from .profile_messages import AskProfile, BlockMap, StepProfile
+from .profile_messages import AskProfile, AskRows, BlockMap, StepProfile, WeightRows
 
 Message = ToEngine | ToDaemon
 M = TypeVar("M")
@@ -46,6 +46,7 @@ _TAGS: Final[dict[type, int]] = {
     AskProfile: 0x09,
     Prefill: 0x0A,
     TakenSlots: 0x0B,
+    AskRows: 0x0C,
     messages.Progress: 0x81,
     messages.Ready: 0x82,
     messages.LoadFailed: 0x83,
@@ -54,6 +55,7 @@ _TAGS: Final[dict[type, int]] = {
     BlockMap: 0x86,
     StepProfile: 0x87,
     HandedBlocks: 0x88,
+    WeightRows: 0x89,
 }
 _encoder: Final = msgspec.msgpack.Encoder()
 

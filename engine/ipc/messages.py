@@ -10,7 +10,7 @@ from typing import Literal
 from ..config import EngineConfig
 from ..sampling_params import Pooling, SamplingParams
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
-from .profile_messages import AskProfile, BlockMap, StepProfile
+from .profile_messages import AskProfile, AskRows, EngineAnswer
 from .sequence_times import SequenceTimes, StepWork
 
 PrefixMissReason = Literal[
@@ -393,8 +393,8 @@ class Pong:
     stats: EngineStats
 
 
-Question = Ping | AskBlocks | AskProfile
+Question = Ping | AskBlocks | AskProfile | AskRows
 ToEngine = (
     Start | Vocabulary | KeepImages | AddRequest | AbortRequest | Question | Shutdown | Prefill | TakenSlots
 )
-ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap | StepProfile | HandedBlocks
+ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | EngineAnswer | HandedBlocks

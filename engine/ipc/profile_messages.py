@@ -1,4 +1,6 @@
-"""Messages about an engine, made on request: time of its steps by kind, and a map of its KV blocks."""
+"""Messages about an engine, made on request: time of its steps by kind, a map of its KV blocks, and rows of
+weights in blocks.
+"""
 
 from dataclasses import dataclass, field
 
@@ -94,3 +96,22 @@ class BlockMap:
     """Prefixes that are still cached, those that saved most tokens first."""
     evictions: int
     """Number of cached blocks evicted since the engine started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskRows:
+    """Request for rows of a matrix in a GGUF file, dequantized. Answered with `WeightRows`."""
+
+    file: str
+    tensor: str
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRows:
+    asked: AskRows
+    rows: list[list[float]]
+    """Empty if they cannot be read."""
+
+
+EngineAnswer = BlockMap | StepProfile | WeightRows

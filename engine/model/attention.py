@@ -52,14 +52,16 @@ class Attention:
         self.norms_after_rope = config.norms_after_rope
         self._order = config.ropes[self.rope].order(self.head_dim)
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
-        self.has_gate = config.has_attention_gate
-        """True if the rows of the stacked linear end with gates of the results."""
-        outputs = {"q_proj": rows_of(heads, 2 * self.head_dim) if self.has_gate else q}
+        self.gate = config.attention_gate
+        """Linear with gates of the results, with which the rows of the stacked linear end."""
+        outputs = {"q_proj": rows_of(heads, 2 * self.head_dim) if self.gate == "q_proj" else q}
         if self.writes_kv:
             outputs |= {"k_proj": kv, "v_proj": kv} if self.has_values else {"k_proj": kv}
         else:
             for name in ("k_proj.", "v_proj.", "k_norm."):  # some checkpoints have them, unused
                 weights.skip(name)
+        if self.gate == "gate_proj":
+            outputs["gate_proj"] = q
         self.input = self.qkv = weights.linear(
             outputs,
             ShardSlice.whole(inputs or config.hidden_size),
@@ -73,16 +75,16 @@ class Attention:
             self.spread = self._spread(weights)
         self.norm_nD = self._make_norms(config, weights)
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
-        gated = self.has_gate or config.has_head_gate
+        gated = self.gate is not None or config.has_head_gate
         self._attend = ops.attention if gated else ops.before(self.output).attention
 
     def _rows_in_order(self) -> tuple[int, ...] | None:
         """Return the row order of the stacked linear: query and key heads reordered, values as stored, gates
         last, which checkpoints have behind each query. None for the order of the checkpoint.
         """
-        if self._order is None and not self.has_gate:
+        if self._order is None and self.gate != "q_proj":
             return None
-        width, gated = self.head_dim, self.has_gate
+        width, gated = self.head_dim, self.gate == "q_proj"
         order = self._order or range(width)
         queries = [head * width * (1 + gated) for head in range(self.heads)]
         begin = self.heads * width * (1 + gated)
@@ -90,6 +92,8 @@ class Attention:
         values = range(begin + self.kv_heads * width, begin + 2 * self.kv_heads * width)
         turned = [head + dim for head in (*queries, *keys) for dim in order]
         gates = [head + width + dim for head in queries for dim in range(width)] if gated else []
+        if self.gate == "gate_proj":
+            gates = list(range(values.stop, values.stop + self.heads * width))
         return (*turned, *values, *gates)
 
     def _spread(self, weights: Weights) -> PackedLinear:
@@ -120,7 +124,7 @@ class Attention:
         q_THD = self._rotate_and_write_kv(qkv, forward, plan)
         special = self.softcap, self.sinks_H
         out = self._attend(q_THD, *self._cache(forward), plan, self.scale, *special)
-        if self.has_gate:
+        if self.gate is not None:
             assert ops.recurrent is not None
             out = ops.recurrent.sigmoid_mul(out, gates.flatten(1))
         if self.head_gate is not None:

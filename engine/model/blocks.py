@@ -12,7 +12,7 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
-from ..weights.source import Weights, norm_weight
+from ..weights.source import Weights, norm_bias, norm_weight
 from .forward_context import ForwardContext
 
 
@@ -127,12 +127,12 @@ class SingleNormBlock(DecoderBlock):
 
 
 class LayerNormBlock(PreNormBlock):
-    """`PreNormBlock` with LayerNorms that have biases (Phi-MoE)."""
+    """`PreNormBlock` with LayerNorms that have biases (Phi-MoE, Nemotron)."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         super().__init__(config, weights, ops, attention, mlp)
-        self.input_bias_E = weights.vector("input_layernorm.bias", config.hidden_size)
-        self.post_bias_E = weights.vector("post_attention_layernorm.bias", config.hidden_size)
+        self.input_bias_E = norm_bias(weights, "input_layernorm", self.input_norm_E)
+        self.post_bias_E = norm_bias(weights, "post_attention_layernorm", self.post_norm_E)
 
     def first(self, residual_TE: Tensor) -> Tensor:
         return self.ops.layer_norm(residual_TE, None, self.input_norm_E, self.eps, self.input_bias_E)
@@ -159,6 +159,8 @@ class PostNormBlock(DecoderBlock):
         super().__init__(config, weights, ops, attention, mlp)
         self.after_attention_E = norm_weight(config, weights, "post_attention_layernorm", config.hidden_size)
         self.after_mlp_E = norm_weight(config, weights, "post_feedforward_layernorm", config.hidden_size)
+        self.after_eps = config.rms_norm_eps * config.scales.residual**2
+        """Epsilon of norms after attention and MLP, whose rows are not divided as the residual is."""
 
     def first(self, residual_TE: Tensor) -> Tensor:
         return residual_TE
@@ -176,7 +178,7 @@ class PostNormBlock(DecoderBlock):
         return added_TE
 
     def _norm(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
-        return self.ops.rms_norm(self.rank.finish_all_reduce(self.ops, partial_TE), norm_E, self.eps)
+        return self.ops.rms_norm(self.rank.finish_all_reduce(self.ops, partial_TE), norm_E, self.after_eps)
 
 
 class SandwichNormBlock(PostNormBlock):

@@ -15,7 +15,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..model_config.config import ModelConfig
 from ..weights.adapters import AdapterLayers
-from ..weights.source import Weights, WeightSource, norm_weight
+from ..weights.source import Weights, WeightSource, norm_bias, norm_weight
 from .blocks import DecoderBlock
 from .forward_context import ForwardContext
 from .gemma import AltUpStreams, OwnEmbeddings
@@ -151,9 +151,9 @@ class Decoder:
         return norm_E, weights.head("lm_head", vocab, config.hidden_size, bias=config.head_bias)
 
     def _norm_bias(self, weights: Weights) -> Tensor | None:
-        if self.config.block != "layer_norm" or not self.is_last:
+        if self.config.block != "layer_norm" or self.norm_E is None:
             return None
-        return weights.vector("model.norm.bias", self.config.hidden_size)
+        return norm_bias(weights, "model.norm", self.norm_E)
 
     def tap(self, layers: Sequence[int]) -> None:
         """Keep the inputs of these layers, none of them the first, in each later forward pass; one may occur

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as torch_functional
 
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..errors import ModelError
 from ..model_config.architecture import ClassifierConfig, EncoderActivation, EncoderConfig
@@ -22,7 +22,8 @@ from ..model_config.expected_tensors import UNUSED_OF_ENCODERS
 from ..partition import ShardSlice
 from ..weights.source import Weights, WeightSource
 from .attention import Attention
-from .forward_context import ForwardContext
+from .forward_context import ForwardContext, TaskRows
+from .rotary import AlibiBias, DistanceBias, ScoreBias, remembered
 
 FUNCTIONS: Final[dict[EncoderActivation, Callable[[Tensor], Tensor]]] = {
     "gelu": torch_functional.gelu,
@@ -33,14 +34,6 @@ FUNCTIONS: Final[dict[EncoderActivation, Callable[[Tensor], Tensor]]] = {
 }
 _QUERIES: Final = 256
 """Queries of a sliding window, or with a bias, that are computed at once, to bound memory."""
-_REMEMBERED: Final = 512
-"""Longest text whose biases are kept for the next layer."""
-_FARTHEST: Final = 128
-"""Distance from which all share the last bucket of a learned bias (MPNet)."""
-
-
-ScoreBias = Callable[[int, int, int], Tensor]
-"""(rows L of a text, first query, one after the last) -> [H, queries, L], added to scores of attention."""
 
 
 def attend(
@@ -123,57 +116,36 @@ class LayerNorm:
         return torch_functional.layer_norm(x_TE, (self.size,), self.weight_E, self.bias_E, self.eps)
 
 
-class DistanceBias:
-    """Learned bias of attention scores by the distance of two tokens, in buckets (MPNet)."""
+class TaskAdapters:
+    """LoRA adapters of one linear, one for each task: A and B of N tasks, with R numbers between them."""
 
-    def __init__(self, weights: Weights, config: ModelConfig, buckets: int) -> None:
-        table = weights.floats("model.relative_bias.weight", buckets, config.num_heads)
-        limit = config.max_position_embeddings
-        distances = torch.arange(1 - limit, limit)
-        self._zero = limit - 1
-        places_P = _bucket(distances, buckets).to(table.device)
-        self._values_HP = table[places_P].T.to(weights.dtype).contiguous()
+    def __init__(self, weights: Weights, name: str, config: EncoderConfig, inputs: int, outputs: int) -> None:
+        tasks, rank = len(config.tasks), config.task_rank
+        a_NRI = weights.floats(f"{name}.lora_A", tasks, rank, inputs)
+        b_NOR = config.task_scale * weights.floats(f"{name}.lora_B", tasks, outputs, rank)
+        self.a_NRI, self.b_NOR = a_NRI.to(weights.dtype), b_NOR.to(weights.dtype)
 
-    def __call__(self, length: int, first: int, last: int) -> Tensor:
-        distances = _distances(length, first, last, self._values_HP.device)
-        return self._values_HP[:, distances + self._zero]
-
-
-class AlibiBias:
-    """Bias of attention scores by minus the distance of two tokens, times a number of each head (ALiBi)."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._slopes_H11 = torch.tensor(alibi_slopes(config.num_heads), device=device).view(-1, 1, 1)
-        self._dtype = dtype
-
-    def __call__(self, length: int, first: int, last: int) -> Tensor:
-        distances = _distances(length, first, last, self._slopes_H11.device)
-        return (-self._slopes_H11 * distances.abs()).to(self._dtype)
+    def add(self, x_TI: Tensor, out_TO: Tensor, texts: Sequence[TaskRows]) -> Tensor:
+        """Add to the rows of each text what the adapter of its task makes of its inputs, in place."""
+        for rows, task in texts:
+            out_TO[rows] += x_TI[rows].clone() @ self.a_NRI[task].T @ self.b_NOR[task].T
+        return out_TO
 
 
-def alibi_slopes(heads: int) -> list[float]:
-    """Return powers of one number for heads that are a power of 2; for others those of the next lower power,
-    and between them every other one of the next higher.
-    """
-    power = 1 << (heads.bit_length() - 1)
-    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
-    return slopes + [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)][: heads - power]
+class TaskTable:
+    """Adapters of a table of V rows: A has R numbers of a row for each task, B makes an embedding of them."""
 
+    def __init__(self, weights: Weights, name: str, config: EncoderConfig, rows: int, hidden: int) -> None:
+        tasks, rank = len(config.tasks), config.task_rank
+        self.a_NVR = weights.floats(f"{name}.lora_A", tasks, rows, rank).to(weights.dtype)
+        b_NRE = config.task_scale * weights.floats(f"{name}.lora_B", tasks, rank, hidden)
+        self.b_NRE = b_NRE.to(weights.dtype)
 
-def _distances(length: int, first: int, last: int, device: torch.device) -> Tensor:
-    """Return the distance of each key of a text from each query of `first` to `last` - 1."""
-    return torch.arange(length, device=device) - torch.arange(first, last, device=device).unsqueeze(1)
-
-
-def _bucket(distances: Tensor, buckets: int) -> Tensor:
-    """Return the bucket of each distance, key minus query: half of them for each direction, in it the first
-    half for single distances, the others for ranges that grow by a factor.
-    """
-    half = buckets // 2
-    near, far = half // 2, distances.abs().clamp(min=1).float()
-    ratio = torch.log(far / near) / torch.log(torch.tensor(_FARTHEST / near)) * (half - near)
-    ranges = (near + ratio.long()).clamp(max=half - 1)
-    return torch.where(distances.abs() < near, distances.abs(), ranges) + half * (distances > 0)
+    def add(self, ids_T: Tensor | None, out_TE: Tensor, texts: Sequence[TaskRows]) -> None:
+        """Add to embeddings in place. `ids_T`: rows of the table; None: the first for all."""
+        for rows, task in texts:
+            ids = torch.zeros_like(out_TE[rows, 0], dtype=torch.int64) if ids_T is None else ids_T[rows]
+            out_TE[rows] += self.a_NVR[task, ids.long()] @ self.b_NRE[task]
 
 
 class EncoderLayer:
@@ -192,6 +164,9 @@ class EncoderLayer:
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
         self.qkv = attention.linear(parts, hidden, bias=model.qkv_bias)
         self.output = attention.linear({"o_proj": hidden}, hidden, bias=model.o_bias)
+        self.tasks: dict[str, TaskAdapters] = {}
+        for name, (inputs, outputs) in config.task_linears(model).items():
+            self.tasks[name] = TaskAdapters(weights, name, config, inputs, outputs)
         self.experts = None
         if config.has_experts(number):
             self.experts = EncoderExperts(model, config, mlp, ops)
@@ -209,19 +184,17 @@ class EncoderLayer:
         self.second = LayerNorm(weights, second, model, bias=norm)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext, bias: ScoreBias | None) -> Tensor:
-        assert forward.layout is not None
-        lens = forward.layout.query_lens
         if not self.config.is_pre_norm:
             assert self.first is not None
             x_TE = self.first(x_TE + self._attend(x_TE, forward, bias))
-            return self.second(x_TE + self._mlp(x_TE, lens))
+            return self.second(x_TE + self._mlp(x_TE, forward))
         normed_TE = x_TE if self.first is None else self.first(x_TE)
         x_TE = x_TE + self._attend(normed_TE, forward, bias)
-        return x_TE + self._mlp(self.second(x_TE), lens)
+        return x_TE + self._mlp(self.second(x_TE), forward)
 
     def _attend(self, x_TE: Tensor, forward: ForwardContext, bias: ScoreBias | None) -> Tensor:
         assert forward.layout is not None
-        rows = self.ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
+        rows = self._linear("self_attn.qkv_proj", self.qkv, x_TE, forward).view(len(x_TE), -1, self.head_dim)
         qk_TnD, v_THD = rows[:, : 2 * self.heads], rows[:, 2 * self.heads :]
         if self.config.rotates:
             qk_TnD = self.ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
@@ -233,17 +206,23 @@ class EncoderLayer:
             self.head_dim**-0.5,
         )
         out = attend(self.ops, lens, starts_N1, q_THD, k_THD, v_THD, scale, reach, bias)
-        return self.ops.linear(self.output, out)
+        return self._linear("self_attn.o_proj", self.output, out, forward)
 
-    def _mlp(self, x_TE: Tensor, lens: Sequence[int]) -> Tensor:
+    def _linear(self, name: str, packed: PackedLinear, x_TI: Tensor, forward: ForwardContext) -> Tensor:
+        out_TO = self.ops.linear(packed, x_TI)
+        return self.tasks[name].add(x_TI, out_TO, forward.task_rows) if forward.task_rows else out_TO
+
+    def _mlp(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        assert forward.layout is not None
+        lens = forward.layout.query_lens
         if self.experts is not None:
             return self.experts(x_TE, lens)
-        rows = self.ops.linear(self.up, x_TE)
+        rows = self._linear("mlp.up_proj", self.up, x_TE, forward)
         if rows.device.type != "cpu":
             lens = [len(rows)]
         activation = self.config.activation
         if self.config.is_gated and activation in {"silu", "gelu_tanh"}:
-            return self.ops.linear(self.down, self.ops.gate_mul(rows, activation))
+            return self._linear("mlp.down_proj", self.down, self.ops.gate_mul(rows, activation), forward)
         out_TF = rows
         if self.config.is_gated:
             out_TF = torch.empty(len(rows), rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
@@ -253,7 +232,7 @@ class EncoderLayer:
                 torch.mul(FUNCTIONS[activation](gate), up, out=out)
             else:
                 out.copy_(FUNCTIONS[activation](text))
-        return self.ops.linear(self.down, out_TF)
+        return self._linear("mlp.down_proj", self.down, out_TF, forward)
 
 
 class EncoderExperts:
@@ -345,6 +324,12 @@ class Encoder:
         self.types_YE = None
         if config.type_rows:
             self.types_YE = weights.floats("model.embed_types.weight", config.type_rows, hidden)
+        self.task_table, self.task_types = None, None
+        if config.tasks:
+            rows_V, rows_Y = model.vocab_size, config.type_rows
+            self.task_table = TaskTable(weights, "model.embed_tokens", config, rows_V, hidden)
+            if rows_Y:
+                self.task_types = TaskTable(weights, "model.embed_types", config, rows_Y, hidden)
         self.embed_norm = LayerNorm(weights, "model.embed_norm", model, bias=config.norm_bias)
         self.bias: ScoreBias | None = None
         if config.relative_buckets:
@@ -375,24 +360,14 @@ class Encoder:
         if self.types_YE is not None:
             types_T = forward.types_T
             x_TE += (self.types_YE[0] if types_T is None else self.types_YE[types_T]).to(x_TE.dtype)
+        if self.task_table is not None:
+            self.task_table.add(forward.ids_T, x_TE, forward.task_rows)
+        if self.task_types is not None:
+            self.task_types.add(forward.types_T, x_TE, forward.task_rows)
         x_TE = self.embed_norm(x_TE)
-        bias = None if self.bias is None else _remembered(self.bias)
+        bias = None if self.bias is None else remembered(self.bias)
         for layer in self.layers:
             x_TE = layer(x_TE, forward, bias)
         if self.norm is not None:
             x_TE = self.norm(x_TE)
         return x_TE if rows_R is None else x_TE[rows_R]
-
-
-def _remembered(make: ScoreBias) -> ScoreBias:
-    """Return `make` with the results of one step kept for short texts: all layers have the same biases."""
-    known: dict[tuple[int, int, int], Tensor] = {}
-
-    def find(length: int, first: int, last: int) -> Tensor:
-        if length > _REMEMBERED:
-            return make(length, first, last)
-        if (key := (length, first, last)) not in known:
-            known[key] = make(*key)
-        return known[key]
-
-    return find

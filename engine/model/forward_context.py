@@ -23,6 +23,10 @@ class ImageRows:
             residual_TE[self.rows_R] += self.levels_LRE[level]
 
 
+TaskRows = tuple[slice, int]
+"""Rows of a text that names a task, and the task's index."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Token ids, RoPE tables, KV cache and attention plans of a step of T rows.
@@ -43,6 +47,8 @@ class ForwardContext:
     """These two for models with recurrent layers; the layout for encoders too."""
     types_T: Tensor | None = None
     """Token types of an encoder's rows; None: all 0."""
+    task_rows: tuple[TaskRows, ...] = ()
+    """Texts of an encoder that name a task with an adapter."""
     own_TLP: Tensor | None = None
     """Embeddings of each layer, for models that have some."""
     images: ImageRows | None = None

@@ -1,4 +1,5 @@
-"""Rotary position embedding (RoPE): frequencies of every variant, and the cos and sin rows of one step.
+"""Rotary position embedding (RoPE): frequencies of every variant, and the cos and sin rows of one step. Also
+biases of attention scores by distance, which some encoders have instead.
 
 A token's rotation is a function of its position alone, so caching, chunking and resuming never change it. Two
 variants derive frequencies from the length of the sequence:
@@ -7,10 +8,12 @@ variants derive frequencies from the length of the sequence:
     longrope    two sets of factors. A sequence has the short ones up to the original context; one that grows
                 beyond it is computed again from its first token with the long ones (`Request.is_long`)
 
-A RoPE tables, T rows of the step, D head dim, D2 half of it.
+A RoPE tables, T rows of the step, D head dim, D2 half of it, H heads, L rows of one text.
 """
 
 import math
+from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from llmbox.kernels.op_types import CosSin, cos_sin
 from ..model_config.config import ModelConfig
 from ..model_config.rope import RopeConfig
 from ..model_config.vision.config import VisionConfig
+from ..weights.source import Weights
 
 
 class Rotary:
@@ -197,3 +201,79 @@ def attention_scale(rope: RopeConfig, context: int = 0) -> float:
 
 def yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+_REMEMBERED: Final = 512
+"""Longest text whose biases are kept for the next layer."""
+_FARTHEST: Final = 128
+"""Distance from which all share the last bucket of a learned bias (MPNet)."""
+
+ScoreBias = Callable[[int, int, int], Tensor]
+"""(rows L of a text, first query, one after the last) -> [H, queries, L], added to scores of attention."""
+
+
+class DistanceBias:
+    """Learned bias of attention scores by the distance of two tokens, in buckets (MPNet)."""
+
+    def __init__(self, weights: Weights, config: ModelConfig, buckets: int) -> None:
+        table = weights.floats("model.relative_bias.weight", buckets, config.num_heads)
+        limit = config.max_position_embeddings
+        distances = torch.arange(1 - limit, limit)
+        self._zero = limit - 1
+        places_P = _bucket(distances, buckets).to(table.device)
+        self._values_HP = table[places_P].T.to(weights.dtype).contiguous()
+
+    def __call__(self, length: int, first: int, last: int) -> Tensor:
+        distances = _distances(length, first, last, self._values_HP.device)
+        return self._values_HP[:, distances + self._zero]
+
+
+class AlibiBias:
+    """Bias of attention scores by minus the distance of two tokens, times a number of each head (ALiBi)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._slopes_H11 = torch.tensor(alibi_slopes(config.num_heads), device=device).view(-1, 1, 1)
+        self._dtype = dtype
+
+    def __call__(self, length: int, first: int, last: int) -> Tensor:
+        distances = _distances(length, first, last, self._slopes_H11.device)
+        return (-self._slopes_H11 * distances.abs()).to(self._dtype)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return powers of one number for heads that are a power of 2; for others those of the next lower power,
+    and between them every other one of the next higher.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    return slopes + [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)][: heads - power]
+
+
+def _distances(length: int, first: int, last: int, device: torch.device) -> Tensor:
+    """Return the distance of each key of a text from each query of `first` to `last` - 1."""
+    return torch.arange(length, device=device) - torch.arange(first, last, device=device).unsqueeze(1)
+
+
+def _bucket(distances: Tensor, buckets: int) -> Tensor:
+    """Return the bucket of each distance, key minus query: half of them for each direction, in it the first
+    half for single distances, the others for ranges that grow by a factor.
+    """
+    half = buckets // 2
+    near, far = half // 2, distances.abs().clamp(min=1).float()
+    ratio = torch.log(far / near) / torch.log(torch.tensor(_FARTHEST / near)) * (half - near)
+    ranges = (near + ratio.long()).clamp(max=half - 1)
+    return torch.where(distances.abs() < near, distances.abs(), ranges) + half * (distances > 0)
+
+
+def remembered(make: ScoreBias) -> ScoreBias:
+    """Return `make` with the results of one step kept for short texts: all layers have the same biases."""
+    known: dict[tuple[int, int, int], Tensor] = {}
+
+    def find(length: int, first: int, last: int) -> Tensor:
+        if length > _REMEMBERED:
+            return make(length, first, last)
+        if (key := (length, first, last)) not in known:
+            known[key] = make(*key)
+        return known[key]
+
+    return find

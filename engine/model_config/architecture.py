@@ -27,6 +27,9 @@ BlockKind = Literal[
 MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both. The
 last two are those of Gemma 4 and 3n: norms as in "sandwich", then the embedding of the layer, and a scalar or
 streams (`AltUpConfig`)."""
+AttentionGate = Literal["q_proj", "gate_proj"]
+"""Linear with gates, by whose sigmoid attention's results are multiplied: behind the query of each head, or
+one of their own."""
 QKNorm = Literal["heads", "width", "no_weight"]
 """QK-norm: RMS norm of queries and keys per head, over all heads of a row together, or per head without a
 weight and in layers with RoPE alone."""
@@ -100,12 +103,23 @@ class EncoderConfig:
     has_expert_bias: bool = True
     """True if a bias is added to the sum of experts, and the matrices behind their activation are stored with
     inputs as rows; False: as a GGUF file has them."""
+    tasks: tuple[tuple[str, str], ...] = ()
+    """Tasks with a LoRA adapter each, which a request may name, and the text that each puts before a text."""
+    task_rank: int = 0
+    task_scale: float = 1.0
     head: ClassifierConfig | None = None
     renames: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement) for names of tensors, applied in order."""
 
     def has_experts(self, layer: int) -> bool:
         return self.experts[0] > 0 and layer % self.experts_every == 1
+
+    def task_linears(self, config: "ModelConfig") -> dict[str, tuple[int, int]]:
+        """Return inputs and outputs of a layer's linears that tasks adapt, by name."""
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        found = {"self_attn.qkv_proj": (hidden, 3 * hidden), "self_attn.o_proj": (hidden, hidden)}
+        found |= {"mlp.up_proj": (hidden, ffn), "mlp.down_proj": (ffn, hidden)}
+        return found if self.tasks else {}
 
     def rename(self, name: str) -> str:
         for pattern, replacement in self.renames:
@@ -123,6 +137,9 @@ class EncoderConfig:
         experts = self.experts[0] * (2 * hidden * ffn + hidden) + hidden * self.has_expert_bias
         layers = config.num_layers * (attention + mlp + 2 * norm * hidden) + sparse * (experts - mlp)
         others = norm * hidden + self.relative_buckets * config.num_heads
+        linears = sum(map(sum, self.task_linears(config).values()))
+        adapted = config.vocab_size + self.type_rows + (1 + (self.type_rows > 0)) * hidden
+        others += len(self.tasks) * self.task_rank * (config.num_layers * linears + adapted)
         if (head := self.head) is not None:
             others += hidden * (hidden + head.dense_bias + norm * head.has_norm) + head.labels * (hidden + 1)
         return tables * hidden + layers + others
@@ -173,8 +190,8 @@ class ArchitectureTraits:
     """True if checkpoints hold q, k and v as one tensor."""
     has_stacked_mlp: bool = False
     """True if checkpoints hold gate and up of MLPs as one tensor."""
-    has_attention_gate: bool = False
-    """True if attention's results are multiplied by the sigmoid of a gate, half of `q_proj` of each head."""
+    attention_gate: AttentionGate | None = None
+    """Projection that makes the gate whose sigmoid multiplies attention's results; None: there is none."""
     norms_after_rope: bool = False
     """True if QK-norm comes after RoPE."""
     names: Mapping[str, str] = field(default_factory=dict)

@@ -151,7 +151,9 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, la
     sizes, hidden = config.sizes_of(layer), config.hidden_size
     head_dim, has_kv = sizes.head_dim, sizes.kv_source == layer
     q, kv = config.num_heads * head_dim, sizes.kv_heads * head_dim
-    rows = {"q_proj": q * (1 + config.has_attention_gate)}
+    rows = {"q_proj": q * (1 + (config.attention_gate == "q_proj"))}
+    if config.attention_gate == "gate_proj":
+        rows["gate_proj"] = q
     if has_kv:
         rows |= {"k_proj": kv, "v_proj": kv} if sizes.has_values else {"k_proj": kv}
     else:  # some checkpoints have them, unused
@@ -289,13 +291,24 @@ def _take_stacks(
     return True
 
 
+def _take_tasks(
+    found: ExpectedTensors, name: str, tasks: int, a_shape: tuple[int, int], b_shape: tuple[int, int]
+) -> None:
+    """Take the adapters of one linear or table: A and B of each task."""
+    found.take(f"{name}.lora_A", tasks, *a_shape)
+    found.take(f"{name}.lora_B", tasks, *b_shape)
+
+
 def _check_encoder(found: ExpectedTensors, config: ModelConfig, encoder: EncoderConfig) -> tuple[str, ...]:
     """Take all tensors of an encoder; return prefixes of those that nothing needs."""
     hidden, ffn, norm_bias = config.hidden_size, config.intermediate_size, encoder.norm_bias
+    tasks, rank = len(encoder.tasks), encoder.task_rank
     tables = {"tokens": config.vocab_size, "positions": encoder.position_rows, "types": encoder.type_rows}
     for table, size in tables.items():
         if size:
             found.take(f"model.embed_{table}.weight", size, hidden)
+        if size and tasks and table != "positions":
+            _take_tasks(found, f"model.embed_{table}", tasks, (size, rank), (rank, hidden))
     if encoder.relative_buckets:
         found.take("model.relative_bias.weight", encoder.relative_buckets, config.num_heads)
     norms = ["model.embed_norm", *(["model.norm"] if encoder.is_pre_norm else [])]
@@ -314,6 +327,8 @@ def _check_encoder(found: ExpectedTensors, config: ModelConfig, encoder: Encoder
             stacks = ("gate_up_proj", "up_gate_proj")
             found.linears(f"{module}mlp.", ups, hidden, bias=encoder.up_bias, stacks=stacks)
             found.linears(f"{module}mlp.", {"down_proj": hidden}, ffn, bias=encoder.down_bias)
+        for linear, (inputs, outputs) in encoder.task_linears(config).items():
+            _take_tasks(found, f"{module}{linear}", tasks, (rank, inputs), (outputs, rank))
         own = _PRE if encoder.is_pre_norm else _POST
         norms += [f"{module}{norm}" for norm in own[encoder.is_pre_norm and not layer :]]
     for norm in norms:

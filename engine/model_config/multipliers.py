@@ -1,6 +1,6 @@
 """Multipliers and softcaps of some architectures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .fields import Fields
 
@@ -49,6 +49,13 @@ def granite_scales(fields: Fields) -> Scales:
         residual=residual,
         logits=1 / multiplier(fields, "logits_scaling"),
     )
+
+
+def hyperclova_scales(fields: Fields) -> Scales:
+    """Return the multipliers of a Granite, but for logits, which are multiplied."""
+    found = granite_scales(fields)
+    attention = found.attention if fields.raw.get("attention_multiplier") is not None else None
+    return replace(found, attention=attention, logits=multiplier(fields, "logits_scaling"))
 
 
 def falcon_h1_scales(fields: Fields) -> Scales:

@@ -19,7 +19,7 @@ def count_parameters(config: "ModelConfig") -> int:
     norms = {"heads": 2 * config.head_dim, "width": q + kv}.get(config.qk_norm or "", 0)
     layer = {"sandwich": 4, "parallel": 1, "single": 1}.get(config.block, 2) * hidden + config.extra_params[0]
     attention = norms + hidden * (q + 2 * kv) + q * hidden
-    attention += q * (hidden + config.qkv_bias) * config.has_attention_gate
+    attention += q * (hidden + config.qkv_bias) * bool(config.attention_gate)
     attention += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     attention += config.num_heads * (config.has_sinks + hidden * config.has_head_gate)
     if config.latent is not None:
@@ -70,7 +70,7 @@ def _attention_params(config: "ModelConfig", layer: int) -> int:
     q, kv = config.num_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim * is_owner
     norms = {"heads": (1 + is_owner) * sizes.head_dim, "width": q + kv}.get(config.qk_norm or "", 0)
     linears = hidden * (2 * q + kv * (1 + sizes.has_values))
-    gates = q * (hidden + config.qkv_bias) * config.has_attention_gate
+    gates = q * (hidden + config.qkv_bias) * bool(config.attention_gate)
     biases = (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias + config.num_heads * config.has_sinks
     return norms + linears + gates + biases
 

@@ -51,7 +51,7 @@ from ..ipc.messages import (
     ToEngine,
     Vocabulary,
 )
-from ..ipc.profile_messages import AskProfile, BlockMap
+from ..ipc.profile_messages import AskProfile, AskRows, BlockMap, WeightRows
 from ..ipc.sequence_times import SequenceTimes
 from ..ipc.spawn import PID_BYTES
 from ..light_torch import import_torch_or_restart
@@ -237,9 +237,21 @@ def _handle(
             channel.send(Pong(nonce=message.nonce, stats=engine.stats()))
         case AskBlocks():
             channel.send(engine.blocks())
+        case AskRows():
+            channel.send(_read_rows(message))
         case _:
             raise ValueError(f"{type(message).__name__} out of turn")
     return None
+
+
+def _read_rows(asked: AskRows) -> WeightRows:
+    from ..gguf.tensors import read_rows  # noqa: PLC0415 - a fake engine must do without torch
+
+    try:
+        return WeightRows(asked=asked, rows=read_rows(Path(asked.file), asked.tensor, asked.rows))
+    except EngineError as error:
+        log.warning("%s", error)
+        return WeightRows(asked=asked, rows=[])
 
 
 def _run(channel: Channel, load: Load) -> int:

@@ -24,7 +24,7 @@ from ..gguf.reader import read_gguf
 from ..gguf.tensors import read_tensor
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
-from ..model.forward_context import ForwardContext
+from ..model.forward_context import ForwardContext, TaskRows
 from ..model.rotary import Rotary
 from ..model_config.encoders.pooling import DenseActivation, DenseLayer, EncoderPooling, EncoderVectors
 from ..sampling_params import SamplingParams
@@ -154,6 +154,7 @@ class EncoderRunner:
             None,
             {},
             layout=batch.ragged,
+            task_rows=_task_rows(rows),
         )
         types_T = _token_types(rows) if self._has_types else None
         return forward if types_T is None else replace(forward, types_T=types_T.to(self._device))
@@ -171,6 +172,17 @@ class EncoderRunner:
             for text in texts:
                 text.block_table = [0] * -(-text.num_prompt // self._block_size)
             self.execute(StepPlan([ScheduledRequest(text, 0, text.num_prompt, False) for text in texts]))
+
+
+def _task_rows(rows: list[ScheduledRequest]) -> tuple[TaskRows, ...]:
+    """Return the rows of texts that name a task."""
+    found: list[TaskRows] = []
+    start = 0
+    for row in rows:
+        task, stop = row.request.params.task, start + row.num_tokens
+        found += [] if task is None else [(slice(start, stop), task)]
+        start = stop
+    return tuple(found)
 
 
 def _token_types(rows: list[ScheduledRequest]) -> Tensor | None:

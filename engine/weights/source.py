@@ -306,3 +306,8 @@ def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> 
     """
     weight = weights.vector(f"{name}.weight", size)
     return 1 + weight.float() if config.norms_add_one else weight
+
+
+def norm_bias(weights: Weights, name: str, weight: Tensor) -> Tensor:
+    """Read the bias of a LayerNorm, in the dtype of its weight."""
+    return weights.vector(f"{name}.bias", len(weight)).to(weight.dtype)

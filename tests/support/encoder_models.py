@@ -1,11 +1,13 @@
 """Tiny random encoders of the BERT family, and folders that declare how their vectors are made."""
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from support.tiny_models import write_json
 
@@ -181,7 +183,10 @@ JINA_V3: dict[str, Any] = {
     "layer_norm_eps": 1e-5,
     "hidden_act": "gelu",
     "lora_adaptations": ["retrieval.query", "retrieval.passage"],
+    "task_instructions": {"retrieval.query": "w7 w8 ", "retrieval.passage": ""},
     "lora_rank": 2,
+    "lora_alpha": 1,
+    "load_trained_adapters": True,
     "dtype": "float32",
 }
 _JINA_V3_NAMES = {
@@ -195,6 +200,7 @@ _JINA_V3_NAMES = {
 def make_jina_v3(directory: Path) -> Any:
     """Write a jina-embeddings v3 as its repository has it, with adapters, and return that of transformers."""
     model = make_encoder(directory, "jina_embeddings_v3")
+    torch.manual_seed(8)
     stored = {}
     for name, tensor in model.state_dict().items():
         for ours, theirs in _JINA_V3_NAMES.items():
@@ -207,9 +213,11 @@ def make_jina_v3(directory: Path) -> Any:
             continue
         if tensor.dim() > 1:
             module = name.removesuffix(".weight")
-            rows, columns = tensor.shape[::-1] if "embeddings" in name else tensor.shape
+            rows, columns = tensor.shape
+            a, b = torch.randn(2, 2, columns), torch.randn(2, rows, 2) / columns**0.5
             lora = f"{module}.parametrizations.weight.0.lora_"
-            stored |= {f"{lora}A": torch.randn(2, 2, columns), f"{lora}B": torch.randn(2, rows, 2)}
+            is_table = "embeddings" in name  # its factors come the other way around
+            stored |= {f"{lora}A": b if is_table else a, f"{lora}B": a if is_table else b}
             name = f"{module}.parametrizations.weight.original"  # noqa: PLW2901
         stored[name] = tensor.contiguous()
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
@@ -217,6 +225,64 @@ def make_jina_v3(directory: Path) -> Any:
     return model
 
 
+def with_task(model: Any, directory: Path, task: int) -> Any:
+    """Return a copy of `make_jina_v3`'s model with the adapter of a task in its weights."""
+    stored, merged = load_file(directory / "model.safetensors"), copy.deepcopy(model)
+    weights = merged.state_dict()
+    for name in weights:
+        plain = f"roberta.{name}"
+        for ours, theirs in _JINA_V3_NAMES.items():
+            plain = plain.replace(ours, theirs)
+        plain = plain.replace("roberta.layers.", "roberta.encoder.layers.").removesuffix(".weight")
+        part = next((i for i, each in enumerate("qkv") if f"self_attn.{each}_proj" in name), None)
+        plain = re.sub(r"self_attn\.[qkv]_proj", "mixer.Wqkv", plain)
+        lora = f"{plain}.parametrizations.weight.0.lora_"
+        if name.endswith(".weight") and f"{lora}A" in stored:
+            a, b = stored[f"{lora}A"][task], stored[f"{lora}B"][task]
+            added = (a @ b if "embeddings" in name else b @ a) / 2
+            weights[name] += added if part is None else added.chunk(3)[part]
+    merged.load_state_dict(weights)
+    return merged.eval()
+
+
 def _stack_of(name: str) -> list[str]:
     plain = name.removeprefix("roberta.encoder.")
     return [plain.replace("q_proj", f"{part}_proj") for part in "qkv"]
+
+
+_JINA_RERANKER_NAMES = {
+    "embeddings.LayerNorm": "emb_ln",
+    "encoder.layer.": "encoder.layers.",
+    ".attention.output.dense": ".mixer.out_proj",
+    ".attention.output.LayerNorm": ".norm1",
+    ".output.LayerNorm": ".norm2",
+    ".intermediate.dense": ".mlp.fc1",
+    ".output.dense": ".mlp.fc2",
+}
+
+
+def make_jina_reranker(directory: Path) -> Any:
+    """Write a jina-reranker-v2 as its repository has it, and return the XLM-R of transformers."""
+    model = make_encoder(directory, "xlm-roberta", "ForSequenceClassification", num_labels=1)
+    stored, weights = {}, model.state_dict()
+    for name, tensor in weights.items():
+        if ".self.key" in name or ".self.value" in name:
+            continue
+        plain = name
+        for ours, theirs in _JINA_RERANKER_NAMES.items():
+            plain = plain.replace(ours, theirs)
+        if ".self.query" in name:
+            parts = [weights[name.replace("query", part)] for part in ("query", "key", "value")]
+            plain, tensor = plain.replace("attention.self.query", "mixer.Wqkv"), torch.cat(parts)  # noqa: PLW2901
+        stored[plain] = tensor.contiguous()
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    code = "modeling_xlm_roberta.XLMRoberta"
+    change_config(
+        directory,
+        auto_map={
+            "AutoModel": f"{code}Model",
+            "AutoModelForSequenceClassification": f"{code}ForSequenceClassification",
+        },
+        position_embedding_type="absolute",
+    )
+    return model

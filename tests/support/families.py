@@ -256,6 +256,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Fields of config.json beside `COMMON`, by `model_type`."""
 SLIDING_LAST = ["full_attention", "sliding_attention"]
 SIBLINGS: dict[str, dict[str, Any]] = {
+    "afmoe": MOE
+    | {
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "num_shared_experts": 2,
+        "route_scale": 1.5,
+        "global_attn_every_n_layers": 2,
+        "sliding_window": 19,
+        "mup_enabled": True,
+    },
     "arcee": {"mlp_bias": True, "attention_bias": True},
     "cwm": {"sliding_window": 19, "tie_word_embeddings": True},
     "dots1": DEEPSEEK | {"max_window_layers": 1, "sliding_window": 19},
@@ -270,11 +280,31 @@ SIBLINGS: dict[str, dict[str, Any]] = {
     },
     "granitemoe_swa": MIXED | {"shared_intermediate_size": 48, "sliding_window": 19},
     "helium": {"attention_bias": True},
+    "hyperclovax": {
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 0.5,
+    },
+    "jais2": {"tie_word_embeddings": True},
+    "mellum": MOE
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "sliding_window": 19,
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    },
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]},
     "hy_v3": MOE | {"num_shared_experts": 2, "num_hidden_layers": 3},
     "ministral": {"sliding_window": 19, "layer_types": SLIDING_LAST},
+    "nemotron": {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu2"},
     "solar_open": {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
     "stablelm": {"use_qkv_bias": True, "head_dim": None},
+    "vaultgemma": {"sliding_window": 19, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
     "youtu": {key: value for key, value in LATENT.items() if key not in DEEPSEEK},
 }
 """The same for families that have the layers of those above."""
@@ -363,7 +393,7 @@ def spell_as_before(directory: Path) -> None:
         file.write_text(json.dumps(raw))
         return
     rope = raw.pop("rope_parameters", None)
-    if raw["model_type"] == "lfm3":  # newer than that spelling
+    if raw["model_type"] in {"lfm3", "mellum"}:  # newer than that spelling
         raw["rope_parameters"] = rope
     elif rope is not None:
         spell_rope_as_before(raw, rope)

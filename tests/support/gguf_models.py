@@ -202,7 +202,7 @@ def named(model: Path, config: dict[str, Any], arch: str) -> Iterator[tuple[str,
                 arrays[f"{inside}{part}.weight"] = np.stack(found)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     for name, array in arrays.items():
-        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        place = name if name == "cls.output.weight" else names.get_name(name, (".weight", ".bias"))
         assert place is not None, name
         if arch in {"llama", "smollm3", "granite", "arcee"} and ("q_proj" in name or "k_proj" in name):
             array = side_by_side(array, heads if "q_proj" in name else kv_heads)  # noqa: PLW2901

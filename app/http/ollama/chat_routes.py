@@ -15,14 +15,13 @@ from ...engines.loaded_model import LoadedModel
 from ...gateway.choice_stream import unit_vector
 from ...gateway.gateway import model_limit
 from ...util.threads import off_loop
-from ..openai.completions import prompt_ids
+from ..openai.completions import prompt_ids, with_prompt
 from ..openai.embeddings import (
     PooledPrompts,
     build_pooling_generation,
     check_dimensions,
     check_inputs,
     pool,
-    with_prompt,
 )
 from ..openai.request_context import HttpRequest, RequestContext, inference_route
 from ..openai.sampling import public_id

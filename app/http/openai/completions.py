@@ -2,10 +2,13 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Final
 
+from llmbox.engine.errors import ModelError
 from llmbox.engine.ipc.messages import TokenLogprobs
+from llmbox.engine.model_config.encoders.pooling import read_prompts
 from llmbox.engine.sampling_params import SamplingParams
 
 from ...engines.loaded_model import LoadedModel
@@ -41,6 +44,10 @@ from .sampling import (
 from .structured_output import add_grammar, find_answer_constraint, unknown_inside
 from .unsupported import refuse_unsupported
 
+_QUERY, _DOCUMENT = ("query", "search_query"), ("document", "passage", "search_document")
+_PROMPTS_OF: Final = {**dict.fromkeys(_QUERY, _QUERY), **dict.fromkeys(_DOCUMENT, _DOCUMENT)}
+"""Names of prompts for each `input_type`, the usual one first."""
+
 
 def prompt_items(given: Any, param: str) -> list[Any]:
     """Split the `prompt` field into items, each a text or a list of token ids. Raises ApiError 400."""
@@ -63,6 +70,33 @@ async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, specia
     prompts = await model.text.off_loop(sum(map(len, items)), encode)
     check_prompts(prompts, param, model)
     return prompts
+
+
+async def with_prompt(
+    items: list[Any], model: LoadedModel, name: str | None = None, input_type: str | None = None
+) -> list[Any]:
+    """Put the prompt of the model's folder before each text: the named one, that of the input type, or the
+    default. Token ids stay as they are. Raises ApiError 400.
+    """
+    try:
+        prompts, default = await off_loop(1 << 20, lambda: _read_prompts(model.path, model.loaded_at))
+    except ModelError as error:
+        raise invalid("prompt_name", f"the model's prompts cannot be read: {error}") from None
+    if name is None and input_type is not None:
+        name = next((each for each in _PROMPTS_OF[input_type] if each in prompts), None)
+    elif name is not None and name not in prompts:
+        known = ", ".join(prompts) or "none"
+        raise invalid("prompt_name", f"{name!r} is no prompt of this model; it has {known}")
+    elif name is None:
+        name = default
+    prompt = prompts[name] if name is not None else ""
+    return [prompt + item if isinstance(item, str) else item for item in items] if prompt else items
+
+
+@lru_cache(maxsize=16)
+def _read_prompts(folder: Path, loaded_at: float) -> tuple[dict[str, str], str | None]:  # noqa: ARG001
+    """Read the prompts of a model, once each time it is loaded. Raises ModelError."""
+    return read_prompts(folder)
 
 
 CompletionCall = CheckedRequest[CompletionRequest]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from litestar import Response
@@ -12,7 +12,7 @@ from litestar.params import Body
 from msgspec import UNSET
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.model_config.encoders.pooling import read_prompts
+from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.sampling_params import Pooling, SamplingParams
 
 from ...engines.admission import QueueReservation
@@ -21,9 +21,17 @@ from ...errors import ApiError
 from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, TokenUsage
-from ...text.reranker import Reranker, answer_ids, build_rerank_prompts, not_a_reranker, read_reranker
+from ...text.reranker import (
+    Reranker,
+    answer_ids,
+    build_rerank_prompts,
+    not_a_reranker,
+    read_reranker,
+    reranker_of,
+    rows_of_gguf,
+)
 from ...util.threads import off_loop
-from .completions import prompt_ids, prompt_items
+from .completions import prompt_ids, prompt_items, with_prompt
 from .request_context import (
     Deadlines,
     HttpRequest,
@@ -49,11 +57,6 @@ MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
 
 
-_QUERY, _DOCUMENT = ("query", "search_query"), ("document", "passage", "search_document")
-_PROMPTS_OF: Final = {**dict.fromkeys(_QUERY, _QUERY), **dict.fromkeys(_DOCUMENT, _DOCUMENT)}
-"""Names of prompts for each `input_type`, the usual one first."""
-
-
 @dataclass(frozen=True, slots=True)
 class PooledPrompts:
     """Pooled output of the engine for each prompt, as in `Delta.vector`."""
@@ -71,12 +74,16 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
     check_inputs(items, "input")
     model = await call.find_model(body.model, Deadlines.of(call).next)
     check_dimensions(body.dimensions, model)
-    items = await with_prompt(items, model, body.prompt_name, body.input_type)
+    task, instruction = await find_task(model, body.task)
+    if body.prompt_name is None and task is not None:
+        items = [instruction + item if isinstance(item, str) else item for item in items]
+    else:
+        items = await with_prompt(items, model, body.prompt_name, body.input_type)
     special = body.add_special_tokens is not False
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=special)
     prompts, _ = truncate_prompts(prompts, body.truncate_prompt_tokens, None, model)
-    return build_pooling_generation(
+    generation = build_pooling_generation(
         call,
         model,
         prompts,
@@ -85,6 +92,33 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
         priority=body.priority,
         cache_salt=body.cache_salt or "",
     )
+    return replace(generation, params=replace(generation.params, task=task))
+
+
+async def find_task(model: LoadedModel, name: str | None) -> tuple[int | None, str]:
+    """Return the index of a task that has an adapter, and its instruction; None for a model without tasks.
+    Raises ApiError 400 for a name that is none of them.
+    """
+    if name is None:
+        return None, ""
+    tasks = await off_loop(1 << 20, lambda: _read_tasks(model.path, model.loaded_at))
+    names = [each for each, _ in tasks]
+    if tasks and name not in names:
+        raise invalid("task", f"{name!r} is no task of this model; it has {', '.join(names)}")
+    return (names.index(name), tasks[names.index(name)][1]) if tasks else (None, "")
+
+
+@lru_cache(maxsize=16)
+def _read_tasks(folder: Path, loaded_at: float) -> tuple[tuple[str, str], ...]:  # noqa: ARG001
+    """Read the tasks of a model and their instructions, once each time it is loaded. Raises ModelError."""
+    encoder = parse_config(folder).encoder
+    return () if encoder is None else encoder.tasks
+
+
+def _ignored_task(generation: Generation, body: EmbeddingRequest) -> list[str]:
+    if body.task is None or generation.params.task is not None:
+        return []
+    return ["'task' has no effect on this model: it has no adapters of tasks."]
 
 
 def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
@@ -94,33 +128,6 @@ def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
     for i, item in enumerate(items):
         if not item:
             raise invalid(param if len(items) == 1 else f"{param}[{i}]", "it must not be empty")
-
-
-async def with_prompt(
-    items: list[Any], model: LoadedModel, name: str | None = None, input_type: str | None = None
-) -> list[Any]:
-    """Put the prompt of the model's folder before each text: the named one, that of the input type, or the
-    default. Token ids stay as they are. Raises ApiError 400.
-    """
-    try:
-        prompts, default = await off_loop(1 << 20, lambda: _read_prompts(model.path, model.loaded_at))
-    except ModelError as error:
-        raise invalid("prompt_name", f"the model's prompts cannot be read: {error}") from None
-    if name is None and input_type is not None:
-        name = next((each for each in _PROMPTS_OF[input_type] if each in prompts), None)
-    elif name is not None and name not in prompts:
-        known = ", ".join(prompts) or "none"
-        raise invalid("prompt_name", f"{name!r} is no prompt of this model; it has {known}")
-    elif name is None:
-        name = default
-    prompt = prompts[name] if name is not None else ""
-    return [prompt + item if isinstance(item, str) else item for item in items] if prompt else items
-
-
-@lru_cache(maxsize=16)
-def _read_prompts(folder: Path, loaded_at: float) -> tuple[dict[str, str], str | None]:  # noqa: ARG001
-    """Read the prompts of a model, once each time it is loaded. Raises ModelError."""
-    return read_prompts(folder)
 
 
 def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
@@ -228,7 +235,9 @@ async def embeddings(
     return await answer(
         request,
         lambda call: prepare_embeddings(call, data),
-        lambda call, made: embed(call.gateway, made, data, call.warnings(EmbeddingRequest)),
+        lambda call, made: embed(
+            call.gateway, made, data, call.warnings(EmbeddingRequest) + _ignored_task(made, data)
+        ),
     )
 
 
@@ -308,6 +317,10 @@ async def find_reranker(model: LoadedModel) -> Reranker:
     asks = info.generates or info.pooling_problem
     answers = await model.text.off_loop(0, lambda: answer_ids(model.text)) if asks else None
     try:
+        asked = await off_loop(info.vocab_size, lambda: rows_of_gguf(model.path, model.loaded_at, answers))
+        if asked is not None:
+            found = await model.supervisor.weight_rows(asked)
+            return reranker_of(model.path, found)
         return await off_loop(info.vocab_size, lambda: read_reranker(model.path, model.loaded_at, answers))
     except ModelError:
         raise not_a_reranker("the rows of its head cannot be read from its files") from None

@@ -19,7 +19,7 @@ from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.generation import Generation
 from ...text.reranker import Classifier, Reranker, build_rerank_prompts, not_a_classifier, read_classifier
 from ...util.threads import off_loop
-from .completions import prompt_ids, prompt_items
+from .completions import prompt_ids, prompt_items, with_prompt
 from .embeddings import (
     PooledPrompts,
     build_pooling_generation,
@@ -30,7 +30,6 @@ from .embeddings import (
     has_encoder_head,
     pool,
     pooled,
-    with_prompt,
 )
 from .request_context import (
     Deadlines,
@@ -286,8 +285,13 @@ async def _find_pair_reranker(model: LoadedModel) -> Reranker | None:
     assert info is not None
     try:
         return await find_reranker(model)
-    except ApiError:
-        if info.generates or info.pooling_problem or await find_classifier(model) is not None:
+    except ApiError as error:
+        if (
+            error.status != 400
+            or info.generates
+            or info.pooling_problem
+            or await find_classifier(model) is not None
+        ):
             raise
         return None
 

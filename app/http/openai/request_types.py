@@ -321,6 +321,9 @@ class EmbeddingRequest(Struct, kw_only=True):
     """Name of a prompt in `config_sentence_transformers.json`, which is put before each text."""
     input_type: Literal["query", "search_query", "document", "passage", "search_document"] | None = None
     """Kind of the texts, for the prompt of that kind, where the model's folder has one."""
+    task: str | None = None
+    """Task for which jina-embeddings-v3 has an adapter and an instruction, such as `retrieval.query`. Absent:
+    neither is applied."""
     user: Tag | None = None
 
 

@@ -100,9 +100,7 @@ def count_types(fields: Fields, default: int = 2) -> int:
 
 
 def _bert(fields: Fields) -> EncoderConfig:
-    kind = fields.text("position_embedding_type", "absolute")
-    if kind != "absolute":
-        raise fields.error(f"position_embedding_type {show(kind)} is not supported, only 'absolute'")
+    _refuse_other_positions(fields)
     return EncoderConfig(
         activation=read_activation(fields),
         position_rows=fields.integer("max_position_embeddings"),
@@ -122,6 +120,12 @@ def _roberta(fields: Fields) -> EncoderConfig:
         head=read_head(fields),
         renames=BERT_NAMES + _ROBERTA_HEAD,
     )
+
+
+def _refuse_other_positions(fields: Fields) -> None:
+    """Refuse those of jina's own code, which may also rotate (jina-reranker-v2 does not)."""
+    if (kind := fields.text("position_embedding_type", "absolute")) != "absolute":
+        raise fields.error(f"position_embedding_type {show(kind)} is not supported, only 'absolute'")
 
 
 def _offset(fields: Fields) -> int:
@@ -300,7 +304,14 @@ _ROBERTA: Final = {**GELU, "pad_token_id": 1}
 ENCODERS: Final[dict[str, Architecture]] = {
     "BertModel": encoder_entry("bert", _bert, defaults=GELU),
     "RobertaModel": encoder_entry("roberta", _roberta, _ROBERTA, sizes=positions_after_padding),
-    "XLMRobertaModel": encoder_entry("xlm-roberta", _roberta, _ROBERTA, sizes=positions_after_padding),
+    "XLMRobertaModel": encoder_entry(
+        "xlm-roberta",
+        _roberta,
+        _ROBERTA,
+        sizes=positions_after_padding,
+        refuse=_refuse_other_positions,
+        own_code="modeling_xlm_roberta.XLMRobertaForSequenceClassification",
+    ),
     "CamembertModel": encoder_entry("camembert", _roberta, _ROBERTA, sizes=positions_after_padding),
     "DistilBertModel": encoder_entry(
         "distilbert",

@@ -28,10 +28,13 @@ _JINA_NAMES: Final = (
 
 
 _JINA_V3_NAMES: Final = (
-    (r"^(.*)\.parametrizations\.\w+\.0\.(lora_[AB])$", r"adapters.\1.\2"),
+    (r"\.parametrizations\.\w+\.0\.(lora_[AB])$", r".\1"),
     (r"\.parametrizations\.(\w+)\.original$", r".\1"),
 )
-"""Names of weights beside the LoRA adapters of tasks, which are not read."""
+"""Names of weights and of the LoRA adapters of tasks beside them."""
+_WITHOUT_TASKS: Final = ((r"^(.*\.lora_[AB])$", r"adapters.\1"),)
+_MOST_TASKS: Final = 64
+_LONGEST: Final = 1000
 
 
 def refuse_others(fields: Fields, usual: dict[str, Any]) -> None:
@@ -100,8 +103,28 @@ def _refuse_other_jina(fields: Fields) -> None:
 
 
 def _jina_v3(fields: Fields) -> EncoderConfig:
-    found = jina_v3_encoder(fields)
-    return replace(found, renames=(*_JINA_V3_NAMES, *found.renames))
+    found, tasks = jina_v3_encoder(fields), _tasks(fields)
+    rank, alpha = fields.integer("lora_rank", 4, most=_LONGEST), fields.number("lora_alpha", 1.0)
+    renames = (*_JINA_V3_NAMES, *found.renames, *(() if tasks else _WITHOUT_TASKS))
+    return replace(found, renames=renames, tasks=tasks, task_rank=rank, task_scale=alpha / rank)
+
+
+def _tasks(fields: Fields) -> tuple[tuple[str, str], ...]:
+    """Return the tasks that have adapters, each with its instruction; none where they were not trained."""
+    names = fields.raw.get("lora_adaptations") or []
+    if not fields.flag("load_trained_adapters", default=True):
+        return ()
+    given = fields.mapping("task_instructions") or {}
+    is_list = isinstance(names, list) and len(names) <= _MOST_TASKS
+    texts = [*names, *(given.get(name, "") for name in names if isinstance(name, str))] if is_list else [0]
+    if not all(isinstance(each, str) and len(each) <= _LONGEST for each in texts) or len(set(names)) < len(
+        names
+    ):
+        raise fields.error(
+            f"lora_adaptations must name at most {_MOST_TASKS} tasks, and task_instructions have a text of "
+            "each"
+        )
+    return tuple((name, given.get(name, "")) for name in names)
 
 
 def _refuse_other_jina_v3(fields: Fields) -> None:

@@ -173,10 +173,17 @@ _GEMMA3 = replace(
     refuse=refuse_gemma3,
     may_be_bidirectional=True,
 )
+_VAULT_GEMMA = replace(
+    _GEMMA2,
+    model_type="vaultgemma",
+    block="pre_norm",
+    names={"post_attention_layernorm": "pre_feedforward_layernorm"},
+)
 
 GEMMA_MODELS: dict[str, Architecture] = {
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
+    "VaultGemmaForCausalLM": _VAULT_GEMMA,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, is_nested=True),
 }

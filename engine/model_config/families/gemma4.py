@@ -68,7 +68,8 @@ def gemma4_sizes(fields: Fields) -> dict[str, Any]:
         return found
     full = {str(layer) for layer, name in enumerate(types) if name == FULL}
     first = next(iter(by_layer.values()), None)
-    if by_layer.keys() != full or not isinstance(first, dict) or not first.keys() <= set(_WIDTHS):
+    written = sorted(layer.lstrip("0") or "0" for layer in by_layer)  # `05` in a model of ten layers and more
+    if written != sorted(full) or not isinstance(first, dict) or not first.keys() <= set(_WIDTHS):
         raise fields.error(f"per_layer_config must give {' and '.join(_WIDTHS)} of the layers of {FULL}")
     if any(each != first for each in by_layer.values()):
         raise fields.error(f"per_layer_config must give all layers of {FULL} the same sizes")

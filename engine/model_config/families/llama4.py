@@ -1,14 +1,15 @@
-"""Rules for Llama 4 and Phi-MoE, used by `architectures.py`."""
+"""Rules for Llama 4 and AFMoE, and for families whose LayerNorms have biases: Phi-MoE and others."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
-from ..attention import Windows, one_window
-from ..fields import Fields
-from ..moe import ExpertsConfig, StackedExperts, selected_of
-from ..rope import LayerRopes, RopeConfig, interleaved_rope, one_rope
+from ..attention import Windows, exaone4_windows, one_window
+from ..fields import Fields, show
+from ..moe import ExpertsConfig, StackedExperts, deepseek_v3_experts, selected_of
+from ..multipliers import Scales
+from ..rope import LayerRopes, RopeConfig, interleaved_rope, one_rope, partial_rope, rope_of_sliding_layers
 
 LLAMA4: Mapping[str, Any] = {
     "vocab_size": 202048,
@@ -128,10 +129,33 @@ def phimoe_experts(fields: Fields, layers: int) -> ExpertsConfig:
     )
 
 
-def phimoe_extra_params(fields: Fields) -> tuple[int, int]:
+def biases_of_norms(fields: Fields) -> tuple[int, int]:
     """Return the biases of norms and of the output head."""
     hidden, vocab = fields.integer("hidden_size"), fields.integer("vocab_size")
     return 2 * hidden, hidden + vocab * fields.flag("lm_head_bias", default=False)
+
+
+def afmoe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    found = deepseek_v3_experts(fields, layers)
+    return found and replace(found, router="router.gate", correction="expert_bias")
+
+
+def afmoe_scales(fields: Fields) -> Scales:
+    is_scaled = fields.flag("mup_enabled", default=False)
+    return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
+
+
+def refuse_other_afmoe(fields: Fields) -> None:
+    usual = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True}
+    for key, value in usual.items():
+        if fields.raw.get(key) not in (None, value):
+            raise fields.error(f"{key} {show(fields.raw[key])} is not supported of an AFMoE, only {value}")
+
+
+def refuse_other_stablelm(fields: Fields) -> None:
+    for key in ("use_parallel_residual", "qk_layernorm"):
+        if fields.flag(key, default=False):
+            raise fields.error(f"{key} is not supported")
 
 
 _LLAMA4 = Architecture(
@@ -157,11 +181,78 @@ _PHIMOE = Architecture(
     windows=one_window,
     ropes=one_rope,
     experts=phimoe_experts,
-    extra_params=phimoe_extra_params,
+    extra_params=biases_of_norms,
     own_code="modeling_phimoe.PhiMoEForCausalLM",
 )
+_NEMOTRON = Architecture(
+    model_type="nemotron",
+    defaults={"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    hidden_acts=("relu2",),
+    activation="relu2",
+    norms_add_one=True,
+    fits_float16=False,
+    attention_bias=True,
+    mlp_bias=True,
+    block="layer_norm",
+    ropes=partial_rope,
+    extra_params=biases_of_norms,
+    aliases={"rms_norm_eps": "norm_eps"},
+)
 
-LLAMA4_AND_PHIMOE: dict[str, Architecture] = {
+LLAMA4_AND_OTHERS: dict[str, Architecture] = {
+    "AfmoeForCausalLM": Architecture(
+        model_type="afmoe",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 1024,
+            "global_attn_every_n_layers": 4,
+            "num_dense_layers": 1,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 1408,
+        },
+        head_dim=128,
+        qk_norm="heads",
+        attention_gate="gate_proj",
+        block="sandwich",
+        windows=exaone4_windows,
+        ropes=rope_of_sliding_layers,
+        experts=afmoe_experts,
+        scales=afmoe_scales,
+        aliases={
+            "sliding_window_pattern": "global_attn_every_n_layers",
+            "first_k_dense_replace": "num_dense_layers",
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+            "routed_scaling_factor": "route_scale",
+        },
+        names={
+            "pre_feedforward_layernorm": "pre_mlp_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+        own_code="modeling_afmoe.AfmoeForCausalLM",
+        refuse=refuse_other_afmoe,
+    ),
+    "Jais2ForCausalLM": replace(
+        _NEMOTRON,
+        model_type="jais2",
+        defaults={"layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
+        norms_add_one=False,
+        ropes=one_rope,
+        aliases={"rms_norm_eps": "layer_norm_eps"},
+    ),
+    "NemotronForCausalLM": _NEMOTRON,
+    "StableLmForCausalLM": Architecture(
+        model_type="stablelm",
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_out_bias": False},
+        attention_bias=True,
+        block="layer_norm",
+        ropes=partial_rope,
+        extra_params=biases_of_norms,
+        aliases={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+        refuse=refuse_other_stablelm,
+    ),
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": replace(_LLAMA4, is_nested=True),
     "PhimoeForCausalLM": _PHIMOE,

@@ -27,20 +27,19 @@ from ..moe import (
     qwen3_moe_experts,
     selected_of,
 )
-from ..multipliers import granite_scales
+from ..multipliers import granite_scales, hyperclova_scales
 from ..recurrent.families import granite_sizes
 from ..rope import (
     LayerRopes,
     RopeConfig,
     deepseek_rope,
     interleaved_rope,
+    olmo3_ropes,
     one_rope,
     parse_rope,
-    partial_rope,
     rope_of_alpha,
     rope_of_sliding_layers,
 )
-from .llama4 import phimoe_extra_params
 
 _LLAMA3_ROPE: Mapping[str, Any] = {
     "rope_type": "llama3",
@@ -58,10 +57,23 @@ def refuse_shared_layers(fields: Fields) -> None:
         raise fields.error("use_cla is not supported: layers that share keys and values of others")
 
 
-def refuse_other_stablelm(fields: Fields) -> None:
-    for key in ("use_parallel_residual", "qk_layernorm"):
-        if fields.flag(key, default=False):
-            raise fields.error(f"{key} is not supported")
+def refuse_without_post_norms(fields: Fields) -> None:
+    if not fields.flag("use_post_norm", default=True):
+        raise fields.error("use_post_norm false is not supported")
+
+
+def mellum_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts in the layers that `mlp_layer_types` calls sparse, by default in all."""
+    kinds = fields.raw.get("mlp_layer_types") or ["sparse"] * layers
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise fields.error(f"mlp_layer_types must name dense or sparse for each of {layers} layers")
+    dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+    return qwen3_moe_experts(Fields({**fields.raw, "mlp_only_layers": dense}, fields.where), layers)
+
+
+def windows_by_type_or_none(fields: Fields, layers: int) -> Windows:
+    """Return windows by `layer_types`, without which no layer has one."""
+    return windows_by_type(fields, layers) if fields.raw.get("layer_types") else (None,) * layers
 
 
 def types_every_fourth(fields: Fields) -> dict[str, Any]:
@@ -311,6 +323,30 @@ SIBLINGS: dict[str, Architecture] = {
             "routed_scaling_factor": "router_scaling_factor",
         },
     ),
+    "HyperCLOVAXForCausalLM": Architecture(
+        model_type="hyperclovax",
+        attention_bias=True,
+        mlp_bias=True,
+        block="sandwich",
+        scales=hyperclova_scales,
+        names={
+            "post_attention_layernorm": "post_norm1",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_norm2",
+        },
+        own_code="modeling_hyperclovax.HyperCLOVAXForCausalLM",
+        refuse=refuse_without_post_norms,
+    ),
+    "MellumForCausalLM": Architecture(
+        model_type="mellum",
+        defaults={"sliding_window": 1024, "norm_topk_prob": True},
+        head_dim=128,
+        attention_bias=True,
+        qk_norm="heads",
+        windows=windows_by_type_or_none,
+        ropes=olmo3_ropes,
+        experts=mellum_experts,
+    ),
     "MinistralForCausalLM": Architecture(
         model_type="ministral", defaults={"sliding_window": 4096}, windows=ministral_windows
     ),
@@ -340,16 +376,6 @@ SIBLINGS: dict[str, Architecture] = {
         head_dim=128,
         attention_bias=True,
         experts=deepseek_v3_experts,
-    ),
-    "StableLmForCausalLM": Architecture(
-        model_type="stablelm",
-        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_out_bias": False},
-        attention_bias=True,
-        block="layer_norm",
-        ropes=partial_rope,
-        extra_params=phimoe_extra_params,
-        aliases={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
-        refuse=refuse_other_stablelm,
     ),
     "YoutuForCausalLM": Architecture(
         model_type="youtu",

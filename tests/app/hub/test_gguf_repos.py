@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import pytest
 
 from llmbox.app.errors import CliError
@@ -17,7 +18,7 @@ from llmbox.app.hub.remove import find_removable, remove
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.hub.transfer import Retries
 from llmbox.app.models.catalog import check_name, describe, on_disk, resolve
-from llmbox.app.models.gguf_folders import quantizations, weights_of
+from llmbox.app.models.gguf_folders import folder_of, quantizations, weights_of
 from llmbox.app.models.registry import NameLookup, Registry
 from llmbox.engine.gguf.folder import gguf_of
 from support.gguf_models import q4_k_m, write_gguf
@@ -70,6 +71,18 @@ def test_unknown_quantizations_and_bare_names_are_told_what_there_is(hub: StubHu
             remote_facts(Hub(hub.url, None), REPO, None, wanted)
         assert "Q4_K_M, Q8_0" in refused.value.why
         assert f"llmbox pull {REPO}:Q4_K_M" in refused.value.fix
+
+
+def test_fit_of_the_hub_refuses_a_reranker_in_the_words_of_a_load(tmp_path: Path, hub: StubHub) -> None:
+    model = make_tiny_model(tmp_path / "model", arch="llama")
+    file = write_gguf(model, tmp_path / "tiny-F32.gguf", pooling_type=gguf.PoolingType.RANK.value)
+    hub.repos["org/ranks"] = StubRepo({file.name: file.read_bytes()})
+    with pytest.raises(HubError) as at_fit:
+        remote_facts(Hub(hub.url, None), "org/ranks", None, "F32")
+    with pytest.raises(CliError) as at_load:
+        folder_of(file, tmp_path / "home")
+    assert at_fit.value.why == at_load.value.why.removeprefix(f"{tmp_path}/")
+    assert "rerankers of llama cannot be read from GGUF" in at_fit.value.why
 
 
 async def pull(hub: StubHub, cache: Path, name: str) -> HubError | None:

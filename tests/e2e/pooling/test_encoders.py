@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
-from support.encoder_models import declare_vectors, make_encoder
+from support.encoder_models import change_config, declare_vectors, make_encoder, make_jina_v3, with_task
 from support.openai_server import serving
 from support.tiny_models import write_json
 
@@ -59,6 +59,11 @@ def root(tmp_path_factory):
         (root / name).mkdir()
         make_encoder(root / name, "bert", end, **labels)
         write_tokenizer(root / name)
+    (root / "tasks").mkdir()
+    make_jina_v3(root / "tasks")
+    write_tokenizer(root / "tasks")
+    instructions = {"retrieval.query": "query: ", "retrieval.passage": ""}
+    change_config(root / "tasks", task_instructions=instructions)
     declare_vectors(root / "embedder", "cls_token")
     prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": None}
     write_json(root / "embedder" / "config_sentence_transformers.json", prompts)
@@ -68,7 +73,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, root):
     with serving(tmp_path_factory.mktemp("data"), Launch(), controlled=True) as server:
-        for name in ("embedder", "reranker", "sorter"):
+        for name in ("embedder", "reranker", "sorter", "tasks"):
             server.load(root / name, name, device="cpu", threads=1, memory_bytes=256 << 20)
         yield server
 
@@ -114,6 +119,26 @@ def test_prompts_of_the_folder(http, root, field):
     torch.testing.assert_close(told, vector(root, "query: fox"), rtol=1e-5, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_a_text_passes_the_adapter_of_its_task(http, root, tmp_path):
+    """With the task's instruction before it. Without a task it passes none."""
+    model = make_jina_v3(tmp_path)
+    tokenizer = Tokenizer.from_file(str(root / "tasks" / "tokenizer.json"))
+    for text, asked, theirs in (
+        ("fox", {}, model),
+        ("query: fox", {"task": "retrieval.query"}, with_task(model, root / "tasks", 0)),
+        ("fox", {"task": "retrieval.passage"}, with_task(model, root / "tasks", 1)),
+    ):
+        answer = http.post("/v1/embeddings", json={"model": "tasks", "input": "fox", **asked}).json()
+        assert "warnings" not in answer
+        told = torch.tensor(answer["data"][0]["embedding"])
+        states_LE = theirs(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0]
+        wanted = torch.nn.functional.normalize(states_LE.mean(0), dim=0)
+        torch.testing.assert_close(told, wanted, rtol=1e-4, atol=1e-4)
+    ignored = http.post("/v1/embeddings", json={"model": "embedder", "input": "fox", "task": "a"}).json()
+    assert ignored["warnings"] == ["'task' has no effect on this model: it has no adapters of tasks."]
+
+
 def test_pairs_are_ranked(http, root):
     body = {"model": "reranker", "query": QUERY, "documents": DOCUMENTS}
     results = http.post("/v1/rerank", json=body).json()["results"]
@@ -144,6 +169,7 @@ FOX, PAIR = {"input": "fox"}, {"query": "fox", "documents": ["dog"]}
         ("embeddings", "embedder", {"input": "fox " * 90}, "context_length_exceeded", "80 tokens"),
         ("embeddings", "embedder", {"input": ""}, "invalid_value", "empty"),
         ("embeddings", "embedder", {**FOX, "prompt_name": "other"}, "invalid_value", "query"),
+        ("embeddings", "tasks", {**FOX, "task": "other"}, "invalid_value", "retrieval.query"),
         ("embeddings", "reranker", FOX, "embeddings_not_supported", "/v1/rerank"),
         ("rerank", "sorter", PAIR, "rerank_not_supported", "3 classes"),
         ("rerank", "embedder", PAIR, "rerank_not_supported", "neither"),

@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 
+import gguf
 import httpx
 import pytest
 import torch
@@ -10,12 +12,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification
 
+from llmbox.app.hub.model_info import local_facts
+from llmbox.app.models.catalog import directory
+from llmbox.app.models.gguf_folders import folder_of
 from llmbox.app.text.reranker import INSTRUCTION, SYSTEM
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant_formats import QUANTS
 from support.cli_box import PATIENCE
+from support.gguf_models import write_gguf
 from support.openai_server import serving
 from support.pooled_models import make_pooled_model
 from support.tiny_models import SPECIAL, VOCAB, make_tiny_model
@@ -144,6 +150,60 @@ def test_a_model_with_a_row_of_scores_scores_as_transformers(http, root):
         ids = torch.tensor([prompt(folder, document)])
         wanted = float(model(ids).logits[0, 0].sigmoid())
         assert score == pytest.approx(wanted, abs=1e-4)
+
+
+def converted(root, labels=("yes", "no")):
+    """A folder with what llama.cpp's converter of rerankers writes: no head, and its rows of both answers."""
+    folder = root / "converted"
+    shutil.copytree(root / "asked", folder)
+    weights = load_file(folder / "model.safetensors")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rows = weights.pop("lm_head.weight")[[tokenizer.token_to_id(label) for label in labels]]
+    weights["cls.output.weight"] = rows.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize(
+    ("kind", "labels", "near"),
+    [("F32", ("yes", "no"), 1e-5), ("F32", ("no", "yes"), 1e-5), ("Q8_0", ("yes", "no"), 0.02)],
+)
+def test_a_gguf_file_with_rows_of_answers_scores_as_its_source(
+    server, http, root, tmp_path, kind, labels, near
+):
+    """It makes no text. Vectors are those of the last token, as of its source without a head."""
+    shutil.copytree(root / "asked", tmp_path / "asked")
+    rank = {"pooling_type": gguf.PoolingType.RANK.value, "classifier__output_labels": list(labels)}
+    file = write_gguf(converted(tmp_path, labels), tmp_path / "tiny.gguf", kind, **rank)
+    folder, name = folder_of(file, tmp_path / "home"), f"rows-{kind}-{labels[0]}"
+    server.load(folder, name, device="cpu", threads=1, memory_bytes=256 << 20, dtype="float32")
+    assert scores(http, name) == pytest.approx(scores(http, "asked"), abs=near)
+    assert scores(http, name, instruction="else") != scores(http, name)
+    assert local_facts(directory(folder)).notes == ()
+    pairs = {"model": name, "text_1": QUERY, "text_2": DOCUMENTS}
+    told = http.post("/v1/score", json=pairs).json()["data"]
+    assert [each["score"] for each in told] == scores(http, name)
+    refused = http.post("/v1/completions", json={"model": name, "prompt": "a"})
+    assert refused.json()["error"]["code"] == "generation_not_supported"
+    made = http.post("/v1/embeddings", json={"model": name, "input": "the fox"}).json()["data"]
+    assert len(made[0]["embedding"]) == 64
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize(("is_tied", "kind", "near"), [(True, "F32", 1e-5), (False, "Q8_0", 0.02)])
+def test_a_gguf_file_with_a_head_is_asked(server, http, tmp_path, is_tied, kind, near):
+    """Also one that its converter called a reranker, but left as it was."""
+    source, name = tmp_path / "model", f"whole-{kind}"
+    make_tiny_model(source, arch="qwen3", max_position_embeddings=1024, tie_word_embeddings=is_tied)
+    write_words(source)
+    rank = {"pooling_type": gguf.PoolingType.RANK.value} if is_tied else {}
+    folder = folder_of(write_gguf(source, tmp_path / "t.gguf", kind, **rank), tmp_path / "home")
+    for path, called in ((folder, name), (source, f"source-{kind}")):
+        server.load(path, called, device="cpu", threads=1, memory_bytes=256 << 20, dtype="float32")
+    assert scores(http, name) == pytest.approx(scores(http, f"source-{kind}"), abs=near)
+    made = http.post("/v1/completions", json={"model": name, "prompt": "a", "max_tokens": 1}).json()
+    assert made["usage"]["completion_tokens"] == 1
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")

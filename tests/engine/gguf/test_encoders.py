@@ -33,6 +33,7 @@ from support.encoder_models import (
     change_config,
     declare_vectors,
     make_encoder,
+    make_jina_reranker,
     make_jina_v3,
     make_nomic_v2,
 )
@@ -44,6 +45,7 @@ TEXTS = {"one": [7], "short": [3, 9, 11, 300, 4], "long": [3 + 7 * i % 300 for i
 ARCHITECTURES = {
     "bert": "BERT",
     "xlm-roberta": "BERT",
+    "jina_reranker": "BERT",
     "nomic_bert": "NOMIC_BERT",
     "nomic_v2": "NOMIC_BERT_MOE",
     "modernbert": "MODERN_BERT",
@@ -101,8 +103,8 @@ def make_source(folder: Path, kind: str) -> Path:
         biases = {name: 0 * weights[name] for name in weights if name.endswith("experts.bias")}
         save_tensors(weights | biases, folder / "model.safetensors")
         return folder
-    if kind == "jina_v3":
-        make_jina_v3(folder)
+    if kind in {"jina_v3", "jina_reranker"}:
+        (make_jina_v3 if kind == "jina_v3" else make_jina_reranker)(folder)
         return folder
     if kind != "jina":
         make_encoder(folder, kind)
@@ -137,7 +139,7 @@ def write_encoder(
     config = with_usual_names(json.loads((model / "config.json").read_text()))
     arch = gguf.MODEL_ARCH[ARCHITECTURES[kind]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
-    offset = 2 if kind in {"xlm-roberta", "jina_v3"} else 0
+    offset = 2 if kind in {"xlm-roberta", "jina_v3", "jina_reranker"} else 0
     writer.add_context_length(config["max_position_embeddings"] - offset)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -186,7 +188,7 @@ def write_encoder(
     return file
 
 
-@pytest.mark.parametrize("kind", [*ARCHITECTURES, "stacked jina"])
+@pytest.mark.parametrize("kind", [*sorted(set(ARCHITECTURES) - {"jina_reranker"}), "stacked jina"])
 def test_vectors_are_those_of_the_source(tmp_path: Path, kind: str) -> None:
     kind, is_stacked = kind.removeprefix("stacked "), kind.startswith("stacked")
     source = make_source(tmp_path / "model", kind)
@@ -314,10 +316,15 @@ def test_pooling_is_that_of_the_file(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "labels"), [("xlm-roberta", 1), ("xlm-roberta", 3), ("modernbert", 1)])
+@pytest.mark.parametrize(
+    ("kind", "labels"), [("xlm-roberta", 1), ("xlm-roberta", 3), ("modernbert", 1), ("jina_reranker", 1)]
+)
 def test_scores_of_a_reranker_are_those_of_the_source(tmp_path: Path, kind: str, labels: int) -> None:
     source, more = tmp_path / "model", {"classifier_pooling": "mean"} if kind == "modernbert" else {}
-    make_encoder(source, kind, "ForSequenceClassification", num_labels=labels, **more)
+    if kind == "jina_reranker":
+        make_source(source, kind)
+    else:
+        make_encoder(source, kind, "ForSequenceClassification", num_labels=labels, **more)
     file = write_encoder(source, tmp_path / "t.gguf", kind, pooling_type=gguf.PoolingType.RANK)
     check_matrices(read_gguf(file))
     folder = folder_of(file, tmp_path / "home")
@@ -342,10 +349,37 @@ def test_a_decoder_for_embeddings_pools_as_its_file_says(tmp_path: Path, kind: s
     asked = [AddRequest(request_id=name, prompt_ids=TEXTS[name], params=params) for name in TEXTS]
     for name, (out,) in run(load(source), asked).items():
         torch.testing.assert_close(found[name], torch.tensor(array("f", out.vector)), rtol=1e-5, atol=1e-5)
-    ranks = write_gguf(source, tmp_path / "ranks.gguf", pooling_type=gguf.PoolingType.RANK.value)
+
+
+@pytest.mark.parametrize(
+    ("arch", "rows", "labels", "why"),
+    [
+        ("llama", 0, None, "rerankers of llama cannot be read from GGUF, of decoders only those of Qwen3"),
+        (
+            "qwen3",
+            3,
+            None,
+            "'cls.output.weight' has shape [3, 64], what the file says of the model wants [1, 64]",
+        ),
+        ("qwen3", 2, ["yes"], "'cls.output.weight' has shape [2, 64]"),
+        ("qwen3", 2, ["good", "bad"], "qwen3.classifier.output_labels must be yes and no, or one label"),
+    ],
+)
+def test_other_rerankers_of_decoders_are_refused(
+    tmp_path: Path, arch: str, rows: int, labels: list[str] | None, why: str
+) -> None:
+    """`fit` and `load` both name the file first, and a folder is made of it."""
+    source = make_tiny_model(tmp_path / "model", arch=arch)
+    arrays = load_file(source / "model.safetensors")
+    if rows:
+        arrays["cls.output.weight"] = np.ones((rows, 64), np.float32)
+    save_file(arrays, source / "model.safetensors", metadata={"format": "pt"})
+    more: dict[str, Any] = {} if labels is None else {"classifier__output_labels": labels}
+    number = gguf.PoolingType.RANK.value
+    ranks = write_gguf(source, tmp_path / "ranks.gguf", pooling_type=number, **more)
     with pytest.raises(CliError) as refused:
         folder_of(ranks, tmp_path / "home")
-    assert "rerankers of decoders cannot be read from GGUF" in refused.value.why
+    assert why in refused.value.why
 
 
 def test_import_refuses_them(tmp_path: Path) -> None:

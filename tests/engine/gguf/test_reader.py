@@ -4,6 +4,7 @@ import struct
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.config import config_of
 from llmbox.engine.gguf.reader import is_gguf, read_gguf
+from llmbox.engine.gguf.tensors import read_rows
 from support.gguf_models import write_gguf
 from support.odd_files import KINDS, make_odd, no_hanging
 from support.tiny_models import make_tiny_model
@@ -19,6 +21,19 @@ from support.tiny_models import make_tiny_model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), arch="qwen3")
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q6_K", "IQ2_XS"])
+def test_rows_are_those_of_the_library(tmp_path: Path, kind: str) -> None:
+    source = make_tiny_model(tmp_path / "model", arch="qwen3", hidden_size=256)
+    file = write_gguf(source, tmp_path / "t.gguf", kind)
+    stored = next(each for each in gguf.GGUFReader(file).tensors if each.name == "output.weight")
+    wanted = gguf.dequantize(stored.data, stored.tensor_type)
+    found = read_rows(file, "output.weight", (7, 2))
+    np.testing.assert_array_equal(np.array(found, np.float32), wanted[[7, 2]])
+    for name, row in (("output.weight", 320), ("output_norm.weight", 0), ("other", 0)):
+        with pytest.raises(ModelError, match=r"rows that can be read|are wanted"):
+            read_rows(file, name, (row,))
 
 
 @pytest.fixture(scope="module")

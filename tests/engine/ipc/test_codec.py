@@ -13,11 +13,13 @@ from llmbox.engine.ipc.channel import FrameReader, FrameTooLarge, TransportError
 from llmbox.engine.ipc.handover_messages import HandedBlock, HandedBlocks, Prefill, TakenSlots
 from llmbox.engine.ipc.profile_messages import (
     AskProfile,
+    AskRows,
     BlockHolder,
     BlockMap,
     BlockRun,
     PrefixUse,
     StepProfile,
+    WeightRows,
 )
 from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 
@@ -39,6 +41,7 @@ INFO = m.ModelInfo(
     context_window=1, vocab_size=2, block_size=3, num_blocks=4, weights_bytes=5, kv_bytes=6,
     kv_bytes_per_token=7, workspace_bytes=8, max_running=9, max_concurrency=1.5, load_seconds=0.5,
 )  # fmt: skip
+ROWS = AskRows(file="/models/ü.gguf", tensor="output.weight", rows=(3, 1))
 TO_ENGINE = [
     m.Start(config=EngineConfig(model_path="/models/ü", name="a", threads=2)),
     m.AddRequest(request_id="r", prompt_ids=[1, 2, 3], params=PARAMS, output_ids=[9], fork_of="q"),
@@ -48,6 +51,7 @@ TO_ENGINE = [
     Prefill(request_id="r 1", prompt_ids=[3, 4], first_block=1, tenant="t", cache_namespace="n"),
     TakenSlots(slots=[0, 5]),
     AskProfile(seconds=1.5),
+    ROWS,
     m.KeepImages(drop=[b"digest"]),
     m.Shutdown(),
     m.Vocabulary(data=b"ab\xff", sizes=[2, 0, 1], special=[1]),
@@ -71,6 +75,7 @@ TO_DAEMON = [
         request_id="r 1", blocks=[HandedBlock(slot=1, kind="kv", block_hash=b"h" * 32)], is_last=True
     ),
     StepProfile(is_on=False, spans={"a": 0.5}, steps=2),
+    WeightRows(asked=ROWS, rows=[[0.5, -1.0]]),
     BlockMap(
         block_size=16,
         num_blocks=9,

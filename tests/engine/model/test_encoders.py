@@ -24,8 +24,10 @@ from support.encoder_models import (
     change_config,
     declare_vectors,
     make_encoder,
+    make_jina_reranker,
     make_jina_v3,
     make_nomic_v2,
+    with_task,
     write_encoder,
 )
 from support.real_engines import load, run
@@ -306,19 +308,70 @@ def test_jina_v2(tmp_path: Path) -> None:
 
 
 def test_jina_v3_as_its_repository_has_it(tmp_path: Path) -> None:
-    """Stacked tensors under other names, and adapters of tasks, which no text passes."""
+    """Stacked tensors under other names. Texts pass the adapter of the task that they name, if any."""
     model, engine = make_jina_v3(tmp_path), load(tmp_path)
     tensors = list_tensors(tmp_path)
     assert any(name.endswith("mixer.Wqkv.parametrizations.weight.0.lora_A") for name in tensors)
-    facts, pooler = local_facts(directory(tmp_path)), 64 * 65
+    facts, pooler = local_facts(directory(tmp_path)), 64 * 65 + 2 * 2 * (64 + 64)
     assert facts.stored_params == facts.config.num_parameters + pooler
     found = vectors(engine, [ask(name, ids) for name, ids in TEXTS.items()])
     for name, ids in TEXTS.items():
         torch.testing.assert_close(found[name], states(model, ids).mean(0), rtol=1e-5, atol=1e-5)
+    mixed = [ask(f"{name} {task}", ids, task=task) for name, ids in TEXTS.items() for task in (0, None, 1)]
+    together = vectors(engine, mixed)
+    for task in range(2):
+        adapted = with_task(model, tmp_path, task)
+        for name, ids in TEXTS.items():
+            wanted = states(adapted, ids).mean(0)
+            torch.testing.assert_close(together[f"{name} {task}"], wanted, rtol=1e-5, atol=1e-5)
+            assert not torch.allclose(wanted, found[name], atol=1e-2)
+            assert torch.equal(together[f"{name} None"], found[name])
+            alone = vectors(engine, [ask("a", ids, task=task)])["a"]
+            assert torch.equal(alone, together[f"{name} {task}"])
+    change_config(tmp_path, load_trained_adapters=False)
+    check_weights(str(tmp_path), parse_config(tmp_path), tensors)
+    torch.testing.assert_close(vectors(load(tmp_path), [ask("a", [7])])["a"], found["one"])
     change_config(tmp_path, position_embedding_type="absolute")
     with pytest.raises(
         ModelError, match="position_embedding_type is not supported of this encoder, only 'rot"
     ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"lora_adaptations": [7]}, "lora_adaptations must name at most 64 tasks"),
+        ({"lora_adaptations": ["a", "a"]}, "lora_adaptations must name at most 64 tasks"),
+        ({"task_instructions": {"retrieval.query": 7}}, "task_instructions have a text of each"),
+        ({"lora_rank": 0}, "lora_rank"),
+        ({"lora_rank": 3}, r"lora_A.* has shape \[2, 320, 2\], .*\[2, 320, 3\]"),
+        ({"lora_adaptations": ["a"]}, r"lora_A.* has shape \[2, 320, 2\], .*\[1, 320, 2\]"),
+    ],
+)
+def test_bad_tasks_are_refused_alike_by_fit_and_load(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    make_jina_v3(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelError, match=problem) as at_fit:
+        local_facts(directory(tmp_path))
+    with pytest.raises(ModelError) as at_load:
+        load(tmp_path)
+    assert str(at_fit.value) == str(at_load.value)
+
+
+def test_jina_reranker_as_its_repository_has_it(tmp_path: Path) -> None:
+    """Stacked tensors under other names."""
+    model, engine = make_jina_reranker(tmp_path), load(tmp_path)
+    check_weights(str(tmp_path), parse_config(tmp_path), list_tensors(tmp_path))
+    found = vectors(engine, [ask(name, ids, "classify") for name, ids in TEXTS.items()])
+    for name, ids in TEXTS.items():
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(found[name], logits, rtol=1e-5, atol=1e-5)
+    change_config(tmp_path, position_embedding_type="rotary")
+    with pytest.raises(ModelError, match="position_embedding_type 'rotary' is not supported, only 'abs"):
         load(tmp_path)
 
 

@@ -16,7 +16,7 @@ from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate
 from llmbox.engine.planning.performance_model import rank_shape
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
-from support.families import COMMON, FAMILIES, make_family, randomize
+from support.families import COMMON, FAMILIES, make_family, randomize, spell_as_before
 from support.rank_threads import load_ranks
 from support.real_engines import ask, hf_tokens, load, tokens
 
@@ -210,6 +210,17 @@ def test_a_quantized_folder_answers_as_one_quantized_at_load(tmp_path: Path) -> 
     model = make_family(tmp_path / "model", "gemma4_text", **EXPERTS | {"hidden_size_per_layer_input": 16})
     quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
     assert tokens(load(tmp_path / "out"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
+
+
+def test_numbers_of_layers_may_begin_with_zeros(tmp_path: Path) -> None:
+    """As transformers writes them for ten layers and more."""
+    types = [SLIDING, FULL] * 6
+    model = make_family(tmp_path, "gemma4_text", num_hidden_layers=12, layer_types=types)
+    raw = json.loads((model / "config.json").read_text())
+    assert min(raw["per_layer_config"]) == "01"
+    found = parse_config(model)
+    spell_as_before(model)
+    assert parse_config(model) == found
 
 
 ROPE = {"rope_type": "proportional", "rope_theta": 1e6}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.architectures import ARCHITECTURES
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from support.families import COMMON, MOE, SIBLINGS, make_family, randomize, spell_as_before
 from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
@@ -98,6 +99,24 @@ def written(directory: Path, name: str, **fields: Any) -> ModelConfig:
     return parse_config(directory)
 
 
+NO_MODEL = {"bamba", "deepseek_v2", "dots1", "glm4_moe", "granitemoehybrid"}
+"""Default configs in transformers that describe none: no attention, no experts, or an odd part of a head."""
+PARTS_OF_OTHERS = {"gemma3", "gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe", "llama4"}
+
+
+def test_default_configs_of_transformers_are_read(tmp_path: Path) -> None:
+    """They have the sizes of a published model, written as its last version writes them."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in ARCHITECTURES}
+    assert len(known) > 60
+    for kind in sorted(set(known) - NO_MODEL - PARTS_OF_OTHERS):
+        raw = json.loads(AutoConfig.for_model(kind).to_json_string(use_diff=False))
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [known[kind]]}))
+        assert parse_config(tmp_path).num_layers > 0, kind
+
+
 HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
 
 
@@ -105,6 +124,11 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
     ("name", "fields", "problem"),
     [
         ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual is not supported"),
+        ("AfmoeForCausalLM", {"score_func": "softmax"}, "score_func 'softmax' is not supported of an AFMoE"),
+        ("AfmoeForCausalLM", {"route_norm": False}, "route_norm False is not supported of an AFMoE"),
+        ("HyperCLOVAXForCausalLM", {"use_post_norm": False}, "use_post_norm false is not supported"),
+        ("MellumForCausalLM", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse"),
+        ("NemotronForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'relu2'"),
         ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm is not supported"),
         ("GraniteSWAForCausalLM", {"layer_rope_theta": [1.0, 0]}, "layer_rope_theta must have 2 numbers"),
         ("GraniteSWAForCausalLM", {"layer_types": ["full"]}, "layer_types must name full_attention"),
