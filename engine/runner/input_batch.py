@@ -135,7 +135,7 @@ def decodes(row: ScheduledRequest) -> bool:
 
 
 class DecodingInputs:
-    """Inputs of steps on a CPU in which all rows `decodes`: what `build_batch` makes for them, in tensors that
+    """Inputs of steps on a CPU in which all rows `decodes`: what `build_batch` makes, in tensors that
     the next step of as many rows and blocks writes over.
 
     The weights of a step push all else out of the caches, so every call before the next one waits for memory
