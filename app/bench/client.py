@@ -99,7 +99,7 @@ async def _exchange(target: BenchTarget, body: bytes, sample: RequestTiming) -> 
     loop = asyncio.get_running_loop()
     sample.started = time.perf_counter()
     transport, answer = await loop.create_connection(
-        lambda: _Answer(connection), parts.hostname, port, ssl=tls
+        lambda: _Answer(connection), parts.hostname or "", port, ssl=tls
     )
     try:
         transport.write(request)

@@ -44,9 +44,7 @@ class Rotary:
         of `context` for sequences of all lengths.
         """
         self._turn = turn
-        self._known_length = (
-            min(context, KNOWN) // KNOWN_AT_ONCE * KNOWN_AT_ONCE if device.type == "cpu" else 0
-        )
+        self._known_length = min(context, KNOWN) if device.type == "cpu" else 0
         self._known: dict[bool, tuple[Tensor, set[int]]] = {}
         """By `is_long`: results of `rows` at the first positions, and which parts of them were computed."""
         self.short_context = 0 if is_fixed else config.short_context
@@ -116,23 +114,20 @@ class Rotary:
     def decoding_rows(
         self, positions_T: Tensor, positions: Sequence[int], *, is_long: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return what `rows` does, on a CPU from memory: it makes ten tensors, which takes longer than to
-        compute a few rows. `positions`: the same numbers.
+        """Return what `rows` does, on a CPU from a table that grows: to make ten tensors takes longer than
+        their few numbers. `positions`: the same as `positions_T`.
         """
         if max(positions) >= self._known_length:
             return self.rows(positions_T, is_long)
         if is_long not in self._known:
-            half = self._tables[0][0].shape[-1]
-            self._known[is_long] = (
-                torch.empty(2, len(self._tables[0][0]), self._known_length, 2 * half),
-                set(),
-            )
+            tables, _, half = self._tables[0][0].shape
+            self._known[is_long] = torch.empty(2, tables, self._known_length, 2 * half), set()
         known, parts = self._known[is_long]
         for part in {position // KNOWN_AT_ONCE for position in positions} - parts:
-            at = slice(part * KNOWN_AT_ONCE, (part + 1) * KNOWN_AT_ONCE)
-            known[0, :, at], known[1, :, at] = self.rows(
-                torch.arange(at.start, at.stop, dtype=torch.int32), is_long
-            )
+            begin = part * KNOWN_AT_ONCE
+            end = min(begin + KNOWN_AT_ONCE, self._known_length)
+            at_P = torch.arange(begin, end, dtype=torch.int32)
+            known[0, :, begin:end], known[1, :, begin:end] = self.rows(at_P, is_long)
             parts.add(part)
         cos_ATD, sin_ATD = known.index_select(2, positions_T).unbind()
         return cos_ATD, sin_ATD

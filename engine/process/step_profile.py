@@ -145,8 +145,8 @@ class StepProfiler:
         return timers
 
     def _time_head(self, *, is_timed: bool) -> None:
-        runner = _local_runner(getattr(self._engine, "_runner", None))
-        if hasattr(model := getattr(runner, "_model", None), "times_head"):
+        model = getattr(_local_runner(getattr(self._engine, "_runner", None)), "_model", None)
+        if model is not None and hasattr(model, "times_head"):
             model.times_head = is_timed
 
     def end_if_late(self) -> None:

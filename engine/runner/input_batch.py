@@ -135,11 +135,11 @@ def decodes(row: ScheduledRequest) -> bool:
 
 
 class DecodingInputs:
-    """Inputs of steps on a CPU in which all rows `decodes`: what `build_batch` makes, in tensors that
+    """Inputs of steps on a CPU whose rows all decode (`decodes`): what `build_batch` makes, in tensors that
     the next step of as many rows and blocks writes over.
 
-    The weights of a step push all else out of the caches, so every call before the next one waits for memory
-    again: a call of PyTorch for some 10 microseconds.
+    The weights of a step push everything else out of the caches, so whatever runs between two steps waits for
+    memory: a call of PyTorch takes 10 microseconds there.
     """
 
     def __init__(self, count: int, width: int, block_size: int) -> None:

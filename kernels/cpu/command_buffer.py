@@ -138,11 +138,8 @@ class CommandGraph:
     def __call__(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         rows = len(inputs.ids_T)
         if self._commands is None or rows > self._commands.capacity:
-            self._commands, self._outputs, self._last = (
-                None,
-                (),
-                (0, ()),
-            )  # freed before the larger one is made
+            self._commands, self._outputs = None, ()  # freed before the larger one is made
+            self._last = 0, ()
             capacity = max(MIN_ROWS, 1 << (rows - 1).bit_length())
             with self._recorder.recording(capacity, inputs.cos_ATD) as commands:
                 self._outputs = self._body(inputs)
