@@ -312,10 +312,7 @@ class DraftCounts:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Gauges of the current state, and counters since the engine process started.
-
-    Immutable by convention: one is made in each step (see `RequestOutput`).
-    """
+    """Gauges of the current state, and counters since the engine process started. Not changed once made."""
 
     running: int = 0
     waiting: int = 0
